@@ -1,5 +1,6 @@
 """Checkpoints of the existing library, written here with torch.save file by file, load through `load_checkpoint`."""
 
+import itertools
 import os
 import pickle
 
@@ -9,9 +10,10 @@ from nxd_ckpt import CheckpointError
 from nxd_engine.checkpoints.loading import load_checkpoint
 from nxd_engine.checkpoints.state import optimizer_state
 from nxd_engine.checkpoints.tags import has_checkpoint
-from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import destroy_model_parallel, initialize_model_parallel
+from nxd_pipeline import NxDPPModel
+from nxd_state import active_group, destroy_model_parallel, initialize_model_parallel
 from torch import nn
 
 SHAPES = {
@@ -309,3 +311,111 @@ def test_legacy_pipeline_loads_into_one_process(tmp_path):
     for name, parameter in named.items():
         assert torch.equal(parameter, whole(name))
         assert torch.equal(optimizer.state[parameter]["exp_avg"], whole(name, "exp_avg"))
+
+
+HIDDEN, HEAD = 6, 4
+ROWS = {"q": 4 * HEAD, "k": 2 * HEAD, "v": 2 * HEAD}
+# Which heads two ranks hold, where each key and value head has two copies: as ours lie, and as those of trn1 lie.
+ORDERS = {
+    "blocked": {"q": ([0, 1], [2, 3]), "k": ([0, 0], [1, 1])},
+    "tiled": {"q": ([0, 2], [1, 3]), "k": ([0, 1], [0, 1])},
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, fuse_qkv):
+        super().__init__()
+        options = {"kv_size_multiplier": 2, "num_key_value_heads": 2, "fuse_qkv": fuse_qkv, "gather_output": False}
+        self.qkv_proj = GQAQKVColumnParallelLinear(HIDDEN, [ROWS["q"], ROWS["k"]], **options)
+        self.o_proj = RowParallelLinear(ROWS["q"], HIDDEN, bias=False, input_is_parallel=True)
+
+    def forward(self, hidden):
+        query, key, value = self.qkv_proj(hidden)
+        return self.o_proj(query + key + value)
+
+
+class Attentions(nn.Module):
+    def __init__(self, fuse_qkv):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(fuse_qkv) for _ in range(2))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.mean()
+
+
+def attention_of(layer, tp_rank, order, fuse_qkv, key=""):
+    """What one of two ranks has of a layer, in an order of heads, by name."""
+
+    def heads(name, projection, *shape):
+        generator = torch.Generator().manual_seed(sum(map(ord, f"{layer}{name}{projection}{key}")))
+        own = ORDERS[order]["q" if projection in "qo" else "k"][tp_rank]
+        return torch.randn(ROWS.get(projection, ROWS["q"]), *shape, generator=generator).unflatten(0, (-1, HEAD))[own]
+
+    held = {}
+    for name, shape in (("weight", (HIDDEN,)), ("bias", ())):
+        parts = {projection: heads(name, projection, *shape).flatten(0, 1) for projection in "qkv"}
+        fused = {"qkv": torch.cat([*parts.values()])} if fuse_qkv else parts
+        held |= {f"layers.{layer}.qkv_proj.{name}_{projection}": part for projection, part in fused.items()}
+    return held | {f"layers.{layer}.o_proj.weight": heads("weight", "o", HIDDEN).flatten(0, 1).T.contiguous()}
+
+
+def write_attentions(folder, pp_size, order, fuse_qkv):
+    """`trainer.save_checkpoint` of both layers by two tensor-parallel ranks, with `pp_size` 2 a stage for each."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "optim").mkdir()
+    (folder / "checkpoint").write_text("1")
+    for pp_rank in range(pp_size):
+        layers = range(2) if pp_size == 1 else [pp_rank]
+        for tp_rank in range(2):
+            file = f"dp_rank_00_tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}.pt"
+            model, momenta = (
+                {
+                    name: part
+                    for layer in layers
+                    for name, part in attention_of(layer, tp_rank, order, fuse_qkv, key).items()
+                }
+                for key in ("", "momentum")
+            )
+            state = {number: {"momentum_buffer": momentum} for number, momentum in enumerate(momenta.values())}
+            torch.save(model, folder / "model" / file)
+            torch.save({"state": state, "param_groups": [{"lr": 0.5, "params": [*state]}]}, folder / "optim" / file)
+    (folder / "done").write_text("1")
+
+
+def load_attentions(root, cases):
+    for pp_size, (saved_pp_size, order, fuse_qkv) in itertools.product((1, 2), cases):
+        destroy_model_parallel()
+        initialize_model_parallel(2, pipeline_model_parallel_size=pp_size)
+        torch.manual_seed(0)
+        model = NxDPPModel(Attentions(fuse_qkv), transformer_layer_cls=Attention, auto_partition=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        load_checkpoint(os.path.join(root, f"{saved_pp_size}-{order}-{fuse_qkv}"), model=model, optimizer=optimizer)
+        for name, parameter in model.local_named_parameters():
+            at = (int(name.split(".")[1]), active_group("tp").rank, "blocked", fuse_qkv)
+            assert torch.equal(parameter, attention_of(*at)[name]), (pp_size, saved_pp_size, order, name)
+            assert torch.equal(optimizer.state[parameter]["momentum_buffer"], attention_of(*at, "momentum")[name]), name
+
+
+def test_legacy_copied_heads_load_into_stages_and_into_one_in_both_orders(run_ranks, tmp_path):
+    cases = [(1, "tiled", True), (2, "blocked", True), (2, "tiled", False)]
+    for pp_size, order, fuse_qkv in cases:
+        write_attentions(tmp_path / f"{pp_size}-{order}-{fuse_qkv}" / "a", pp_size, order, fuse_qkv)
+
+    run_ranks(load_attentions, 4, str(tmp_path), cases)
+
+
+def test_legacy_tiled_heads_without_one_output_projection_are_refused(run_ranks, tmp_path):
+    write_attentions(tmp_path / "a", 1, "tiled", True)
+
+    def load():
+        initialize_model_parallel(2)
+        model = Attentions(True)
+        del model.layers[1].o_proj
+        with pytest.raises(
+            CheckpointError, match=r"layers\.1\.qkv_proj .* takes 16 features, found 0\. Use .*--hw_backend trn1"
+        ):
+            load_checkpoint(tmp_path, model=model, strict=False)
+
+    run_ranks(load, 2)

@@ -10,16 +10,18 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RMSNorm, RowParallelLinear
+from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_lora import LoraConfig, LoraModel
 from nxd_optim import GradientReducer, NeuronZero1Optimizer
 from nxd_pipeline import NxDPPModel
 from nxd_state import active_group, initialize_model_parallel
+from nxd_trace import parallel_model_trace
 from torch import nn
 from torch.nn import functional as F
 
 VOCAB, WIDTH, HEAD, BATCH, STEPS = 12, 8, 2, 4, 2
-Layout = tuple[int, int, int]  # tensor-, pipeline- and data-parallel degrees
+Layout = tuple[int, ...]  # tensor-, pipeline- and data-parallel degrees, and that of experts if above 1
 
 
 class Layer(nn.Module):
@@ -67,6 +69,21 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(hidden), labels)
 
 
+class ModelOfExperts(nn.Module):
+    """A layer of experts, and a head that tensor-parallel ranks split."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64)
+        experts = ExpertMLPs(4, 2, WIDTH, 6, glu_mlp=True, normalize_top_k_affinities=True, dtype=torch.float64)
+        self.experts = MoE(RouterTopK(4, 2, WIDTH, dtype=torch.float64), experts)
+        self.head = ColumnParallelLinear(WIDTH, VOCAB, bias=False, gather_output=True, dtype=torch.float64)
+
+    def forward(self, tokens, labels):
+        hidden = self.embed(tokens).unsqueeze(1)  # [batch, 1, width]: rows are told apart by the sequence alone
+        return F.cross_entropy(self.head(hidden + self.experts(hidden)[0]).squeeze(1), labels)
+
+
 def with_adapters(model):
     return LoraModel(model, LoraConfig(lora_rank=2, target_modules=["qkv_proj", "o_proj", "down"], lora_dropout=0.0))
 
@@ -86,6 +103,8 @@ PAIRS = {
     "layers with LoRA": Pair(model=lambda: with_adapters(Model())),
     "layers with LoRA and optim": Pair(model=lambda: with_adapters(Model()), zero1=True),
     "tied layers and optim": Pair(model=lambda: Model(tied=True), zero1=True),
+    "experts": Pair(model=ModelOfExperts),
+    "experts and optim": Pair(model=ModelOfExperts, zero1=True),
 }
 CASES = [  # who saves at which layout, and who loads at which
     ("layers", (2, 1, 1), "layers", (1, 1, 1)),
@@ -98,12 +117,14 @@ CASES = [  # who saves at which layout, and who loads at which
     ("layers and optim", (2, 2, 1), "layers", (1, 1, 1)),
     ("tied layers and optim", (1, 2, 2), "tied layers and optim", (1, 1, 1)),
     ("tied layers and optim", (1, 1, 1), "tied layers and optim", (1, 2, 1)),
+    ("experts and optim", (1, 1, 2, 2), "experts", (1, 1, 1)),
+    ("experts", (1, 1, 2, 2), "experts and optim", (2, 1, 2, 2)),
 ]
 
 
 def made(pair: Pair, layout: Layout):
-    tp, pp, _ = layout
-    initialize_model_parallel(tp, pp)
+    tp, pp, _, *ep = layout
+    initialize_model_parallel(tp, pp, *ep)
     torch.manual_seed(0)
     model = pair.model()
     if pp > 1:
@@ -192,3 +213,29 @@ def test_training_goes_on_at_another_layout_without_the_trainer(
     assert run[0] == pytest.approx(expected, rel=1e-10)
     for losses in resumed:
         assert losses == pytest.approx(expected[STEPS:], rel=1e-10)
+
+
+def test_traced_model_takes_the_weights_that_a_training_has_saved_at_another_layout(run_ranks, tmp_path):
+    run_ranks(train_and_save, 4, PAIRS["layers and optim"], (4, 1, 1), tmp_path / "run")
+    tokens, labels = torch.randint(VOCAB, (2, BATCH), generator=torch.Generator().manual_seed(9))
+
+    def loss_of_one_process():
+        initialize_model_parallel(1)
+        model = Model()
+        nxd_ckpt.load(tmp_path / "run", into={"model": model}, strict=False)
+        return model(tokens, labels).item()
+
+    checkpoint = nxd_ckpt.open_checkpoint(tmp_path / "run")
+    settings = {"tp_degree": 2, "compiler": "export", "progress": False, "inline_weights_to_neff": False}
+    with parallel_model_trace(
+        Model, (tokens, labels), weights=checkpoint.part("model"), cache_dir=tmp_path / "cache", **settings
+    ) as traced:
+        with pytest.raises(
+            ValueError, match=r"embed.weight is not there, but model.embed.weight is: .*part\('model'\)"
+        ):
+            traced.replace_weights(checkpoint)
+        loss = traced(tokens, labels).item()
+
+    with pytest.raises(ValueError, match="no tensors below 'weights'; its tensors are below model, optimizer"):
+        checkpoint.part("weights")
+    assert loss == pytest.approx(run_ranks(loss_of_one_process, 1)[0], rel=1e-10)

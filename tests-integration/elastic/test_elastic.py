@@ -69,11 +69,13 @@ class Run:
         yield
         os.kill(lost.parent, signal.SIGCONT)
 
+    def store_port(self) -> int:
+        variables = Path(f"/proc/{self.rank(0).parent}/environ").read_bytes().decode().split("\0")
+        return next(int(it.partition("=")[2]) for it in variables if it.startswith("MASTER_PORT="))
+
     def board(self) -> Board:
         """What its trainers write about generations."""
-        variables = Path(f"/proc/{self.rank(0).parent}/environ").read_bytes().decode().split("\0")
-        port = next(int(it.partition("=")[2]) for it in variables if it.startswith("MASTER_PORT="))
-        return Board(dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+        return Board(dist.TCPStore("127.0.0.1", self.store_port(), wait_for_workers=False))
 
     def keeper(self) -> int:
         """The process that keeps checkpoints in this host's memory."""
@@ -97,6 +99,24 @@ class Run:
 
     def end(self) -> int:
         return self.process.wait(deadline(120))
+
+
+def end_as_another_user(port: int) -> None:
+    """Have another user of this machine tell the trainers at a store that their generations have failed."""
+    words = b"".join(
+        b"\1" + b"".join(len(it).to_bytes(8, sys.byteorder) + it for it in (key, b'["failed", "forged"]'))
+        for key in (b"/nxd_elastic/1/over", b"/nxd_elastic/2/over")
+    )
+    hello, ping = b"\0" + (0x3C85F7CE).to_bytes(4, sys.byteorder), b"\x0dping"  # as torch's clients begin
+    program = f"""
+import contextlib, os, socket
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+with socket.socket() as client, contextlib.suppress(ConnectionError):
+    client.connect(("127.0.0.1", {port}))
+    client.sendall({hello + words + ping!r})
+    client.recv(4)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def _command(pid: int) -> str:
@@ -210,11 +230,13 @@ def test_lost_keeper_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_m
     assert run.end() == 143, run.log
 
 
-def test_stopped_rank_is_killed_and_replaced(start):
+def test_stopped_rank_is_killed_and_replaced_whatever_another_user_tells_the_store(start):
     alone = start("alone", *LAYOUTS["tp2-dp2"], "train.steps=8")
     assert alone.end() == 0, alone.log
     run = start("run", *LAYOUTS["tp2-dp2"], "train.steps=8", *ELASTIC, "--elastic-silence", "2")
     run.wait_for_step(3)
+    if os.geteuid() == 0:
+        end_as_another_user(run.store_port())
     os.kill(run.trainers()[2], signal.SIGSTOP)
 
     assert_ended_alike(run, alone)

@@ -3,10 +3,13 @@
 from itertools import product
 
 import pytest
-from hf_survey.architectures import surveyed
+import torch
+from hf_survey.architectures import surveyed, tiny_config
 from hf_survey.comparison import CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, one_process
+from hf_survey.settings import changes_of
 from hf_survey.survey import judge
 from hf_survey.table import BEGIN, END, make_table, put_between_markers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FEW = ["llama", "gemma2", "qwen2_moe", "gpt_neox"]
 NAMED = ["qwen2", "qwen3", "gemma", "gemma3_text", "mistral", "phi3", "granite", "olmo2", "starcoder2", "cohere"]
@@ -58,6 +61,47 @@ def test_experts_and_sequences_over_ranks_give_the_numbers_of_one_process(run_ra
     verdict = judge(run_ranks, model_type, layout, expected, 300.0)
 
     assert (verdict.outcome, verdict.reason) == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("bamba", {"z_loss_coefficient": 0.5, "attn_layer_indices": [0, 1, 2, 3]}),
+        ("cohere", {"use_qk_norm": True}),
+        ("phi", {"qk_layernorm": True}),
+    ],
+    ids=str,
+)
+def test_setting_that_changes_the_computation_gives_the_numbers_of_one_process(run_ranks, model_type, changes):
+    expected = one_process(model_type, **changes)
+
+    verdict = judge(run_ranks, model_type, LAYOUTS[0], expected, 120.0, changes)
+
+    assert (verdict.outcome, verdict.reason) == ("pass", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", surveyed())
+def test_every_setting_of_a_type_gives_the_numbers_of_one_process_or_is_refused(run_ranks, model_type):
+    plain, verdicts = one_process(model_type).loss, []
+    for changes in changes_of(model_type):
+        try:
+            expected = one_process(model_type, **changes)
+        except Exception:  # no such model in one process
+            continue
+        if expected.loss.isfinite() and not torch.equal(expected.loss, plain):
+            verdicts.append((judge(run_ranks, model_type, LAYOUTS[0], expected, 120.0, changes), changes))
+
+    assert [it for it in verdicts if it[0].outcome not in ("pass", "refused")] == []
+
+
+def test_small_models_have_layers_of_every_kind():
+    def kinds(config):
+        return set(getattr(config, "layer_types", None) or [])
+
+    missing = {name: kinds(CONFIG_MAPPING[name]()) - kinds(tiny_config(name)) for name in surveyed()}
+
+    assert {name: it for name, it in missing.items() if it} == {}
 
 
 def test_survey_tells_refusals_from_differences_and_failures(run_ranks, monkeypatch, tmp_path):

@@ -268,3 +268,44 @@ def test_loader_of_a_dataset_is_shared_out_to_replicas_only_and_predictions_are_
     seen = [[sample for batch in predictions for sample in batch] for predictions, _, _ in ranks]
     assert seen == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
     assert {(validated, tested) for _, validated, tested in ranks} == {(3.5, 3.5)}
+
+
+def test_predictions_of_a_pipeline_are_those_of_one_process_on_every_rank(run_ranks, tmp_path):
+    def predict(pp: int, folder: Path):
+        import lightning
+        from nxd_lightning import NeuronLTModule, NeuronXLAStrategy
+        from torch import nn
+        from torch.utils.data import DataLoader
+
+        class Model(nn.Sequential):
+            def forward(self, x):
+                hidden = super().forward(x)
+                return {"hidden": hidden, "is_positive": (hidden > 0, "as it is")}
+
+        def make() -> nn.Module:
+            return Model(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+
+        cut = {"pipeline_cuts": ["0"], "num_microbatches": 2} if pp > 1 else None
+        config = {"pipeline_parallel_size": pp, "pipeline_config": cut}
+        lightning.seed_everything(1)
+        module = NeuronLTModule(make, config, torch.optim.SGD)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=pp, strategy=NeuronXLAStrategy(config), default_root_dir=folder, **quiet
+        )
+        samples = [{"x": row} for row in torch.arange(16.0, dtype=torch.float64).view(4, 4)]
+        predictions = trainer.predict(module, DataLoader(samples, batch_size=2))
+        if pp > 1:
+            with pytest.raises(TypeError, match="output cannot be sent to the other stages"):
+                module.output_of_last_stage([lambda: None])
+        return [it for batch in predictions for it in (batch if isinstance(batch, list) else [batch])]
+
+    [whole] = run_ranks(predict, 1, 1, tmp_path)
+    first, last = run_ranks(predict, 2, 2, tmp_path)
+
+    for ranks_predictions in (first, last):
+        assert len(ranks_predictions) == 4  # microbatches
+        assert {it["is_positive"][1] for it in ranks_predictions} == {"as it is"}
+        for name, values in (("hidden", lambda it: it["hidden"]), ("is_positive", lambda it: it["is_positive"][0])):
+            found, expected = (torch.cat([values(it) for it in them]) for them in (ranks_predictions, whole))
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=0.0, msg=name)

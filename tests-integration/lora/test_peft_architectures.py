@@ -3,8 +3,10 @@
 import nxd_state
 import pytest
 import torch
+from neuronx_distributed.trainer import initialize_parallel_model, neuronx_distributed_config
 from nxd_layers.hf import parallelize
 from nxd_lora import LoraModel, gather_adapter, load_peft_adapter, read_peft_config, save_peft_adapter
+from nxd_parity import InFloat64
 from safetensors.torch import load_file
 
 peft = pytest.importorskip("peft", reason="comparing with PEFT needs it: pip install peft")
@@ -76,6 +78,23 @@ def adapted_here(name, folder, target):
     return logits.detach(), gather_adapter(model)
 
 
+def trained_in_a_pipeline(name, folder):
+    """Loss and gradients, by whole names, of the adapter in `folder`."""
+    config = neuronx_distributed_config(
+        pipeline_parallel_size=2,
+        pipeline_config={"num_microbatches": 2, "auto_partition": True, "broadcast_and_average_loss": True},
+        lora_config=read_peft_config(folder),
+    )
+    with InFloat64():
+        model = initialize_parallel_model(config, lambda: make(name))
+        load_peft_adapter(model.lora_model, folder)
+        loss = model.run_train(input_ids=TOKENS, labels=TOKENS)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.grad
+    return loss.detach(), gather_adapter(model.lora_model)
+
+
 def in_file(name):
     return f"base_model.model.{name}" + (".weight" if name.endswith(("lora_A", "lora_B")) else "")
 
@@ -95,3 +114,18 @@ def test_adapter_of_peft_gives_the_same_logits_gradients_and_files(on_tp, tmp_pa
     theirs, ours = (load_file(tmp_path / it / "adapter_model.safetensors") for it in ("theirs", "ours"))
     assert ours.keys() == {name for name in theirs if ".base_layer." not in name}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_adapter_of_peft_on_a_tied_head_trains_alike_in_a_pipeline(run_ranks, tmp_path):
+    adapted_by_peft("tied llama", tmp_path)
+    model = peft.PeftModel.from_pretrained(make("tied llama"), tmp_path, is_trainable=True)
+    with InFloat64():
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+    grads = {name.replace(".default", ""): it.grad for name, it in model.named_parameters() if it.requires_grad}
+
+    for found, own_grads in run_ranks(trained_in_a_pipeline, 2, "tied llama", tmp_path):
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=0)
+        assert {in_file(name) for name in own_grads} == grads.keys()
+        for name, grad in own_grads.items():
+            torch.testing.assert_close(grad, grads[in_file(name)], rtol=1e-8, atol=1e-12)

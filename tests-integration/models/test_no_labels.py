@@ -5,6 +5,7 @@ import torch
 import transformers
 from nxd_engine import initialize_parallel_model, neuronx_distributed_config
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_pipeline import NxDPPModel
 from nxd_state import initialize_model_parallel
 
 SIZES = {
@@ -42,6 +43,28 @@ def losses(make, degrees):
     assert all(it.grad is None or not it.grad.any() for it in model.parameters())
     found.append(float(model.run_train(input_ids=ids, labels=torch.where(ids < 4, ids, none))))
     return found
+
+
+def losses_of_a_bare_pipeline(pp):
+    initialize_model_parallel(pipeline_model_parallel_size=pp)
+    torch.manual_seed(0)
+    model = NxDPPModel(of_transformers(), num_microbatches=2, auto_partition=True, broadcast_and_average_loss=True)
+    ids = torch.arange(16).view(2, 8)
+    none = torch.full_like(ids, -100)
+    found = [float(model.run_train(input_ids=ids, labels=none))]
+    assert all(it.grad is None or not it.grad.any() for it in model.parameters())
+    one_microbatch = torch.where(ids < 8, ids, none)
+    return [*found, float(model.run_train(input_ids=ids, labels=one_microbatch))]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_loss_without_labels_is_zero_in_a_bare_pipeline(run_ranks, pp):
+    torch.manual_seed(0)
+    ids = torch.arange(8).view(1, 8)
+    of_one_microbatch = of_transformers()(input_ids=ids, labels=ids).loss.item()
+
+    for found in run_ranks(losses_of_a_bare_pipeline, pp, pp):
+        assert found == [0.0, pytest.approx(of_one_microbatch / 2, rel=1e-5)]
 
 
 @pytest.mark.parametrize("make", [ours, of_transformers])

@@ -45,13 +45,13 @@ def _has_plan(config_class: Any, axis: str) -> bool:
     return bool(getattr(config_class, f"base_model_{axis}_plan", None)) and not config_class.sub_configs
 
 
-def tiny_config(model_type: str) -> Any:
-    """A config of a few thousand parameters."""
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """A config of a few thousand parameters, with these keys changed."""
     config_class = CONFIG_MAPPING[model_type]
     known = set(config_class().to_dict()) | set(getattr(config_class, "attribute_map", {}))
     sizes = {name: value for name, value in (SMALL_SIZES | SPECIAL_TOKENS).items() if name in known}
     sizes |= {name: 0.0 for name in known if "dropout" in name or name.endswith("pdrop")}
-    config = config_class(**sizes | OWN_SIZES.get(model_type, {}))
+    config = config_class(**sizes | OWN_SIZES.get(model_type, {}) | changes)
     config.use_cache = False
     config._experts_implementation = "eager"  # the other ones have no float64
     return config
@@ -66,6 +66,7 @@ _TWO_KINDS = ["sliding_attention", "full_attention"] * 2
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "axk1": _LATENT,
     "axk2": _LATENT,
+    "bailing_hybrid": _LATENT | {"layer_group_size": 2},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
@@ -75,6 +76,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "deepseek_v32": _LATENT,
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots3_note_text": _LATENT | {"index_head_dim": 8, "per_layer_config": {2: _SECOND_KIND, 3: _SECOND_KIND}},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "gemma3_text": {"layer_types": _TWO_KINDS},
@@ -96,8 +98,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _LATENT,
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"] * 2},
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "inkling2_loop_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "kolibri1": {"layer_types": _TWO_KINDS},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "sliding_attention"]},
     "longcat_flash": _LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "minicpm3": _LATENT,
@@ -129,12 +138,17 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(model_type: str) -> nn.Module:
-    """A model in float64 whose every parameter has random values, norms and biases included."""
+def tiny_model(model_type: str, **changes: Any) -> nn.Module:
+    """A model in float64 whose every parameter has random values, norms and biases included.
+
+    Args:
+        model_type: as transformers names it.
+        changes: keys of its config.
+    """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     model_class = getattr(transformers, _MODEL_CLASSES.get(model_type, "AutoModelForCausalLM"))
-    model = model_class.from_config(tiny_config(model_type)).double().eval()
+    model = model_class.from_config(tiny_config(model_type, **changes)).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

@@ -4,8 +4,9 @@ The functions `one_process` and `one_rank` run on the ranks; what they return is
 ranks leave a model's layout to `nxd_layers.hf.parallelize` and `NxDPPModel`, as a user would.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from nxd_engine.checkpoints.state import logical_name
@@ -84,10 +85,10 @@ class Step:
     refusal: str = ""
 
 
-def one_process(model_type: str) -> Step:
-    """Forward and backward of the unsharded model."""
+def one_process(model_type: str, **changes: Any) -> Step:
+    """Forward and backward of the unsharded model, with these keys of its config changed."""
     with InFloat64():
-        model = tiny_model(model_type)
+        model = tiny_model(model_type, **changes)
         balance = RouterBalance(dict(model.named_modules()), find_routers(model), BalanceConfig())
         losses = balance.train(
             lambda: [model(**part).loss for part in _microbatches(model_type)],
@@ -101,14 +102,14 @@ def one_process(model_type: str) -> Step:
     return Step(loss.detach(), logical_pieces(named), _tokens(balance))
 
 
-def one_rank(model_type: str, layout: Layout) -> Step:
+def one_rank(model_type: str, layout: Layout, changes: Mapping[str, Any]) -> Step:
     """The same step by this rank of a layout.
 
     A ValueError or NotImplementedError while the model is laid out counts as a refusal: it must come on every rank.
     """
     initialize_model_parallel(layout.tp, layout.pp, layout.ep, context_parallel_size=layout.cp)
     with InFloat64():
-        model = tiny_model(model_type)
+        model = tiny_model(model_type, **changes)
         routers = find_routers(model)
         try:
             if layout.tp * layout.ep * layout.cp > 1:

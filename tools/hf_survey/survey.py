@@ -1,7 +1,8 @@
 """Every architecture at every layout, each in a job of its own: a crash or a hang is then one line of the table."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nxd_testing import RankFailure, RankPool
 
@@ -47,11 +48,16 @@ def survey(pool: RankPool, model_types: Sequence[str], layouts: Sequence[Layout]
 
 
 def judge(
-    run_ranks: Callable[..., list[Step]], model_type: str, layout: Layout, expected: Step, timeout: float
+    run_ranks: Callable[..., list[Step]],
+    model_type: str,
+    layout: Layout,
+    expected: Step,
+    timeout: float,
+    changes: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """The verdict on one architecture at one layout."""
+    """The verdict on one architecture at one layout, with these keys of its config changed."""
     try:
-        ranks = run_ranks(one_rank, layout.num_ranks, model_type, layout, timeout=timeout)
+        ranks = run_ranks(one_rank, layout.num_ranks, model_type, layout, changes or {}, timeout=timeout)
     except RankFailure as failure:
         return Verdict(model_type, layout, "refused" if _is_refusal(failure) else "fails", _cause(failure))
     refusals = [step.refusal for step in ranks]

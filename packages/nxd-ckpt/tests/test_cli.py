@@ -14,6 +14,7 @@ import pytest
 import torch
 from nxd_ckpt import Shard, ShardedTensor, list_checkpoints, open_checkpoint, save
 from nxd_ckpt.cli import main
+from nxd_ckpt.interop import as_extra, companions_in, read_companions
 from nxd_ckpt.testing import run_on_threads
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
@@ -527,6 +528,25 @@ def test_what_was_converted_keeps_its_objects(run, root, tmp_path):
     run("convert", root, tmp_path / "copy", "--to", "nxd", "--target-tag", "a", "--dtype", "float64")
 
     assert open_checkpoint(tmp_path / "copy").objects == {"lr": 0.1}
+
+
+def test_files_of_the_tokenizer_go_along_between_checkpoints_and_hugging_face_folders(run, tmp_path):
+    files = {"tokenizer.json": b"{}", "additional_chat_templates/tool_use.jinja": b"x", "generation_config.json": b"[]"}
+    extra = as_extra(files) | {"model-.bashrc": b"no such file", "values.json": b"{}"}
+    save(tmp_path / "runs", "a", {"w": torch.ones(2)}, extra=extra)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "generation_config.json").write_bytes(b"mine")
+
+    run("convert", tmp_path / "runs", tmp_path / "copy", "--to", "nxd", "--target-tag", "b")
+    run("convert", tmp_path / "copy", tmp_path / "hf", "--to", "hf")
+    run("convert", tmp_path / "hf", tmp_path / "back", "--to", "nxd", "--target-tag", "c")
+    run("convert", tmp_path / "hf" / "model.safetensors", tmp_path / "file", "--to", "nxd", "--target-tag", "d")
+
+    copy = open_checkpoint(tmp_path / "copy")
+    assert {name: copy.read_extra(name) for name in copy.extra} == extra
+    assert read_companions(tmp_path / "hf") == files | {"generation_config.json": b"mine"}
+    assert companions_in(open_checkpoint(tmp_path / "back")) == files | {"generation_config.json": b"mine"}
+    assert not open_checkpoint(tmp_path / "file").extra
 
 
 def test_page_is_one_file_that_shows_every_tensor_and_runs_nothing(run, tmp_path):

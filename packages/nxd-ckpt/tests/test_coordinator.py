@@ -150,6 +150,26 @@ def test_gather_what_a_stranger_put_into_the_store_is_an_error_and_not_run(tmp_p
 
 
 @pytest.mark.parametrize(
+    ("key", "forged", "said"),
+    [
+        ("test/0/0/outcome", b"\x1b[2Jgone", r"^\\x1b\[2Jgone$"),
+        ("test/0/0/1", b"\x1b[2J", r"the store holds a message in b'\\x1b\[2J' parts$"),
+        ("test/left", b"{", "the store holds a farewell that is none: Expecting property name"),
+    ],
+)
+def test_gather_text_of_a_stranger_is_told_as_such_and_cannot_steer_a_terminal(monkeypatch, key, forged, said):
+    monkeypatch.setattr("nxd_ckpt.store_coordinator._LOOK_SECONDS", 0.0)
+    store = dist.HashStore()
+    store.set(key, forged)
+    ranks = StoreCoordinator(store, 1 if key.endswith("outcome") else 0, 2, prefix="test", timeout=5.0)
+
+    with pytest.raises(CheckpointError, match=said) as raised:
+        ranks.all_gather_object("mine")
+
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
     "sent",
     [
         None,

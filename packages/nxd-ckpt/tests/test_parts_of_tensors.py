@@ -1,5 +1,8 @@
 """Tensors that say which part of a whole they are, and tensors that are marked as parts and do not say which."""
 
+import copy
+import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import nxd_ckpt
@@ -8,6 +11,7 @@ import torch
 from nxd_ckpt import load, open_checkpoint, save
 from nxd_ckpt.testing import run_on_threads
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 
 def box(offset, shape):
@@ -83,6 +87,16 @@ def test_state_dict_of_a_module_with_parts_is_saved_and_loaded_as_parts(tmp_path
     assert torch.equal(open_checkpoint(tmp_path).read("model.q.weight"), torch.arange(12.0).reshape(4, 3))
 
 
+def test_parts_are_looked_for_once_in_a_save_and_only_for_state_dicts(tmp_path, monkeypatch):
+    walks, get_objects = [], gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: walks.append(1) or get_objects())
+
+    save(tmp_path, "modules", {"a": nn.Linear(2, 2), "b": {"c": torch.ones(2)}})
+    assert walks == []
+    save(tmp_path, "state_dicts", {name: nn.Linear(2, 2).state_dict() for name in "abc"})
+    assert len(walks) == 1
+
+
 class OfTheirOwn(torch.Tensor):
     """A subclass that may mean anything."""
 
@@ -156,6 +170,79 @@ def test_subclass_nobody_knows_and_layer_without_its_spec_are_refused_by_path(tm
 
     run_on_threads(write, world_size=2)
     assert nxd_ckpt.list_checkpoints(tmp_path) == []
+
+
+class Split(nn.Linear):
+    """A layer of which two ranks have four rows each."""
+
+    tensor_parallel_size = 2
+
+    def __init__(self, rank):
+        super().__init__(3, 4, bias=False)
+        self.weight.shard_spec = rows_of((8, 3), rank, 2)
+
+
+def with_buffer(layer, **attributes):
+    layer.register_buffer("usage", torch.ones(4))
+    for name, value in attributes.items():
+        setattr(layer.usage, name, value)
+    return layer
+
+
+def pruned(layer):
+    return prune.random_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (parametrizations.weight_norm, "parametrizations.weight.original0"),
+        (parametrizations.spectral_norm, "parametrizations.weight.0._u"),
+        (pruned, "weight_mask"),
+        (with_buffer, "usage"),
+        (lambda layer: with_buffer(layer, num_partitions=1), None),
+        (lambda layer: layer, None),
+    ],
+)
+def test_what_belongs_to_a_split_weight_and_does_not_say_its_part_is_refused_by_path(tmp_path, change, refused):
+    def write(ranks):
+        state = {"m": nn.Sequential(change(Split(ranks.rank)))}
+        message = f"'m': 0.{refused} .*belongs to a weight that 2 ranks split"
+        with pytest.raises(ValueError, match=message) if refused else nullcontext():
+            save(tmp_path, "a", state, process_group=ranks)
+
+    run_on_threads(write, world_size=2)
+
+
+@pytest.mark.parametrize("copies", ["averages", "a copy's state_dict", "the optimizer's state_dict"])
+def test_bare_copies_of_parts_are_refused_by_path(tmp_path, copies):
+    def write(ranks):
+        model = nn.Sequential(Split(ranks.rank))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        states = {
+            "averages": ({name: it.detach().clone() for name, it in model.named_parameters()}, "c.0.weight"),
+            "a copy's state_dict": (copy.deepcopy(model).state_dict(), "c.0.weight"),
+            "the optimizer's state_dict": (optimizer.state_dict(), "c.state.0.exp_avg"),
+        }
+        state, path = states[copies]
+        with pytest.raises(ValueError, match=f"'{path}'.* (pass the optimizer itself|set its shard_spec)"):
+            save(tmp_path, "a", {"m": model, "c": state}, process_group=ranks)
+
+    run_on_threads(write, world_size=2)
+
+
+def test_state_dict_of_an_optimizer_of_whole_parameters_is_saved(tmp_path):
+    def write(ranks):
+        model = nn.Linear(2, 5)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        save(tmp_path, "a", {"m": model, "o": optimizer.state_dict()}, process_group=ranks)
+
+    run_on_threads(write, world_size=2)
+    assert open_checkpoint(tmp_path).tensors["o.state.0.exp_avg"].global_shape == (5, 2)
 
 
 @pytest.mark.parametrize("attributes", WHOLE)

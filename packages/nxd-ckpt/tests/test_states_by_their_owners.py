@@ -1,5 +1,6 @@
 """What modules, optimizers and others give and take only by their own methods; and what replicas have differently."""
 
+import numpy as np
 import nxd_ckpt
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 
-@pytest.mark.parametrize("form", ["module", "check_replicas", "in background"])
+@pytest.mark.parametrize("form", ["module", "check_replicas", "in background", "state_dict", "other object"])
 def test_buffers_that_replicas_have_differently_come_from_the_first_one_together(tmp_path, form):
     def write(ranks):
         model = nn.Sequential(nn.Linear(64, 64, bias=False), *(nn.BatchNorm1d(size) for size in (3, 5, 7)))
@@ -18,10 +19,12 @@ def test_buffers_that_replicas_have_differently_come_from_the_first_one_together
             module.running_mean.fill_(ranks.rank)
             module.running_var.fill_(ranks.rank)
             module.num_batches_tracked.fill_(ranks.rank)
+        state = {"state_dict": model.state_dict(), "other object": [dict(model.named_buffers()), model[0].weight]}
         if form == "in background":
             async_save(tmp_path, "a", {"model": model}, process_group=ranks).wait()
         else:
-            save(tmp_path, "a", {"model": model}, process_group=ranks, check_replicas=form == "check_replicas")
+            checked = form == "check_replicas"
+            save(tmp_path, "a", {"model": state.get(form, model)}, process_group=ranks, check_replicas=checked)
 
     run_on_threads(write, world_size=3)
     end_async_saves()
@@ -30,6 +33,27 @@ def test_buffers_that_replicas_have_differently_come_from_the_first_one_together
     buffers = [name for name in checkpoint.tensors if "running" in name or "tracked" in name]
     assert len(buffers) == 9
     assert all(not checkpoint.read(name).any() for name in buffers)
+
+
+def test_large_bare_tensors_are_written_by_several_replicas(tmp_path):
+    large = {f"weight{i}": torch.zeros(2**18 + 1) for i in range(3)}
+    run_on_threads(lambda ranks: save(tmp_path, "a", large, process_group=ranks), world_size=3)
+
+    written = {chunk.file for it in open_checkpoint(tmp_path).manifest.tensors.values() for chunk in it.chunks}
+    assert len(written) == 3
+
+
+def test_number_of_numpy_is_saved_as_a_number(tmp_path):
+    save(tmp_path, "a", {"w": torch.ones(1), "loss": np.float64(0.5)})
+    into = {"w": torch.zeros(1), "loss": 0.0}
+    load(tmp_path, into=into)
+
+    assert into["loss"] == 0.5
+
+
+def test_sparse_tensor_is_refused_by_path(tmp_path):
+    with pytest.raises(ValueError, match=r"'table': .*must be a dense tensor"):
+        save(tmp_path, "a", {"table": torch.eye(2).to_sparse()})
 
 
 class Fused(nn.Module):
@@ -206,6 +230,44 @@ def test_state_outside_of_parameters_is_there_after_a_load(tmp_path, optimizer_c
     go_on(model, optimizer, 2)
     go_on(other, other_optimizer, 2)
     assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, OwnAttributes])
+def test_state_of_a_parameter_that_had_no_gradient_when_saved_is_dropped_as_torch_does(tmp_path, optimizer_class):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()
+        return model, optimizer_class(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.eye(3, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model[:1], optimizer)
+    save(tmp_path, "a", {"model": model, "optimizer": optimizer})
+    other, other_optimizer = made()
+    for _ in range(3):  # as a run that goes back to an earlier checkpoint has
+        step(other, other_optimizer)
+    load(tmp_path, into={"model": other, "optimizer": other_optimizer})
+
+    torch.testing.assert_close(other_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, other_optimizer)
+    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_states_that_the_checkpoint_has_otherwise_are_refused_by_path(tmp_path):
+    model, optimizer = trained(torch.optim.AdamW, 1)
+    save(tmp_path, "a", {"model": model, "optimizer": optimizer})
+    other, other_optimizer = trained(torch.optim.SGD, 1, momentum=0.9)
+
+    with pytest.raises(
+        CheckpointError, match=r"'optimizer.state.model.weight.momentum_buffer' .* not in the checkpoint"
+    ):
+        load(tmp_path, into={"model": other, "optimizer": other_optimizer})
 
 
 class Flat(torch.optim.SGD):

@@ -46,6 +46,26 @@ store.wait(["0", "1"])
     assert run(program) == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_store_does_not_answer_another_user(tmp_path):
+    hello = b"\0" + (0x3C85F7CE).to_bytes(4, sys.byteorder) + b"\x0d" + b"ping"  # as torch's clients begin
+    program = f"""
+import contextlib, os, pathlib, socket
+answer = pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).open("wb")
+if os.environ["RANK"] == "1":
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+client = socket.socket()
+client.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+with answer, contextlib.suppress(ConnectionError):
+    client.sendall({hello!r})
+    answer.write(client.recv(4))
+"""
+    assert run(program) == 0
+
+    assert [(tmp_path / rank).read_bytes() for rank in ("0", "1")] == [b"ping", b""]
+
+
 @pytest.mark.parametrize(("load", "nproc", "threads"), [(0.2, 1, 8), (0.2, 2, 4), (5.1, 1, 3), (5.1, 2, 1), (90, 2, 1)])
 def test_ranks_divide_the_cores_that_the_load_leaves(monkeypatch, load, nproc, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)

@@ -13,15 +13,29 @@ from nxd_cli import main
 ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202e"
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.parametrize(("arguments", "code"), [(["train", "--help"], 0), (["data", "missing.toml"], 2)])
-def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, closed, arguments, code):
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code"),
+    [
+        (">&-", ["ckpt", "gc", "."], 0),  # says something, and returns
+        ("<&- >&- 2>&-", ["ckpt", "gc", "."], 0),
+        ("<&-", ["data", "missing.toml"], 2),
+        ("2>&-", ["data", "missing.toml"], 2),
+    ],
+)
+def test_command_whose_streams_are_closed_ends_as_usual(fresh_python, tmp_path, closed, arguments, code):
     command = ["bash", "-c", f'exec "$@" {closed}', "bash", fresh_python, "-m", "nxd_cli", *arguments]
 
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
 
-    assert ended.returncode == code
+    assert (ended.returncode, ended.stdout) == (code, "")
     assert "Error" not in ended.stderr
+
+
+@pytest.mark.parametrize("arguments", [["data", f"data.path={'x' * 5000}"], ["generate", "x" * 5000, "--prompt", "a"]])
+def test_argument_that_is_longer_than_a_file_name_is_a_message(capsys, arguments):
+    assert main(arguments) == 2
+
+    assert f"nxd {arguments[0]}: [Errno 36] File name too long" in capsys.readouterr().err
 
 
 def test_preview_whose_reader_has_gone_ends_with_141(fresh_python, tmp_path):

@@ -1,7 +1,7 @@
 """What torchrun would have said, from what Slurm says."""
 
 import pytest
-from nxd_cli.launch import first_host, slurm_environment
+from nxd_cli.launch import advice_on_ranks, first_host, slurm_environment
 
 TASK = {
     "SLURM_JOB_ID": "123456",
@@ -34,6 +34,38 @@ def test_variables_that_are_set_stay():
         "LOCAL_RANK",
         "MASTER_PORT",
     }
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"SLURM_STEP_NUM_TASKS": "2"},
+            "SLURM_STEP_NUM_TASKS=2 without SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST",
+        ),
+        (TASK | {"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS='two' is no number"),
+    ],
+)
+def test_half_a_task_says_what_is_missing(environ, message):
+    with pytest.raises(ValueError, match=f"{message}.* set RANK, WORLD_SIZE"):
+        slurm_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "advice"),
+    [
+        ({}, "use --nproc 4"),
+        ({"SLURM_NTASKS": "1"}, "use --nproc 4"),
+        (TASK, "use --nproc 4"),
+        (
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+            "start it by srun, whose tasks are the ranks (SLURM_NTASKS=4, but this process is no task of srun: it has "
+            "no SLURM_STEP_NUM_TASKS), or use --nproc 4 on one host",
+        ),
+    ],
+)
+def test_ranks_of_a_job_are_started_by_srun(environ, advice):
+    assert advice_on_ranks(4, environ) == advice
 
 
 @pytest.mark.parametrize(

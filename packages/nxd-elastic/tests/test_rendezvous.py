@@ -1,6 +1,7 @@
 """Who comes to a training that ends meanwhile ends as well."""
 
 import os
+import re
 import sys
 from queue import SimpleQueue
 from threading import Thread
@@ -61,3 +62,35 @@ def test_another_start_goes_on_with_a_stopped_training(deadline):
 
     assert generation is not None
     assert (generation.number, generation.active) == (2, (after,))
+
+
+@pytest.mark.parametrize(
+    ("key", "forged", "said"),
+    [
+        ("1/over", "{", "Expecting property name"),
+        ("1/over", '["over and out", "bye"]', "no generation ends as 'over and out'"),
+        ("1/closed", "[]", "TypeError"),
+        ("1/closed", '{"members": [{"slot": "0"}]}', "KeyError"),
+        ("latest", "\x1b[2Jtwo", r"\\x1b\[2Jtwo"),
+        ("latest", "[" * 100_000, "RecursionError"),
+    ],
+)
+def test_what_no_trainer_has_written_into_the_store_is_an_error_that_says_so(key, forged, said):
+    store, process = dist.HashStore(), Process.of(os.getpid())
+    board, own = Board(store), Member(0, "own", process, process)
+    board.close(Generation(1, [Member(1, "other", process, process)], Fit(Layout(), 1)))
+    store.set(f"nxd_elastic/{key}", forged)
+    terms = Terms(slots=2, grace=1.0, silence=1.0, choose=lambda ranks: Fit(Layout(), ranks))
+
+    with pytest.raises(PeerError, match="which no rank of this version has written") as raised:
+        join(board, own, terms, 0)
+
+    assert re.search(said, str(raised.value))
+    assert str(raised.value).isprintable()
+
+
+def test_reason_of_an_end_cannot_steer_a_terminal():
+    board = Board(store := dist.HashStore())
+    store.set("nxd_elastic/1/over", '["failed", "rank 0 \\u001b[2Jfailed"]')
+
+    assert board.over(1) == board.end(1, Over("lost", "late")) == Over("failed", r"rank 0 \x1b[2Jfailed")

@@ -152,6 +152,39 @@ def test_buffers_that_forward_changes_are_those_without_checkpointing_bitwise(co
     assert differing(step(config), step(None)) == []
 
 
+class Broken(nn.Module):
+    """Breaks the compiler's graph, in a forward that changes a buffer and drops by a stream of this repository."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("mean", torch.ones(HIDDEN))
+
+    def forward(self, hidden):
+        hidden = self.linear(hidden).tanh() * self.mean
+        self.mean = 0.9 * self.mean + hidden.detach().mean(0)
+        torch._dynamo.graph_break()
+        with nxd_state.rng_stream("tp"):
+            return F.dropout(hidden, 0.5).exp() * hidden
+
+
+@pytest.mark.parametrize("keep", [None, matmul_outputs])
+def test_compiled_forward_whose_graph_breaks_is_that_without_checkpointing(keep):
+    def steps(config, backend):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        nxd_state.seed_model_parallel(0)
+        model = nn.Sequential(Broken(), Broken())
+        apply_activation_checkpointing(model, config, keep=keep)
+        forward = torch.compile(model, backend=backend)
+        for _ in range(2):
+            forward(torch.randn(6, HIDDEN)).square().sum().backward()
+        gradients = {f"gradient of {name}": it.grad for name, it in model.named_parameters()}
+        return gradients | dict(model.named_buffers())
+
+    assert differing(steps([Broken], "aot_eager"), steps(None, "eager")) == []
+
+
 def test_changed_buffer_that_is_too_large_to_copy_is_refused_by_name():
     class Remembering(nn.Module):
         def __init__(self):

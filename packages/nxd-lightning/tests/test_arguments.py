@@ -284,3 +284,21 @@ def test_exception_on_the_only_rank_leaves_the_checkpoint_that_was_asked_for(tmp
         fit(module, tmp_path, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
 
     assert NeuronCheckpointIO().load_checkpoint(tmp_path / "on_exception.ckpt")["global_step"] == 1
+
+
+def test_precision_beside_the_plugin_says_which_to_leave_out():
+    with pytest.raises(ValueError, match=r"precision=bf16-mixed.*leave out NeuronXLAPrecisionPlugin, or precision="):
+        lightning.Trainer(precision="bf16-mixed", plugins=[NeuronXLAPrecisionPlugin()])
+
+
+def test_precision_without_the_plugin_computes_in_it(tmp_path):
+    class Recording(Fitting):
+        def training_step(self, batch, batch_idx):
+            self.found = self.model(batch).dtype
+            return super().training_step(batch, batch_idx)
+
+    module = Recording(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, 2), manual_opt=False)
+
+    fit(module, tmp_path, precision="bf16-mixed")
+
+    assert module.found == torch.bfloat16

@@ -11,7 +11,7 @@ from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverter
 from neuronx_distributed.scripts.yaml_converter import convert_yaml_to_json
 from neuronx_distributed.trainer.checkpoint import CheckpointIOState, save_checkpoint
 from neuronx_distributed.trainer.checkpoint_storage import create_checkpoint_storage, is_slow_down_error
-from nxd_neuronx.checkpoint_converter import HeadOrder
+from nxd_engine.checkpoints.legacy_heads import HeadOrder
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 16, 8, 2, 12, 4
 HEAD = HIDDEN // HEADS
@@ -139,8 +139,19 @@ def test_heads_are_ordered_as_the_hardware_has_them():
     assert [interleaved.heads_of(rank) for rank in range(4)] == [[0, 1], [4, 5], [2, 3], [6, 7]]
     assert [blocked.kv_heads_of(rank) for rank in range(4)] == [[0], [0], [1], [1]]
     assert [blocked.heads_of(rank) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match="use --kv_size_multiplier 2"):
-        HeadOrder(8, 2, 1, 4, blocked=False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "advice"),
+    [
+        ((8, 2, 1, 4), "use --qkv_linear True --kv_size_multiplier 2"),
+        ((12, 6, 1, 4), "use --qkv_linear True --kv_size_multiplier 2"),
+        ((6, 2, 1, 4), "use another --tp_size, no multiplier fits"),
+    ],
+)
+def test_heads_that_do_not_divide_are_told_the_multiplier_that_fits(heads, advice):
+    with pytest.raises(ValueError, match=advice):
+        HeadOrder(*heads, blocked=False)
 
 
 def test_files_of_ranks_are_rewritten_with_a_file_for_each_tensor(converted):
@@ -181,6 +192,9 @@ def test_a_training_config_becomes_a_models_config(tmp_path):
     assert found == {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 16, "num_key_value_heads": 2}
     with pytest.raises(ValueError, match=r"lacks model.num_layers"):
         convert_yaml_to_json(str(tmp_path / "other.yaml"))
+    (tmp_path / "nested.yaml").write_text(text.replace("num_layers: 4", "num_layers: [4]"))
+    with pytest.raises(ValueError, match=r"has a list as the model's num_hidden_layers; expected a number"):
+        convert_yaml_to_json(str(tmp_path / "nested.yaml"))
 
 
 # States of ZeRO-1.

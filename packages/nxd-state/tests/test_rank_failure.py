@@ -8,6 +8,7 @@ import time
 import nxd_state
 import pytest
 import torch
+import torch.distributed as dist
 from nxd_state.heartbeat import last_heartbeat
 from nxd_state.process_groups import job_store
 from nxd_testing import deadline, run_torchrun
@@ -188,3 +189,33 @@ def test_rank_that_answers_nothing_has_told_the_others_its_step_and_module(run_r
 
     assert "UTC [in step 7; forward of WaitsForRelease; " in told
     assert told.endswith("in forward]")
+
+
+class Ended(dist.Store):
+    """A store that lets nobody wait any more, as that of an elastic run whose ranks have parted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> str:
+        return self.values[key]
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        assert set(keys) <= set(self.values)
+
+    def check(self, keys: list[str]) -> bool:
+        raise nxd_state.PeerError("the generation is over")
+
+
+def test_rank_whose_store_has_ended_shows_its_failure(run_ranks):
+    def report() -> int:
+        dist.destroy_process_group()
+        store = Ended()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return nxd_state.report_failure(nxd_state.PeerError("rank 1 timed out: no answer within 5 seconds"))
+
+    assert run_ranks(report, 1) == [nxd_state.EXIT_PEER_FAILED]

@@ -113,3 +113,62 @@ def test_models_are_drawn_alike_however_ranks_are_seeded(run_ranks, seed):
     if seed in ("alike", "by_replica", "none"):
         torch.manual_seed(0 if seed == "none" else 3)
         assert torch.rand(3).tolist() == weights[0]
+
+
+class _Tower(nn.Module):
+    """A layer that tensor-parallel ranks split, and one that is whole on each."""
+
+    def __init__(self):
+        super().__init__()
+        self.split, self.whole = _part(active_group("tp").rank), nn.Linear(3, 3)
+
+    def step(self, optimizer):
+        (self.split.sum() + self.whole(torch.ones(3)).sum()).backward()
+        optimizer.step()
+
+
+def _optimizers(model):
+    return {
+        "one": [torch.optim.SGD(model.parameters(), lr=0.1)],
+        "warm-up": [torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.0))],
+        "of split weights alone": [torch.optim.SGD([model.split], lr=0.1)],
+        "of a plain model": [torch.optim.SGD(model.whole.parameters(), lr=0.1)],
+    }
+
+
+@pytest.mark.parametrize("kind", ["one", "warm-up", "of split weights alone", "of a plain model"])
+def test_first_step_of_an_optimizer_of_torch_compares_whole_weights_of_tensor_parallel_ranks(run_ranks, kind):
+    def outcome():
+        initialize_model_parallel(2)
+        torch.manual_seed(torch.distributed.get_rank())
+        model = _Tower()
+        (optimizer,) = _optimizers(model)[kind]
+        if kind == "warm-up":
+            model.step(optimizer)  # at a rate of zero, which changes nothing: a checkpoint may be loaded afterwards
+            optimizer.param_groups[0]["lr"].fill_(0.1)
+        try:
+            model.step(optimizer)
+        except ValueError as error:
+            for parameter in model.whole.parameters():
+                parameter.data.fill_(0.5)
+            model.step(optimizer)
+            return str(error)
+        return "same"
+
+    first, second = run_ranks(outcome, 2)
+
+    assert first == second
+    if kind in ("one", "warm-up"):
+        assert first.startswith("ranks 0 and 1 start from different weights: parameter 1 of shape (3, 3)")
+    else:
+        assert first == "same"
+
+
+def test_first_steps_are_not_compared_without_tensor_parallel_ranks(run_ranks):
+    def step_on_one_rank_alone():
+        initialize_model_parallel(1)
+        model = _Tower()
+        if torch.distributed.get_rank() == 0:
+            model.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    run_ranks(step_on_one_rank_alone, 2)

@@ -23,12 +23,14 @@ CHAT = {"model": "tiny", "messages": [USER], "max_tokens": 8, "temperature": 0}
 class LettersTemplate:
     """A letter for who speaks, and tools before everything."""
 
-    def encode_prompt(self, messages, tools=None):
+    def encode_prompt(self, messages, tools=None, variables=None):
         if messages[0]["role"] == "nobody":
             raise ValueError("the chat template refuses the messages: who is nobody?")
+        if "tools" in (variables or {}):
+            raise LookupError("'tools' is given to the template otherwise")
         told = "".join(tool["function"]["name"] for tool in tools or [])
         said = "".join(message["role"][0] + message["content"] + "." for message in messages)
-        return LETTERS.encode(told + said + "a")
+        return LETTERS.encode(told + said + "".join((variables or {}).values()) + "a")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,17 @@ def test_tools_stand_in_the_template_unless_none_is_to_be_called(client):
 
     assert with_tools == greedy_text("lookuonce upon.a", 8)
     assert without == greedy_text("uonce upon.a", 8) != with_tools
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"chat_template_kwargs": {"x": "low"}}, {"reasoning_effort": "low"}, {"chat_template_kwargs": {}}],
+    ids=["chat_template_kwargs", "reasoning_effort", "none"],
+)
+def test_variables_of_a_request_reach_the_template(client, variables):
+    said = client.chat.completions.create(**CHAT, extra_body=variables).choices[0].message.content
+
+    assert said == greedy_text("uonce upon.lowa" if any(variables.values()) else "uonce upon.a", 8)
 
 
 @pytest.mark.slow
@@ -329,6 +342,18 @@ def test_models_are_listed_and_found_by_name(client):
         ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be a whole number, 1 or more"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has 'x': 1; expected a token id up to 31"),
         ({"tools": {}}, "tools", "tools must be a list of objects"),
+        (
+            {"extra_body": {"chat_template_kwargs": [1]}},
+            "chat_template_kwargs",
+            "chat_template_kwargs=[1] must be an object",
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"tools": "x"}}}, "chat_template_kwargs", "'tools' is given to"),
+        ({"extra_body": {"reasoning_effort": "much"}}, "reasoning_effort", "reasoning_effort='much' must be one of"),
+        (
+            {"extra_body": {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}},
+            "reasoning_effort",
+            "reasoning_effort='low' is 'high' in chat_template_kwargs; leave one of them out",
+        ),
         ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json={} is not supported; leave it out"),
         ({"extra_body": {"temprature": 1}}, "temprature", "temprature=1 is not supported; use temperature, or leave"),
         (

@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -120,6 +121,33 @@ def test_a_prompt_is_tokenized_while_the_server_answers_others(tiny_generator):
         asking.join()
 
     assert answered == [True]
+
+
+def test_a_client_is_answered_while_the_chat_template_of_another_loops(tiny_generator, deadline):
+    begun, go_on, answered_meanwhile = threading.Event(), threading.Event(), []
+
+    class LoopingTemplate:
+        def encode_prompt(self, messages, tools=None, variables=None):
+            if messages[0]["content"] == "loop":
+                begun.set()
+                answered_meanwhile.append(go_on.wait(deadline(10)))
+                raise ValueError("it takes too long")
+            return LETTERS.encode(messages[0]["content"])
+
+    def ask(user, content):
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        return client.post("/v1/chat/completions", json=body, headers={"Authorization": user}).status_code
+
+    service = CompletionService(tiny_generator.engine, LETTERS, model="tiny", chat=LoopingTemplate())
+    with TestClient(make_app(service), base_url="http://localhost") as client, ThreadPoolExecutor() as clients:
+        hostile = [clients.submit(ask, "hostile", "loop") for _ in range(5)]
+        begun.wait()
+        patient = ask("patient", "once upon")
+        go_on.set()
+        refused = [it.result() for it in hostile]
+
+    assert (patient, refused) == (200, [400] * 5)
+    assert answered_meanwhile[0]
 
 
 PARTS = [
@@ -263,6 +291,25 @@ def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline,
 
     assert answer.split()[1] in (b"413", b"404", b"405")
     assert sent < 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n", b"400"),  # a proxy may believe either of them
+        (b"X-Long: %s\r\n" % (b"a" * 17_000), b"431"),
+    ],
+    ids=["two lengths", "long headers"],
+)
+def test_request_with_headers_that_nobody_needs_is_refused_and_its_connection_closed(
+    impatient, deadline, headers, status
+):
+    with impatient.connect(deadline(20)) as client:
+        client.sendall(HEAD + headers + b"\r\n0\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+    assert answer.split()[1] == status
+    assert b"connection: close" in answer.lower()
 
 
 def test_a_client_that_does_not_wait_for_answers_gets_one(impatient, deadline):

@@ -6,7 +6,7 @@ import os
 import nxd_ckpt
 import pytest
 import torch
-from nxd_engine.companion_files import as_extra, companions_in, read_companions, write_companions
+from nxd_ckpt.interop import as_extra, companions_in, read_companions, write_companions
 from nxd_engine.model_description import describe_llama
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.export import export_hugging_face

@@ -10,7 +10,7 @@ from nxd_ckpt.catalog import CheckpointInfo, latest, list_checkpoints
 from nxd_ckpt.coordinator import Coordinator
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.loading import LoadedObjects, load
-from nxd_ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+from nxd_ckpt.reader import Checkpoint, CheckpointPart, TensorInfo, open_checkpoint
 from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 from nxd_ckpt.saving import save
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
@@ -33,6 +33,7 @@ __all__ = [
     # by one process
     "open_checkpoint",
     "Checkpoint",
+    "CheckpointPart",
     "TensorInfo",
     "list_checkpoints",
     "CheckpointInfo",

@@ -13,5 +13,10 @@ def one_line(error: BaseException) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def printable(text: str) -> str:
+    """Names come from files, messages from processes: what could move the cursor or break a line is escaped."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class RanksLostError(CheckpointError):
     """Other ranks did not answer. This is no fault of the checkpoint, so falling back to another one would not help."""

@@ -57,7 +57,10 @@ def split(joined: bytes) -> list[bytes]:
         ValueError: these are none.
     """
     header, _, rest = joined.partition(b"\n")
-    sizes = json.loads(header)
+    try:
+        sizes = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the sizes of joined messages are no JSON: {error}") from error
     if not (isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)):
         raise ValueError("the sizes of joined messages are no numbers")
     if sum(sizes) != len(rest):

@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,35 @@ def is_sharded_state(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(hasattr(it, name) for it in value for name in names)
 
 
+def check_state_dict(path: str, content: Any, shapes_of_parts: Container[tuple[int, ...]]) -> None:
+    """Refuse the `state_dict` of an optimizer of parts: it does not say of which parameters its states are.
+
+    Args:
+        path: its path, for messages.
+        content: any mapping.
+        shapes_of_parts: those of the parameters in this process that are parts.
+
+    Raises:
+        ValueError: a state has the shape of a part.
+    """
+    for index, state in content["state"].items():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) in shapes_of_parts:
+                raise ValueError(
+                    f"'{path}.state.{index}.{key}' {list(value.shape)} is a state of a parameter that is a part of "
+                    "another, by its shape, and nothing says which part; pass the optimizer itself"
+                )
+
+
+def is_state_dict_of_optimizer(content: Any) -> bool:
+    """Whether it is what `state_dict` of a torch optimizer returns."""
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("state"), Mapping)
+        and isinstance(content.get("param_groups"), list)
+    )
+
+
 def state_holder(path: str, optimizer: Optimizer) -> Optimizer:
     """The optimizer that has the states: of a ZeroRedundancyOptimizer that of the parameters that this rank updates."""
     zero = sys.modules.get("torch.distributed.optim")
@@ -75,7 +104,11 @@ def states_of(path: str, optimizer: Optimizer) -> OptimizerStates:
     def put(
         states: Mapping[torch.Tensor, Mapping[str, Any]], of_none: Mapping[Any, Any], attributes: Mapping[str, Any]
     ) -> None:
-        optimizer.state.update({parameter: dict(state) for parameter, state in states.items() if state})
+        for parameter, state in states.items():
+            if state:
+                optimizer.state[parameter] = dict(state)
+            else:
+                optimizer.state.pop(parameter, None)
         optimizer.state.update(of_none)
 
     states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}

@@ -22,8 +22,8 @@ class TensorDescription(NamedTuple):
         dtype: its name in safetensors.
         global_shape: the shape of all of it.
         boxes: what this rank holds.
-        of_first_holder: replicas may differ, such as statistics of batches: the first rank that holds a box writes it,
-            so that what the same ranks hold comes from one of them.
+        of_first_holder: the first rank that holds a box writes it, so that tensors that belong together, such as
+            statistics of batches, come from one rank where replicas differ.
     """
 
     dtype: str

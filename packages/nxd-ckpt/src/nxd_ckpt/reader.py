@@ -114,6 +114,18 @@ class Checkpoint:
         self.fill(self._transfers(name, Shard(tensor, box.offsets), reads[0]))
         return tensor
 
+    def part(self, path: str) -> "CheckpointPart":
+        """The tensors below a path, such as those of a model that was saved as `{"model": model, ...}`.
+
+        Raises:
+            ValueError: there are none.
+        """
+        names = {name.removeprefix(f"{path}."): name for name in self.tensors if name.startswith(f"{path}.")}
+        if not names:
+            found = ", ".join(sorted({name.split(".")[0] for name in self.tensors}))
+            raise ValueError(f"checkpoint {self.tag!r} has no tensors below {path!r}; its tensors are below {found}")
+        return CheckpointPart(self, names)
+
     def locate(self, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[list[PlannedRead]]]:
         """Finds where every element of each box comes from, and checks that the files exist; takes no memory for them.
 
@@ -285,6 +297,32 @@ class Checkpoint:
                 f"checkpoint {self.tag!r} has no tensor {name!r}; it has {len(self.tensors)}, see .tensors"
             )
         return self.tensors[name]
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """Tensors of a checkpoint, by other names.
+
+    Attributes:
+        checkpoint: that they are in.
+        names: what each is called there, by its name here.
+    """
+
+    checkpoint: Checkpoint
+    names: Mapping[str, str]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Dtype and global shape of each."""
+        return {name: self.checkpoint.tensors[full_name] for name, full_name in self.names.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `Checkpoint.read`."""
+        return self.checkpoint.read(self.names.get(name, name))
+
+    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """As `Checkpoint.read_box`."""
+        return self.checkpoint.read_box(self.names.get(name, name), offsets, shape)
 
 
 def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None, *, verify: bool = True) -> Checkpoint:

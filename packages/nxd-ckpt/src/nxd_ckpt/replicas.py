@@ -1,10 +1,10 @@
 """Replicas: several ranks hold the same box and one of them writes it, so nobody reads what the others hold.
 
-Each of the others hashes its copy, unless copies may differ (`TensorDescription.of_first_holder`). When the writers
-have sent the hashes of what they wrote, each compares its own.
+Each of the others hashes its copy, unless copies may differ. When the writers have sent the hashes of what they wrote,
+each compares its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.checksums import BlockHasher
@@ -18,18 +18,21 @@ ReplicaHashes = Mapping[tuple[str, Box], tuple[str, ...]]
 """The hashes of this rank's copies of what other ranks write, by name and box."""
 
 
-def hash_replicas(plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int) -> ReplicaHashes:
+def hash_replicas(
+    plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int, may_differ: Container[str]
+) -> ReplicaHashes:
     """Hashes what this rank holds of the boxes that other ranks write, where copies must be equal.
 
     Args:
         plan: what all ranks write.
         state: what this rank holds.
         rank: its number.
+        may_differ: names of tensors of which copies may differ.
     """
     found: dict[tuple[str, Box], tuple[str, ...]] = {}
     for writer, writes in enumerate(plan.writes):
         for write in writes if writer != rank else ():
-            if plan.tensors[write.name].of_first_holder:
+            if write.name in may_differ:
                 continue
             shards = state[write.name].shards if write.name in state else ()
             shard = next((shard for shard in shards if shard.box.contains(write.box)), None)

@@ -149,13 +149,12 @@ def prepare_save(
     """
     sharded: dict[str, ShardedTensor] = {}
     descriptions: dict[str, TensorDescription] = {}
-    values: dict[str, Any] = {}
-    groups: set[str] = set()
+    apart = TrainingState()
     cache_key = (coordinator.rank, coordinator.world_size)
     cached = _cache.get(cache_key, _NO_PLAN)
 
     def check_arguments() -> _Request:
-        nonlocal options
+        nonlocal options, apart
         check()
         process = process_of(path)
         apart = take_apart(state, several_ranks=coordinator.world_size > 1)
@@ -166,8 +165,6 @@ def prepare_save(
         )
         _check_options(options)
         options = _with_rank_values(options, apart)
-        values.update(apart.values)
-        groups.update(apart.groups)
         return _Request(
             save_id=uuid.uuid4().hex,
             common=(options.tag, options.step, options.overwrite, options.check_replicas, options.incremental),
@@ -176,7 +173,9 @@ def prepare_save(
             cached_plan=cached.digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
             process=process,
-            values_digest=xxhash.xxh3_128_hexdigest(json.dumps([list(values), [values[it] for it in groups]]).encode()),
+            values_digest=xxhash.xxh3_128_hexdigest(
+                json.dumps([list(apart.values), [apart.values[it] for it in sorted(apart.groups)]]).encode()
+            ),
         )
 
     doing = "checking the arguments of save"
@@ -185,11 +184,10 @@ def prepare_save(
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
     check_processes(path, [request.process for request in requests])
+    values = apart.values
     if any(request.values_digest != requests[0].values_digest for request in requests):
-        of_ranks = parsed(coordinator.all_gather_object([values, sorted(groups)]), _values_from, doing)
+        of_ranks = parsed(coordinator.all_gather_object([values, sorted(apart.groups)]), _values_from, doing)
         values = _merged(of_ranks)
-    if values and coordinator.rank == 0:
-        options = replace(options, extra={**(options.extra or {}), **values_file(values)})
     max_write_bytes = CHUNK_BYTES if options.incremental else None
     digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
     if any(request.cached_plan != digest for request in requests):
@@ -197,11 +195,14 @@ def prepare_save(
         plan = plan_save(gathered, max_write_bytes=max_write_bytes)
         cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
         _cache[cache_key] = cached
+    values = _without_empty_parts(values, cached.plan.tensors)
+    if values and coordinator.rank == 0:
+        options = replace(options, extra={**(options.extra or {}), **values_file(values)})
     replica_hashes: ReplicaHashes = {}
     if options.check_replicas:
         doing = f"comparing replicas to save checkpoint {options.tag!r}"
         replica_hashes = on_every_rank(
-            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank)
+            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank, apart.may_differ)
         )
     store, save_id = open_store(path), requests[0].save_id
     increment, layout = Increment(cached.plan), cached.layout
@@ -248,6 +249,13 @@ def _merged(of_ranks: Sequence[tuple[dict[str, Any], list[str]]]) -> dict[str, A
     for path in {path for _, groups in of_ranks for path in groups}:
         merged[path] = merged_groups([values[path] for values, groups in of_ranks if path in groups])
     return merged
+
+
+def _without_empty_parts(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Without empty lists and dicts of ranks that have nothing where others have tensors."""
+    empty = [path for path, value in values.items() if isinstance(value, list | dict) and not value]
+    filled = {path for path in empty if any(name.startswith(f"{path}.") for name in tensors)}
+    return {path: value for path, value in values.items() if path not in filled}
 
 
 def _with_rank_values(options: SaveOptions, state: TrainingState) -> SaveOptions:

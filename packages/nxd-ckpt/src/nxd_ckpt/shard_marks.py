@@ -8,7 +8,7 @@ which part it is, only its maker knows.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -125,7 +125,8 @@ def check_layers(named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]) -
     """Refuse modules whose parameters are parts that do not say so. For several ranks.
 
     Raises:
-        ValueError: a layer's weight has lost its spec, or the module is one of FSDP1's.
+        ValueError: a layer's weight has lost its spec, something that belongs to it has none, or the module is one of
+            FSDP1's.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, module in named_modules():
@@ -143,6 +144,48 @@ def check_layers(named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]) -
                     f"{name}.{own_name} is split over {degree} ranks but has lost its shard_spec, as copies have "
                     "(deepcopy, to_empty, load_state_dict(assign=True)); copy it from the parameter it was made of"
                 )
+        for own_name, tensor in _belonging_to_weights(module):
+            says_it = is_part(tensor) or is_dtensor(tensor) or getattr(tensor, "num_partitions", None) == 1
+            if tensor.numel() > 1 and not says_it:
+                raise ValueError(
+                    f"{name}.{own_name} {list(tensor.shape)} belongs to a weight that {degree} ranks split, and does "
+                    "not say which part it is; set its shard_spec, or num_partitions = 1 if all ranks have it alike"
+                )
+
+
+def _belonging_to_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What parametrizations of a split layer's weights keep, and buffers of the layer that are as long as its part."""
+    for weight, parametrization in getattr(module, "parametrizations", {}).items():
+        if weight.startswith("weight"):
+            for kept in (parametrization.named_parameters(), parametrization.named_buffers()):
+                yield from ((f"parametrizations.{weight}.{name}", tensor) for name, tensor in kept)
+    lengths: set[int] = set()
+    for name, parameter in module.named_parameters(recurse=False):
+        spec = _spec_of(parameter) if name.startswith("weight") else None
+        for piece in () if spec is None else spec.pieces:
+            lengths |= {own for own, of_all in zip(parameter.shape, piece.logical_shape, strict=True) if own != of_all}
+    for name, buffer in module.named_buffers(recurse=False):
+        if lengths & set(buffer.shape) and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def check_no_copy(tensor: torch.Tensor, name: str, parts: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a bare tensor that seems to be a copy of a part, such as an average of it. For several ranks.
+
+    Args:
+        tensor: of a dict or list.
+        name: its key there.
+        parts: the shapes of the parameters of the state's modules that are parts, by name.
+
+    Raises:
+        ValueError: it has the name and shape of one of them.
+    """
+    says_it = is_part(tensor) or is_dtensor(tensor) or getattr(tensor, "num_partitions", None) == 1
+    if parts.get(name) == tuple(tensor.shape) and not says_it:
+        raise ValueError(
+            f"a tensor {list(tensor.shape)} has the name and shape of a parameter that is a part of another, and "
+            "nothing says which part it is; set its shard_spec to the parameter's, or num_partitions = 1 if it is whole"
+        )
 
 
 def _spec_of(tensor: Any) -> Any:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from nxd_ckpt.errors import RanksLostError, one_line
+from nxd_ckpt.errors import RanksLostError, one_line, printable
 from nxd_ckpt.messages import decode_message, encode_message, join, split
 
 # Stores refuse values of more than 8 MiB.
@@ -197,7 +197,7 @@ class StoreCoordinator:
             raise result[0]
         if isinstance(result[0], Exception):
             raise RanksLostError(
-                f"rank {self.rank} of {self.world_size} lost contact with the other ranks: {result[0]}"
+                f"rank {self.rank} of {self.world_size} lost contact with the other ranks: {printable(str(result[0]))}"
             ) from result[0]
         return result[0]
 
@@ -219,9 +219,9 @@ class StoreCoordinator:
                 f"no answer within {self._timeout:g} seconds from {self._missing(here)}; "
                 "it is stopped, gone, or needs longer than timeout=",
             )
-        outcome = self._store.get(f"{here}/outcome").decode()
+        outcome = self._store.get(f"{here}/outcome").decode(errors="replace")
         if outcome != "complete":
-            raise RanksLostError(outcome)
+            raise RanksLostError(printable(outcome))
         for key in stale:  # every rank has reached this point, so none still reads the previous values
             self._store.delete_key(key)
         heard = [decode_message(data) for data in split(self._get(f"{here}/all"))]
@@ -268,7 +268,10 @@ class StoreCoordinator:
     def _farewell_in(self, key: str) -> tuple[int, str] | None:
         if not self._store.check([key]):
             return None
-        rank, reason = json.loads(self._store.get(key))
+        try:
+            rank, reason = json.loads(self._store.get(key))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"the store holds a farewell that is none: {error}") from error
         if type(rank) is not int or not isinstance(reason, str):
             raise ValueError("the store holds a farewell that is none")
         return rank, reason
@@ -306,7 +309,10 @@ class StoreCoordinator:
         self._keys.append(key)
 
     def _get(self, key: str) -> bytes:
-        return b"".join(self._store.get(f"{key}/part{number}") for number in range(int(self._store.get(key))))
+        count = self._store.get(key)
+        if not count.isdigit():
+            raise ValueError(f"the store holds a message in {count[:100]!r} parts")
+        return b"".join(self._store.get(f"{key}/part{number}") for number in range(int(count)))
 
 
 class Life(NamedTuple):

@@ -22,15 +22,26 @@ from nxd_ckpt.distributed_tensors import (
     is_sharded_tensor_of_torch,
 )
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.module_states import give_back, is_extra_state, module_state, named_parameters, plain_name, with_parts
+from nxd_ckpt.module_states import (
+    give_back,
+    is_extra_state,
+    is_state_dict,
+    module_state,
+    named_parameters,
+    parts_by_place,
+    plain_name,
+    with_parts,
+)
 from nxd_ckpt.objects import check_json, decode, encode, references
 from nxd_ckpt.optimizer_states import (
     as_parameter_is_cut,
     by_owner,
+    check_state_dict,
     destination_of,
     fresh_states,
     is_sharded_optimizer,
     is_sharded_state,
+    is_state_dict_of_optimizer,
     options_of,
     set_groups,
     state_holder,
@@ -38,7 +49,7 @@ from nxd_ckpt.optimizer_states import (
     stored_options,
 )
 from nxd_ckpt.reader import TensorInfo
-from nxd_ckpt.shard_marks import check_known, is_cut, logical_names, logical_parts, relative_name
+from nxd_ckpt.shard_marks import check_known, check_no_copy, is_cut, logical_names, logical_parts, relative_name
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_subclasses import is_subclass, parts_of
 
@@ -47,6 +58,7 @@ PER_RANK = "state"  # key of rank_objects
 _ONE_TENSOR = {"$tensor": ""}  # a value that is nothing but a tensor
 _MASTER = "master_weight"  # the key of a state that is the parameter's value in another dtype
 _LARGEST_PER_RANK = 2**20  # bytes
+_LARGEST_BUFFER = 2**20  # bytes; of the tensors in a state_dict, nothing says which are parameters
 
 
 @dataclass
@@ -68,8 +80,9 @@ class TrainingState:
 
     Attributes:
         tensors: by name; on the memory of the state.
-        of_first_holder: names of tensors that replicas may have differently, such as buffers: those of one rank are
-            saved together.
+        may_differ: names of tensors that replicas may have differently, such as buffers.
+        of_first_holder: to be saved from one rank together: those that may differ, and small bare tensors, some
+            of which may be buffers.
         values: by path; those of the first rank that has them count.
         groups: the paths of values that are groups of an optimizer, whose parameters may be on several ranks.
         rank_values: by path; of this rank.
@@ -78,6 +91,7 @@ class TrainingState:
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
+    may_differ: set[str] = field(default_factory=set)
     of_first_holder: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
@@ -175,8 +189,17 @@ class _Walk:
         """Of parameters; looked up where there is an optimizer."""
         return _parameter_names(self._state)
 
+    @cached_property
+    def _parts_by_place(self) -> dict[Any, nn.Parameter]:
+        """Looked for once, where there is the `state_dict` of a module."""
+        return parts_by_place()
+
     def container(self, path: str, parts: Any) -> None:
-        for key, part in _items(path, with_parts(parts)):
+        content = with_parts(parts, self._parts_by_place) if is_state_dict(parts) else parts
+        if self._several_ranks and is_state_dict_of_optimizer(content):
+            shapes = {tuple(it.shape) for it in self._parts_by_place.values() if not is_dtensor(it)}
+            check_state_dict(path, content, shapes)
+        for key, part in _items(path, content):
             if isinstance(parts, tuple) and self._stored is not None and not _holds_objects(part):
                 raise ValueError(f"{_joined(path, key)!r} is {part!r} in a tuple, which cannot be replaced; use a list")
             self.part(path, str(key), part, partial(_set, parts, key))
@@ -184,7 +207,11 @@ class _Walk:
     def part(self, root: str, name: str, part: Any, set_part: Callable[[Any], None]) -> None:
         path = _joined(root, name)
         if _is_tensor(part):
+            if self._several_ranks and isinstance(part, torch.Tensor):
+                self._check_no_copy(path, name, part)
             self._tensor(root, name, part)
+            if type(part) is torch.Tensor and part.numel() * part.itemsize <= _LARGEST_BUFFER:
+                self._found.of_first_holder.add(path)
         elif isinstance(part, PerRank):
             self._per_rank(path, part)
         elif isinstance(part, nn.Module):
@@ -201,6 +228,18 @@ class _Walk:
             self._stateful(path, part)
         else:
             self._nested(path, part, set_part)
+
+    @cached_property
+    def _parts_by_name(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of parameters of the state's modules that are parts."""
+        named = [it for module in _modules(self._state) for it in named_parameters(module)]
+        return {name: tuple(parameter.shape) for name, parameter in named if is_cut(parameter)}
+
+    def _check_no_copy(self, path: str, name: str, tensor: torch.Tensor) -> None:
+        try:
+            check_no_copy(tensor, name, self._parts_by_name)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
 
     def _stateful(self, path: str, part: Any) -> None:
         own = {"": part.state_dict()}
@@ -234,6 +273,7 @@ class _Walk:
             raise ValueError(f"two tensors of the state are named {path!r}; rename a key")
         self._found.tensors[path] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
         if first_holder:
+            self._found.may_differ.add(path)
             self._found.of_first_holder.add(path)
 
     def _boxes(self, path: str, boxes: ShardedTensor, *, first_holder: bool = False) -> None:
@@ -349,7 +389,7 @@ class _Walk:
         states: dict[torch.Tensor, dict[str, Any]],
         names: Mapping[torch.Tensor, tuple[str, str]],
     ) -> dict[torch.Tensor, dict[str, Any]]:
-        """States to be filled: what there is, and room for what is stored."""
+        """States to be filled: what there is, and room for what is stored; empty where nothing is, as torch has it."""
         assert self._stored is not None
         tensors_of, values_of = self._stored.tensors_by_owner, self._stored.values_by_owner
         in_parts = {owner.rpartition(".")[0] for owner in tensors_of if owner not in self._stored.values()}
@@ -357,6 +397,10 @@ class _Walk:
             parameter: [(logical, _state_path(path, root, logical)) for logical in logical_names(parameter, name)]
             for parameter, (root, name) in names.items()
         }
+        stored = {*tensors_of, *values_of, *in_parts}
+        for parameter, found in prefixes.items():
+            if found and not any(prefix in stored for _, prefix in found):  # it had no gradient yet
+                states[parameter] = {}
         if any(prefix in in_parts and not states[p] for p, found in prefixes.items() for _, prefix in found):
             states = states | fresh_states(path, optimizer)
         for parameter, (_, name) in names.items():
@@ -526,6 +570,15 @@ def _parameter_names(state: Any, path: str = "") -> dict[int, tuple[str, str]]:
         for key, part in _items(path, state):
             names.update(_parameter_names(part, _joined(path, key)))
     return names
+
+
+def _modules(state: Any) -> Iterator[nn.Module]:
+    """The modules in a state."""
+    if isinstance(state, nn.Module):
+        yield state
+    elif isinstance(state, Mapping | list | tuple):
+        for _, part in _items("", state):
+            yield from _modules(part)
 
 
 def _encoded(path: str, value: Any) -> Any:

@@ -1,9 +1,11 @@
 """A save in the background holds what one in the foreground would have held, whatever happens to the tensors next."""
 
+import contextlib
 import errno
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from nxd_ckpt import (
 )
 from nxd_ckpt.asynchronous import background
 from nxd_ckpt.asynchronous.arena import Arena
+from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.handover import Slice
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import RanksLostError
@@ -159,6 +162,30 @@ def test_async_saves_in_a_row_are_committed_in_their_order(tmp_path):
     assert [info.tag for info in by_time] == ["t0", "t1", "t2"]
     for step in range(3):
         assert open_checkpoint(tmp_path, f"t{step}").read("w").unique().tolist() == [step]
+
+
+def listening_ports():
+    """The TCP ports at which this process listens."""
+    sockets = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one of the listing itself
+            sockets.add(os.readlink(f"/proc/self/fd/{name}"))
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path("/proc/net", table).read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_of_one_machine_talk_about_a_background_save_without_a_port_that_others_reach():
+    before = listening_ports()
+
+    def talk(ranks):
+        channel = Channel(ranks, "save", 60.0)
+        heard = [channel.all_gather_object([ranks.rank, i]) for i in range(3)]
+        ports = listening_ports()
+        channel.leave()
+        return heard, ports
+
+    assert run_on_threads(talk, 2) == [([[[0, i], [1, i]] for i in range(3)], before)] * 2
 
 
 def test_save_waits_for_async_saves_under_way(tmp_path):

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from nxd_state import StoreServer
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
 LAUNCHER_PID = "NXD_LAUNCHER_PID"  # variable of the ranks that are started here
@@ -46,8 +46,9 @@ def is_launched() -> bool:
 def launch_ranks(nproc: int, command: Sequence[str]) -> int:
     """Run a command on `nproc` ranks of this machine and wait for them.
 
-    The ranks meet through a key-value store that this process serves, on the loopback interface only. SIGTERM and
-    Ctrl-C are handed on to them. When a rank fails, the others have some seconds to end as well, and are then killed.
+    The ranks meet through a key-value store that this process serves on the loopback interface, and to processes of
+    this user only. SIGTERM and Ctrl-C are handed on to them. When a rank fails, the others have some seconds to end as
+    well, and are then killed.
 
     Returns:
         Exit code: 0, 143 after a signal, a rank's own exit code if it is more than 1, else 1.
@@ -63,10 +64,10 @@ def launch_ranks(nproc: int, command: Sequence[str]) -> int:
                 environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)},
             )
         # Imported now: it takes seconds, in which the ranks do the same. Until then they wait for the connection.
-        from nxd_state import serve_store  # noqa: PLC0415
+        from nxd_state import StoreServer  # noqa: PLC0415
 
-        store = serve_store(listener)
-        return _wait(ranks, store)
+        with StoreServer(listener) as store:
+            return _wait(ranks, store)
 
 
 def _environment(nproc: int, port: int) -> dict[str, str]:
@@ -184,7 +185,7 @@ class _Ranks:
             process.send_signal(handed_on if len(self.signals) <= 2 else signal.SIGKILL)
 
 
-def _wait(ranks: _Ranks, store: "TCPStore") -> int:
+def _wait(ranks: _Ranks, store: "StoreServer") -> int:
     """Wait for all ranks, and say which one failed first; returns the exit code."""
     from nxd_state import EXIT_PEER_FAILED, FAILURE_SHOWN  # noqa: PLC0415 - it loads torch
 
@@ -299,6 +300,7 @@ def _environments() -> Iterator[bytes]:
 
 
 FIRST_PORT, NUM_PORTS = 20000, 10000
+_OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
 
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -307,10 +309,17 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     Variables that are set already are left out, so that a job script can overrule any of them.
 
     Raises:
-        ValueError: the step's list of nodes cannot be read.
+        ValueError: variables of the step are missing, or cannot be read.
     """
-    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    remedy = "start it by srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if not num_tasks.isdecimal():
+        raise ValueError(f"SLURM_STEP_NUM_TASKS={num_tasks!r} is no number of tasks; {remedy}")
+    if "RANK" in environ or int(num_tasks) < 2:
         return {}
+    missing = [name for name in _OF_A_TASK if name not in environ]
+    if missing:
+        raise ValueError(f"SLURM_STEP_NUM_TASKS={num_tasks} without {', '.join(missing)}; {remedy}")
     told = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -320,6 +329,17 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": str(FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS),
     }
     return {name: value for name, value in told.items() if name not in environ}
+
+
+def advice_on_ranks(nproc: int, environ: Mapping[str, str]) -> str:
+    """How to start so many ranks, for messages: by srun within a job of Slurm that has several tasks."""
+    num_tasks = environ.get("SLURM_NTASKS", "1")
+    if num_tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
+        return f"use --nproc {nproc}"
+    return (
+        f"start it by srun, whose tasks are the ranks (SLURM_NTASKS={num_tasks}, but this process is no task of srun: "
+        f"it has no SLURM_STEP_NUM_TASKS), or use --nproc {nproc} on one host"
+    )
 
 
 def first_host(nodelist: str) -> str:

@@ -1,7 +1,7 @@
 """The keys of a recipe on a command line: `--train.steps 100`, `--train.steps=100` or `train.steps=100`."""
 
+import os
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 _TRUE_OR_FALSE = ("true", "false", "0", "1")
 
@@ -28,7 +28,7 @@ def take_settings(
             elif not equals and waiting and not waiting[-1].startswith("--"):
                 value = waiting.pop()
             settings.append(f"{name}={value}")
-        elif equals and not argument.startswith("-") and not Path(argument).exists():
+        elif equals and not argument.startswith("-") and not os.path.exists(argument):
             settings.append(argument)
         else:
             remaining.append(argument)

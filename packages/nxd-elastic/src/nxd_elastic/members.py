@@ -5,14 +5,17 @@ one, `over`, says why they ended. Both are written once: the first word counts. 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
+from nxd_state.store_messages import printable, read_message
 
 from nxd_elastic.layouts import Fit, Layout
 from nxd_elastic.processes import Process
+
+T = TypeVar("T")
 
 PREFIX = "nxd_elastic"
 
@@ -38,9 +41,11 @@ class Member:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Member":
-        """What `asdict` gave, after a journey through JSON."""
-        processes = {name: Process(*content[name]) for name in ("process", "launcher")}
-        return cls(content["slot"], content["incarnation"], **processes)
+        """Of what `asdict` gave, as JSON has it; raises ValueError, TypeError or KeyError for anything else."""
+        processes = {name: Process.from_json(content[name]) for name in ("process", "launcher")}
+        if type(content["slot"]) is not int or not isinstance(content["incarnation"], str):
+            raise ValueError("a trainer has a slot and an incarnation")
+        return cls(content["slot"], printable(content["incarnation"]), **processes)
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,20 @@ class Over:
     ending: Ending
     reason: str
 
+    @classmethod
+    def from_json(cls, content: Any) -> "Over":
+        """Of a list of both; raises ValueError or TypeError for anything else."""
+        ending, reason = content
+        if ending not in get_args(Ending):
+            raise ValueError(f"no generation ends as {ending!r}")
+        return cls(ending, printable(str(reason)))
+
 
 class Board:
     """The keys of a job's store that generations are made of; any thread may ask.
 
-    Every method raises `torch.distributed.DistError` if the store cannot be reached.
+    Every method raises `torch.distributed.DistError` if the store cannot be reached, and `PeerError` if it holds
+    something that no trainer has written.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -87,7 +101,7 @@ class Board:
 
     def latest(self) -> int:
         """The number of a generation that is closed, at most one or two behind the newest; 0 before the first."""
-        return int(self._read("latest") or 0)
+        return self._read("latest", int) or 0
 
     def announce(self, number: int, member: Member) -> None:
         """Say that a trainer is ready for a generation."""
@@ -95,8 +109,8 @@ class Board:
 
     def announced(self, number: int, slots: int) -> dict[int, Member]:
         """By slot, those that are ready."""
-        texts = {slot: self._read(f"{number}/announced/{slot}") for slot in range(slots)}
-        return {slot: Member.from_json(json.loads(text)) for slot, text in texts.items() if text is not None}
+        found = {slot: self._read(f"{number}/announced/{slot}", Member.from_json) for slot in range(slots)}
+        return {slot: member for slot, member in found.items() if member is not None}
 
     def close(self, generation: Generation) -> None:
         """Make up a generation, unless another trainer was first."""
@@ -110,22 +124,17 @@ class Board:
 
     def closed(self, number: int) -> Generation | None:
         """A generation, once it is made up."""
-        text = self._read(f"{number}/closed")
-        if text is None:
-            return None
-        content = json.loads(text)
-        members = tuple(Member.from_json(member) for member in content["members"])
-        return Generation(number, members, Fit(Layout(**content["layout"]), content["dp"]))
+        return self._read(f"{number}/closed", lambda content: _generation_from(number, content))
 
     def end(self, number: int, over: Over) -> Over:
         """Say why a generation is over; returns what was said first."""
-        text = self._store.compare_set(f"{number}/over", "", json.dumps([over.ending, over.reason])).decode()
-        return Over(*json.loads(text))
+        key = f"{number}/over"
+        said = self._store.compare_set(key, "", json.dumps([over.ending, over.reason]))
+        return read_message(key, said, Over.from_json)
 
     def over(self, number: int) -> Over | None:
         """Why a generation is over; None while it is not."""
-        text = self._read(f"{number}/over")
-        return None if text is None else Over(*json.loads(text))
+        return self._read(f"{number}/over", Over.from_json)
 
     def ask_for_change(self, number: int) -> None:
         """Ask the members of a generation to end it between two steps."""
@@ -139,9 +148,9 @@ class Board:
         """Give a sign of life."""
         self._store.set(f"beat/{incarnation}", str(count))
 
-    def last_beat(self, incarnation: str) -> str | None:
+    def last_beat(self, incarnation: str) -> bytes | None:
         """A process's newest sign of life: another text each time."""
-        return self._read(f"beat/{incarnation}")
+        return self._get(f"beat/{incarnation}")
 
     def set_keeper(self, launcher: Process, keeper: str) -> None:
         """Say which keeper a launcher's host has."""
@@ -150,16 +159,28 @@ class Board:
     def keepers(self, generation: Generation) -> dict[Process, str]:
         """By launcher, the keepers of the hosts that have members in a generation, in the members' order."""
         launchers = dict.fromkeys(member.launcher for member in generation.members)
-        found = {launcher: self._read(_keeper_key(launcher)) for launcher in launchers}
-        return {launcher: keeper for launcher, keeper in found.items() if keeper is not None}
+        found = {launcher: self._get(_keeper_key(launcher)) for launcher in launchers}
+        return {launcher: keeper.decode(errors="replace") for launcher, keeper in found.items() if keeper is not None}
 
     def store_of(self, number: int) -> dist.Store:
         """The store for a generation's own process groups."""
         return dist.PrefixStore(f"{number}/groups", self._store)
 
-    def _read(self, key: str) -> str | None:
+    def _read(self, key: str, parse: Callable[[Any], T]) -> T | None:
+        data = self._get(key)
+        return None if data is None else read_message(key, data, parse)
+
+    def _get(self, key: str) -> bytes | None:
         # `get` of a key that is not there would block all threads' requests until it is.
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._store.get(key) if self._store.check([key]) else None
+
+
+def _generation_from(number: int, content: Any) -> Generation:
+    members = tuple(Member.from_json(member) for member in content["members"])
+    layout, dp = Layout(**content["layout"]), content["dp"]
+    if not all(type(degree) is int and degree > 0 for degree in (*asdict(layout).values(), dp)):
+        raise ValueError("degrees are numbers")
+    return Generation(number, members, Fit(layout, dp))
 
 
 def _keeper_key(launcher: Process) -> str:

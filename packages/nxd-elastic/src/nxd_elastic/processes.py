@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of prctl(2)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -32,6 +32,14 @@ class Process(NamedTuple):
         """
         namespace = os.readlink("/proc/self/ns/pid")
         return cls(f"{_BOOT_ID.read_text().strip()}/{namespace}", pid, _state_and_start(pid)[1])
+
+    @classmethod
+    def from_json(cls, content: Any) -> "Process":
+        """Of a list of its attributes; raises ValueError or TypeError for anything else."""
+        place, pid, start = content
+        if not isinstance(place, str) or {type(pid), type(start)} != {int}:
+            raise ValueError("a process has a place, a number and a start")
+        return cls(place, pid, start)
 
     def has_ended(self, observer: "Process") -> bool:
         """Whether `observer`, this process, can tell that it has; False for a process of another machine."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 
 import torch.distributed as dist
-from nxd_state import abort_model_parallel
+from nxd_state import PeerError, abort_model_parallel
 
 from nxd_elastic.members import Board, Generation, Member, Over
 from nxd_elastic.supervisor import ALIVE, ENDING, Lifeline
@@ -30,7 +30,7 @@ class Pulse:
 
     def __init__(self, board: Board, own: Member, silence: float) -> None:
         self._board, self._own, self._silence = board, own, silence
-        self._seen: dict[str, tuple[str | None, float]] = {}  # the newest sign of each, and since when it is that
+        self._seen: dict[str, tuple[bytes | None, float]] = {}  # the newest sign of each, and since when it is that
 
     def is_lost(self, member: Member) -> bool:
         """Whether its process has ended, or has been silent for too long since this was first asked."""
@@ -72,11 +72,13 @@ class Watch(threading.Thread):
                 if not self._has_left.is_set():
                     self._board.beat(self._own.incarnation, count)
                     self._look()
-            except dist.DistError as error:
+            except (dist.DistError, PeerError) as error:
                 if self._has_left.is_set():  # the store ended with the run
                     continue
-                over = Over("failed", f"the job's store cannot be reached, its host is gone: {error}")
-                self._leave(self._generation, over)
+                is_gone = (
+                    "" if isinstance(error, PeerError) else "the job's store cannot be reached, its host is gone: "
+                )
+                self._leave(self._generation, Over("failed", f"{is_gone}{error}"))
                 return
             self._lifeline.say(ALIVE)
             if time.monotonic() > self._kill_at:  # the main thread is stuck; the supervisor starts another process

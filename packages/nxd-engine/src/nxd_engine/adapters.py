@@ -21,6 +21,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import CheckpointError, Coordinator
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
+from nxd_ckpt.interop import as_extra
 from nxd_lora import (
     LoraConfig,
     LoraModel,
@@ -36,7 +37,6 @@ from torch import nn
 
 from nxd_engine.checkpoints.state import CheckpointState, check_names, kind_of, model_state, owner_of
 from nxd_engine.checkpoints.tags import write_text
-from nxd_engine.companion_files import as_extra
 from nxd_engine.model import NxDModel
 from nxd_engine.model_description import ADAPTER_KEY, describe_model, with_companions
 from nxd_engine.unwrap import further_names, plain_model, tied_names

@@ -25,6 +25,7 @@ from nxd_state import (
     get_tensor_model_parallel_size,
     move_model_to_device,
     one_random_state,
+    use_loss_over_labels,
 )
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -240,7 +241,7 @@ def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     if splits and not is_done and hf.is_transformers_model(module):
         hf.parallelize(module, expert_parallel=splits_experts, sequence_parallel=config["sequence_parallel"])
     if hf.is_transformers_model(module):
-        hf.use_loss_over_labels(module)
+        use_loss_over_labels(module)
     return module
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from nxd_ckpt import Checkpoint
+from nxd_ckpt.interop import read_companions
 from nxd_layers.hf import is_transformers_model
 from nxd_lora import LoraModel
 from nxd_pipeline import NxDPPModel
 from torch import nn
 
 from nxd_engine.checkpoints.state import kind_of, weights_kept_as_masters
-from nxd_engine.companion_files import read_companions
 from nxd_engine.models import LlamaConfig
 
 _logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class ModelDescription:
             arguments. It is told to people, and never imported.
         initial: the weights that an adapter is for, where they do not lie beside it; also those of a reference model.
         files: of the tokenizer, its chat template and generation, by their names in a model's folder. They lie beside
-            the other values in a checkpoint, see `companion_files`.
+            the other values in a checkpoint, see `nxd_ckpt.interop.read_companions`.
     """
 
     config: Mapping[str, Any]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_layers.hf.transformers_models import takes_causal_lm_loss
 from nxd_pipeline.partition import ParamInit
+from nxd_state import takes_causal_lm_loss
 from torch import nn
 
 from nxd_engine.model_description import ModelDescription, describe_llama

@@ -222,7 +222,7 @@ def _parse(value_type: Any, bounds: Mapping[str, float], value: object) -> Any: 
         return _parse_number(value_type, bounds, value)
     if value_type is Path and isinstance(value, Path):
         return value
-    if value_type not in (str, Path) or not isinstance(value, str) or not value:
+    if value_type not in (str, Path) or not isinstance(value, str) or not value or "\0" in value:
         raise ValueError
     return Path(value).expanduser() if value_type is Path else value
 

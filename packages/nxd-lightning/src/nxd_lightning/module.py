@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
 from nxd_lightning.lightning_package import fabric, lightning
+from nxd_lightning.stage_outputs import output_of_last_stage
 
 
 class GradientScale:
@@ -256,14 +257,15 @@ class NeuronLTModule(_LightningModule):
         return self._evaluate("test_loss", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The model's output for a batch without its `labels`, on ranks of the last stage; None on others.
+        """The model's output for a batch without its `labels`; of a pipeline the list of its microbatches' outputs.
 
-        A pipeline whose `input_names` contain `labels` needs them, and gives the loss.
+        The last stage's output is sent to the ranks of all stages. A pipeline whose `input_names` contain `labels`
+        needs them, and gives the loss.
         """
         args, kwargs = _inputs(batch)
         if self.nxd_config["pipeline_parallel_size"] == 1 or "labels" not in (self._input_names or ()):
             kwargs.pop("labels", None)
-        return self.model.run_eval(*args, **kwargs)
+        return self.output_of_last_stage(self.model.run_eval(*args, **kwargs))
 
     # Steps that the Trainer would do in another order.
 
@@ -313,6 +315,8 @@ class NeuronLTModule(_LightningModule):
             raise TypeError(f"the last stage has {value!r} here, but other stages wait for its number") from error
         mine = torch.tensor(number, dtype=widest_float(get_device()), device=get_device())
         return broadcast(mine, stages, source=stages.size - 1)
+
+    output_of_last_stage = staticmethod(output_of_last_stage)
 
     # Checkpoints outside of a Trainer.
 

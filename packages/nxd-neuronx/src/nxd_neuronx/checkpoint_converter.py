@@ -11,17 +11,17 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nxd_ckpt import Checkpoint, CheckpointError, open_checkpoint
 from nxd_ckpt.interop import from_checkpoint, open_hugging_face, open_neuronx, read_whole, write_neuronx
-from nxd_ckpt.interop.neuronx import Piece, Pieces, Sharding, Split
+from nxd_ckpt.interop.neuronx import Sharding, Split
 from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, v1_files, v2_files, v2_name
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
+from nxd_engine.checkpoints.legacy_heads import HeadOrder, stacked
 from nxd_engine.checkpoints.shard_files import write_file, write_xser
 from nxd_engine.checkpoints.tags import find_checkpoint
 from nxd_engine.model_weights import ModelTensors
@@ -42,60 +42,6 @@ _FUSED = {
     "qkv_proj.weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
 }
 _FUSED_HEADS = ("qkv_proj.weight_qkv", "qkv_proj.weight")
-
-
-@dataclass(frozen=True)
-class HeadOrder:
-    """Which heads a tensor-parallel rank holds.
-
-    Attributes:
-        num_heads: of the queries.
-        num_kv_heads: of keys and values.
-        multiplier: copies of each key and value head.
-        tp_size: ranks.
-        blocked: copies of a head lie side by side, and queries in their own order (as `--hw_backend trn2` has it);
-            else all heads follow each other, copy after copy, and queries are permuted to match.
-
-    Raises:
-        ValueError: the heads do not divide.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    multiplier: int
-    tp_size: int
-    blocked: bool
-
-    def __post_init__(self) -> None:
-        copies = self.num_kv_heads * self.multiplier
-        if copies % self.tp_size or self.num_heads % copies:
-            raise ValueError(
-                f"{self.num_kv_heads} key and value heads times --kv_size_multiplier {self.multiplier} must be a "
-                f"multiple of --tp_size {self.tp_size} and divide the {self.num_heads} query heads; use "
-                f"--kv_size_multiplier {max(1, self.tp_size // self.num_kv_heads)}"
-            )
-
-    def kv_heads_of(self, rank: int) -> list[int]:
-        """Heads of keys and values on a rank, in their order."""
-        copies = range(self.num_kv_heads * self.multiplier)
-        order = [copy // self.multiplier if self.blocked else copy % self.num_kv_heads for copy in copies]
-        return _part(order, rank, self.tp_size)
-
-    def heads_of(self, rank: int) -> list[int]:
-        """Heads of queries on a rank, in their order: each beside its key's head."""
-        per_copy = self.num_heads // (self.num_kv_heads * self.multiplier)
-        order: list[int] = []
-        for copy in range(self.num_kv_heads * self.multiplier):
-            place = copy  # of its run of queries, among those of all heads
-            if not self.blocked:
-                place = (copy % self.num_kv_heads) * self.multiplier + copy // self.num_kv_heads
-            order += range(place * per_copy, (place + 1) * per_copy)
-        return _part(order, rank, self.tp_size)
-
-
-def _part(order: Sequence[int], rank: int, tp_size: int) -> list[int]:
-    length = len(order) // tp_size
-    return list(order[rank * length : (rank + 1) * length])
 
 
 class CheckpointConverterBase:
@@ -331,9 +277,9 @@ class CheckpointConverterBase:
             dim = self._dim_of(name)
             if ending in _FUSED:
                 wholes = [prefix + part for part in _FUSED[ending]]
-                sharding[name] = _stacked({it: shapes[it] for it in wholes}, dim or 0, self._runs(wholes, shapes, args))
+                sharding[name] = stacked({it: shapes[it] for it in wholes}, dim or 0, self._runs(wholes, shapes, args))
             elif args.qkv_linear and ending == "o_proj.weight":
-                sharding[name] = _stacked({name: shapes[name]}, dim or 0, self._runs([name], shapes, args))
+                sharding[name] = stacked({name: shapes[name]}, dim or 0, self._runs([name], shapes, args))
             else:
                 sharding[name] = Split(dim)
         return sharding
@@ -441,25 +387,6 @@ def _split_name(name: str) -> tuple[str, str]:
     """What stands before the last module of a name, and the rest: `(model.layers.0.mlp., up_proj.weight)`."""
     parts = name.split(".")
     return "".join(f"{part}." for part in parts[:-2]), ".".join(parts[-2:])
-
-
-def _stacked(
-    shapes: Mapping[str, tuple[int, ...]], dim: int, by_rank: Sequence[Sequence[tuple[str, int, int]]]
-) -> Pieces:
-    """A rank's tensor that holds runs of whole ones behind each other along a dim."""
-    all_pieces = []
-    for runs in by_rank:
-        pieces, end = [], 0
-        for name, begin, length in runs:
-            box = [length if it == dim else size for it, size in enumerate(shapes[name])]
-            local = [end if it == dim else 0 for it in range(len(box))]
-            offsets = [begin if it == dim else 0 for it in range(len(box))]
-            pieces.append(Piece(name, local, box, offsets))
-            end += length
-        all_pieces.append(pieces)
-    first = next(iter(shapes.values()))
-    local_shape = [end if it == dim else size for it, size in enumerate(first)]
-    return Pieces(local_shape, dict(shapes), all_pieces)
 
 
 def _own_checkpoint(path: str | None) -> Checkpoint | None:

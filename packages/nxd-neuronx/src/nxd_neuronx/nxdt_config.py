@@ -49,5 +49,8 @@ def convert_yaml_to_json(yaml_path: str, filename: str = "yaml_config.json") -> 
     config = {key: model[name] for key, name in _KEYS.items()}
     if "moe" in model:
         config["num_local_experts"] = model["moe"]["num_experts"]
+    for key, value in config.items():
+        if isinstance(value, dict | list):  # which aliases may make of any size
+            raise ValueError(f"{yaml_path} has a {type(value).__name__} as the model's {key}; expected a number")
     Path(filename).write_text(json.dumps(config), encoding="utf-8")
     return filename

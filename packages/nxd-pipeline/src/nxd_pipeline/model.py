@@ -10,7 +10,14 @@ from types import ModuleType
 from typing import Any, Self
 
 import torch
-from nxd_state import Group, check_same_start, get_group, model_parallel_is_initialized, records_graphs
+from nxd_state import (
+    Group,
+    check_same_start,
+    get_group,
+    model_parallel_is_initialized,
+    records_graphs,
+    use_loss_over_labels,
+)
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -87,7 +94,7 @@ class NxDPPModel(nn.Module):
 
     def __init__(
         self,
-        module: nn.Module | Sequence[nn.Module],
+        module: nn.Module | Sequence[nn.Module] | None = None,
         transformer_layer_cls: LayerClasses | None = None,
         num_microbatches: int = 1,
         output_loss_value_spec: LossSpec = None,
@@ -122,7 +129,8 @@ class NxDPPModel(nn.Module):
         """Cut the model and keep this rank's stages.
 
         Args:
-            module: the model; with `manual_pp_partition` a list of layers. It may be on the meta device.
+            module: the model; with `manual_pp_partition` a list of layers. It may be on the meta device. With `stages`
+                it may be left out: they are the model then, and its names are "0.weight" and so on by stage.
             transformer_layer_cls: the class (or classes) of its layers, which a trace does not look into. Models of
                 transformers know theirs.
             num_microbatches: how many parts a batch is cut into, along dim 0.
@@ -190,6 +198,9 @@ class NxDPPModel(nn.Module):
             manual_pp_loss_fn=manual_pp_loss_fn,
         )
         whole = whole_model(module, options)
+        module = whole if module is None else module
+        if is_hugging_face(whole):
+            use_loss_over_labels(whole)
         self._num_microbatches = num_microbatches
         self._group = get_group("pp") if model_parallel_is_initialized() else Group.solo("pp")
         self._failures = Failures(self._group)

@@ -203,30 +203,62 @@ def by_wiring(model):
     ]
 
 
+@pytest.mark.parametrize("is_model_given", [True, False])
 @pytest.mark.parametrize(("by_hand", "virtual_pipeline_size"), [(by_modules, 1), (by_wiring, 2)])
-def test_stages_by_hand_equal_one_process(run_ranks, by_hand, virtual_pipeline_size):
+def test_stages_by_hand_equal_one_process(run_ranks, by_hand, virtual_pipeline_size, is_model_given):
     def make():
         torch.manual_seed(1)
         model = Target(*(nn.Linear(6, 6) for _ in range(4))).double()
         return model, {"x": torch.randn(4, 6).double(), "target": torch.randn(4, 6).double()}
 
+    def pipeline_of(model, **options):
+        whole = (model,) if is_model_given else ()
+        return NxDPPModel(*whole, num_microbatches=2, stages=by_hand(model), **options)
+
     def train():
         initialize_model_parallel(pipeline_model_parallel_size=2)
         model, batch = make()
-        pipeline = NxDPPModel(
-            model, num_microbatches=2, stages=by_hand(model), virtual_pipeline_size=virtual_pipeline_size
-        )
+        pipeline = pipeline_of(model, virtual_pipeline_size=virtual_pipeline_size)
         return pipeline.run_train(**batch), {name: it.grad for name, it in pipeline.local_named_parameters()}
 
     (_, first), (loss, last) = run_ranks(train, 2)
 
     model, batch = make()
+    uncut = pipeline_of(model)
+    torch.testing.assert_close(uncut.run_train(**batch), loss, **EXACT)
+    model.zero_grad()
     expected = model(**batch)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), **EXACT)
-    assert (first | last).keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
+    named = dict(model.named_parameters() if is_model_given else uncut.named_parameters())
+    named = {name.removeprefix("_whole_model."): parameter for name, parameter in named.items()}
+    assert (first | last).keys() == named.keys()
+    assert {*named.values()} == {*model.parameters()}
+    for name, parameter in named.items():
         torch.testing.assert_close((first | last)[name], parameter.grad, msg=name, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"module=None: give the model, or stages=\[\.\.\.\]"),
+        (
+            {"stages": [nn.Linear(2, 2), "last"]},
+            r"stages\[1\] is a str; give modules, or Stage\(module, inputs, outputs\)",
+        ),
+        ({"stages": [nn.Linear(2, 2)], "manual_pp_partition": True}, "stages are given by hand; leave out manual_pp"),
+    ],
+)
+def test_pipeline_without_a_model_needs_stages(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        NxDPPModel(**arguments)
+
+
+def test_uncut_stages_by_hand_name_wrong_inputs():
+    pipeline = NxDPPModel(stages=[nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    with pytest.raises(TypeError, match=r"take the inputs \['input'\], got \['x'\]"):
+        pipeline.run_eval(x=torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(

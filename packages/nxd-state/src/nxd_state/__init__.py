@@ -1,5 +1,6 @@
 """The mesh of ranks, groups, collectives, devices, random numbers and shard metadata of the nxd packages."""
 
+from nxd_state.causal_lm_loss import num_labels, takes_causal_lm_loss, use_loss_over_labels
 from nxd_state.collectives import (
     Pending,
     Receive,
@@ -88,8 +89,8 @@ from nxd_state.parallel_state import (
     subgroup,
 )
 from nxd_state.private_folder import keep_compiled_code_private, private_folder
-from nxd_state.process_groups import serve_store, transport_device
-from nxd_state.rank_failure import EXIT_PEER_FAILED, FAILURE_SHOWN, PeerError, report_failure
+from nxd_state.process_groups import transport_device
+from nxd_state.rank_failure import EXIT_PEER_FAILED, FAILURE_SHOWN, report_failure
 from nxd_state.rng import (
     get_rng_state,
     one_random_state,
@@ -114,6 +115,8 @@ from nxd_state.shard_spec import (
     shard_along,
 )
 from nxd_state.shared_memory import SharedMemoryError
+from nxd_state.store_messages import PeerError
+from nxd_state.store_server import StoreServer
 
 __version__ = "0.1.0"
 
@@ -160,9 +163,9 @@ __all__ = [
     "report_failure",
     "report_step",
     "wait_seconds",
-    "serve_store",
     "private_folder",
     "keep_compiled_code_private",
+    "StoreServer",
     "EXIT_PEER_FAILED",
     "FAILURE_SHOWN",
     "shared_memory_bytes",
@@ -202,6 +205,10 @@ __all__ = [
     "copy_parameter_attributes",
     "check_shard_specs",
     "check_same_start",
+    # losses of transformers
+    "takes_causal_lm_loss",
+    "use_loss_over_labels",
+    "num_labels",
     # devices and random numbers
     "device_type",
     "get_device",

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from nxd_state.collectives import all_gather_object
 from nxd_state.group import Group
-from nxd_state.rank_failure import PeerError
+from nxd_state.store_messages import PeerError
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from nxd_state.collectives import debug
 from nxd_state.collectives.abort import abort_group
@@ -58,6 +59,7 @@ class _ParallelState:
     timeout: timedelta | None = None
     world: dist.ProcessGroup | None = None  # all ranks, as torch.distributed had them; None if they are planned
     owns_world: bool = False  # we started torch.distributed, so we also end it
+    first_steps: RemovableHandle | None = None  # of the hook that compares what tensor-parallel ranks start from
 
     @property
     def is_stale(self) -> bool:
@@ -139,6 +141,10 @@ def initialize_model_parallel(
     try:
         _make_groups(state)
         _share_memory(state)
+        if mesh.tp > 1:
+            from nxd_state.same_start import compare_at_first_steps  # noqa: PLC0415  (it needs this module)
+
+            state.first_steps = compare_at_first_steps()
         if world_size > 1:
             world_barrier()  # one that continued and ended at once would close connections that others still make
     except BaseException:  # as where a rank has ended meanwhile: a program that catches it can start again
@@ -187,6 +193,8 @@ def abort_model_parallel(reason: str) -> None:
 
 def _end(state: _ParallelState) -> None:
     stop_heartbeat()
+    if state.first_steps is not None:
+        state.first_steps.remove()
     for group in (*state.groups.values(), *state.subgroups.values()):
         if group.shared_memory is not None:
             group.shared_memory.close()

@@ -5,7 +5,6 @@
 
 import inspect
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -63,17 +62,6 @@ def world_barrier() -> None:
     # Without an index torch warns that it takes the accelerator's current device, which is this one.
     index = get_device().index
     dist.barrier(device_ids=None if index is None or dist.get_backend() == "gloo" else [index])
-
-
-def serve_store(listener: socket.socket) -> dist.TCPStore:
-    """Serve the key-value store through which the ranks of a launch meet.
-
-    Args:
-        listener: a listening socket, which the store takes over. Whoever reaches its address can read and set keys, so
-            ranks of one machine should meet on the loopback interface.
-    """
-    host, port = listener.getsockname()[:2]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def launcher_store() -> dist.Store | None:

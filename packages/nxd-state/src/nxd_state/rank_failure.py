@@ -23,12 +23,15 @@ from torch import nn
 from nxd_state.group import Group
 from nxd_state.heartbeat import call_site, is_collective, last_heartbeat
 from nxd_state.process_groups import job_store
+from nxd_state.store_messages import PeerError, printable
 
 EXIT_FAILED, EXIT_PEER_FAILED = 1, 3
 FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the rank whose failure can be read already
 
 _PATIENCE = 5.0  # seconds, for the failure to be shown, and for the lines of other ranks
 _PAUSE = 0.02
+# Whoever serves the store is gone; or it is that of an elastic run's ranks, which have parted.
+_STORE_HAS_ENDED = (dist.DistError, PeerError)
 _LONGEST_MESSAGE = 600  # characters
 # torch has no classes for these errors of gloo and nccl; and what another rank gave as its reason comes as text.
 _TIMEOUT = re.compile(
@@ -39,10 +42,6 @@ _BACKEND_FAILURE = re.compile(
 )
 _FAILURES_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 _ADVICE_OF_GLOO = " This is typically caused by"
-
-
-class PeerError(RuntimeError):
-    """This rank cannot continue because another one failed, ended or did not answer in time."""
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -83,8 +82,7 @@ def _show(text: str) -> None:
 
     Messages hold texts of files and of other processes: what would steer the terminal is escaped.
     """
-    shown = "".join(it if it.isprintable() or it in "\n\t" else repr(it)[1:-1] for it in text)
-    print(shown, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def describe_failure(error: BaseException) -> str:
@@ -152,7 +150,7 @@ def _name_silent_ranks(rank: int) -> None:
     """After a timeout: the first rank that hears of it names those that do not, and what these said last."""
     lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(dist.get_world_size())}
     _await(*lines.values())
-    with suppress(dist.DistError):
+    with suppress(*_STORE_HAS_ENDED):
         store = job_store()
         silent = [other for other, line in lines.items() if not store.check([line])]
         if silent and rank == min(set(lines) - set(silent)):
@@ -168,7 +166,7 @@ def _describe_silent_rank(rank: int, store: dist.Store) -> str:
 
 def _tell(key: str, value: str) -> None:
     if dist.is_initialized():
-        with suppress(dist.DistError):  # whoever serves the store has ended
+        with suppress(*_STORE_HAS_ENDED):
             job_store().set(key, value)
 
 
@@ -176,7 +174,7 @@ def _await(*keys: str) -> None:
     if not dist.is_initialized():
         return
     give_up = time.monotonic() + _PATIENCE
-    with suppress(dist.DistError):
+    with suppress(*_STORE_HAS_ENDED):
         # Asked again and again: when `Store.wait` times out, torch writes warnings to standard error.
         while not job_store().check(list(keys)) and time.monotonic() < give_up:
             time.sleep(_PAUSE)

@@ -8,10 +8,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from nxd_state.collectives import all_gather_object
 from nxd_state.device import has_float64, records_graphs
@@ -54,7 +58,37 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
     tensors = list(parameters)
     if ranks.size == 1 or any(map(records_graphs, tensors)) or torch.compiler.is_compiling():
         return
-    claims = [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in _claims(tensors, group)]
+    _compare(tensors, [*_claims_of_replicas(tensors, group), *(() if group else _claims_of_split(tensors))], ranks)
+
+
+def compare_at_first_steps() -> RemovableHandle:
+    """From now on tensor-parallel ranks compare what they have alike when a torch optimizer first changes weights.
+
+    For layers in a trainer that has neither a `GradientReducer` nor a ZeRO-1 optimizer. An optimizer without any split
+    parameter is not looked at: it may be of a model that the ranks do not share.
+    """
+    compared: WeakSet[Optimizer] = WeakSet()
+
+    def compare(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if torch.compiler.is_compiling() or optimizer in compared or not _changes_weights(optimizer):
+            return
+        compared.add(optimizer)
+        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(map(records_graphs, tensors)) or not any(map(_is_split, tensors)):
+            return
+        _compare(tensors, list(_claims_of_split(tensors)), active_group("tp"))
+
+    return register_optimizer_step_pre_hook(compare)
+
+
+def _changes_weights(optimizer: Optimizer) -> bool:
+    """Whether its step does; those at a rate of zero begin a warm-up, or make states that a checkpoint is to fill."""
+    return any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
+
+
+def _compare(tensors: Sequence[Tensor], claimed: Sequence[_Claim], ranks: Group) -> None:
+    """Raise on every rank of a group unless these claims are true."""
+    claims = [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in claimed]
     if _agree(claims, ranks):
         return
     # Nobody can train, so that the message may be longer now.
@@ -67,27 +101,43 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
                 raise ValueError(_message(held_by[0], what[0], shape, first_rank, rank))
 
 
-def _claims(tensors: Sequence[Tensor], group: Group | None) -> Iterator[_Claim]:
+def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[_Claim]:
+    """What data- and context-parallel ranks, or those of a group, hold alike."""
     replicas = group or active_group("dp", "cp")
     for index, tensor in enumerate(tensors):
-        is_wrapper = bool(is_traceable_wrapper_subclass(tensor))
-        if tensor.is_meta or is_wrapper:
+        if not _has_values(tensor):
             continue
-        of_split_experts = splits_experts() and bool(getattr(tensor, "expert_model_parallel", False))
+        of_split_experts = _is_of_split_experts(tensor)
         same = active_group("dp_exp") if of_split_experts and group is None else replicas
         if same.size > 1 and not (of_split_experts and group is not None):
             yield _Claim((same.axis, same.ranks[0]), (index,), None)
-        split = active_group("ep") if of_split_experts else active_group("tp")
-        if group is not None or of_split_experts or split.size == 1:
+
+
+def _claims_of_split(tensors: Sequence[Tensor]) -> Iterator[_Claim]:
+    """What tensor-parallel ranks hold alike: whole parameters, and copies of shards."""
+    split = active_group("tp")
+    held_by = (split.axis, split.ranks[0])
+    for index, tensor in enumerate(tensors):
+        if split.size == 1 or not _has_values(tensor) or _is_of_split_experts(tensor):
             continue
-        held_by, spec = (split.axis, split.ranks[0]), get_shard_spec(tensor)
-        if spec is None:
-            if not getattr(tensor, "tensor_model_parallel", False):
-                yield _Claim(held_by, (index,), None)
-            continue
-        for piece in spec.pieces:
-            if piece.copies > 1 and spec.axis == split.axis:
+        spec = get_shard_spec(tensor)
+        if not _is_split(tensor):
+            yield _Claim(held_by, (index,), None)
+        for piece in spec.pieces if spec is not None and spec.axis == split.axis else ():
+            if piece.copies > 1:
                 yield _Claim(held_by, (index, piece.name, piece.logical.offset), piece.local)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or is_traceable_wrapper_subclass(tensor))
+
+
+def _is_split(tensor: Tensor) -> bool:
+    return get_shard_spec(tensor) is not None or bool(getattr(tensor, "tensor_model_parallel", False))
+
+
+def _is_of_split_experts(tensor: Tensor) -> bool:
+    return splits_experts() and bool(getattr(tensor, "expert_model_parallel", False))
 
 
 def _agree(claims: Sequence[tuple[_Claim, int]], ranks: Group) -> bool:

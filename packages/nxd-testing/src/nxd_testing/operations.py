@@ -33,12 +33,12 @@ def operations_of(fn: Callable[[], object]) -> list[str]:
         recorder.names.append("wait")
         return original(pending)
 
-    nxd_state.Pending.wait = wait  # type: ignore[method-assign]
+    nxd_state.Pending.wait = wait  # type: ignore[method-assign, assignment]
     try:
         with _Recorder() as recorder:
             fn()
     finally:
-        nxd_state.Pending.wait = original  # type: ignore[method-assign]
+        nxd_state.Pending.wait = original  # type: ignore[method-assign, assignment]
     return recorder.names
 
 

@@ -1,7 +1,7 @@
 """The pool of warm worker processes, and `run_on_ranks`, which runs a function on the pool of this process.
 
 A job of N ranks uses the first N workers, which are started when first needed and serve until this process
-ends. They meet through one TCPStore that lives here, each job under its own prefix, so no job picks a port.
+ends. They meet through one store that is served here, each job under its own prefix, so no job picks a port.
 What the ranks do is in `worker`, how their answers are awaited in `job_run`.
 """
 
@@ -26,7 +26,7 @@ from nxd_testing.messages import Job, send
 from nxd_testing.worker_process import WorkerProcess, import_path
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from nxd_state.store_server import StoreServer
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[WorkerProcess] = []
-        self._store: TCPStore | None = None
+        self._store: StoreServer | None = None
         self._number_of_jobs = 0
         self._lock = threading.Lock()
 
@@ -128,6 +128,9 @@ class RankPool:
                 worker.end()
                 worker.forget()
             self._workers = []
+            if self._store is not None:
+                self._store.close()
+                self._store = None
 
     def _end_all(self) -> None:
         for worker in self._workers:
@@ -144,9 +147,9 @@ class RankPool:
 
     def _store_port(self) -> int:
         if self._store is None:
-            from nxd_state.process_groups import serve_store  # noqa: PLC0415
+            from nxd_state.store_server import StoreServer  # noqa: PLC0415
 
-            self._store = serve_store(socket.create_server(("127.0.0.1", 0)))
+            self._store = StoreServer(socket.create_server(("127.0.0.1", 0)))
         return self._store.port
 
     def _send_jobs(self, workers: list[WorkerProcess], call: bytes, backend: str, env: Mapping[str, str]) -> None:

@@ -35,7 +35,7 @@ def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
     Args:
         connection_fd: the socket to the pool.
         stacks_fd: a file for the Python stacks of all threads, written when a signal ends this process.
-        store_port: where the pool's TCPStore listens.
+        store_port: where the pool's store is served.
     """
     _die_with_the_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -268,7 +268,7 @@ def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[st
         for piece in weight.pieces_of(name):
             stored = source.tensors.get(piece.name)
             if stored is None:
-                misfits.append(f"{piece.name} is not there")
+                misfits.append(f"{piece.name} is not there{_where_it_is(piece.name, source)}")
                 continue
             if tuple(stored.global_shape) != piece.logical_shape:
                 misfits.append(
@@ -279,6 +279,14 @@ def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[st
                     f"{piece.name} is of {str(stored.dtype).removeprefix('torch.')}, the model needs {weight.dtype}"
                 )
     return misfits
+
+
+def _where_it_is(name: str, source: WeightSource) -> str:
+    """What to give instead, where the source has more than one model's weights."""
+    longer = next((it for it in source.tensors if it.endswith(f".{name}")), None)
+    if longer is None:
+        return ""
+    return f", but {longer} is: give the part below it, of a checkpoint .part({longer.removesuffix(f'.{name}')!r})"
 
 
 def tied_names(weights: Mapping[str, Tensor], known: Set[str]) -> set[str]:

@@ -13,9 +13,16 @@ from typing import Any
 import nxd_ckpt
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError
-from nxd_ckpt.interop import TensorSource, from_checkpoint, open_hugging_face
+from nxd_ckpt.interop import (
+    GENERATION_CONFIG_FILE,
+    TensorSource,
+    companions_in,
+    from_checkpoint,
+    is_of_tokenizer,
+    open_hugging_face,
+    write_companions,
+)
 from nxd_engine.checkpoints.tags import open_own, open_own_together
-from nxd_engine.companion_files import GENERATION_CONFIG_FILE, companions_in, is_of_tokenizer, write_companions
 from nxd_engine.hugging_face.folder import (
     CONFIG_FILE,
     parse_json_object,

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from nxd_ckpt import Shard, TensorInfo
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.interop import TensorSource
-from nxd_engine.companion_files import read_companions
+from nxd_ckpt.interop import TensorSource, read_companions
 from nxd_engine.hugging_face.conversion import complete_config
 from nxd_engine.hugging_face.folder import read_config
 from nxd_engine.hugging_face.loading import whole_model_tensors

@@ -58,6 +58,10 @@ def test_row_of_any_form_is_the_same_conversation(row, expected):
         ({"messages": ["a"]}, r"messages\[0\] is a str; expected an object with role and content"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\] has no role"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] has nothing as its content; expected text"),
+        (
+            {"messages": [{"role": "user", "content": "a\ud83d"}]},
+            r"messages\[0\] has '\\ud83d' in its content, half",
+        ),
         ({"messages": [{"role": "user", "content": [{}]}]}, r"has a list as its content; expected text"),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, r"is from 'narrator'; expected one of system, human"),
         ({"messages": TURNS, "tools": "look"}, r"tools is a str; expected a list of JSON schemas"),
@@ -76,7 +80,7 @@ def test_row_without_a_conversation_is_refused_with_its_place(row, message):
 
 def learned_text(folder, conversation):
     """What is learned, token by token, where several answers are separated by a bar."""
-    tokens, learned = ChatTemplate(folder).encode("here", conversation)
+    tokens, learned, _ = ChatTemplate(folder).encode("here", conversation)
     decode = load_tokenizer(folder).decode
     parts, previous = [], False
     for token, is_learned in zip(tokens.tolist(), learned.tolist(), strict=True):
@@ -104,7 +108,7 @@ def test_tokens_are_those_of_the_chat_template(make_chat_tokenizer):
     folder = make_chat_tokenizer(UNMARKED)
     transformers = pytest.importorskip("transformers")
 
-    tokens, _ = ChatTemplate(folder / "tokenizer.json").encode("here", Conversation(TURNS))
+    tokens, *_ = ChatTemplate(folder / "tokenizer.json").encode("here", Conversation(TURNS))
 
     own = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokens.tolist() == own.apply_chat_template(TURNS, return_dict=True)["input_ids"]
@@ -114,7 +118,7 @@ def test_tokens_are_those_of_the_chat_template(make_chat_tokenizer):
 def test_tools_are_told_by_the_template(make_chat_tokenizer):
     folder = make_chat_tokenizer("{% for t in tools or [] %}{{ t['name'] }}<end>{% endfor %}" + UNMARKED)
 
-    tokens, _ = ChatTemplate(folder).encode("here", Conversation(TURNS, [{"name": "look"}]))
+    tokens, *_ = ChatTemplate(folder).encode("here", Conversation(TURNS, [{"name": "look"}]))
 
     assert load_tokenizer(folder).decode(tokens.tolist()).startswith("look")
 
@@ -169,6 +173,30 @@ def test_answers_are_found_in_what_any_template_renders(make_chat_tokenizer, tem
     assert learned_text(folder, Conversation(TURNS)) == expected
 
 
+@pytest.mark.parametrize(
+    ("template", "num_lost"), [(CHATML, 2), (FORGETS, 1)], ids=["knows no thoughts", "drops earlier ones"]
+)
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning", None])
+def test_thoughts_that_a_template_leaves_out_are_counted(make_chat_tokenizer, template, num_lost, key):
+    thoughts = {2: "the", 4: "on"}  # which others say as well
+    turns = [
+        {**turn, key: thoughts[number]}
+        if key and number in thoughts
+        else {**turn, "content": f"<think>{thoughts[number]}</think>{turn['content']}"}
+        if number in thoughts
+        else turn
+        for number, turn in enumerate(TURNS)
+    ]
+    if key is None:  # ChatML writes all of a content, and this one no thought from there
+        num_lost = 0 if template == CHATML else 2
+
+    encoded = ChatTemplate(make_chat_tokenizer(template)).encode("here", Conversation(turns))
+    last_alone = ChatTemplate(make_chat_tokenizer(template)).encode("here", Conversation(turns, first_answer=4))
+
+    assert encoded.num_lost_thoughts == num_lost
+    assert last_alone.num_lost_thoughts == max(0, num_lost - 1)
+
+
 @pytest.mark.parametrize("template", [CHATML, FORGETS, TRIMS_AND_ENDS], ids=["ChatML", "drops thoughts", "trims"])
 def test_answer_that_begins_with_a_line_break_is_learned_whole(make_chat_tokenizer, template):
     turns = [*TURNS[:2], {"role": "assistant", "content": "\nthe cat"}, *TURNS[3:]]
@@ -185,7 +213,7 @@ def test_turn_that_is_switched_off_is_not_learned(make_chat_tokenizer, template,
     turns = [*TURNS[:2], {**TURNS[2], **mark}, TURNS[3], {**TURNS[4], "weight": 1}]
     folder = make_chat_tokenizer(template)
 
-    tokens, _ = ChatTemplate(folder).encode("here", Conversation(turns))
+    tokens, *_ = ChatTemplate(folder).encode("here", Conversation(turns))
 
     assert learned_text(folder, Conversation(turns)).removeprefix("<think></think>").strip() == "on the mat<end>"
     assert tokens.tolist() == ChatTemplate(folder).encode("here", Conversation(TURNS))[0].tolist()
@@ -219,6 +247,51 @@ def test_calls_of_tools_are_rendered_as_the_template_expects(make_chat_tokenizer
             [{**it, "tool_calls": it.get("tool_calls", [])} for it in row["messages"]]
         )
         assert expected in load_tokenizer(folder).decode(prompt)
+
+
+# May not think, and how hard to think, as Qwen3 and gpt-oss have it.
+THINKS_IF_ASKED = (
+    "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content + '<end>' }}{%- endfor %}"
+    "{%- if reasoning_effort is defined %}{{- 'effort ' + reasoning_effort }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- 'no thoughts' }}{%- endif %}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "end"),
+    [
+        ({}, "<|assistant|>"),
+        ({"enable_thinking": True}, "<|assistant|>"),
+        ({"enable_thinking": False, "reasoning_effort": "low"}, "effort low<|assistant|>no thoughts"),
+    ],
+)
+def test_template_is_told_the_variables_of_a_prompt(make_chat_tokenizer, variables, end):
+    folder = make_chat_tokenizer(THINKS_IF_ASKED)
+
+    prompt = ChatTemplate(folder).encode_prompt(TURNS[:2], None, variables)
+
+    written = load_tokenizer(folder).decode(prompt, skip_special_tokens=False)
+    assert written == f"<|system|>be the cat<end><|user|>who sat?<end>{end}"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("enable_thinkin", r"does not read 'enable_thinkin'; did you mean 'enable_thinking'\?"),
+        ("documents", r"'documents' is given to the chat template already; leave it out"),
+        ("messages", r"'messages' is given"),
+        ("tools", r"'tools' is given"),
+        ("add_generation_prompt", r"'add_generation_prompt' is given"),
+        ("eos_token", r"'eos_token' is given"),
+        ("_nxd_start", r"does not read '_nxd_start'; leave it out"),
+    ],
+)
+def test_variable_that_a_template_does_not_read_or_a_prompt_may_not_set_is_refused(make_chat_tokenizer, name, message):
+    chat = ChatTemplate(make_chat_tokenizer(THINKS_IF_ASKED))
+
+    with pytest.raises(LookupError, match=message):
+        chat.encode_prompt(TURNS[:2], None, {name: "x"})
 
 
 @pytest.mark.parametrize("role", ["developer", "system"])

@@ -22,9 +22,11 @@ from .conftest import MARKED, UNMARKED
 def conversations(make_chat_tokenizer, tmp_path):
     """`conversations([2, 5])`: with answers of so many bytes, each after two tokens, and followed by <end>."""
 
-    def make(lengths, template=MARKED):
+    def make(lengths, template=MARKED, **of_answers):
         folder = make_chat_tokenizer(template)
-        rows = [{"prompt": [{"role": "user", "content": ""}], "completion": "x" * length} for length in lengths]
+        question = [{"role": "user", "content": ""}]
+        answers = [{"role": "assistant", "content": "x" * length, **of_answers} for length in lengths]
+        rows = [{"prompt": question, "completion": [answer]} for answer in answers]
         (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
         cache = tmp_path / "cache"
         tokenizer, chat = load_tokenizer(folder), ChatTemplate(folder)
@@ -85,6 +87,16 @@ def test_template_without_generation_is_told(conversations):
     sequences, _, cuts = cut_conversations(found, sequence_length=9)
 
     assert "the chat template has no {% generation %}" in describe_conversations(sequences, cuts).warnings[0]
+
+
+def test_thoughts_that_the_template_leaves_out_are_told(conversations):
+    found = conversations([1, 2], reasoning_content="why")
+    sequences, _, cuts = cut_conversations(found, sequence_length=9)
+
+    assert describe_conversations(sequences, cuts).warnings == [
+        "the chat template leaves out the thoughts of 2 answers that are learned, in 2 rows; to train on them, end a "
+        "conversation at each such answer, or give the tokenizer a template that keeps them"
+    ]
 
 
 def test_held_out_conversations_are_spread_evenly_and_not_trained_on(conversations):

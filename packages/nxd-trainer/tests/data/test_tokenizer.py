@@ -4,6 +4,7 @@ import sys
 import pytest
 from nxd_trainer.data import ByteTokenizer, HuggingFaceTokenizer, build_corpus, load_tokenizer, open_corpus
 from nxd_trainer.data.tokenizer import encode_prompt
+from nxd_trainer.report.data_preview import special_tokens_line
 
 
 @pytest.fixture
@@ -61,13 +62,15 @@ def test_text_begins_as_the_tokenizer_begins_it_in_prompts_and_documents(tokeniz
     tokenizer = HuggingFaceTokenizer(tokenizer_folder)
     ids = tokenizer.encode("the cat").tolist()
     (tmp_path / "a.txt").write_text("the cat")
+    (tmp_path / "b.txt").write_text("<stop>the cat")
 
-    corpus = open_corpus(build_corpus(tmp_path / "a.txt", tokenizer, cache_folder=tmp_path / "cache"))
+    corpus = open_corpus(build_corpus(tmp_path, tokenizer, cache_folder=tmp_path / "cache"))
 
     assert tokenizer.prefix == (1,)
     assert encode_prompt(tokenizer, "the cat") == [1, *ids]
     assert encode_prompt(tokenizer, "<stop>the cat") == [1, *ids]  # a chat template's text has it already
-    assert corpus.tokens.tolist() == [1, *ids, 2]
+    assert corpus.tokens.tolist() == [1, *ids, 2] * 2
+    assert special_tokens_line(corpus, tokenizer) is None
 
 
 def test_tokenizer_of_older_files_begins_texts_as_transformers_does(tmp_path):
@@ -191,6 +194,20 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch, name, packa
 
     with pytest.raises(ValueError, match=f"pip install {package}, or leave data.tokenizer unset"):
         load_tokenizer(tmp_path)
+
+
+def test_text_with_half_a_character_is_an_error_of_the_tokenizer(tokenizer_folder):
+    with pytest.raises(ValueError, match="the tokenizer cannot encode a text"):
+        HuggingFaceTokenizer(tokenizer_folder).encode("\udcff")
+
+
+def test_regular_expression_that_takes_too_long_is_an_error_of_its_tokenizer(tokenizer_folder):
+    file = tokenizer_folder / "tokenizer.json"
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": split}))
+
+    with pytest.raises(ValueError, match=r"the tokenizer cannot encode a text: .*retry-limit"):
+        HuggingFaceTokenizer(file).encode("a" * 28)
 
 
 def test_truncation_and_padding_of_a_tokenizer_that_was_saved_after_use_are_switched_off(tokenizer_folder):

@@ -153,6 +153,7 @@ def test_unknown_section_like_no_other_lists_all():
     ("section", "field", "value", "expected"),
     [
         ("train", "steps", 0, "train.steps=0 is not allowed; expected an integer at least 1"),
+        ("data", "path", "a\0b", "data.path='a\\x00b' is not allowed; expected a path, or none"),
         ("train", "steps", 1.5, "train.steps=1.5 is not allowed; expected an integer at least 1"),
         ("train", "steps", True, "train.steps=True is not allowed; expected an integer at least 1"),
         ("train", "steps", "many", "train.steps='many' is not allowed; expected an integer at least 1"),

@@ -5,8 +5,10 @@ the process group: training may destroy that while a save is still under way.
 """
 
 import contextlib
+import os
 import socket
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from nxd_ckpt.coordinator import Coordinator
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.messages import expect, parsed
-from nxd_ckpt.store_coordinator import StoreCoordinator
+from nxd_ckpt.store_coordinator import StoreCoordinator, own_life
 
 _FAREWELL_SECONDS = 10.0
 
@@ -35,7 +37,7 @@ class Channel:
     def __init__(self, coordinator: Coordinator, save_id: str, timeout: float) -> None:
         self.rank, self.world_size = coordinator.rank, coordinator.world_size
         try:
-            self._source = _store_of(coordinator, timeout)
+            self._source = _store_of(coordinator, timeout, self)
             # A store takes one call at a time, and the training's may take long: hence a connection of our own.
             own: dist.Store = self._source.clone()  # type: ignore[attr-defined]
         except RuntimeError as error:
@@ -75,23 +77,40 @@ class Channel:
 
 
 def _address_from(message: Any) -> tuple[str, int]:
-    host, port = message
-    expect(isinstance(host, str) and type(port) is int, f"the address {message!r:.200}")
-    return host, port
+    host, number = message
+    expect(isinstance(host, str) and type(number) is int, f"the address {message!r:.200}")
+    return host, number
 
 
-def _store_of(coordinator: Coordinator, timeout: float) -> dist.Store:
-    """The store behind a process group, or a new one that rank 0 hosts."""
+def _store_of(coordinator: Coordinator, timeout: float, channel: Channel) -> dist.Store:
+    """The store behind a process group, or a new one that rank 0 hosts for as long as it has the channel.
+
+    Ranks of one machine share memory of rank 0, which other users cannot open. Other ranks meet at a port of rank 0,
+    which answers whoever reaches it.
+    """
     if isinstance(coordinator, StoreCoordinator):
         return coordinator.store
     if coordinator.world_size == 1:
         return dist.HashStore()
+
+    def gather(own: tuple[str, int]) -> list[tuple[str, int]]:
+        sent = coordinator.all_gather_object(own)
+        return parsed(sent, _address_from, "connecting the ranks of a background save")
+
+    life = own_life()
+    sent = gather(("", 0) if life is None else (life.place, life.pid))
+    if "" not in (places := {place for place, _ in sent}) and len(places) == 1:
+        memory = 0
+        if coordinator.rank == 0:
+            memory = os.memfd_create("nxd_ckpt channel")
+            weakref.finalize(channel, os.close, memory)
+        (_, memory), *_ = gather(("", memory))
+        return dist.FileStore(f"/proc/{sent[0][1]}/fd/{memory}", -1)
     server: dist.TCPStore | None = None
     if coordinator.rank == 0:
         server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    sent = coordinator.all_gather_object((socket.gethostname(), server.port if server else 0))
+    (host, port), *_ = gather((socket.gethostname(), server.port if server else 0))
     if server is not None:
         return server
-    host, port = parsed(sent, _address_from, "connecting the ranks of a background save")[0]
     here = host == socket.gethostname()
     return dist.TCPStore("localhost" if here else host, port, timeout=timedelta(seconds=timeout))

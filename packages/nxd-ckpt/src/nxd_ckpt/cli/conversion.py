@@ -9,10 +9,20 @@ from typing import Literal, get_args
 
 import torch
 
-from nxd_ckpt.cli.formats import Place, opened
+from nxd_ckpt.cli.formats import Opened, Place, opened
 from nxd_ckpt.cli.progress import progress_bar
 from nxd_ckpt.cli.report import Report, human_size
-from nxd_ckpt.interop import Selection, save_source, write_hugging_face, write_neuronx, write_torch_dcp
+from nxd_ckpt.interop import (
+    Selection,
+    as_extra,
+    companions_in,
+    read_companions,
+    save_source,
+    write_companions,
+    write_hugging_face,
+    write_neuronx,
+    write_torch_dcp,
+)
 from nxd_ckpt.interop.neuronx import Sharding
 from nxd_ckpt.interop.remote import is_remote
 from nxd_ckpt.interop.source import Progress, TensorSource, num_bytes
@@ -71,7 +81,7 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
         source = Selection(found.source, tuple(include), tuple(exclude), frozenset(left_out))
         total = sum(num_bytes(info) for info in source.tensors.values())
         with progress_bar("convert", total) as advance:
-            _write(source, target, advance)
+            _write(source, target, found, advance)
     data = {"from": found.kind, "to": target.kind, "target": target.path, "num_tensors": len(source.tensors)}
     line = f"wrote {len(source.tensors)} tensors, {human_size(total)} as they were, to {target.path} as {target.kind}"
     lines = [line]
@@ -103,15 +113,22 @@ def _check(target: Target) -> None:
         raise ValueError(f"{target.path} is a URL; write {target.kind} to a folder and copy that")
 
 
-def _write(source: TensorSource, target: Target, progress: Progress) -> None:
+def _write(source: TensorSource, target: Target, found: Opened, progress: Progress) -> None:
     if target.kind == "hf":
+        companions = _companions(found)
         write_hugging_face(
             source, target.path, dtype=target.dtype, max_shard_size=target.max_shard_size, progress=progress
         )
+        # What is there already, the user has put there.
+        missing = [name for name in companions if not os.path.lexists(os.path.join(target.path, name))]
+        write_companions({name: companions[name] for name in missing}, target.path)
     elif target.kind == "dcp":
         write_torch_dcp(source, target.path, dtype=target.dtype, progress=progress)
     elif target.kind == "nxd":
-        save_source(source, target.path, target.tag or "", dtype=target.dtype, step=target.step, progress=progress)
+        extra = _extra(found)
+        save_source(
+            source, target.path, target.tag or "", dtype=target.dtype, step=target.step, extra=extra, progress=progress
+        )
     else:
         write_neuronx(
             source,
@@ -125,6 +142,20 @@ def _write(source: TensorSource, target: Target, progress: Progress) -> None:
             dtype=target.dtype,
             progress=progress,
         )
+
+
+def _companions(found: Opened) -> Mapping[str, bytes]:
+    """The files of tokenizer, template and generation that lie beside the tensors."""
+    if found.checkpoint is not None:
+        return companions_in(found.checkpoint)
+    return read_companions(found.path) if found.kind == "hf" and os.path.isdir(found.path) else {}
+
+
+def _extra(found: Opened) -> Mapping[str, bytes]:
+    """What else a checkpoint of ours gets: all extra files of another one, or the companions of a model."""
+    if found.checkpoint is None:
+        return as_extra(_companions(found))
+    return {name: found.checkpoint.read_extra(name) for name in found.checkpoint.extra}
 
 
 def _stage_of(stages: Mapping[str, int]) -> Callable[[str], int]:

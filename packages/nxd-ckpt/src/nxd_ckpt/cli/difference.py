@@ -9,7 +9,8 @@ import torch
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.cli.formats import Opened, Place, opened
 from nxd_ckpt.cli.progress import progress_bar
-from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, printable
+from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report
+from nxd_ckpt.errors import printable
 from nxd_ckpt.interop.source import Selection, TensorSource, fill, num_bytes, read_whole, same_bits
 from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
 

@@ -21,11 +21,12 @@ SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of any kind; `checkpoint` if it is one of ours."""
+    """A checkpoint of any kind; `checkpoint` if it is one of ours, else `path` on this machine."""
 
     kind: SourceKind
     source: TensorSource
     checkpoint: Checkpoint | None = None
+    path: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def opened(place: Place) -> Iterator[Opened]:
         yield Opened(kind, from_checkpoint(checkpoint), checkpoint)
         return
     with local_copy(place.path) as path:
-        yield Opened(kind, _open_foreign(kind, path, place))
+        folder = os.path.join(path, place.tag) if place.tag else path
+        yield Opened(kind, _open_foreign(kind, path, place), path=folder)
 
 
 def root_and_tag(path: str, tag: str | None) -> tuple[str, str | None]:

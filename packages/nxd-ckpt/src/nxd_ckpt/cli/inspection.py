@@ -8,7 +8,8 @@ from typing import Any
 
 from nxd_ckpt.catalog import list_checkpoints
 from nxd_ckpt.cli.formats import Opened, Place, opened
-from nxd_ckpt.cli.report import Report, check_folder, human_size, printable, table
+from nxd_ckpt.cli.report import Report, check_folder, human_size, table
+from nxd_ckpt.errors import printable
 from nxd_ckpt.interop.source import num_bytes
 from nxd_ckpt.reader import Checkpoint
 

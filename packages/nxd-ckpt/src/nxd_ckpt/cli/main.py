@@ -15,10 +15,10 @@ from nxd_ckpt.cli.difference import diff
 from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, read_parameter_names, read_sharding, read_stages
 from nxd_ckpt.cli.inspection import inspect_checkpoint, list_folder
 from nxd_ckpt.cli.page import write_page
-from nxd_ckpt.cli.report import EXIT_TROUBLE, Report, printable
+from nxd_ckpt.cli.report import EXIT_TROUBLE, Report
 from nxd_ckpt.cli.upkeep import collect_garbage, delete_one, retain_newest, set_pinned
 from nxd_ckpt.cli.verification import verify
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, printable
 
 _EXIT_CODES = "exit codes: 0 good or done, 1 damaged (verify) or different (diff), 2 a mistake, or it cannot be told"
 _EXIT_INTERRUPTED = 130

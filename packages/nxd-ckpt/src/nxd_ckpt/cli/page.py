@@ -16,7 +16,8 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.cli.formats import Opened, Place, opened
 from nxd_ckpt.cli.inspection import as_tree, describe_checkpoint, describe_tensors, is_tensor, shown, sum_up
 from nxd_ckpt.cli.progress import progress_bar
-from nxd_ckpt.cli.report import Report, human_size, printable
+from nxd_ckpt.cli.report import Report, human_size
+from nxd_ckpt.errors import printable
 from nxd_ckpt.interop.source import TensorSource, fill, read_whole
 from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from nxd_ckpt.cli.report import printable
+from nxd_ckpt.errors import printable
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, printable
 from nxd_ckpt.interop.remote import is_remote
 
 EXIT_GOOD = 0
@@ -30,11 +30,6 @@ def human_size(num_bytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
-def printable(text: str) -> str:
-    """Names come from files: what could move the cursor or break a line is escaped."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:

@@ -10,6 +10,14 @@ torch's distributed checkpoints are imported when they are first used: they brin
 from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.interop.huggingface import open_hugging_face, write_hugging_face
+from nxd_ckpt.interop.huggingface.companions import (
+    GENERATION_CONFIG_FILE,
+    as_extra,
+    companions_in,
+    is_of_tokenizer,
+    read_companions,
+    write_companions,
+)
 from nxd_ckpt.interop.neuronx import open_neuronx, write_neuronx
 from nxd_ckpt.interop.scratch import save_source
 from nxd_ckpt.interop.source import Progress, Selection, TensorSource, from_checkpoint, read_whole
@@ -29,6 +37,13 @@ __all__ = [
     # theirs
     "open_hugging_face",
     "write_hugging_face",
+    # the files of tokenizers beside a model, and in a checkpoint
+    "read_companions",
+    "write_companions",
+    "companions_in",
+    "as_extra",
+    "is_of_tokenizer",
+    "GENERATION_CONFIG_FILE",
     "open_torch_dcp",
     "write_torch_dcp",
     "open_neuronx",

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from nxd_ckpt import CheckpointError, ShardedTensor
@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxd_engine.adapters import settle_adapters, wanted_tensors
+from nxd_engine.checkpoints.legacy_heads import CopiedHeads, copied_heads
 from nxd_engine.checkpoints.state import (
     CheckpointState,
     allocate_optimizer_state,
@@ -44,6 +45,7 @@ from nxd_engine.checkpoints.stored_values import apply_settings, group_names
 from nxd_engine.checkpoints.tags import Found
 from nxd_engine.unwrap import further_names
 
+_Value = TypeVar("_Value")
 _Specs = Mapping[str, ShardSpec]
 _Shape = tuple[int, ...]
 
@@ -66,11 +68,15 @@ class _Files:
     def pipeline_size(self) -> int:
         return 1 + max(rank.pp for rank in self.by_rank)
 
-    def shapes_of_stage(self, pp_rank: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that the first tensor-parallel rank of a stage saved."""
-        content = load_rank_file(self.by_rank[Rank(pp_rank, 0, 0, 0)])
+    def tensors_of(self, pp_rank: int, tp_rank: int) -> dict[str, torch.Tensor]:
+        """The tensors that a rank of a stage saved, which stay in its file until they are read."""
+        content = load_rank_file(self.by_rank[Rank(pp_rank, 0, tp_rank, 0)])
         state = content.get(_V1_MODEL_KEY, content) if self.layout == "v1" else content
-        return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def shapes_of_stage(self, pp_rank: int) -> dict[str, _Shape]:
+        """Shapes of the tensors that the first tensor-parallel rank of a stage saved."""
+        return {name: tuple(value.shape) for name, value in self.tensors_of(pp_rank, 0).items()}
 
 
 def load_legacy_checkpoint(
@@ -113,12 +119,16 @@ def load_legacy_checkpoint(
         on_every_rank(coordinator, doing, lambda: _check_states_of_experts(files, folder))
     own_groups = on_every_rank(coordinator, doing, lambda: [] if optimizer is None else group_names(model, optimizer))
     groups = all_gather_object(own_groups, active_group("pp"))
-    specs = _gather_specs(model)
+    experts = _of_all_stages(_splits_of_experts(model))
+    copied = _of_all_stages(copied_heads(dict(_named_modules(model))))
+    specs = all_gather_object(_of_all_stages(_specs(model)), active_group("tp"))
 
     def open_source() -> TensorSource:
         stages = [files.shapes_of_stage(stage) for stage in range(files.pipeline_size)]
         shapes = {name: shape for stage in stages for name, shape in stage.items()}
-        sharding = _sharding_of_model(model, specs, shapes, files.tensor_parallel_size)
+        sharding = _sharding_of_model(model, experts, specs, shapes, files.tensor_parallel_size)
+        if files.tensor_parallel_size == len(specs):
+            sharding |= _tiled_heads(copied, files)
         names = None if optimizer is None else _parameter_names(stages, groups, further_names(model))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"leaving out .*user_content")  # it is read on its own
@@ -215,27 +225,38 @@ def _make_room(source: TensorSource, model: nn.Module, optimizer: Optimizer) -> 
     return optimizer_state(model, optimizer)
 
 
-def _gather_specs(model: nn.Module) -> list[_Specs]:
-    """The shard metadata by parameter on each tensor-parallel rank. Called by all of them."""
-    specs = {name: spec for name, p in named_parameters(model) if (spec := get_shard_spec(p)) is not None}
-    return all_gather_object(specs, active_group("tp"))
+def _of_all_stages(own: Mapping[str, _Value]) -> dict[str, _Value]:
+    """What each stage says of its tensors, since every rank reads all stages' files. Called by all ranks of a pipeline.
+
+    Without it a rank would take the fused tensors of other stages for tensors of the model.
+    """
+    return {name: value for stage in all_gather_object(own, active_group("pp")) for name, value in stage.items()}
+
+
+def _specs(model: nn.Module) -> dict[str, ShardSpec]:
+    return {name: spec for name, p in named_parameters(model) if (spec := get_shard_spec(p)) is not None}
 
 
 def _sharding_of_model(
-    model: nn.Module, specs_of_ranks: Sequence[_Specs], saved_shapes: Mapping[str, _Shape], saved_tp_size: int
+    model: nn.Module,
+    experts: Mapping[str, Split],
+    specs_of_ranks: Sequence[_Specs],
+    saved_shapes: Mapping[str, _Shape],
+    saved_tp_size: int,
 ) -> dict[str, Sharding]:
     """For each tensor of the model that was sharded, how it lay on the ranks that saved it.
 
     Args:
         model: what is to be filled.
-        specs_of_ranks: from `_gather_specs`.
+        experts: how their weights are split, of all stages.
+        specs_of_ranks: the shard metadata of all stages' parameters on each tensor-parallel rank.
         saved_shapes: of the tensors that the first tensor-parallel rank saved.
         saved_tp_size: how many tensor-parallel ranks there were.
 
     Raises:
         CheckpointError: there were other ranks than now, and it cannot be told for a tensor.
     """
-    rules: dict[str, Sharding] = dict(_splits_of_experts(model))
+    rules: dict[str, Sharding] = dict(experts)
     specs_of_ranks = [{name: spec for name, spec in specs.items() if name not in rules} for specs in specs_of_ranks]
     if saved_tp_size == len(specs_of_ranks):
         return rules | {name: _pieces(name, [specs[name] for specs in specs_of_ranks]) for name in specs_of_ranks[0]}
@@ -250,6 +271,17 @@ def _sharding_of_model(
         shape = tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
         if name not in rules and name in saved_shapes and saved_shapes[name] != shape:
             rules[name] = _split(name, owners.get(name), shape, saved_shapes[name], saved_tp_size)
+    return rules
+
+
+def _tiled_heads(layers: Mapping[str, CopiedHeads], files: _Files) -> dict[str, Pieces]:
+    """How the tensors lie of those layers whose copied heads the checkpoint has in the tiled order."""
+    rules: dict[str, Pieces] = {}
+    for stage in range(files.pipeline_size) if layers else ():
+        first_ranks = [files.tensors_of(stage, tp_rank) for tp_rank in range(2)]
+        for layer in layers.values():
+            if all(name in first_ranks[0] for name in layer.held) and layer.is_tiled(first_ranks):
+                rules |= layer.tiled()
     return rules
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import AsyncSave, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
+from nxd_ckpt.interop import as_extra
 from nxd_ckpt.peers.store import lies_in_memory
 from nxd_layers.upstream_arguments import takes_names_too
 from nxd_optim import NeuronZero1Optimizer
@@ -44,7 +45,6 @@ from nxd_engine.checkpoints.stored_values import (
     pack_values,
 )
 from nxd_engine.checkpoints.tags import check_kept, choose_tag, is_untagged, keep_newest
-from nxd_engine.companion_files import as_extra
 from nxd_engine.model_description import ADAPTER_KEY, ModelDescription, describe_model, with_companions
 from nxd_engine.rank_sync import agree, is_first_replica
 from nxd_engine.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_ckpt.interop import TensorSource, open_hugging_face, save_source
+from nxd_ckpt.interop import TensorSource, as_extra, open_hugging_face, read_companions, save_source
 from nxd_ckpt.sharded_tensor import as_sharded
 from nxd_layers.hf import is_transformers_model, param_init_fn_of
 from nxd_pipeline import NxDPPModel
@@ -24,7 +24,6 @@ from nxd_state import (
 from torch import nn
 
 from nxd_engine.checkpoints.state import CheckpointState, fill_state, model_state, same_values
-from nxd_engine.companion_files import as_extra, read_companions
 from nxd_engine.hugging_face.conversion import Shapes, reference_model
 from nxd_engine.hugging_face.folder import PathLike, read_config
 from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_ckpt.interop import TensorSource, write_hugging_face
+from nxd_ckpt.interop import TensorSource, read_companions, write_companions, write_hugging_face
 from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE
 from nxd_ckpt.interop.huggingface.writing import parse_size
 from nxd_ckpt.sharded_tensor import as_sharded_state
@@ -15,7 +15,6 @@ from nxd_state import Group, get_world_group, model_parallel_is_initialized
 from torch import nn
 
 from nxd_engine.checkpoints.state import model_state, saved_here
-from nxd_engine.companion_files import read_companions, write_companions
 from nxd_engine.hugging_face.conversion import Shapes, reference_model
 from nxd_engine.hugging_face.folder import PathLike, write_config
 from nxd_engine.hugging_face.gathering import gathered

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from nxd_state import device_type, get_rng_state, has_streams, is_host, records_graphs, set_rng_state
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -55,6 +56,14 @@ class CheckpointedForward:
         self.forward = module.forward
         self.keep = keep
         self.offload = offload
+        self._contexts_compiled = _contexts_compiled(module, keep)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: it for name, it in vars(self).items() if name != "_contexts_compiled"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._contexts_compiled = _contexts_compiled(self.module, self.keep)  # of a copy, with its own module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output."""
@@ -63,10 +72,8 @@ class CheckpointedForward:
         if self.offload and (torch.compiler.is_compiling() or records_graphs()):
             raise NotImplementedError("inputs are not kept in the host's memory by a compiled graph; use offload=False")
         forward = partial(self.forward, **kwargs)  # bound here, since `checkpoint` has keywords of its own
-        if torch.compiler.is_compiling():  # the compiler replays random numbers itself, and takes no other contexts
-            if self.keep is None:
-                return checkpoint(forward, *args, use_reentrant=False)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_selection, self.keep))
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts_compiled)
         if any(isinstance(arg, Tensor) and records_graphs(arg) for arg in args):
             forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which does not exist
         with _inputs_on_host() if self.offload else nullcontext():
@@ -88,6 +95,25 @@ def _contexts(module: nn.Module, keep: Keep | None) -> tuple[Context, Context]:
         return nullcontext(), _Recomputation(module, nullcontext)
     forward, recomputation = _selection(keep)
     return _selective(forward), _Recomputation(module, partial(_selective, recomputation))
+
+
+def _contexts_compiled(module: nn.Module, keep: Keep | None) -> Callable[[], tuple[Context, Context]]:
+    """`_contexts` for a forward that is compiled, as a function, which is all that the compiler takes.
+
+    The compiler replays random numbers and buffers itself, and takes no contexts but a selection. Where its graph
+    breaks, it leaves the call of `checkpoint` to Python.
+    """
+
+    def contexts() -> tuple[Context, Context]:
+        if TracingContext.try_get() is None:
+            return _contexts(module, keep)
+        return _selection(_nothing if keep is None else keep)
+
+    return contexts
+
+
+def _nothing(operation: OpOverload) -> bool:
+    return False
 
 
 def _selection(keep: Keep) -> tuple[Context, Context]:

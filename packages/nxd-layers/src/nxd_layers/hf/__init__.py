@@ -7,7 +7,6 @@ A table gives the meaning of each style of a plan; `register_style` extends it.
 
 from nxd_layers.hf.context_parallel import cuts_sequences
 from nxd_layers.hf.initialization import param_init_fn_of
-from nxd_layers.hf.loss import use_loss_over_labels
 from nxd_layers.hf.parallelize import parallelize
 from nxd_layers.hf.routers import find_routers
 from nxd_layers.hf.static_shapes import use_static_shapes
@@ -23,7 +22,6 @@ __all__ = [
     "find_routers",
     "number_of_experts",
     "use_static_shapes",
-    "use_loss_over_labels",
     "param_init_fn_of",
     "is_transformers_model",
     "has_plan",

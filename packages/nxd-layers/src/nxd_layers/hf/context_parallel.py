@@ -24,7 +24,12 @@ from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, is_sear
 from nxd_layers.hf.context_forward import ContextForward, forward_under_way
 from nxd_layers.hf.context_loss import IGNORED_LABEL, ContextLoss
 from nxd_layers.hf.context_prefill import Prefill, is_prompt
-from nxd_layers.hf.transformers_models import intercept_document_search, register_attention, text_config
+from nxd_layers.hf.transformers_models import (
+    adds_z_loss,
+    intercept_document_search,
+    register_attention,
+    text_config,
+)
 from nxd_layers.hf.whole_sequences import WholeSequences, give_whole_positions
 
 _CUT = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}  # and the value at positions that are filled up
@@ -259,6 +264,11 @@ class ContextDoor:
             raise ValueError(
                 "output_router_logits=true adds a loss of this rank's positions; set it to false, and balance experts "
                 "over all positions by NxDModel.balance_experts, or [moe] of nxd train"
+            )
+        if given.get("labels") is not None and adds_z_loss(self._model):
+            raise ValueError(
+                f"z_loss_coefficient={self._model.config.z_loss_coefficient} adds a loss of this rank's positions; "
+                "make the model with 0, or use context_parallel_size=1"
             )
         if given.get("labels") is not None and not self._has_loss:
             raise ValueError(

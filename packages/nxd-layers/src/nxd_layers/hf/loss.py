@@ -1,4 +1,4 @@
-"""The causal language model's loss, also from logits that stay split along the vocabulary.
+"""The causal language model's loss from logits that stay split along the vocabulary.
 
 While a model whose head is split computes a loss, the head does not gather the logits, and the loss function takes them
 split. At every layout the loss is 0 where no token has a label; that of transformers is nan.
@@ -7,11 +7,12 @@ split. At every layout the loss is 0 where no token has a label; that of transfo
 import inspect
 from typing import Any
 
+from nxd_state import num_labels, takes_causal_lm_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_layers.cross_entropy import parallel_cross_entropy
-from nxd_layers.hf.transformers_models import output_embeddings, takes_causal_lm_loss
+from nxd_layers.hf.transformers_models import adds_z_loss, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear
 
 
@@ -19,6 +20,8 @@ def split_loss(model: Any) -> None:
     """Have the model compute its loss without whole logits, if it computes one the ordinary way."""
     head = output_embeddings(model)
     if not isinstance(head, ColumnParallelLinear) or not takes_causal_lm_loss(model):
+        return
+    if adds_z_loss(model):  # of whole logits, which its forward takes from the head
         return
     loss = SplitLoss(head, model.loss_function)
     model.loss_function = loss
@@ -76,43 +79,5 @@ class SplitLoss:
         losses = parallel_cross_entropy(
             logits, shift_labels, ignore_index=ignore_index, vocab_size=self._head.output_size
         )
-        count = divisor_of(shift_labels, ignore_index, num_items_in_batch)
+        count = num_labels(shift_labels, ignore_index, num_items_in_batch)
         return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
-
-
-class LossOverLabels:
-    """The loss function of a model that is not split, which is 0 where there are no labels."""
-
-    def __init__(self, of_whole_logits: Any) -> None:
-        self._of_whole_logits = of_whole_logits
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """As that of `SplitLoss`, from whole logits."""
-        counted = shift_labels if shift_labels is not None or labels is None else labels[..., 1:]
-        if counted is not None:
-            num_items_in_batch = divisor_of(counted, ignore_index, num_items_in_batch)
-        loss: Tensor = self._of_whole_logits(
-            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
-        )
-        return loss
-
-
-def use_loss_over_labels(model: Any) -> None:
-    """Have a model's causal language modeling loss be 0 where there are no labels; other models are left alone."""
-    if takes_causal_lm_loss(model):
-        model.loss_function = LossOverLabels(model.loss_function)
-
-
-def divisor_of(shift_labels: Tensor, ignore_index: int, num_items: Tensor | int | None) -> Tensor | int:
-    """The number of tokens with a label, or the given number; 1 instead of 0."""
-    count = (shift_labels != ignore_index).sum() if num_items is None else num_items
-    return count + (count == 0)

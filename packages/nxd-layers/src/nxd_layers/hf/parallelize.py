@@ -19,6 +19,7 @@ from nxd_state import (
     get_rng_state,
     set_rng_state,
     splits_experts,
+    takes_causal_lm_loss,
     transport_device,
 )
 from nxd_state.rng import SHARED_STREAM
@@ -53,7 +54,6 @@ from nxd_layers.hf.transformers_models import (
     input_embeddings,
     is_transformers_config,
     output_embeddings,
-    takes_causal_lm_loss,
 )
 from nxd_layers.hf.whole_sequences import layers_with_state
 from nxd_layers.linear import ColumnParallelLinear

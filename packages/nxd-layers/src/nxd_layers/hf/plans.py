@@ -39,13 +39,20 @@ def _t5(stack: str, feed_forward: int) -> dict[str, str]:
 
 
 _LEARNED_ACTIVATION = {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}  # it sees split activations
-_NORMS_OF_HEADS = _under("layers.*.self_attn", dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce"))
+
+
+def _norms_of_heads(*names: str) -> dict[str, str]:
+    """Norms that all heads share."""
+    return _under("layers.*.self_attn", dict.fromkeys(names, "replicated_with_grad_allreduce"))
+
 
 OWN_PLANS: dict[str, dict[str, str]] = {
     # Additions to plans that transformers has.
     "apertus": _LEARNED_ACTIVATION,
     "apertus1p5_text": _LEARNED_ACTIVATION,
-    "sarvam_moe": _NORMS_OF_HEADS,
+    "cohere": _under("layers.*.self_attn", dict.fromkeys(("q_norm.weight", "k_norm.weight"), "colwise")),
+    "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
+    "sarvam_moe": _norms_of_heads("q_norm", "k_norm"),
     "inkling_text": {
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.shared_experts": "moe_tp_experts",  # sums the gradients of the inputs, too

@@ -1,6 +1,5 @@
 """The only module that depends on the transformers library: its configs, its models, and the metadata they provide."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -176,11 +175,9 @@ def output_embeddings(model: Any) -> nn.Module | None:
     return _asked(model, "get_output_embeddings")
 
 
-def takes_causal_lm_loss(model: Any) -> bool:
-    """Whether the model's forward calls its `loss_function`, and that is the one of causal language models."""
-    forward = inspect.unwrap(type(model).forward)
-    calls_it = "loss_function" in forward.__code__.co_names
-    return calls_it and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+def adds_z_loss(model: Any) -> bool:
+    """Whether the model's forward adds a loss of the logits of all its positions to that of `loss_function` (Bamba)."""
+    return bool(getattr(model.config, "z_loss_coefficient", 0))
 
 
 def _asked(model: Any, getter: str) -> nn.Module | None:

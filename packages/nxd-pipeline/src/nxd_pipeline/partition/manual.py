@@ -2,10 +2,51 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
-from nxd_pipeline.partition.stage import Stage, boundary
+from nxd_pipeline.partition.stage import Stage, Wiring, boundary
+
+
+class StageChain(nn.Module):
+    """The whole model that stages make up by themselves, its modules named by their stages: "0.weight".
+
+    Args:
+        stages: all of them, in their order.
+        input_names: the model's inputs; those arguments of the modules that have no default if None.
+
+    Raises:
+        ValueError: as from `manual_partition`.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module | Stage], input_names: Sequence[str] | None = None) -> None:
+        super().__init__()
+        if input_names is None:
+            input_names = [name for index, stage in enumerate(stages) for name in _needed_inputs(stage, index)]
+        self._stages = manual_partition(stages, input_names=input_names)
+        self._wiring = Wiring(self._stages)
+        for index, stage in enumerate(self._stages):
+            self.add_module(str(index), stage.module)
+
+    @property
+    def input_names(self) -> list[str]:
+        """The inputs that its stages take, sorted."""
+        return sorted(self._wiring.model_inputs)
+
+    def forward(self, **inputs: Any) -> Any:
+        """What the last stage returns.
+
+        Raises:
+            TypeError: inputs are missing or unknown.
+        """
+        if inputs.keys() != self._wiring.model_inputs:
+            raise TypeError(f"these stages take the inputs {self.input_names}, got {sorted(inputs)}")
+        values, output = dict(inputs), None
+        for index, stage in enumerate(self._stages):
+            output = stage.module(*(values[name] for name in stage.inputs))
+            values |= self._wiring.named_values(index, output)
+        return output
 
 
 def manual_partition(
@@ -23,9 +64,14 @@ def manual_partition(
         model: the unpartitioned model; where a stage holds modules of it, parameters keep their names there.
 
     Raises:
-        ValueError: modules and `Stage` are mixed, a module takes an argument that is no input of the model, or stages
-            have some parameters of the model and not all.
+        ValueError: a stage is neither a module nor `Stage`, these are mixed, a module takes an argument that is no
+            input of the model, or stages have some parameters of the model and not all.
     """
+    for index, stage in enumerate(stages):
+        if not isinstance(stage, nn.Module | Stage):
+            raise ValueError(
+                f"stages[{index}] is a {type(stage).__name__}; give modules, or Stage(module, inputs, outputs)"
+            )
     wired = [stage for stage in stages if isinstance(stage, Stage)]
     if wired and len(wired) < len(stages):
         raise ValueError(
@@ -55,6 +101,15 @@ def _check_complete(model: nn.Module, stages: Sequence[Stage]) -> None:
             f"no stage has the parameters {missing} of the model, which checkpoints would lack; make them attributes "
             "of a stage's module, also if it does not use them"
         )
+
+
+def _needed_inputs(stage: nn.Module | Stage, index: int) -> list[str]:
+    """The inputs of the model without which a stage of a chain cannot be called."""
+    if not isinstance(stage, nn.Module):
+        return []
+    parameters = list(inspect.signature(stage.forward).parameters.values())[min(index, 1) :]
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [it.name for it in parameters if it.kind in named and it.default is it.empty]
 
 
 def _chain_inputs(module: nn.Module, index: int, input_names: Sequence[str]) -> tuple[str, ...]:

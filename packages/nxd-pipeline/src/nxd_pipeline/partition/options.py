@@ -17,7 +17,7 @@ from nxd_pipeline.partition.hugging_face import (
     is_hugging_face,
 )
 from nxd_pipeline.partition.layer_list import LABELS, LayerChain, LossFunction, StageOfLayers, sequence_partition
-from nxd_pipeline.partition.manual import manual_partition
+from nxd_pipeline.partition.manual import StageChain, manual_partition
 from nxd_pipeline.partition.stage import Stage
 from nxd_pipeline.partition.structure import optional_inputs, structural_partition
 from nxd_pipeline.partition.trace import trace_model
@@ -55,12 +55,19 @@ class PartitionedModel:
     optional_inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def whole_model(module: nn.Module | Sequence[nn.Module], options: PartitionOptions) -> nn.Module:
-    """The model as it is before it is cut, also where it is given as a list of layers.
+def whole_model(module: nn.Module | Sequence[nn.Module] | None, options: PartitionOptions) -> nn.Module:
+    """The model as it is before it is cut, also where it is given as a list of layers, or by its stages alone.
 
     Raises:
-        ValueError: it is a list, and `manual_pp_partition` does not say so, or the other way round.
+        ValueError: it is a list, and `manual_pp_partition` does not say so, or the other way round; or there is
+            neither a model nor stages.
     """
+    if options.stages is not None and options.manual_pp_partition:
+        raise ValueError("stages are given by hand; leave out manual_pp_partition, which cuts a list of layers")
+    if module is None:
+        if options.stages is None:
+            raise ValueError("module=None: give the model, or stages=[...], the modules of all stages")
+        return StageChain(options.stages, options.input_names)
     if options.manual_pp_partition == isinstance(module, nn.Module):
         raise ValueError(
             f"manual_pp_partition={options.manual_pp_partition} and module is a {type(module).__name__}; give a list "
@@ -129,7 +136,12 @@ def _by_hand(
             f"{len(stages)} stages are given; this pipeline needs {num_stages}, one for each rank and each of its "
             "virtual_pipeline_size"
         )
-    names = list(inspect.signature(model.forward).parameters) if options.input_names is None else options.input_names
+    if isinstance(model, StageChain):
+        names: Sequence[str] = model.input_names
+    elif options.input_names is None:
+        names = list(inspect.signature(model.forward).parameters)
+    else:
+        names = options.input_names
     return manual_partition(stages, input_names=names, model=model)
 
 

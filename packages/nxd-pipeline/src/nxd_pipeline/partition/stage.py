@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -106,6 +107,19 @@ class Wiring:
     def carried(self, producer: int, consumer: int) -> tuple[str, ...]:
         """The values that go from one stage to another."""
         return self._carried[producer, consumer]
+
+    def named_values(self, stage: int, output: Any) -> dict[str, Any]:
+        """What a stage returned, by the names of its outputs; nothing of the last stage.
+
+        Raises:
+            ValueError: it is not a tuple of as many values as there are names.
+        """
+        names = self.outputs[stage]
+        if len(names) > 1 and not (isinstance(output, tuple) and len(output) == len(names)):
+            raise ValueError(
+                f"stage {stage} returned a {type(output).__name__}; expected a tuple of the values {names}"
+            )
+        return dict(zip(names, output if len(names) > 1 else (output,), strict=False))
 
     def producers(self, stage: int) -> list[int]:
         """The stages whose values this one uses."""

@@ -175,12 +175,7 @@ class Executor:
 
     def _outgoing(self, stage: int, output: Any) -> dict[int, Any]:
         """By consumer, the values that it gets."""
-        names = self._wiring.outputs[stage]
-        if len(names) > 1 and not (isinstance(output, tuple) and len(output) == len(names)):
-            raise ValueError(
-                f"stage {stage} returned a {type(output).__name__}; expected a tuple of the values {names}"
-            )
-        values = dict(zip(names, output if len(names) > 1 else (output,), strict=False))
+        values = self._wiring.named_values(stage, output)
         return {
             consumer: tuple(values[name] for name in self._wiring.carried(stage, consumer))
             for consumer in self._wiring.consumers(stage)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
+from nxd_state.store_messages import printable
 
 _AT_ONCE = timedelta(milliseconds=1)
 _TAG = 1  # no message has it, so none is taken for an answer
@@ -41,7 +42,8 @@ def abort_group(group: Group, reason: str) -> str:
 
 def _first_reason(group: Group, reason: str) -> str:
     try:
-        return _get_default_store().compare_set(f"nxd_aborted/{group.name}", "", reason).decode()
+        first = _get_default_store().compare_set(f"nxd_aborted/{group.name}", "", reason)
+        return printable(first.decode(errors="replace"))
     except dist.DistError:  # the rank that serves the store has ended
         return reason
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
+from nxd_state.store_messages import printable, read_message
 
 _NOT_CALL_SITES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parents[1]), "<frozen")
 _FRAMES_SHOWN = 3
@@ -233,8 +234,12 @@ def _write(store: dist.Store, key: str, announcement: Announcement) -> None:
 def _read(store: dist.Store, key: str) -> Announcement | None:
     if not store.check([key]):
         return None
-    fields = json.loads(store.get(key))
-    return Announcement(**fields | {"ranks": tuple(fields["ranks"])})
+    return read_message(key, store.get(key), _announcement_from)
+
+
+def _announcement_from(fields: dict[str, Any]) -> Announcement:
+    texts = {name: printable(text) for name, text in fields.items() if isinstance(text, str)}
+    return Announcement(**fields | texts | {"ranks": tuple(fields["ranks"])})
 
 
 def _listed(announcements: list[Announcement]) -> str:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nxd_state.rank_failure import PeerError
 from nxd_state.shared_memory import layout
 from nxd_state.shared_memory.doorbell import ANYTHING, RemoteDoorbell, ring_all
 from nxd_state.shared_memory.host import Process
 from nxd_state.shared_memory.layout import Layout
 from nxd_state.shared_memory.segment import Segment
+from nxd_state.store_messages import PeerError
 
 _DONE, _FAILED = 1, 2  # how a rank has left
 _GROUP_AT, _RANK_AT = 24, 16  # bits of a code at the doorbell: group (32), rank (8), word (16)

@@ -7,8 +7,8 @@ whether that succeeded; a group whose memory some rank could not map does withou
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +20,9 @@ from nxd_state.shared_memory.layout import Layout
 from nxd_state.shared_memory.progress import Progress
 from nxd_state.shared_memory.segment import OwnSegment, map_segment
 from nxd_state.shared_memory.transport import SharedMemoryTransport
+from nxd_state.store_messages import read_message
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +75,10 @@ def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store)
     try:
         store.set(f"{rank}/offer", json.dumps(_offer(own, process)))
         peers = sorted({peer for group in asked.values() for peer in group.ranks} - {rank})
-        offers = _read(store, peers, "offer")
+        offers = _read(store, peers, "offer", _offer_from)
         mapped = _map_all(asked, rank, own, process, offers)
         store.set(f"{rank}/mapped", json.dumps(list(mapped)))
-        agreed = {peer: set(names) for peer, names in _read(store, peers, "mapped").items()}
+        agreed = _read(store, peers, "mapped", set)
     finally:
         for segment in own.values():
             segment.seal()
@@ -119,10 +122,22 @@ def _offer(own: Mapping[str, OwnSegment], process: _ThisProcess | None) -> dict[
     }
 
 
-def _read(store: dist.Store, ranks: Sequence[int], what: str) -> dict[int, Any]:
+def _offer_from(message: Any) -> dict[str, Any]:
+    if message["host"] is not None and message["format"] == layout.FORMAT:
+        handles = [message["doorbell"], *message["segments"].values()]
+        if [len(handle) for handle in (message["process"], *handles)] != [2, *[4] * len(handles)]:
+            raise ValueError("it names no process and its memory")
+        if not all(type(number) is int for numbers in (message["process"], *handles) for number in numbers):
+            raise ValueError("a process and its memory are numbers")
+    return {"format": None, "segments": {}} | message
+
+
+def _read(store: dist.Store, ranks: Sequence[int], what: str, parse: Callable[[Any], T]) -> dict[int, T]:
     if not ranks:
         return {}
-    return dict(zip(ranks, map(json.loads, store.multi_get([f"{rank}/{what}" for rank in ranks])), strict=True))
+    keys = [f"{rank}/{what}" for rank in ranks]
+    found = zip(ranks, keys, store.multi_get(keys), strict=True)
+    return {rank: read_message(key, data, parse) for rank, key, data in found}
 
 
 def _map_all(
@@ -140,7 +155,9 @@ def _map_all(
     doorbells: dict[int, RemoteDoorbell] = {}
     for name, group in groups.items():
         others = [peer for peer in group.ranks if peer != rank]
-        if any(offers[peer]["host"] != here or offers[peer]["format"] != layout.FORMAT for peer in others):
+        if any((offers[peer]["host"], offers[peer]["format"]) != (here, layout.FORMAT) for peer in others):
+            continue
+        if any(name not in offers[peer]["segments"] for peer in others):
             continue
         try:
             for peer in others:

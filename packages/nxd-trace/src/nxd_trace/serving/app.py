@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from nxd_trace.serving import protocol
 from nxd_trace.serving.browsers import AllowedSites, BrowserGuard, Message, Receive, Send
 from nxd_trace.serving.errors import RequestError, headline
-from nxd_trace.serving.service import Client, Completions, CompletionService, ReadRequest
+from nxd_trace.serving.headers import HeaderGuard
+from nxd_trace.serving.readers import Client
+from nxd_trace.serving.service import Completions, CompletionService, ReadRequest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -76,6 +78,7 @@ def make_app(service: CompletionService, allowed: AllowedSites | None = None) ->
     allowed = allowed or AllowedSites()
     middleware = [
         Middleware(CloseAfterUnreadBody, max_bytes=service.limits.max_body_bytes),
+        Middleware(HeaderGuard),
         Middleware(BrowserGuard, allowed=allowed),
         Middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"], allow_headers=["*"]),
     ]

@@ -17,7 +17,10 @@ _SUPPORTED = {
     "logit_bias", "logprobs", "seed", "cache_salt",
 }  # fmt: skip
 _SUPPORTED_IN_COMPLETIONS = _SUPPORTED | {"prompt", "best_of", "echo"}
-_SUPPORTED_IN_CHAT = _SUPPORTED | {"messages", "tools", "max_completion_tokens", "top_logprobs", "response_format"}
+_SUPPORTED_IN_CHAT = _SUPPORTED | {
+    "messages", "tools", "max_completion_tokens", "top_logprobs", "response_format", "chat_template_kwargs",
+    "reasoning_effort",
+}  # fmt: skip
 # Fields of OpenAI's and vLLM's that change nothing of what is written.
 _IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -50,6 +53,7 @@ _MAX_PARTS = 256  # texts, lists and objects, beside the prompts
 _MAX_PARTS_OF_CHAT = 4096
 _CHARACTERS_PER_TOKEN = 32  # a prompt with more than this for each token that the model takes does not fit
 _MAX_STOP_TOKENS = 64
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning, as OpenAI's clients say it
 _LONGEST_NAME = 64  # of a field, in an answer
 _DEFAULT_TOKENS = 16  # of a completion; an answer of a chat may take all that is left
 
@@ -91,12 +95,18 @@ class ChatEncoder(Protocol):
     """A chat template."""
 
     def encode_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Sequence[int]:
         """The tokens of a conversation that the assistant is to answer.
 
+        `variables` are what a client tells the template beside messages and tools, such as `enable_thinking`.
+
         Raises:
             ValueError: the template refuses the conversation.
+            LookupError: it reads no such variable, or a client may not set it.
         """
 
 
@@ -388,10 +398,14 @@ def _conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
         raise RequestError(400, "tools must be a list of objects", "tools")
     told = None if body.get("tool_choice") == "none" else tools or None
     plain = [_message(index, message) for index, message in enumerate(messages)]
-    num_characters = sum(map(_num_characters, [*plain, *(told or ())]))
+    variables = _template_variables(body)
+    num_characters = sum(map(_num_characters, [*plain, *(told or ()), variables]))
     _check_characters(num_characters, "messages and tools have", "messages", model)
     try:
-        prompt = [int(token) for token in model.chat.encode_prompt(plain, told)]
+        prompt = [int(token) for token in model.chat.encode_prompt(plain, told, variables)]
+    except LookupError as error:
+        field = "chat_template_kwargs" if body.get("chat_template_kwargs") else "reasoning_effort"
+        raise RequestError(400, str(error), field) from error
     except ValueError as error:
         raise RequestError(400, str(error), "messages") from error
     if not 0 < len(prompt) < model.max_length:
@@ -403,6 +417,28 @@ def _conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
             code="context_length_exceeded",
         )
     return prompt
+
+
+def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
+    """`chat_template_kwargs`, with `reasoning_effort` among them."""
+    given, effort = body.get("chat_template_kwargs"), body.get("reasoning_effort")
+    if not isinstance(given, dict | None):
+        raise RequestError(400, f"chat_template_kwargs={short_repr(given)} must be an object", "chat_template_kwargs")
+    variables = dict(given or {})
+    if effort is None:
+        return variables
+    if effort not in _EFFORTS:
+        raise RequestError(
+            400, f"reasoning_effort={short_repr(effort)} must be one of {', '.join(_EFFORTS)}", "reasoning_effort"
+        )
+    if variables.setdefault("reasoning_effort", effort) != effort:
+        other = short_repr(variables["reasoning_effort"])
+        raise RequestError(
+            400,
+            f"reasoning_effort={effort!r} is {other} in chat_template_kwargs; leave one of them out",
+            "reasoning_effort",
+        )
+    return variables
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -16,6 +15,7 @@ from nxd_trace.generation import GenerationEngine
 from nxd_trace.serving import protocol, responses
 from nxd_trace.serving.errors import RequestError, headline
 from nxd_trace.serving.metrics import ServerMetrics
+from nxd_trace.serving.readers import ANYBODY, BodyReaders, Client
 from nxd_trace.serving.scheduler import Job, RestartPolicy, Scheduler, WrittenToken
 from nxd_trace.serving.text import TextStream
 
@@ -41,19 +41,6 @@ class TextTokenizer(Protocol):
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of ids."""
-
-
-@dataclass(frozen=True)
-class Client:
-    """Who sent a request.
-
-    Attributes:
-        address: of the network; the batch is divided evenly among addresses.
-        user: credentials that were sent along, which tell apart the users of one address, such as a proxy's.
-    """
-
-    address: str = ""
-    user: str = ""
 
 
 @dataclass(frozen=True)
@@ -267,9 +254,6 @@ class _TextWriter:
 
 ReadRequest = Callable[[bytes, protocol.ServedModel, int], protocol.CompletionRequest]
 
-# Reading a body of this size takes a millisecond or so.
-_SMALL_BODY_BYTES = 1 << 13
-
 
 class CompletionService:
     """One model, its tokenizer and its queue.
@@ -329,12 +313,10 @@ class CompletionService:
             max_length=engine.max_length,
             max_prompts=self.limits.max_prompts,
         )
-        # Bodies are parsed and tokenized outside the event loop; small ones do not wait for large ones.
-        self._small_bodies = ThreadPoolExecutor(1, "nxd-trace-small-bodies")
-        self._large_bodies = ThreadPoolExecutor(1, "nxd-trace-large-bodies")
+        self._readers = BodyReaders()
 
     async def start(
-        self, body: bytes, read: ReadRequest = protocol.read_completion, client: Client = Client()
+        self, body: bytes, read: ReadRequest = protocol.read_completion, client: Client = ANYBODY
     ) -> Completions:
         """Check a request and queue its prompts; called in the event loop that will read the pieces.
 
@@ -342,9 +324,8 @@ class CompletionService:
             RequestError: it is refused.
         """
         self.scheduler.check_runs()  # before any work
-        readers = self._small_bodies if len(body) <= _SMALL_BODY_BYTES else self._large_bodies
-        seed = random.getrandbits(32)
-        request = await asyncio.get_running_loop().run_in_executor(readers, read, body, self._served, seed)
+        read_body = partial(read, body, self._served, random.getrandbits(32))
+        request = await self._readers.read(client, len(body), read_body)
         return Completions(self, request, client)
 
     def cache_salt(self, client: Client, request: protocol.CompletionRequest) -> bytes:
@@ -364,6 +345,5 @@ class CompletionService:
 
     def close(self) -> None:
         """End the queue's thread; what waits or runs is ended with an error."""
-        for readers in (self._small_bodies, self._large_bodies):
-            readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
         self.scheduler.close()

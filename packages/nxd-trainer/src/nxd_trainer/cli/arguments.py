@@ -1,6 +1,7 @@
 """Arguments that several commands have: models, checkpoints, tokenizers."""
 
 import argparse
+import os
 from pathlib import Path
 
 
@@ -8,7 +9,8 @@ def model_folder(text: str) -> Path:
     """The folder that was named; of a run's, the one with its checkpoints."""
     folder = Path(text)
     checkpoints = folder / "checkpoints"
-    is_run = (folder / "recipe.toml").is_file() and checkpoints.is_dir()
+    # Not Path's own methods, which raise for what no file can be called.
+    is_run = os.path.isfile(folder / "recipe.toml") and os.path.isdir(checkpoints)
     return checkpoints if is_run else folder
 
 

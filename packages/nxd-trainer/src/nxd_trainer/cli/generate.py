@@ -224,7 +224,7 @@ def _first_prompt(options: argparse.Namespace, words: "Words") -> list[int]:
         return _chat_prompt([*_system_message(options), {"role": "user", "content": options.prompt}], words)
     from nxd_trainer.data.tokenizer import encode_prompt  # noqa: PLC0415
 
-    return encode_prompt(words.tokenizer, _text_of(options))
+    return reports_user_errors(lambda: encode_prompt(words.tokenizer, _text_of(options)))
 
 
 def _text_of(options: argparse.Namespace) -> str:

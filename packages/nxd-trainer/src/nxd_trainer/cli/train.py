@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nxd_cli.command import UserError, add_nproc, check_nproc, leave_mesh, parse, reports_user_errors, started_ranks
-from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID, is_launched, own_threads
+from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID, advice_on_ranks, is_launched, own_threads
 from nxd_cli.settings import take_settings
 
 from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, recipe_switches, render_recipe_help
@@ -172,13 +172,13 @@ def _check_ranks(recipe: Recipe, nproc: int) -> None:
         context = f" x parallel.context_parallel_size={cp}" if cp > 1 else ""
         raise ValueError(
             f"parallel.tensor_parallel_size={tp}{pipeline}{context} needs a multiple of {model_ranks} ranks, not "
-            f"{nproc}; use --nproc {max(1, nproc // model_ranks) * model_ranks}"
+            f"{nproc}; {advice_on_ranks(max(1, nproc // model_ranks) * model_ranks, os.environ)}"
         )
     ep = recipe.parallel.expert_parallel_size
     expert_ranks = ep * (recipe.parallel.expert_tensor_parallel_size or tp)
     if nproc // pp % expert_ranks:
         raise ValueError(
             f"parallel.expert_parallel_size={ep} needs a multiple of {expert_ranks} ranks for each pipeline stage, not "
-            f"{nproc // pp}; use --nproc {expert_ranks * pp}"
+            f"{nproc // pp}; {advice_on_ranks(expert_ranks * pp, os.environ)}"
         )
     check_layout(recipe, nproc // model_ranks)

@@ -12,24 +12,44 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as short_repr
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxd_trainer.data.messages import MARKS, Conversation, is_learned, plain_messages, read_conversation
-from nxd_trainer.data.rendering import Job, Rendered, TemplateRenderer
-from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
+from nxd_trainer.data.rendering import OWN_VARIABLES, Job, Rendered, TemplateRenderer
+from nxd_trainer.data.tokenizer import digest_files, encoding_errors, load_tokenizer_of_transformers
 
 VOCABULARY_FILES = ("vocab.txt", "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of the same, the usual one first
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_LONGEST_NAME = 64
 _DEVELOPER = re.compile(r"""["']developer["']""")
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 Spans = list[tuple[int, int]]  # beginnings and ends in a text
+
+
+class EncodedConversation(NamedTuple):
+    """A conversation as tokens.
+
+    Attributes:
+        tokens: ids `[tokens]`.
+        learned: `[tokens]` true where a token is learned.
+        num_lost_thoughts: the learned answers whose thoughts the template leaves out.
+    """
+
+    tokens: NDArray[np.int64]
+    learned: NDArray[np.bool_]
+    num_lost_thoughts: int
 
 
 class EncodedRow(NamedTuple):
@@ -38,10 +58,12 @@ class EncodedRow(NamedTuple):
     Attributes:
         samples: of each its tokens, and which of them are learned: ids `[tokens]`, and `[tokens]` booleans.
         special_token: the first one that a text spells, which becomes that token; None where none does.
+        num_lost_thoughts: the learned answers whose thoughts the template leaves out.
     """
 
     samples: list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
     special_token: str | None = None
+    num_lost_thoughts: int = 0
 
 
 class RowEncoder(Protocol):
@@ -102,17 +124,15 @@ class ChatTemplate:
         conversation = read_conversation(place, row)
         texts = (message.get("content") or "" for message in conversation.messages)
         spelled = (found.group() for text in texts if (found := self._special.search(text)))
-        return EncodedRow([self.encode(place, conversation)], next(spelled, None))
+        encoded = self.encode(place, conversation)
+        return EncodedRow([(encoded.tokens, encoded.learned)], next(spelled, None), encoded.num_lost_thoughts)
 
-    def encode(self, place: str, conversation: Conversation) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def encode(self, place: str, conversation: Conversation) -> EncodedConversation:
         """The tokens of a conversation, and which of them the assistant says.
 
         Args:
             place: where it stands, for messages.
             conversation: of one turn or of several.
-
-        Returns:
-            Ids `[tokens]`, and `[tokens]` true where a token is learned.
 
         Raises:
             ValueError: the template refuses the conversation, leaves a message out, or hides the answers.
@@ -125,7 +145,7 @@ class ChatTemplate:
         count = len(messages)
         jobs = [Job(count=count, marked=True), *(Job(count=it, asks=True, marked=True) for it in before.values())]
         try:
-            text, (marked, *prompts) = self._render(messages, tools, jobs)
+            text, (marked, *prompts), lost_thoughts = self._render(messages, tools, jobs)
             headers = {role: it.text[it.end :] for role, it in zip(before, prompts, strict=True) if it.end}
             spans = self._spans(text, marked, conversation, answers, headers)
             if spans is None:
@@ -135,26 +155,42 @@ class ChatTemplate:
                 closing = self._closing_tokens(messages, tools, ids)
                 ids = np.append(ids, np.asarray(closing, dtype=np.int64))
                 learned = np.append(learned, np.ones(len(closing), dtype=np.bool_))
-            return ids, learned
+            return EncodedConversation(ids, learned, len(lost_thoughts.intersection(answers)))
         except Exception as error:  # whatever tokenizers raise for half a character
             raise ValueError(f"{place}: {self._refusal(error)}") from error
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Message], tools: Tools = None, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The tokens of a conversation that the assistant is to answer.
 
         Args:
             messages: in OpenAI's form.
             tools: JSON schemas of the tools that the template tells of.
+            variables: what the template is told besides, such as `enable_thinking`: plain JSON.
 
         Raises:
             ValueError: the template refuses the conversation, or leaves a message out.
+            LookupError: it does not read a variable, or that is given to it by us.
         """
         plain = plain_messages("messages", messages)
+        self._check_variables(variables or {}, tools or None)
         try:
-            text, _ = self._render(plain, tools or None, [], asks=True)
+            text, *_ = self._render(plain, tools or None, [], asks=True, variables=variables or {})
             return [int(token) for token in self._tokenize(text)["input_ids"]]
         except Exception as error:  # as in `encode`
             raise ValueError(self._refusal(error)) from error
+
+    def _check_variables(self, variables: Mapping[str, Any], tools: Tools) -> None:
+        ours = {*OWN_VARIABLES, *self._tokenizer.special_tokens_map}
+        written = set(_NAME.findall(self._tokenizer.get_chat_template(None, tools)))
+        for name in variables:
+            if name in ours:
+                raise LookupError(f"{name!r} is given to the chat template already; leave it out")
+            if name.startswith("_") or name not in written:
+                near = get_close_matches(name[:_LONGEST_NAME], written - ours, 1, cutoff=0.8)
+                advice = f"did you mean {near[0]!r}?" if near else "leave it out"
+                raise LookupError(f"the chat template of {self._folder} does not read {short_repr(name)}; {advice}")
 
     def _refusal(self, error: Exception) -> str:
         if isinstance(error, _MessageLostError):
@@ -163,27 +199,30 @@ class ChatTemplate:
         return f"the chat template of {self._folder} refuses it: {reason}"
 
     def _render(
-        self, messages: Sequence[Message], tools: Tools, jobs: Sequence[Job], *, asks: bool = False
-    ) -> tuple[str, list[Rendered]]:
-        """The text of all messages, in which each has been found, and what jobs render.
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        jobs: Sequence[Job],
+        *,
+        asks: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[str, list[Rendered], set[int]]:
+        """The text of all messages, in which each has been found; what jobs render; and the messages without thoughts.
 
         Raises:
             ValueError: the template fails, or leaves a message out.
         """
         template = self._tokenizer.get_chat_template(None, tools)
         messages = [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
+        messages = [_with_reasoning(message) for message in messages]
         if not _DEVELOPER.search(template):
             messages = [{**it, "role": "system"} if it["role"] == "developer" else it for it in messages]
         found: list[Rendered] = []
         for variant in _forms_of_calls(messages):
-            stand_ins = [
-                {**it, "content": f"{self._stand_in}x{number}x"} if it.get("content") else it
-                for number, it in enumerate(variant)
-            ]
+            stand_ins = [self._with_stand_ins(number, it) for number, it in enumerate(variant)]
             whole = [Job(count=len(variant), asks=asks), Job(messages=stand_ins, asks=asks)]
-            rendered = self._renderer.render(
-                template, self._tokenizer.special_tokens_map, variant, tools, [*whole, *jobs]
-            )
+            told = {**variables, **self._tokenizer.special_tokens_map}
+            rendered = self._renderer.render(template, told, variant, tools, [*whole, *jobs])
             if not found or rendered[0].error is None:
                 found = rendered
             if rendered[0].error is None and not _spells_objects(variant, rendered[0].text):
@@ -192,7 +231,22 @@ class ChatTemplate:
         if text.error is not None:
             raise ValueError(text.error)
         self._check_rendered(messages, tools, text.text, probe)
-        return text.text, others
+        lost = {
+            number
+            for number, message in enumerate(messages)
+            if (thought := _thought(message))
+            and (thought not in text.text if probe.error else f"{self._stand_in}y{number}y" not in probe.text)
+        }
+        return text.text, others, lost
+
+    def _with_stand_ins(self, number: int, message: Message) -> Message:
+        """A message whose content and thought are texts that no other one has."""
+        content, thought = f"{self._stand_in}x{number}x", f"{self._stand_in}y{number}y"
+        changed = {key: thought for key in _REASONING_KEYS if message.get(key)}
+        if message.get("content"):
+            thinks = _thought_in_content(message) is not None
+            changed["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thinks else content
+        return {**message, **changed}
 
     def _check_rendered(self, messages: Sequence[Message], tools: Tools, text: str, probe: Rendered) -> None:
         """Raise ValueError unless all calls and tools are in a text, and all contents: `probe` has stand-ins of them.
@@ -319,7 +373,7 @@ class ChatTemplate:
             count = len(following)
             self._closing[role] = []
             with suppress(ValueError):
-                text, (marked,) = self._render(following, tools, [Job(count=count, marked=True)])
+                text, (marked,), _ = self._render(following, tools, [Job(count=count, marked=True)])
                 turns = [
                     text[start:]
                     for number, start, end in marked.passes
@@ -343,14 +397,15 @@ class ChatTemplate:
         return offsets
 
     def _tokenize(self, text: str, *, with_offsets: bool = False) -> Mapping[str, Any]:
-        encoded: Mapping[str, Any] = self._tokenizer(
-            text,
-            add_special_tokens=False,
-            padding=False,
-            truncation=False,
-            return_offsets_mapping=with_offsets,
-            verbose=False,
-        )
+        with encoding_errors():
+            encoded: Mapping[str, Any] = self._tokenizer(
+                text,
+                add_special_tokens=False,
+                padding=False,
+                truncation=False,
+                return_offsets_mapping=with_offsets,
+                verbose=False,
+            )
         return encoded
 
 
@@ -382,6 +437,22 @@ def _spells_objects(messages: Sequence[Message], text: str) -> bool:
     """Whether a template writes arguments as Python does, and so expects a text."""
     arguments = [_function(call)["arguments"] for it in messages for call in it.get("tool_calls", ())]
     return any(isinstance(it, dict) and str(it) != json.dumps(it) and str(it) in text for it in arguments)
+
+
+def _with_reasoning(message: Message) -> Message:
+    found = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _thought(message: Message) -> str:
+    """What an answer was thought out by, if it says so."""
+    thought = message.get("reasoning_content") or _thought_in_content(message)
+    return thought.strip() if isinstance(thought, str) else ""
+
+
+def _thought_in_content(message: Message) -> str | None:
+    thought, end, _ = (message.get("content") or "").partition("</think>")
+    return thought.rpartition("<think>")[2] if end and message["role"] == "assistant" else None
 
 
 def _is_in(text: str, name: str) -> bool:

@@ -22,7 +22,7 @@ from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, sc
 from nxd_trainer.data.tables import read_rows
 from nxd_trainer.data.tokenizer import Tokenizer
 
-FORMAT = 3
+FORMAT = 4
 NOT_LEARNED = -100  # label of a token without loss
 INDEX_FILE = "index.json"
 TOKENS_FILE = "tokens.bin"
@@ -40,6 +40,8 @@ class ConversationsIndex:
     marks_answers: bool  # whether the chat template does
     num_with_special_token: int  # conversations that spell one
     special_token: str | None  # such as
+    num_lost_thoughts: int  # answers whose thoughts the chat template leaves out
+    num_with_lost_thoughts: int  # rows with such an answer
     padding: int  # id of what fills a sequence up
 
 
@@ -87,13 +89,16 @@ def build_conversations(
 
 def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, encoder: RowEncoder) -> None:
     digest, ends, spelled = hashlib.sha256(), [0], Counter[str]()
+    lost_thoughts: list[int] = []  # by row that loses some
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
         for file in files:
             for place, row in read_rows(file.path):
-                samples, special_token = encoder.encode_row(place, row)
-                if special_token is not None:
-                    spelled[special_token] += 1
-                for tokens, learned in samples:
+                encoded = encoder.encode_row(place, row)
+                if encoded.special_token is not None:
+                    spelled[encoded.special_token] += 1
+                if encoded.num_lost_thoughts:
+                    lost_thoughts.append(encoded.num_lost_thoughts)
+                for tokens, learned in encoded.samples:
                     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
                         raise ValueError(
                             f"{place} has token {tokens.max()}, and the tokenizer knows {tokenizer.vocab_size} ids; "
@@ -113,6 +118,8 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
         marks_answers=encoder.marks_answers,
         num_with_special_token=spelled.total(),
         special_token=next(iter(spelled), None),
+        num_lost_thoughts=sum(lost_thoughts),
+        num_with_lost_thoughts=len(lost_thoughts),
         padding=tokenizer.end_of_document,
     )
     (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
@@ -321,6 +328,7 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
             f"{index.num_with_special_token:,} conversations spell a special token in what is said, such as "
             f"{index.special_token!r}, which becomes that token; remove it from the text unless it is meant so"
         )
+    warnings += warnings_of_thoughts(index)
     if cuts.num_cut:
         warnings.append(
             f"{cuts.num_cut:,} conversations are longer than data.sequence_length={sequence_length}: "
@@ -329,3 +337,14 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
     if cuts.num_without_answer:
         warnings.append(f"left out: {cuts.num_without_answer:,} conversations without a token that the loss counts")
     return Description(notes, warnings)
+
+
+def warnings_of_thoughts(index: ConversationsIndex) -> list[str]:
+    """What there is to tell about thoughts that are not in the tokens."""
+    if not index.num_lost_thoughts:
+        return []
+    return [
+        f"the chat template leaves out the thoughts of {index.num_lost_thoughts:,} answers that are learned, in "
+        f"{index.num_with_lost_thoughts:,} rows; to train on them, end a conversation at each such answer, or give the "
+        "tokenizer a template that keeps them"
+    ]

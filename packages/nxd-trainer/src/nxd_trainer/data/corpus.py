@@ -43,7 +43,7 @@ from nxd_trainer.data.sources import (
     scan_text_files,
 )
 from nxd_trainer.data.tables import read_texts
-from nxd_trainer.data.tokenizer import Tokenizer
+from nxd_trainer.data.tokenizer import Tokenizer, encode_prompt
 
 FORMAT = 1
 TOKENS_FILE = "tokens.bin"
@@ -232,9 +232,11 @@ def _documents(files: Iterable[SourceFile], column: str | None, skipped: Counter
 
 def _tokenized(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[Document]:
     """The tokens of each document, with what the tokenizer begins a text with, and its end."""
-    before, end = np.array(tokenizer.prefix, dtype=np.int64), np.array([tokenizer.end_of_document])
+    end = np.array([tokenizer.end_of_document])
     for document in documents:
-        yield chain([before], map(tokenizer.encode, document), [end])
+        pieces = iter(document)
+        first = np.array(encode_prompt(tokenizer, next(pieces, "")), dtype=np.int64)
+        yield chain([first], map(tokenizer.encode, pieces), [end])
 
 
 def _checked(documents: Iterable[Document], path: object, vocab_size: int) -> Iterator[Document]:

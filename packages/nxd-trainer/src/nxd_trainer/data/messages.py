@@ -7,6 +7,7 @@ not as the text that OpenAI's clients send.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,6 +26,8 @@ ROLES_OF_SHAREGPT = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Marks of a message that say whether it is learned: OpenAI's, and those of axolotl.
 MARKS = ("weight", "train", "training")
+
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # of a pair of surrogates, which JSON may spell alone
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,12 @@ def _text(place: str, content: object, *, required: bool) -> str | None:
     if isinstance(content, list):
         parts = [part["text"] for part in content if _is_text_part(part)]
         if len(parts) == len(content):
-            return "".join(parts)
+            return _text(place, "".join(parts), required=required)
         raise ValueError(f"{place} has a list as its content; expected text, or a list of parts of the type text")
     if not isinstance(content, str) and (content is not None or required):
         raise ValueError(f"{place} has {_shown(content)} as its content; expected text")
+    if half := _HALF_A_CHARACTER.search(content or ""):
+        raise ValueError(f"{place} has {half.group()!a} in its content, half of a character; mend the text")
     return content
 
 

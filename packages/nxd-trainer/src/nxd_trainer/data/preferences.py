@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxd_trainer.data.chat import ChatTemplate, EncodedRow
-from nxd_trainer.data.conversations import Conversations, ConversationSequences, cut_lengths, spread_held_out
+from nxd_trainer.data.conversations import (
+    Conversations,
+    ConversationSequences,
+    cut_lengths,
+    spread_held_out,
+    warnings_of_thoughts,
+)
 from nxd_trainer.data.messages import Conversation, messages_of, tools_in
 from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
 
@@ -78,7 +84,9 @@ class PreferenceEncoder:
             )
         tools = tools_in(place, row)
         said = [Conversation([*prompt, *answer], tools, len(prompt)) for answer in answers]
-        return EncodedRow([self._template.encode(place, conversation) for conversation in said])
+        encoded = [self._template.encode(place, conversation) for conversation in said]
+        samples = [(it.tokens, it.learned) for it in encoded]
+        return EncodedRow(samples, num_lost_thoughts=sum(it.num_lost_thoughts for it in encoded))
 
     def _encode_text(self, prompt: str, answer: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         end = self._tokenizer.eos_token or ""
@@ -149,7 +157,7 @@ def cut_preferences(
 
     left_out = len(learned) // 2 - len(pairs)
     told = f"left out: {left_out:,} pairs with an answer of which data.sequence_length={sequence_length} leaves nothing"
-    warnings = [told] if left_out else []
+    warnings = warnings_of_thoughts(conversations.index) + ([told] if left_out else [])
     return part(pairs[~is_held_out]), part(pairs[is_held_out]), warnings
 
 

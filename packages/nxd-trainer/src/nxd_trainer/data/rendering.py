@@ -25,6 +25,11 @@ MAX_SECONDS_OF_CLOCK = 300.0  # for a machine that is busy
 MAX_BYTES = 512 << 20
 MAX_CHARACTERS = 1 << 18  # and those that are rendered, so many times:
 MAX_GROWTH = 16
+# Variables and functions that the process gives to templates, and what transformers takes in their place.
+OWN_VARIABLES = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+    "raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner", "loop", "self",
+)  # fmt: skip
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
@@ -82,7 +87,7 @@ class TemplateRenderer:
 
         Args:
             template: its source.
-            variables: those of the tokenizer, such as `bos_token`.
+            variables: those of the tokenizer, such as `bos_token`, and others; none of `OWN_VARIABLES`.
             messages: in the form of chat templates.
             tools: JSON schemas of tools.
             jobs: what to render of them.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from nxd_trainer.data.loader import Batch, Slicer, shuffled
 from nxd_trainer.data.tables import read_texts
-from nxd_trainer.data.tokenizer import Tokenizer
+from nxd_trainer.data.tokenizer import Tokenizer, encode_prompt
 
 ReadTexts = Callable[[int], Iterator[str]]  # the texts of one epoch, from the row of this number on
 
@@ -222,7 +222,7 @@ class _Reader:
             for text in self._stream.read_texts(row):
                 if text:
                     is_empty = False
-                    ids = [*tokenizer.prefix, *tokenizer.encode(text), tokenizer.end_of_document]
+                    ids = [*encode_prompt(tokenizer, text), tokenizer.end_of_document]
                     yield Cursor(epoch, row), np.array(ids, dtype=np.int64)
                 row += 1
             if is_empty:

@@ -23,7 +23,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of the same, the usual one first
 NUM_TEMPLATES = 8  # that are kept compiled
 _LABEL = secrets.token_hex(8)
 _MARK = re.compile(rf"\x00{_LABEL} (start|end|open|close) (\d+) (\d+)\x00")
@@ -131,8 +130,7 @@ class _Renderer:
         self._compiled: dict[tuple[str, bool], Template] = {}
 
     def render(self, request: Mapping[str, Any], job: Mapping[str, Any]) -> _Rendered:
-        given = request["messages"][: job["count"]] if job["messages"] is None else job["messages"]
-        messages = [_with_reasoning(message) for message in given]
+        messages = request["messages"][: job["count"]] if job["messages"] is None else job["messages"]
         numbers = {id(message): number for number, message in enumerate(messages)}
 
         def start(value: object, loop: int) -> str:
@@ -181,11 +179,6 @@ def _mark_loops(tree: nodes.Template) -> None:
 
 def _call(name: str, arguments: list[nodes.Expr]) -> nodes.Node:
     return nodes.Output([nodes.Call(nodes.Name(name, "load"), arguments, [], None, None)])
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _parts(marked: str) -> _Rendered:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from itertools import chain, islice
@@ -121,7 +122,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"data.tokenizer={path} does not exist; give a tokenizer.json or its folder")
         self.vocab_size = max(self.vocabulary.values()) + 1
         if self.prefix:  # formerly left out, so that the same text gave other ids
-            self.fingerprint += f" after {self.prefix}"
+            self.fingerprint += f" after one {self.prefix}"
 
     def _load_file(self, file: Path) -> None:
         tokenizers = _import_reader("tokenizers", file)
@@ -171,8 +172,13 @@ class HuggingFaceTokenizer:
         return tuple(marked[:start])
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of the text, without special tokens around it; `[tokens]`."""
-        return np.asarray(self._encode(text), dtype=np.int64)
+        """The ids of the text, without special tokens around it; `[tokens]`.
+
+        Raises:
+            ValueError: the tokenizer cannot do it.
+        """
+        with encoding_errors():
+            return np.asarray(self._encode(text), dtype=np.int64)
 
     def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids."""
@@ -201,7 +207,7 @@ class HuggingFaceTokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that a model is to continue, which begins as the tokenizer begins texts."""
+    """The ids of a prompt or a document, which begins as the tokenizer begins texts: once, if it says so itself."""
     ids: list[int] = tokenizer.encode(text).tolist()
     prefix = list(tokenizer.prefix)
     return ids if ids[: len(prefix)] == prefix else prefix + ids
@@ -230,6 +236,21 @@ def load_tokenizer_of_transformers(folder: Path) -> Any:
     if tokenizer.is_fast:
         _take_whole_texts(tokenizer.backend_tokenizer)
     return tokenizer
+
+
+@contextmanager
+def encoding_errors() -> Iterator[None]:
+    """Raise ValueError for a text that the package tokenizers cannot encode.
+
+    It raises TypeError for half a character, and of a regular expression that takes too long PanicException, which is
+    no Exception and would pass all that handles errors.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, TypeError) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer cannot encode a text: {error}") from error
 
 
 def _take_whole_texts(tokenizer: Any) -> None:

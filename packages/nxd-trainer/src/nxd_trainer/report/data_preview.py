@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 
@@ -121,14 +122,18 @@ def packing_line(conversations: Conversations, *, sequence_length: int) -> str:
 
 def special_tokens_line(corpus: Corpus, tokenizer: Tokenizer) -> str | None:
     """A line about texts that spell a special token, which becomes that token; None where none does."""
-    special = [token for token in tokenizer.special_ids if token != tokenizer.end_of_document]
-    ends = int(np.count_nonzero(corpus.tokens == tokenizer.end_of_document)) - corpus.index.num_documents
-    spelled = corpus.tokens[np.isin(corpus.tokens, special)]
-    if not len(spelled) and ends <= 0:
+    special = [*tokenizer.special_ids, tokenizer.end_of_document]
+    found, counts = np.unique(corpus.tokens[np.isin(corpus.tokens, special)], return_counts=True)
+    ours = Counter([*tokenizer.prefix, tokenizer.end_of_document])  # of each document
+    spelled = {
+        token: count - ours[token] * corpus.index.num_documents
+        for token, count in zip(found.tolist(), counts.tolist(), strict=True)
+    }
+    spelled = {token: count for token, count in spelled.items() if count > 0}
+    if not spelled:
         return None
-    token = int(spelled[0]) if len(spelled) else tokenizer.end_of_document
-    shown = tokenizer.decode([token], skip_special_tokens=False)
+    shown = tokenizer.decode([next(iter(spelled))], skip_special_tokens=False)
     return (
-        f"{len(spelled) + max(ends, 0):,} times text spells a special token, such as {shown!r}, and is learned as it; "
+        f"{sum(spelled.values()):,} times text spells a special token, such as {shown!r}, and is learned as it; "
         "remove it from the text unless it is meant so"
     )

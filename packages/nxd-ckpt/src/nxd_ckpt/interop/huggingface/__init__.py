@@ -1,6 +1,6 @@
 """Folders as the Hugging Face hub has them: `model.safetensors`, or several files and `model.safetensors.index.json`.
 
-Only the tensors; the caller copies configuration and tokenizer files.
+The tensors, and in `companions` the files of tokenizers; the caller copies the configuration.
 """
 
 from nxd_ckpt.interop.huggingface.reading import open_hugging_face

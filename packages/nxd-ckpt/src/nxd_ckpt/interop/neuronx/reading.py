@@ -50,7 +50,8 @@ class _NeuronxCheckpoint:
             if known is not part and not same_bits(known.tensor, part.tensor):
                 raise CheckpointError(
                     f"{name!r} {part.box} differs between {known.rank} and {part.rank}: it is not the same on all "
-                    "ranks; say in `sharding` how it is split"
+                    "ranks; say in `sharding` how it is split. Fused or copied heads are no even split: give "
+                    "`Pieces`, or load them into the model that was saved"
                 )
         return [Shard(part.tensor, box.offsets) for box, part in first.items()]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from nxd_ckpt import Checkpoint
+from nxd_ckpt.reader import Checkpoint
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 

@@ -1,0 +1,65 @@
+"""The loss of transformers' causal language models, which is nan where no token has a label; here it is 0.
+
+transformers is not imported: a model's loss function is recognized by its name. Layers that compute the loss from split
+logits and pipelines, whose microbatches may have no labels, share it.
+"""
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+
+def takes_causal_lm_loss(model: Any) -> bool:
+    """Whether the model's forward calls its `loss_function`, and that is the one of causal language models."""
+    forward = inspect.unwrap(type(model).forward)
+    calls_it = "loss_function" in forward.__code__.co_names
+    return calls_it and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+def use_loss_over_labels(model: Any) -> None:
+    """Have a model's causal language modeling loss be 0 where there are no labels; other models are left alone."""
+    if takes_causal_lm_loss(model):
+        model.loss_function = LossOverLabels(model.loss_function)
+
+
+class LossOverLabels:
+    """A causal language model's loss function that is 0 where there are no labels."""
+
+    def __init__(self, of_whole_logits: Any) -> None:
+        self._of_whole_logits = of_whole_logits
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean loss of the next tokens, 0-d.
+
+        Args:
+            logits: `[batch, seq, vocab]`.
+            labels: `[batch, seq]`, not shifted; may be None if `shift_labels` is given.
+            vocab_size: number of tokens.
+            num_items_in_batch: what the sum is divided by, instead of the number of tokens with a label.
+            ignore_index: the label of tokens that do not count.
+            shift_labels: `[batch, seq]`, at each place the token that comes next.
+            **kwargs: passed on.
+        """
+        counted = shift_labels if shift_labels is not None or labels is None else labels[..., 1:]
+        if counted is not None:
+            num_items_in_batch = num_labels(counted, ignore_index, num_items_in_batch)
+        loss: Tensor = self._of_whole_logits(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+        return loss
+
+
+def num_labels(shift_labels: Tensor, ignore_index: int, num_items: Tensor | int | None = None) -> Tensor | int:
+    """The number of tokens with a label, or the given number; 1 instead of 0, to divide by."""
+    count = (shift_labels != ignore_index).sum() if num_items is None else num_items
+    return count + (count == 0)
