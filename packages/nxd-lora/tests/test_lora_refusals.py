@@ -29,6 +29,17 @@ def test_chunked_loss_of_a_head_with_adapter_raises_until_it_is_merged(fill_adap
     torch.testing.assert_close(merged, unmerged)
 
 
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_adapter_of_a_weight_that_other_parameters_make_is_refused_by_name(normed):
+    model = nn.ModuleDict({"up": normed(nn.Linear(4, 6)), "down": nn.Linear(6, 4)})
+
+    with pytest.raises(
+        ValueError, match=r"names up, a ParametrizedLinear, whose weight is computed .* remove that before"
+    ):
+        LoraModel(model, LoraConfig(lora_rank=2, target_modules=["up"]))
+    LoraModel(model, LoraConfig(lora_rank=2, target_modules=["down"]))
+
+
 def test_pad_model_of_a_layer_with_adapter_raises(run_ranks):
     def pad():
         initialize_model_parallel(tensor_model_parallel_size=2)

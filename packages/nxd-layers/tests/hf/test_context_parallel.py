@@ -46,6 +46,8 @@ def batch_of(case):
         batch |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
     if case == "told the next tokens":
         batch |= {"shift_labels": labels.roll(-1, 1), "num_items_in_batch": torch.tensor(11)}
+    if case == "another label is ignored":
+        batch |= {"labels": labels.clamp(min=0), "ignore_index": 0}
     if case == "labels on one rank only":  # CP 2: the first rank has positions 0..3 and 12
         batch["labels"] = torch.full_like(labels, -100).index_fill(1, torch.tensor([1, 2]), 5)
     return batch
@@ -73,6 +75,7 @@ def compare(case, **model):
 
 
 CASES = ["plain", "packed", "padded left", "padded right", "told the next tokens", "labels on one rank only"]
+CASES += ["another label is ignored"]
 
 
 def compare_all():

@@ -69,6 +69,12 @@ def check_forward(name: str, layer: nn.Module, config: LoraConfig) -> None:
     Raises:
         ValueError: it cannot; says why.
     """
+    if not isinstance(getattr(layer, "weight", None), nn.Parameter | None):
+        raise ValueError(
+            f"target_modules names {name}, a {type(layer).__name__}, whose weight is computed from others, as by "
+            "weight_norm; remove that before (torch.nn.utils.parametrize.remove_parametrizations), or leave "
+            f"{name} out of target_modules"
+        )
     if _forward_of(layer) != "other":
         return
     what = f"target_modules names {name}, a {type(layer).__name__}, whose forward does more than the plain layer's"

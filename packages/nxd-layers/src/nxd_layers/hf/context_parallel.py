@@ -208,13 +208,14 @@ class ContextDoor:
         if positions is None:
             positions = torch.arange(cut.length, device=tokens.device).unsqueeze(0)
         labels = given.get("shift_labels")
+        ignored = given.get("ignore_index", IGNORED_LABEL)
         if labels is None and given.get("labels") is not None:
-            labels = F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+            labels = F.pad(given["labels"][:, 1:], (0, 1), value=ignored)
         learned = None
         if labels is not None:
             if padding is not None and self._averages_without_keys:
-                learned = labels != IGNORED_LABEL
-            labels = cut.part_of(labels, _rank(labels), fill=IGNORED_LABEL)
+                learned = labels != ignored
+            labels = cut.part_of(labels, _rank(labels), fill=ignored)
         return ContextForward(cut, positions, document_ids, padding, labels, self._transport, learned)
 
     def _has_cache(self, given: Mapping[str, Any]) -> bool:
