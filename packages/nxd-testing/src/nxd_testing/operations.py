@@ -38,7 +38,7 @@ def operations_of(fn: Callable[[], object]) -> list[str]:
         with _Recorder() as recorder:
             fn()
     finally:
-        nxd_state.Pending.wait = original  # type: ignore[method-assign, assignment]
+        nxd_state.Pending.wait = original  # type: ignore[method-assign]
     return recorder.names
 
 
