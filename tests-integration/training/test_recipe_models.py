@@ -12,13 +12,13 @@ import torch
 from nxd_engine.model_description import description_of
 from nxd_layers.hf import is_transformers_model
 from nxd_parity import compare
-from nxd_parity.case import case_of_recipe
 from nxd_state import get_world_group, initialize_model_parallel
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.generate import load_for_generation
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import initial_weights, prepare_run, train
+from nxd_trainer.training.parity_case import case_of_recipe
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 

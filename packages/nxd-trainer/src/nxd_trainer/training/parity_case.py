@@ -10,24 +10,31 @@ from torch import Tensor
 from nxd_trainer.data import Batch
 from nxd_trainer.from_recipe import model_inputs, nxd_config, recipe_model, tokenizer_of, whole_model
 from nxd_trainer.optimizers import check_is_exact, optimizer_arguments, optimizer_class, parameter_groups
-from nxd_trainer.recipe import load_recipe
+from nxd_trainer.recipe import Recipe, load_recipe
 from nxd_trainer.recipe.sections import DpoSection
 
 
-def case_of_recipe(file: str | None, settings: Sequence[str], steps: int) -> ParityCase:
+def case_of_file(file: str | None, settings: Sequence[str], steps: int) -> ParityCase:
+    """`case_of_recipe` of a recipe's file, or of the defaults, with `key=value` over what it says; for `nxd parity`.
+
+    Raises:
+        ValueError: the recipe has mistakes, or see `case_of_recipe`.
+    """
+    return case_of_recipe(load_recipe(file, settings), steps)
+
+
+def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     """The case of a recipe for `compare`: of its batches only the sizes, and neither text nor learning-rate schedule.
 
     Args:
-        file: of the recipe; None for the defaults.
-        settings: `key=value`, over what the file says.
+        recipe: one that `load_recipe` accepted.
         steps: to train.
 
     Raises:
-        ValueError: there are no steps, or the recipe has mistakes, or its model or tokenizer cannot be had.
+        ValueError: there are no steps, or the recipe's model or tokenizer cannot be had.
     """
     if steps < 1:
         raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
-    recipe = load_recipe(file, settings)
     recipe = replace(
         recipe, data=replace(recipe.data, chat=False, packing=False), dpo=DpoSection()
     )  # all tokens of these batches are learned
