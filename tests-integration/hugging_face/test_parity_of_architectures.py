@@ -60,7 +60,7 @@ def test_equal_architecture_is_remembered(folder_with, remembered):
 
     assert ended.returncode == 0, ended.stderr
     first, second, third = ended.stdout.splitlines()
-    assert first == "TP 2 x PP 1 x DP 1 against one process, float64, 2 steps, tolerance 1e-10"
+    assert first == "TP 2 x DP 1 against one process, float64, 2 steps, tolerance 1e-10"
     assert second.endswith("agree")
     (record,) = remembered.iterdir()
     assert third == f"Models of type 'qwen3' are split by their own plan from now on: {record}"

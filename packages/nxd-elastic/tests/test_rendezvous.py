@@ -8,11 +8,10 @@ from threading import Thread
 
 import pytest
 import torch.distributed as dist
-from nxd_elastic import Fit, Layout
 from nxd_elastic.members import Board, Generation, Member, Over
 from nxd_elastic.processes import Process
 from nxd_elastic.rendezvous import Terms, join
-from nxd_state import PeerError
+from nxd_state import ParallelDegrees, PeerError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -21,8 +20,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_trainer_that_waits_to_join_ends_with_the_training(ending, deadline):
     board, process = Board(dist.HashStore()), Process.of(os.getpid())
     trains, comes = (Member(slot, f"{slot}-own", process, process) for slot in range(2))
-    board.close(Generation(1, [trains], Fit(Layout(), 1)))
-    terms = Terms(slots=2, grace=1.0, silence=deadline(30), choose=lambda ranks: Fit(Layout(), ranks))
+    board.close(Generation(1, [trains], ParallelDegrees(dp=1)))
+    terms = Terms(slots=2, grace=1.0, silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks))
 
     joined = SimpleQueue()
     Thread(target=lambda: joined.put(join(board, comes, terms, 0)), daemon=True).start()
@@ -36,11 +35,11 @@ def test_trainer_that_waits_to_join_ends_with_the_training(ending, deadline):
 @pytest.mark.parametrize("comes_back", ["after a death", "from the generation before"])
 def test_nobody_goes_on_with_a_training_that_was_stopped_or_has_failed(comes_back, deadline):
     process = Process.of(os.getpid())
-    terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: Fit(Layout(), ranks))
+    terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks))
     again = {"after": 0, "replaces": True} if comes_back == "after a death" else {"after": 1}
     for ending in ("stopped", "failed"):
         board = Board(dist.HashStore())
-        board.close(Generation(1, [Member(0, "before", process, process)], Fit(Layout(), 1)))
+        board.close(Generation(1, [Member(0, "before", process, process)], ParallelDegrees(dp=1)))
         board.end(1, Over(ending, "rank 3 of the launch failed: no such file"))
         own = Member(0, "again", process, process)
 
@@ -54,9 +53,9 @@ def test_nobody_goes_on_with_a_training_that_was_stopped_or_has_failed(comes_bac
 def test_another_start_goes_on_with_a_stopped_training(deadline):
     board, process = Board(dist.HashStore()), Process.of(os.getpid())
     before, after = (Member(0, incarnation, process, process) for incarnation in ("before", "after"))
-    board.close(Generation(1, [before], Fit(Layout(), 1)))
+    board.close(Generation(1, [before], ParallelDegrees(dp=1)))
     board.end(1, Over("stopped", "the training has ended"))
-    terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: Fit(Layout(), ranks))
+    terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks))
 
     generation = join(board, after, terms, 0)
 
@@ -78,9 +77,9 @@ def test_another_start_goes_on_with_a_stopped_training(deadline):
 def test_what_no_trainer_has_written_into_the_store_is_an_error_that_says_so(key, forged, said):
     store, process = dist.HashStore(), Process.of(os.getpid())
     board, own = Board(store), Member(0, "own", process, process)
-    board.close(Generation(1, [Member(1, "other", process, process)], Fit(Layout(), 1)))
+    board.close(Generation(1, [Member(1, "other", process, process)], ParallelDegrees(dp=1)))
     store.set(f"nxd_elastic/{key}", forged)
-    terms = Terms(slots=2, grace=1.0, silence=1.0, choose=lambda ranks: Fit(Layout(), ranks))
+    terms = Terms(slots=2, grace=1.0, silence=1.0, choose=lambda ranks: ParallelDegrees(dp=ranks))
 
     with pytest.raises(PeerError, match="which no rank of this version has written") as raised:
         join(board, own, terms, 0)

@@ -5,10 +5,10 @@ import sys
 import threading
 
 import pytest
-from nxd_elastic import Fit, Layout
 from nxd_elastic.members import Generation, Member, Over
 from nxd_elastic.processes import Process
 from nxd_elastic.watch import Watch
+from nxd_state import ParallelDegrees
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -66,7 +66,7 @@ def test_trainer_that_works_on_after_the_others_are_done_is_not_killed(deadline)
     own = Member(0, "0-own", process, process)
     board = EndsAt("done", looks=2)
     watch = Watch(board, own, Supervisor(), silence=0.1)  # three times that is less than the looks take
-    watch.enter(Generation(1, [own], Fit(Layout(), 1)))
+    watch.enter(Generation(1, [own], ParallelDegrees(dp=1)))
 
     watch.start()
     assert board.has_been_looked_at_long_after.wait(deadline(60))  # this process would have been killed
@@ -79,7 +79,7 @@ def test_trainer_that_works_on_after_the_others_are_done_is_not_killed(deadline)
 def test_end_of_a_generation_that_the_trainer_has_left_meanwhile_does_not_end_the_next(deadline):
     process = Process.of(os.getpid())
     own = Member(0, "0-own", process, process)
-    first, second = (Generation(number, [own], Fit(Layout(), 1)) for number in (1, 2))
+    first, second = (Generation(number, [own], ParallelDegrees(dp=1)) for number in (1, 2))
     board = NextGenerationBegins(second)
     board.watch = Watch(board, own, Supervisor(), silence=deadline(30))
     board.watch.enter(first)

@@ -12,6 +12,7 @@ from nxd_pipeline import Costs, StageCost, make_schedule, simulate
 from nxd_plan import Degrees, Job, OwnLlama, find_device, make_plan, step_time
 from nxd_plan.layout import Layout
 from nxd_plan.render import describe_misfit, plan_as_json
+from nxd_state import ParallelDegrees
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -64,14 +65,14 @@ def test_contexts_are_tried_where_sequences_are_long_and_models_and_devices_can(
 
     def contexts_of(device, length):
         planned = Job(OwnLlama(long), find_device(device), 4, length, 4, torch.float32)
-        return {it.layout.context_parallel_size for it in make_plan(planned, fixed, top=100).best}
+        return {it.layout.degrees.cp for it in make_plan(planned, fixed, top=100).best}
 
     assert contexts_of("h100", 32768) == {1, 2, 4}
     assert contexts_of("h100", 4096) == {1}
     assert contexts_of("trn2", 32768) == {1, 2, 4}
     shared = Job(OwnLlama(CONFIG), find_device("cpu"), 8, 20, 4, torch.float32)
     assert make_plan(shared, Degrees(4, 1, True, False, 1, "none", 2)).num_fitting == 1  # 20 positions filled up to 32
-    assert "CP 4 x DP 1" in str(Layout(1, 1, 1, False, False, 1, 4, "none", 4))
+    assert "CP 4 x DP 1" in str(Layout(ParallelDegrees(cp=4, dp=1), 1, 4, "none"))
 
 
 def test_contexts_on_xla_need_heads_that_split_and_one_stage():
@@ -87,10 +88,7 @@ def test_contexts_on_xla_need_heads_that_split_and_one_stage():
 
 
 def test_every_feasible_combination_of_degrees_is_among_the_layouts(plan_of_four):
-    found = {
-        (it.layout.tensor_parallel_size, it.layout.pipeline_parallel_size, it.layout.data_parallel_size)
-        for it in plan_of_four.best
-    }
+    found = {(it.layout.degrees.tp, it.layout.degrees.pp, it.layout.degrees.dp) for it in plan_of_four.best}
     assert found == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
     assert len(plan_of_four.best) == plan_of_four.num_fitting
 
@@ -99,7 +97,7 @@ def test_layouts_are_ranked_by_the_time_of_a_step_and_use_the_whole_batch(plan_o
     times = [planned.time.seconds for planned in plan_of_four.best]
     assert times == sorted(times)
     for layout in (planned.layout for planned in plan_of_four.best):
-        assert layout.microbatch_size * layout.num_microbatches * layout.data_parallel_size == 8
+        assert layout.microbatch_size * layout.num_microbatches * layout.degrees.dp == 8
 
 
 def test_the_quickest_are_the_same_however_many_are_asked_for():
@@ -120,7 +118,7 @@ def test_zero1_divides_the_state_by_the_replicas_and_nothing_else_of_the_states(
 
 def test_half_precision_weights_are_planned_with_their_float32_masters():
     planned = only(make_plan(job(dtype=torch.bfloat16), Degrees(1, 1, microbatch_size=2, checkpointing="none"), top=1))
-    assert planned.layout.zero1
+    assert planned.layout.degrees.zero1
     assert planned.memory.parameters == 2 * ELEMENTS
     assert planned.memory.optimizer_state == 3 * 4 * ELEMENTS // 4
 
@@ -196,7 +194,7 @@ def test_what_the_model_itself_refuses_is_rejected_with_its_reason():
     plan = make_plan(job(8, device=find_device("cpu", devices_per_host=8)), fixed)
     reasons = {rejected.what: rejected.reason for rejected in plan.rejected}
     assert "tensor_parallel_size=8 does not divide num_attention_heads=4" in reasons["TP 8"]
-    assert all(planned.layout.tensor_parallel_size <= 4 for planned in plan.best)
+    assert all(planned.layout.degrees.tp <= 4 for planned in plan.best)
 
 
 def test_a_batch_that_the_replicas_do_not_divide_is_rejected_with_batches_that_would_do():

@@ -75,10 +75,7 @@ def elements(model):
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "phi3", "glm4", "mistral", "mixtral", "qwen3_moe"])
 def test_models_are_planned_at_every_degree(model_of, model_type):
     plan = make_plan(job(model_of(model_type)), Degrees(zero1=False, microbatch_size=1), top=100)
-    found = {
-        (it.layout.tensor_parallel_size, it.layout.sequence_parallel, it.layout.pipeline_parallel_size)
-        for it in plan.best
-    }
+    found = {(it.layout.degrees.tp, it.layout.degrees.sequence_parallel, it.layout.degrees.pp) for it in plan.best}
     assert found == {(1, False, 1), (1, False, 2), (2, False, 1), (2, True, 1)}
     assert not plan.rejected
 
@@ -257,7 +254,7 @@ def test_models_with_experts_are_planned_with_them_shared_out(model_of):
     crowded = replace(job(model_of("mixtral"), 4), device=device)
     plan = make_plan(crowded, Degrees(tensor_parallel_size=1, pipeline_parallel_size=1, zero1=False))
 
-    assert {it.layout.expert_parallel_size for it in plan.best} == {4}
+    assert {it.layout.degrees.ep for it in plan.best} == {4}
     assert "expert_parallel_size=4" in config_call(crowded, plan.best[0].layout)
     assert recipe(crowded, plan.best[0].layout)["parallel"]["expert_parallel_size"] == 4
 

@@ -28,7 +28,7 @@ def test_recipe_that_agrees_ends_with_0(capsys):
     assert main(["parity", *TINY, "--compare-steps", "1"]) == 0
 
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "TP 1 x PP 1 x DP 1 against one process, float64, 1 steps, tolerance 1e-10"
+    assert first == "TP 1 x DP 1 against one process, float64, 1 steps, tolerance 1e-10"
     assert second.endswith("agree")
 
 

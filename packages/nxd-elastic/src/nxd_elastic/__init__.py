@@ -4,7 +4,6 @@
 checkpoint, and a second or two: the other ranks keep their processes.
 """
 
-from nxd_elastic.layouts import Fit, Layout
 from nxd_elastic.loop import ChangeMembers, Membership, run
 
-__all__ = ["run", "Membership", "ChangeMembers", "Layout", "Fit"]
+__all__ = ["run", "Membership", "ChangeMembers"]

@@ -18,16 +18,17 @@ import torch.distributed as dist
 from nxd_ckpt.errors import RanksLostError
 from nxd_engine.checkpoints.saving import abandon_checkpoint
 from nxd_state import (
+    ParallelDegrees,
     PeerError,
     abort_model_parallel,
     destroy_model_parallel,
-    initialize_model_parallel,
+    initialize_mesh,
     is_host,
 )
 from nxd_state.rank_failure import describe_failure, is_peer_failure
 
 from nxd_elastic.generation_store import GenerationStore
-from nxd_elastic.layouts import Fit, Layout, choose
+from nxd_elastic.layouts import choose
 from nxd_elastic.members import Board, Generation, Member, Over
 from nxd_elastic.memory import use_keepers
 from nxd_elastic.processes import Process
@@ -78,8 +79,7 @@ class Membership:
 
     Attributes:
         generation: its number, from 1.
-        layout: the degrees of its mesh.
-        dp: data-parallel replicas.
+        degrees: of its mesh.
         rank: of this process among those that train.
         stopping: whether the run had been asked to stop before this process began.
         stopped: to be set by a training that returns early, so that another start can go on with it.
@@ -87,7 +87,7 @@ class Membership:
 
     def __init__(self, generation: Generation, rank: int, store: dist.Store, watch: Watch, lifeline: Lifeline) -> None:
         self.generation, self.rank = generation.number, rank
-        self.layout, self.dp = generation.fit
+        self.degrees = generation.degrees
         self.stopping, self.stopped = lifeline.stopping, False
         self._store, self._watch, self._lifeline = store, watch, lifeline
         self._boundaries = 0
@@ -95,18 +95,11 @@ class Membership:
     @property
     def world_size(self) -> int:
         """Ranks that train."""
-        return self.layout.model_ranks * self.dp
+        return self.degrees.world_size
 
-    def initialize(self, *, expert_tensor_parallel_size: int | None = None) -> None:
-        """`initialize_model_parallel` at this layout, among these ranks."""
-        initialize_model_parallel(
-            self.layout.tp,
-            self.layout.pp,
-            self.layout.ep,
-            context_parallel_size=self.layout.cp,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
-            store=self._store,
-        )
+    def initialize(self) -> None:
+        """Initialise model parallelism at these degrees, among these ranks."""
+        initialize_mesh(self.degrees, store=self._store)
 
     def step_boundary(self) -> bool:
         """Whether another trainer waits to join. Ask between steps: that also says that the training makes progress.
@@ -124,8 +117,8 @@ def run(
     *,
     min_ranks: int,
     max_ranks: int | None = None,
-    layouts: Sequence[Layout] = (Layout(),),
-    accepts: Callable[[Fit], bool] = lambda fit: True,
+    layouts: Sequence[ParallelDegrees] = (ParallelDegrees(),),
+    accepts: Callable[[ParallelDegrees], bool] = lambda degrees: True,
     grace: float = 30.0,
     silence: float = 10.0,
     keeps_memory: bool = False,
@@ -191,8 +184,8 @@ def run_as_trainer(
     train_once: Callable[[Membership], T],
     lifeline: Lifeline,
     options: Options,
-    layouts: Sequence[Layout],
-    accepts: Callable[[Fit], bool],
+    layouts: Sequence[ParallelDegrees],
+    accepts: Callable[[ParallelDegrees], bool],
 ) -> tuple[T] | None:
     """`run` in a process that a supervisor has forked.
 
@@ -212,7 +205,11 @@ def run_as_trainer(
 
 class _Trainer:
     def __init__(
-        self, lifeline: Lifeline, options: Options, layouts: Sequence[Layout], accepts: Callable[[Fit], bool]
+        self,
+        lifeline: Lifeline,
+        options: Options,
+        layouts: Sequence[ParallelDegrees],
+        accepts: Callable[[ParallelDegrees], bool],
     ) -> None:
         self._lifeline = lifeline
         self._slot, slots = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -368,6 +365,6 @@ def _forget(error: BaseException) -> None:
 def _set_environment(generation: Generation, rank: int, own: Member) -> None:
     """The variables that a launcher of just these ranks would set."""
     here = [member.slot for member in generation.active if member.launcher == own.launcher]
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(generation.fit.world_size)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(generation.degrees.world_size)}
     if is_host():  # an accelerator stays the one that the launcher gave
         os.environ |= {"LOCAL_RANK": str(here.index(own.slot)), "LOCAL_WORLD_SIZE": str(len(here))}

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
+from nxd_state import ParallelDegrees
 from nxd_state.store_messages import printable, read_message
 
-from nxd_elastic.layouts import Fit, Layout
 from nxd_elastic.processes import Process
 
 T = TypeVar("T")
@@ -55,17 +55,17 @@ class Generation:
     Attributes:
         number: from 1.
         members: by slot; the first ones train, the others wait for the next generation.
-        fit: the layout.
+        degrees: of their mesh; `dp` is how many replicas train.
     """
 
     number: int
     members: Sequence[Member]
-    fit: Fit
+    degrees: ParallelDegrees
 
     @property
     def active(self) -> Sequence[Member]:
         """Those that train, in the order of their ranks."""
-        return self.members[: self.fit.world_size]
+        return self.members[: self.degrees.world_size]
 
     @property
     def incarnations(self) -> frozenset[str]:
@@ -116,8 +116,7 @@ class Board:
         """Make up a generation, unless another trainer was first."""
         content = {
             "members": [asdict(member) for member in generation.members],
-            "layout": asdict(generation.fit.layout),
-            "dp": generation.fit.dp,
+            "degrees": asdict(generation.degrees),
         }
         self._store.compare_set(f"{generation.number}/closed", "", json.dumps(content))
         self._store.set("latest", str(generation.number))
@@ -177,10 +176,10 @@ class Board:
 
 def _generation_from(number: int, content: Any) -> Generation:
     members = tuple(Member.from_json(member) for member in content["members"])
-    layout, dp = Layout(**content["layout"]), content["dp"]
-    if not all(type(degree) is int and degree > 0 for degree in (*asdict(layout).values(), dp)):
-        raise ValueError("degrees are numbers")
-    return Generation(number, members, Fit(layout, dp))
+    degrees = ParallelDegrees(**content["degrees"])
+    if not degrees.dp:
+        raise ValueError("a generation has replicas")
+    return Generation(number, members, degrees)
 
 
 def _keeper_key(launcher: Process) -> str:

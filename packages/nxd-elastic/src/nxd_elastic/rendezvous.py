@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nxd_state import PeerError
+from nxd_state import ParallelDegrees, PeerError
 
-from nxd_elastic.layouts import Fit
 from nxd_elastic.members import Board, Generation, Member, Over
 from nxd_elastic.watch import Pulse
 
@@ -37,7 +36,7 @@ class Terms:
     slots: int
     grace: float
     silence: float
-    choose: Callable[[int], Fit | None]
+    choose: Callable[[int], ParallelDegrees | None]
 
 
 def join(board: Board, own: Member, terms: Terms, after: int, *, replaces: bool = False) -> Generation | None:
@@ -137,9 +136,9 @@ class _Attempt:
         grace = self._terms.grace * (1 if self._before else _PATIENCE)
         if any(self._is_expected(slot, waited < grace) for slot in range(self._terms.slots) if slot not in ready):
             return
-        fit = self._terms.choose(len(ready))
-        if fit is not None and self._own.slot in ready:
-            self._board.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], fit))
+        degrees = self._terms.choose(len(ready))
+        if degrees is not None and self._own.slot in ready:
+            self._board.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
         elif waited > self._terms.grace * _PATIENCE:
             raise PeerError(
                 f"{len(ready)} of {self._terms.slots} ranks are left, too few for the least number or the layouts of "

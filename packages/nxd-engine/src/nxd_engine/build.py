@@ -19,6 +19,7 @@ from nxd_layers.padding import pad_model
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
 from nxd_state import (
+    ParallelDegrees,
     get_device,
     get_mesh,
     get_shard_spec,
@@ -66,7 +67,7 @@ def initialize_parallel_model(
         CheckpointError: there is no such checkpoint to take adapters from, or it does not fit.
     """
     config = complete_config(nxd_config)
-    ensure_model_parallel(config)
+    ensure_model_parallel(ParallelDegrees.of_config(config))
     with one_random_state():
         return _build(config, model_fn, model_args, model_kwargs, include_buffers=include_buffers)
 

@@ -14,7 +14,8 @@ from nxd_layers.activation_checkpoint import ModuleClass
 from nxd_lora import LoraConfig
 from nxd_optim import MixedPrecision, resolve_mixed_precision
 from nxd_pipeline import OLD_RUNTIME_FLAGS, NxDPPModel
-from nxd_state import get_mesh, initialize_model_parallel, model_parallel_is_initialized
+from nxd_state import ParallelDegrees, get_mesh, initialize_mesh, model_parallel_is_initialized
+from nxd_state.degrees import SIZES
 from torch import nn
 
 from nxd_engine.options import Key, OptionError, Schema
@@ -24,7 +25,6 @@ _logger = logging.getLogger(__name__)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
 OPTIMIZER_DEFAULTS: dict[str, Any] = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
 MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
 
@@ -118,36 +118,26 @@ def neuronx_distributed_config(
         }
     )
     is_rank = model_parallel_is_initialized() or dist.is_initialized() or "WORLD_SIZE" in os.environ
-    if is_rank or all(config[name] == 1 for name in DEGREES):
-        ensure_model_parallel(config)
+    degrees = ParallelDegrees.of_config(config)
+    if is_rank or degrees.least_ranks == 1:
+        ensure_model_parallel(degrees)
     return config
 
 
-def ensure_model_parallel(config: Mapping[str, Any]) -> None:
-    """Initialise model parallelism as a complete config says, or check that it is so. Called by all ranks.
+def ensure_model_parallel(degrees: ParallelDegrees) -> None:
+    """Initialise model parallelism at these degrees, or check that it is so. Called by all ranks.
 
     Raises:
         ValueError: the degrees do not fit the launched ranks, or the mesh that there is.
     """
     if not model_parallel_is_initialized():
-        initialize_model_parallel(
-            config["tensor_parallel_size"],
-            config["pipeline_parallel_size"],
-            config["expert_parallel_size"],
-            context_parallel_size=config["context_parallel_size"],
-            expert_tensor_parallel_size=config["expert_tensor_parallel_size"],
-        )
+        initialize_mesh(degrees)
         return
     mesh = get_mesh()
-    found = {
-        "tensor_parallel_size": mesh.tp,
-        "pipeline_parallel_size": mesh.pp,
-        "context_parallel_size": mesh.cp,
-        "expert_parallel_size": mesh.ep,
-    }
-    if config["expert_tensor_parallel_size"] is not None:
-        found["expert_tensor_parallel_size"] = mesh.etp
-    different = [f"{name}={config[name]}, but {size} there" for name, size in found.items() if config[name] != size]
+    wanted = {name: (getattr(degrees, axis), getattr(mesh, axis)) for axis, name in SIZES.items()}
+    if degrees.etp != degrees.tp:
+        wanted["expert_tensor_parallel_size"] = (degrees.etp, mesh.etp)
+    different = [f"{name}={size}, but {found} there" for name, (size, found) in wanted.items() if size != found]
     if different:
         raise ValueError(
             f"model parallelism is already initialised with other degrees: {'; '.join(different)}. Give the same ones, "

@@ -12,6 +12,7 @@ from nxd_optim import (
     clip_grad_norm,
     reduce_sequence_parallel_gradients,
 )
+from nxd_state import ParallelDegrees
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -39,7 +40,7 @@ def initialize_parallel_optimizer(
         RuntimeError: the optimizer could not be made on another rank.
     """
     config = complete_config(nxd_config)
-    ensure_model_parallel(config)
+    ensure_model_parallel(ParallelDegrees.of_config(config))
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(f"optimizer_class={optimizer_class!r} must be a class of torch optimizers, such as AdamW")
     options = config["optimizer_config"]

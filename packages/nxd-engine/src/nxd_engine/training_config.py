@@ -3,21 +3,20 @@
 from typing import Any
 
 from nxd_pipeline import make_schedule
+from nxd_state import ParallelDegrees
 
 from nxd_engine.model_spec import ModelSpec
 
 
 def training_config(
     spec: ModelSpec,
+    degrees: ParallelDegrees,
     *,
     num_microbatches: int,
-    pipeline_parallel_size: int = 1,
     schedule: str = "1f1b",
     virtual_pipeline_size: int | None = None,
     activation_checkpointing: str = "none",
-    zero1: bool = False,
     max_grad_norm: float = 1.0,
-    **degrees: Any,
 ) -> dict[str, Any]:
     """The arguments of `neuronx_distributed_config` that train a model.
 
@@ -26,14 +25,12 @@ def training_config(
 
     Args:
         spec: the model.
+        degrees: how it lies on the ranks.
         num_microbatches: of a step.
-        pipeline_parallel_size: ranks that the layers are distributed over.
         schedule: of the pipeline, by its name in nxd-pipeline.
         virtual_pipeline_size: stages of a rank; None for as many as the schedule has by itself.
         activation_checkpointing: "none", "full", "selective", or names of classes with commas between.
-        zero1: whether the replicas shard the optimizer's state.
         max_grad_norm: to which gradients are clipped; 0: not at all.
-        degrees: the other degrees, by their names in `neuronx_distributed_config`.
 
     Raises:
         ValueError: the schedule cannot be played.
@@ -45,10 +42,8 @@ def training_config(
     }
     if spec.layer_class is not None:
         pipeline["transformer_layer_cls"] = spec.layer_class
-    if pipeline_parallel_size > 1:
-        played = make_schedule(
-            schedule, pipeline_parallel_size, num_microbatches, virtual_pipeline_size=virtual_pipeline_size
-        )
+    if degrees.pp > 1:
+        played = make_schedule(schedule, degrees.pp, num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
         pipeline |= {
             "auto_partition": True,
             "schedule": schedule,
@@ -56,15 +51,14 @@ def training_config(
         }
     checkpointed = {"none": None, "full": "full", "selective": "selective"}
     return {
-        "pipeline_parallel_size": pipeline_parallel_size,
-        **degrees,
+        **degrees.as_config(),
         "pipeline_config": pipeline,
         "activation_checkpoint_config": checkpointed.get(activation_checkpointing, activation_checkpointing.split(",")),
         "model_init_config": {"param_init_fn": spec.param_init_fn},
         "optimizer_config": {
-            "zero_one_enabled": zero1,
+            "zero_one_enabled": degrees.zero1,
             "grad_clipping": max_grad_norm > 0,
             "max_grad_norm": max_grad_norm or 1.0,
         },
-        "mixed_precision_config": {"use_master_weights_in_ckpt": zero1},
+        "mixed_precision_config": {"use_master_weights_in_ckpt": degrees.zero1},
     }

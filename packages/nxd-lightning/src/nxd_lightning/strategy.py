@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from nxd_engine import complete_config, ensure_model_parallel
 from nxd_state import (
+    ParallelDegrees,
     all_gather,
     all_gather_object,
     all_reduce,
@@ -20,6 +21,7 @@ from nxd_state import (
     is_host,
     model_parallel_is_initialized,
 )
+from nxd_state.degrees import SIZES
 from torch import Tensor
 
 from nxd_lightning.bases import ON_XLA, CheckpointIOBase, NeuronXLAAccelerator, StrategyBase
@@ -32,7 +34,6 @@ _TrainerFn: Any = lightning("trainer.states").TrainerFn
 _rank_zero_only: Any = lightning("utilities.rank_zero").rank_zero_only
 _reset_seed: Any = fabric("utilities.seed").reset_seed
 
-DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size")
 REDUCTIONS: dict[str, Any] = {"mean": "avg", "avg": "avg", "sum": "sum", "max": "max", "min": "min"}
 
 
@@ -83,7 +84,7 @@ class NeuronXLAStrategy(StrategyBase):
         sync_module_states: bool = False,
     ) -> None:
         given = (tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size)
-        self._degrees = _degrees(nxd_config, dict(zip(DEGREES, given, strict=True)))
+        self._degrees = _degrees(nxd_config, dict(zip(SIZES, given, strict=True)))
         self.save_load_xser = save_load_xser
         self._loaded_from: str | None = None
         self._exception_is_known = False
@@ -104,20 +105,19 @@ class NeuronXLAStrategy(StrategyBase):
     @property
     def tensor_parallel_size(self) -> int:
         """Ranks that split each layer."""
-        return int(self._degrees["tensor_parallel_size"])
+        return self._degrees.tp
 
     @property
     def pipeline_parallel_size(self) -> int:
         """Ranks that the layers are distributed over."""
-        return int(self._degrees["pipeline_parallel_size"])
+        return self._degrees.pp
 
     @property
     def data_parallel_size(self) -> int:
         """Replicas, each with data of its own."""
         if model_parallel_is_initialized():
             return get_group("dp").size
-        sizes = self._degrees
-        return int(self.world_size // (sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]))
+        return int(self.world_size // self._degrees.model_ranks)
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -361,19 +361,18 @@ class NeuronXLAStrategy(StrategyBase):
         return subjects
 
 
-def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, int]) -> dict[str, Any]:
-    """All degrees of a config, by their names there; `given` where there is no config."""
+def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> ParallelDegrees:
+    """The degrees of a config; those `given` by axis where there is no config."""
     if config is None:
-        for name, size in given.items():
+        for axis, size in given.items():
             if type(size) is not int or size < 1:
-                raise ValueError(f"{name}={size!r} must be an integer, 1 or more")
-        return {**given, "expert_tensor_parallel_size": None}
-    complete = complete_config(config)
-    degrees = {name: complete[name] for name in DEGREES}
-    twice = [f"{name}={size}" for name, size in given.items() if size not in (1, degrees[name])]
+                raise ValueError(f"{SIZES[axis]}={size!r} must be an integer, 1 or more")
+        return ParallelDegrees(**given)
+    degrees = ParallelDegrees.of_config(complete_config(config))
+    twice = [f"{SIZES[axis]}={size}" for axis, size in given.items() if size not in (1, getattr(degrees, axis))]
     if twice:
         raise ValueError(f"{', '.join(twice)} differs from nxd_config; give the degrees in nxd_config only")
-    return {**degrees, "expert_tensor_parallel_size": complete["expert_tensor_parallel_size"]}
+    return degrees
 
 
 def _devices_of_launched_ranks() -> list[torch.device] | None:

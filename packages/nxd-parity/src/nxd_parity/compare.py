@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from nxd_engine.config import ensure_model_parallel
 from nxd_state import (
+    ParallelDegrees,
     all_gather_object,
     destroy_model_parallel,
     get_group,
@@ -65,20 +66,15 @@ def compare(case: ParityCase, *, dtype: torch.dtype = torch.float64, rtol: float
 
 
 def _compared(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype, rtol: float) -> ParityReport:
-    ensure_model_parallel(config)  # degrees that do not fit raise here, before any work
+    degrees = ParallelDegrees.of_config(config)
+    ensure_model_parallel(degrees)  # those that do not fit raise here, before any work
     check_batches(case, get_group("dp").size)
     destroy_model_parallel()
     reference = _reference_on_first_rank(case, config, dtype)
-    ensure_model_parallel(config)
+    ensure_model_parallel(degrees)
     run = LayoutRun(case, config, dtype)
-    mesh = get_mesh()
-    report = ParityReport(
-        f"TP {mesh.tp} x PP {mesh.pp} x DP {mesh.dp}"
-        + (f" x CP {mesh.cp}" if mesh.cp > 1 else "")
-        + (f", EP {mesh.ep}" if mesh.splits_experts else ""),
-        str(dtype).removeprefix("torch."),
-        rtol,
-    )
+    layout = ParallelDegrees.of_mesh(get_mesh(), sequence_parallel=config["sequence_parallel"]).describe()
+    report = ParityReport(layout, str(dtype).removeprefix("torch."), rtol)
     comparison = _Comparison(reference, report, config)
     comparison.check_initial(run)
     for index, batch in enumerate(case.batches):

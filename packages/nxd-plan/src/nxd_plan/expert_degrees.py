@@ -2,12 +2,13 @@
 
 import math
 
+from nxd_state import ParallelDegrees
 from nxd_state.mesh import divisors
 
-from nxd_plan.layout import Degrees, ExpertDegrees, Job
+from nxd_plan.layout import Degrees, Job
 
 
-def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[ExpertDegrees]:
+def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[ParallelDegrees]:
     """The degrees to try: those that divide the experts and the ranks; of whole experts, and split as other layers are.
 
     Raises:
@@ -22,12 +23,12 @@ def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[
             f"expert_tensor_parallel_size={of_expert} must be 1 or tensor_parallel_size={tensor_parallel_size}"
         )
     if not experts:
-        return [ExpertDegrees()]
+        return [ParallelDegrees(tensor_parallel_size)]
     sizes = divisors(math.gcd(experts, job.num_devices)) if size is None else [size]
     of_experts = sorted({1, tensor_parallel_size}, reverse=True) if of_expert is None else [of_expert]
     # Tensor-parallel ranks with the same whole experts hold more than those that split them: only where asked for.
     return [
-        ExpertDegrees(ep, None if etp == tensor_parallel_size else etp)
+        ParallelDegrees(tensor_parallel_size, ep=ep, etp=etp)
         for ep in sizes
         for etp in of_experts
         if etp == tensor_parallel_size or of_expert is not None or ep >= tensor_parallel_size

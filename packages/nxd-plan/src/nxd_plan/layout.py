@@ -1,12 +1,13 @@
 """The job to plan, its possible layouts over ranks, and the layouts that arithmetic rules out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from nxd_layers.context import SequenceCut
 from nxd_pipeline import SCHEDULE_NAMES
-from nxd_state import Mesh
+from nxd_state import ParallelDegrees
+from nxd_state.degrees import SIZES
 from nxd_state.mesh import divisors
 
 from nxd_plan.devices import Device
@@ -114,65 +115,41 @@ class Degrees:
             )
 
 
-@dataclass(frozen=True)
-class ExpertDegrees:
-    """Ranks that the experts of a layer are distributed over, and that split each of them."""
-
-    ep: int = 1
-    etp: int | None = None
-
-
 @dataclass(frozen=True, order=True)
 class Layout:
-    """One way to train the model on the ranks."""
+    """One way to train the model on the ranks.
 
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    data_parallel_size: int
-    sequence_parallel: bool
-    zero1: bool
+    Attributes:
+        degrees: of all axes, with the replicas.
+        microbatch_size: sequences in a microbatch.
+        num_microbatches: of a replica in a step.
+        checkpointing: "none" or "full".
+    """
+
+    degrees: ParallelDegrees
     microbatch_size: int
     num_microbatches: int
     checkpointing: str
-    context_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    expert_tensor_parallel_size: int = 0
 
-    @property
-    def splits_experts(self) -> bool:
-        """Whether experts lie on the ranks in another way than the other layers."""
-        return self.expert_parallel_size > 1 or self.ranks_of_an_expert != self.tensor_parallel_size
-
-    @property
-    def ranks_of_an_expert(self) -> int:
-        """That split it; 0 of `expert_tensor_parallel_size` stands for those that split the other layers."""
-        return self.expert_tensor_parallel_size or self.tensor_parallel_size
-
-    @property
-    def experts(self) -> ExpertDegrees:
-        """How experts lie on the ranks."""
-        return ExpertDegrees(self.expert_parallel_size, self.expert_tensor_parallel_size or None)
-
-    @property
-    def expert_replicas(self) -> int:
-        """Ranks that have the same experts."""
-        return self.replicas * self.tensor_parallel_size // (self.expert_parallel_size * self.ranks_of_an_expert)
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that have the same parameters, over which ZeRO-1 shards: those of the data and of the contexts."""
-        return self.data_parallel_size * self.context_parallel_size
+    def as_dict(self) -> dict[str, int | bool | str]:
+        """All of it, by the names that recipes and configs have."""
+        degrees = self.degrees
+        return {
+            **{name: getattr(degrees, axis) for axis, name in SIZES.items()},
+            "expert_tensor_parallel_size": degrees.etp,
+            "data_parallel_size": degrees.dp,
+            "sequence_parallel": degrees.sequence_parallel,
+            "zero1": degrees.zero1,
+            "microbatch_size": self.microbatch_size,
+            "num_microbatches": self.num_microbatches,
+            "checkpointing": self.checkpointing,
+        }
 
     def __str__(self) -> str:
         """Such as "TP 8 + SP x PP 2 x DP 4, ZeRO-1, 16 microbatches of 1, checkpointing full"."""
-        sequence_parallel = " + SP" if self.sequence_parallel else ""
-        contexts = f"CP {self.context_parallel_size} x " if self.context_parallel_size > 1 else ""
-        zero1 = ", ZeRO-1" if self.zero1 else ""
-        experts = f", {experts_named(self)}" if self.splits_experts else ""
         return (
-            f"TP {self.tensor_parallel_size}{sequence_parallel} x PP {self.pipeline_parallel_size} x {contexts}DP "
-            f"{self.data_parallel_size}{experts}{zero1}, {self.num_microbatches} microbatches of "
-            f"{self.microbatch_size}, checkpointing {self.checkpointing}"
+            f"{self.degrees.describe()}, {self.num_microbatches} microbatches of {self.microbatch_size}, checkpointing "
+            f"{self.checkpointing}"
         )
 
 
@@ -184,12 +161,6 @@ class Rejected:
     reason: str
 
 
-def experts_named(layout: Layout) -> str:
-    """Such as "EP 4", or "EP 4 of whole experts" where tensor-parallel ranks split the other layers only."""
-    whole = " of whole experts" if layout.ranks_of_an_expert < layout.tensor_parallel_size else ""
-    return f"EP {layout.expert_parallel_size}{whole}"
-
-
 def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
     """The degrees to try: divisors of the ranks within one host, since layers exchange activations all the time."""
     if fixed.tensor_parallel_size is not None:
@@ -197,55 +168,30 @@ def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
     return [size for size in divisors(job.num_devices) if size <= job.device.devices_per_host]
 
 
-def context_parallel_sizes(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[int]:
+def context_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[int]:
     """The degrees to try: divisors of the ranks that are left, as long as each rank's part is long."""
     if fixed.context_parallel_size is not None:
         return [fixed.context_parallel_size]
-    sizes = divisors(max(1, job.num_devices // tensor_parallel_size))
+    sizes = divisors(max(1, job.num_devices // degrees.tp))
     return [size for size in sizes if size == 1 or job.sequence_length // size >= SHORTEST_CONTEXT]
 
 
-def pipeline_parallel_sizes(
-    job: Job, fixed: Degrees, tensor_parallel_size: int, context_parallel_size: int, experts: ExpertDegrees
-) -> list[int]:
+def pipeline_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[int]:
     """The degrees to try: divisors of the ranks that are left, up to the number of layers."""
     if fixed.pipeline_parallel_size is not None:
         return [fixed.pipeline_parallel_size]
-    sizes = divisors(max(1, job.num_devices // (tensor_parallel_size * context_parallel_size)))
-    of_experts = experts.ep * (experts.etp or tensor_parallel_size)
+    sizes = divisors(max(1, job.num_devices // (degrees.tp * degrees.cp)))
+    of_experts = degrees.ep * degrees.etp
     if fixed.expert_parallel_size is None:
         sizes = [size for size in sizes if job.num_devices // size % of_experts == 0]
     return [size for size in sizes if size <= len(job.model.layer_kinds)]
 
 
-def mesh_of(
-    job: Job,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    context_parallel_size: int = 1,
-    experts: ExpertDegrees | None = None,
-) -> Mesh:
-    """The mesh of all ranks.
-
-    Raises:
-        ValueError: the degrees do not divide the ranks.
-    """
-    of_experts = experts or ExpertDegrees()
-    return Mesh(
-        job.num_devices,
-        pp=pipeline_parallel_size,
-        cp=context_parallel_size,
-        tp=tensor_parallel_size,
-        ep=of_experts.ep,
-        etp=of_experts.etp or -1,
-    )
-
-
-def local_length(sequence_length: int, context_parallel_size: int, tensor_parallel_size: int) -> int:
+def local_length(sequence_length: int, degrees: ParallelDegrees) -> int:
     """Positions of each context-parallel rank, filled up so that tensor-parallel ranks can share them."""
-    if context_parallel_size == 1:
+    if degrees.cp == 1:
         return sequence_length
-    return SequenceCut(sequence_length, context_parallel_size, multiple=tensor_parallel_size).local_length
+    return SequenceCut(sequence_length, degrees.cp, multiple=degrees.tp).local_length
 
 
 def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list[bool]:
@@ -255,28 +201,29 @@ def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list
     return [False, True] if fixed.sequence_parallel is None else [fixed.sequence_parallel]
 
 
-def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) -> Iterator[Layout | Rejected]:
-    """All layouts with the degrees of a mesh, by ascending microbatches, and why others with these degrees are none.
+def layouts_on(
+    job: Job, fixed: Degrees, degrees: ParallelDegrees, choices: Sequence[bool]
+) -> Iterator[Layout | Rejected]:
+    """All layouts with these degrees, by ascending microbatches, and why others with these degrees are none.
 
     Args:
         job: to be planned.
         fixed: degrees that are not to be chosen.
-        mesh: of the ranks.
+        degrees: on all ranks.
         choices: of sequence parallelism.
     """
-    what = f"TP {mesh.tp} x PP {mesh.pp} x {f'CP {mesh.cp} x ' if mesh.cp > 1 else ''}DP {mesh.dp}"
-    what += f", EP {mesh.ep}" if mesh.splits_experts else ""
-    if mesh.cp > 1 and mesh.pp > 1 and job.device.name in ON_XLA:
+    what = degrees.describe()
+    if degrees.cp > 1 and degrees.pp > 1 and job.device.name in ON_XLA:
         yield Rejected(what, f"pipeline stages do not cut sequences on {job.device.name}; use one of the two")
         return
-    if job.global_batch_size % mesh.dp:
-        below = job.global_batch_size // mesh.dp * mesh.dp
-        use = f"{below} or {below + mesh.dp}" if below else str(mesh.dp)
+    if job.global_batch_size % degrees.dp:
+        below = job.global_batch_size // degrees.dp * degrees.dp
+        use = f"{below} or {below + degrees.dp}" if below else str(degrees.dp)
         yield Rejected(
-            what, f"global_batch_size={job.global_batch_size} is not a multiple of {mesh.dp} replicas; use {use}"
+            what, f"global_batch_size={job.global_batch_size} is not a multiple of {degrees.dp} replicas; use {use}"
         )
         return
-    per_replica = job.global_batch_size // mesh.dp
+    per_replica = job.global_batch_size // degrees.dp
     sizes = MICROBATCH_SIZES if fixed.microbatch_size is None else (fixed.microbatch_size,)
     fitting = [size for size in sizes if size > 0 and per_replica % size == 0]
     if not fitting:
@@ -284,33 +231,27 @@ def layouts_on(job: Job, fixed: Degrees, mesh: Mesh, choices: Sequence[bool]) ->
             what, f"microbatch_size={fixed.microbatch_size} does not divide the {per_replica} sequences of a replica"
         )
     for sequence_parallel in choices:
-        if sequence_parallel and local_length(job.sequence_length, mesh.cp, mesh.tp) % mesh.tp:
+        if sequence_parallel and local_length(job.sequence_length, degrees) % degrees.tp:
             yield Rejected(
-                f"{what} + SP", f"tensor_parallel_size={mesh.tp} does not divide sequence_length={job.sequence_length}"
+                f"{what} + SP",
+                f"tensor_parallel_size={degrees.tp} does not divide sequence_length={job.sequence_length}",
             )
             continue
-        for zero1 in _zero1_choices(job, fixed, mesh):
+        for zero1 in _zero1_choices(job, fixed, degrees):
             for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
                 for microbatch_size in fitting:
                     yield Layout(
-                        mesh.tp,
-                        mesh.pp,
-                        mesh.dp,
-                        sequence_parallel,
-                        zero1,
+                        replace(degrees, sequence_parallel=sequence_parallel, zero1=zero1),
                         microbatch_size,
                         per_replica // microbatch_size,
                         checkpointing,
-                        mesh.cp,
-                        mesh.ep,
-                        mesh.etp if mesh.splits_experts else 0,
                     )
 
 
-def _zero1_choices(job: Job, fixed: Degrees, mesh: Mesh) -> list[bool]:
+def _zero1_choices(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[bool]:
     """Half-precision weights learn by their float32 masters, which ZeRO-1 brings."""
     if fixed.zero1 is not None:
         return [fixed.zero1]
     if job.dtype.itemsize < 4:
         return [True]
-    return [False, True] if mesh.dp * mesh.cp > 1 else [False]
+    return [False, True] if degrees.replicas > 1 else [False]

@@ -119,25 +119,28 @@ def _rank_memory(
     itemsize: int,
 ) -> RankMemory:
     elements = sum(stage.elements for stage in stages)
-    replicas = layout.replicas
+    replicas = layout.degrees.replicas
     parameters = elements * itemsize
     wide = max(itemsize, FLOAT32_BYTES)
-    gradient_itemsize = wide if layout.zero1 else itemsize
+    gradient_itemsize = wide if layout.degrees.zero1 else itemsize
     gradients = elements * gradient_itemsize
-    if layout.zero1:
+    if layout.degrees.zero1:
         experts = sum(stage.experts for stage in stages)
-        of_others, of_experts = (elements - experts) * wide // replicas, experts * wide // layout.expert_replicas
+        of_others, of_experts = (
+            (elements - experts) * wide // replicas,
+            experts * wide // layout.degrees.expert_replicas,
+        )
         own = of_others + of_experts
         masters = own if wide != itemsize else 0
         state = MOMENTS * own + masters
-        buckets = (of_others if replicas > 1 else 0) + (of_experts if layout.expert_replicas > 1 else 0)
+        buckets = (of_others if replicas > 1 else 0) + (of_experts if layout.degrees.expert_replicas > 1 else 0)
     else:
         state = MOMENTS * parameters
         buckets = 0  # in them lie the gradients themselves
-    if layout.pipeline_parallel_size > 1:
+    if layout.degrees.pp > 1:
         buckets += len(stages) * MESSAGES_UNDER_WAY * profile.embedding.forward.kept
     # The gradients of the first microbatch come one by one, while activations go, unless there is room for them.
-    come_late = layout.num_microbatches == 1 and (layout.zero1 or replicas == 1)
+    come_late = layout.num_microbatches == 1 and (layout.degrees.zero1 or replicas == 1)
     peaks = [
         _above_states(stage, own, profile, gradient_itemsize if come_late else 0)
         for stage, own in zip(stages, kept, strict=True)

@@ -7,20 +7,18 @@ the work does not grow with the number of ranks.
 from dataclasses import dataclass, field, replace
 
 from nxd_pipeline import Schedule
-from nxd_state import Mesh
+from nxd_state import Mesh, ParallelDegrees
 
 from nxd_plan.expert_degrees import expert_degrees
 from nxd_plan.layout import (
     ON_XLA,
     Degrees,
-    ExpertDegrees,
     Job,
     Layout,
     Rejected,
     context_parallel_sizes,
     layouts_on,
     local_length,
-    mesh_of,
     pipeline_parallel_sizes,
     sequence_parallel_choices,
     tensor_parallel_sizes,
@@ -136,7 +134,7 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
     planner = StagePlanner(job.model)
     for size in tensor_parallel_sizes(job, search.fixed):
         try:
-            mesh_of(job, size, 1)
+            ParallelDegrees(size).on(job.num_devices)
         except ValueError as error:
             search.rejected.append(Rejected(f"TP {size}", str(error)))
             continue
@@ -145,48 +143,48 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
         except ValueError as error:
             search.rejected.append(Rejected(f"TP {size}", str(error)))
             continue
-        for experts in degrees_of_experts:
-            with planned_ranks(size, experts, has_static_shapes=job.device.name in ON_XLA):
-                for context_size in context_parallel_sizes(job, search.fixed, size):
-                    _try_sizes(search, planner, size, context_size, experts)
+        for degrees in degrees_of_experts:
+            with planned_ranks(degrees, has_static_shapes=job.device.name in ON_XLA):
+                for context_size in context_parallel_sizes(job, search.fixed, degrees):
+                    _try_sizes(search, planner, replace(degrees, cp=context_size))
     best = _quickest(search, _model_flops(job), top) if search.candidates else []
     return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(dict.fromkeys(search.rejected)))
 
 
-def _try_sizes(search: _Search, planner: StagePlanner, size: int, context_size: int, experts: ExpertDegrees) -> None:
+def _try_sizes(search: _Search, planner: StagePlanner, degrees: ParallelDegrees) -> None:
     job = search.job
-    if context_size > 1:
+    if degrees.cp > 1:
         try:
             job.model.check_context()
         except ValueError as error:
-            search.rejected.append(Rejected(f"CP {context_size}", str(error)))
+            search.rejected.append(Rejected(f"CP {degrees.cp}", str(error)))
             return
-    profiler = Profiler(job.model, job.dtype, local_length(job.sequence_length, context_size, size))
+    profiler = Profiler(job.model, job.dtype, local_length(job.sequence_length, degrees))
     choices = []
-    for sequence_parallel in sequence_parallel_choices(search.fixed, size):
+    for sequence_parallel in sequence_parallel_choices(search.fixed, degrees.tp):
         try:
             parameters = planner.parameters(profiler.model(sequence_parallel))
             choices.append(sequence_parallel)
         except ValueError as error:
-            of_experts = f", EP {experts.ep}" if experts.ep > 1 and not sequence_parallel else ""
-            search.rejected.append(Rejected(f"TP {size}{' + SP' * sequence_parallel}{of_experts}", str(error)))
+            of_experts = f", EP {degrees.ep}" if degrees.ep > 1 and not sequence_parallel else ""
+            search.rejected.append(Rejected(f"TP {degrees.tp}{' + SP' * sequence_parallel}{of_experts}", str(error)))
             if not sequence_parallel:  # it is not split at all
                 return
     if not choices:
         return
-    for pipeline_size in pipeline_parallel_sizes(job, search.fixed, size, context_size, experts):
+    for pipeline_size in pipeline_parallel_sizes(job, search.fixed, degrees):
         try:
-            mesh = mesh_of(job, size, pipeline_size, context_size, experts)
+            on_all = replace(degrees, pp=pipeline_size).on(job.num_devices)
             schedule = planned_schedule(job.schedule, pipeline_size, pipeline_size)
             stages = planner.stages(schedule.num_stages, parameters)
         except ValueError as error:
-            search.rejected.append(Rejected(f"TP {size} x PP {pipeline_size}", str(error)))
+            search.rejected.append(Rejected(f"TP {degrees.tp} x PP {pipeline_size}", str(error)))
             continue
-        for layout in layouts_on(job, search.fixed, mesh, choices):
+        for layout in layouts_on(job, search.fixed, on_all, choices):
             if isinstance(layout, Rejected):
                 search.rejected.append(layout)
             elif not search.misfits or not _has_larger_microbatches(layout, search.misfits[-1].layout):
-                _try_layout(search, layout, mesh, stages, profiler)
+                _try_layout(search, layout, stages, profiler)
 
 
 def _has_larger_microbatches(layout: Layout, other: Layout) -> bool:
@@ -195,21 +193,21 @@ def _has_larger_microbatches(layout: Layout, other: Layout) -> bool:
     return layout == same and layout.microbatch_size >= other.microbatch_size
 
 
-def _try_layout(search: _Search, layout: Layout, mesh: Mesh, stages: list[StageParts], profiler: Profiler) -> None:
-    job, ranks = search.job, layout.pipeline_parallel_size
+def _try_layout(search: _Search, layout: Layout, stages: list[StageParts], profiler: Profiler) -> None:
+    job, degrees = search.job, layout.degrees
     try:
-        schedule = planned_schedule(job.schedule, ranks, min(layout.num_microbatches, 2 * ranks))
+        schedule = planned_schedule(job.schedule, degrees.pp, min(layout.num_microbatches, 2 * degrees.pp))
     except ValueError as error:
         search.rejected.append(Rejected(str(layout), str(error)))
         return
     profile = profiler.profile(
-        sequence_parallel=layout.sequence_parallel,
+        sequence_parallel=degrees.sequence_parallel,
         checkpointing=layout.checkpointing,
         microbatch_size=layout.microbatch_size,
     )
-    if layout.context_parallel_size > 1 and job.device.name in ON_XLA:
+    if degrees.cp > 1 and job.device.name in ON_XLA:
         try:
-            check_heads(profile, layout.context_parallel_size)
+            check_heads(profile, degrees.cp)
         except ValueError as error:
             search.rejected.append(Rejected(str(layout), str(error)))
             return
@@ -218,7 +216,7 @@ def _try_layout(search: _Search, layout: Layout, mesh: Mesh, stages: list[StageP
     if most.peak > job.device.memory_bytes * USABLE_MEMORY:
         search.misfits.append(Misfit(layout, most))
     else:
-        search.candidates.append(_Candidate(layout, mesh, stages, profile, schedule, memories))
+        search.candidates.append(_Candidate(layout, degrees.mesh(), stages, profile, schedule, memories))
 
 
 def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayout]:
@@ -252,7 +250,7 @@ def _timed(job: Job, candidate: _Candidate, model_flops: float, *, simulated: bo
 
 def _model_flops(job: Job) -> float:
     """Of forward and backward of one sequence by the whole model: backward is twice the forward."""
-    with planned_ranks(1):
+    with planned_ranks(ParallelDegrees()):
         profiler = Profiler(job.model, job.dtype, job.sequence_length)
         profile = profiler.profile(sequence_parallel=False, checkpointing="none", microbatch_size=1)
     layers = sum(profile.layers[kind].forward.flops for kind in job.model.layer_kinds)
@@ -261,12 +259,13 @@ def _model_flops(job: Job) -> float:
 
 def activation_modes(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes that the first decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
-    with planned_ranks(layout.tensor_parallel_size, layout.experts):
-        length = local_length(job.sequence_length, layout.context_parallel_size, layout.tensor_parallel_size)
+    degrees = layout.degrees
+    with planned_ranks(degrees):
+        length = local_length(job.sequence_length, degrees)
         profiler = Profiler(job.model, job.dtype, length)
         return {
             mode: profiler.profile(
-                sequence_parallel=layout.sequence_parallel,
+                sequence_parallel=degrees.sequence_parallel,
                 checkpointing=mode,
                 microbatch_size=layout.microbatch_size,
             )

@@ -5,7 +5,6 @@ transport moves nothing. A model with one decoder layer of each kind runs forwar
 embedding, layers and head apart, and a model of any number of layers, or a stage of it, is put together from these.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import torch.distributed._tools.fake_collectives  # collectives on the meta devi
 import torch.testing._internal.distributed.fake_pg  # registers the transport "fake"
 from nxd_layers import CoreAttention, apply_activation_checkpointing
 from nxd_state import (
+    ParallelDegrees,
     active_group,
     destroy_model_parallel,
-    initialize_model_parallel,
+    initialize_mesh,
     model_parallel_is_initialized,
     static_shapes,
 )
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from nxd_plan.layout import ExpertDegrees
 from nxd_plan.model import PlannedModel
 from nxd_plan.operations import Operation, OperationLog, Outcomes, Segment
 
@@ -36,29 +35,23 @@ CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
 
 @contextmanager
-def planned_ranks(
-    tensor_parallel_size: int, experts: ExpertDegrees | None = None, *, has_static_shapes: bool = False
-) -> Iterator[None]:
-    """Inside, this process is the first rank of a tensor-parallel group of that size, and of the ranks of experts.
+def planned_ranks(degrees: ParallelDegrees, *, has_static_shapes: bool = False) -> Iterator[None]:
+    """Inside, this process is the first of the ranks that split a layer and its experts, of one stage and one context.
 
     With `has_static_shapes` it computes as where no shape depends on values.
 
     Raises:
         RuntimeError: the process has real ranks already.
-        ValueError: the size is not positive.
     """
-    ep, etp = (1, None) if experts is None else (experts.ep, experts.etp)
     if dist.is_initialized() or model_parallel_is_initialized():
         raise RuntimeError(
             "a plan is made in a process without ranks of its own, but torch.distributed is initialised here; plan "
             "before, or in another process"
         )
-    if tensor_parallel_size < 1:
-        raise ValueError(f"tensor_parallel_size={tensor_parallel_size} must be 1 or more")
-    world_size = math.lcm(tensor_parallel_size, ep * (etp or tensor_parallel_size))
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    of_layer = ParallelDegrees(degrees.tp, ep=degrees.ep, etp=degrees.etp)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=of_layer.least_ranks)
     try:
-        initialize_model_parallel(tensor_parallel_size, 1, ep, expert_tensor_parallel_size=etp)
+        initialize_mesh(of_layer)
         with static_shapes() if has_static_shapes else nullcontext():
             yield
     finally:

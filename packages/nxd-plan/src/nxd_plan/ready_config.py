@@ -18,31 +18,18 @@ Recipe = dict[str, dict[str, Any]]  # by section and key
 
 def config_call(job: Job, layout: Layout) -> str:
     """Lines of Python that make the model in this layout; names of `nxd`, `torch` and of the model are imported."""
-    parallel = layout.sequence_parallel
+    parallel = layout.degrees.sequence_parallel
     arguments = training_config(
         job.model.spec(job.dtype, sequence_parallel=parallel),
+        layout.degrees,
         num_microbatches=layout.num_microbatches,
         schedule=job.schedule,
         activation_checkpointing=layout.checkpointing,
-        zero1=layout.zero1,
-        sequence_parallel=parallel,
-        **_degrees(layout),
     )
     lines = [*job.model.config_lines(job.dtype_name), "nxd_config = nxd.neuronx_distributed_config("]
     lines += [f"    {name}={value}," for name, value in _not_by_default(arguments).items()]
     given = ", ".join(["nxd_config", *job.model.model_arguments(job.dtype_name, sequence_parallel=parallel)])
     return "\n".join([*lines, ")", f"model = nxd.initialize_parallel_model({given})"])
-
-
-def _degrees(layout: Layout) -> dict[str, int]:
-    has_whole_experts = layout.ranks_of_an_expert < layout.tensor_parallel_size
-    return {
-        "tensor_parallel_size": layout.tensor_parallel_size,
-        "pipeline_parallel_size": layout.pipeline_parallel_size,
-        "context_parallel_size": layout.context_parallel_size,
-        "expert_parallel_size": layout.expert_parallel_size,
-        **({"expert_tensor_parallel_size": 1} if has_whole_experts else {}),
-    }
 
 
 def _not_by_default(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -81,9 +68,8 @@ def recipe(job: Job, layout: Layout) -> Recipe:
     return {
         "model": job.model.recipe_section(),
         "parallel": {
-            **_degrees(layout),
-            "sequence_parallel": layout.sequence_parallel,
-            "zero1": layout.zero1,
+            **layout.degrees.as_config(),
+            "zero1": layout.degrees.zero1,
             "activation_checkpointing": layout.checkpointing,
         },
         "pipeline": {"schedule": job.schedule},

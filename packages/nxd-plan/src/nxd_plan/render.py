@@ -68,15 +68,15 @@ def render_rejected(plan: Plan) -> str:
 
 
 def _row(planned: PlannedLayout) -> tuple[str, ...]:
-    layout, time = planned.layout, planned.time
+    layout, degrees, time = planned.layout, planned.layout.degrees, planned.time
     return (
-        str(layout.tensor_parallel_size),
-        "yes" if layout.sequence_parallel else "no",
-        str(layout.pipeline_parallel_size),
-        str(layout.context_parallel_size),
-        str(layout.expert_parallel_size),
-        str(layout.data_parallel_size),
-        "yes" if layout.zero1 else "no",
+        str(degrees.tp),
+        "yes" if degrees.sequence_parallel else "no",
+        str(degrees.pp),
+        str(degrees.cp),
+        str(degrees.ep),
+        str(degrees.dp),
+        "yes" if degrees.zero1 else "no",
         f"{layout.num_microbatches} x {layout.microbatch_size}",
         layout.checkpointing,
         show_memory(planned.memory.peak),
@@ -147,7 +147,7 @@ def _ways_out(plan: Plan, fixed: Degrees, nearest: Misfit) -> list[str]:
             f"shorter sequences: activations, logits and temporaries are {show_memory(memory.peak - memory.states)} "
             f"for sequences of {plan.job.sequence_length} tokens"
         )
-    if layout.data_parallel_size > 1 and not layout.zero1:
+    if layout.degrees.dp > 1 and not layout.degrees.zero1:
         ways.append("--zero1 yes: shares the optimizer's state out over the replicas")
     return ways
 
@@ -168,7 +168,7 @@ def plan_as_json(plan: Plan) -> str:
         "usable_bytes": int(plan.usable_bytes),
         "num_fitting": plan.num_fitting,
         "best": [_planned(it) for it in plan.best],
-        "too_large": [{"layout": asdict(it.layout), "memory": asdict(it.memory)} for it in plan.misfits],
+        "too_large": [{"layout": it.layout.as_dict(), "memory": asdict(it.memory)} for it in plan.misfits],
         "not_possible": [asdict(it) for it in plan.rejected],
     }
     return json.dumps(content, indent=2)
@@ -176,7 +176,7 @@ def plan_as_json(plan: Plan) -> str:
 
 def _planned(planned: PlannedLayout) -> dict[str, Any]:
     return {
-        "layout": asdict(planned.layout),
+        "layout": planned.layout.as_dict(),
         "memory": [asdict(memory) for memory in planned.memories],
         "sent_bytes": asdict(planned.communication),
         "time": {"step": planned.time.seconds, **asdict(planned.time)},

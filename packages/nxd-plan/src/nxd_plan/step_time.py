@@ -175,7 +175,7 @@ def pipeline_seconds(
 
     Of many microbatches those in the middle repeat themselves, so that no more than three rounds are simulated.
     """
-    ranks = layout.pipeline_parallel_size
+    ranks = layout.degrees.pp
     busy = sum(time.forward + time.backward for time in times) * layout.num_microbatches / ranks
     if ranks == 1:
         return busy, 0.0
@@ -213,7 +213,7 @@ def communication(
     job: Job, layout: Layout, stages: Sequence[StageParts], schedule: Schedule, profile: Profile
 ) -> Communication:
     """Bytes sent by the rank with the most of them, by axis."""
-    replicas, itemsize = layout.replicas, job.dtype.itemsize
+    replicas, itemsize = layout.degrees.replicas, job.dtype.itemsize
     tp, pp, dp, cp, ep = [0], [0], [0], [0], [0]
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
@@ -227,7 +227,7 @@ def communication(
                     stages[stage],
                     profile,
                     lambda it: (
-                        context_bytes(one, layout.context_parallel_size, needs_heads=job.device.name in ON_XLA)
+                        context_bytes(one, layout.degrees.cp, needs_heads=job.device.name in ON_XLA)
                         for one in it.operations
                     ),
                 )
@@ -237,16 +237,16 @@ def communication(
         ep.append(
             layout.num_microbatches * sum(_of_passes(stages[stage], profile, lambda it: it.to_experts) for stage in own)
         )
-        if layout.sequence_parallel:  # gradients of what every rank has are added over the ranks
+        if layout.degrees.sequence_parallel:  # gradients of what every rank has are added over the ranks
             replicated = sum(stages[stage].replicated for stage in own) * itemsize
-            tp[-1] += 2 * replicated * (layout.tensor_parallel_size - 1) // layout.tensor_parallel_size
+            tp[-1] += 2 * replicated * (layout.degrees.tp - 1) // layout.degrees.tp
         neighbours = sum((stage > 0) + (stage < len(stages) - 1) for stage in own)
         pp.append(layout.num_microbatches * neighbours * profile.hidden_bytes if schedule.num_ranks > 1 else 0)
         if schedule.num_ranks > 1:
             pp[-1] += sum(stages[stage].tied for stage in own) * itemsize
         elements = sum(stages[stage].elements for stage in own)
-        per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.zero1 else 2 * itemsize
-        experts, of_experts = sum(stages[stage].experts for stage in own), layout.expert_replicas
+        per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.degrees.zero1 else 2 * itemsize
+        experts, of_experts = sum(stages[stage].experts for stage in own), layout.degrees.expert_replicas
         dp.append(
             (elements - experts) * per_element * (replicas - 1) // replicas
             + experts * per_element * (of_experts - 1) // of_experts
@@ -285,7 +285,7 @@ def step_time(
         model_flops: of forward and backward of one sequence, over all ranks that share it.
     """
     seconds, bubble = pipeline
-    replicas = "dp" if layout.data_parallel_size > 1 else "cp"
+    replicas = "dp" if layout.degrees.dp > 1 else "cp"
     data_parallel = sent.dp / bandwidth(job.device, mesh, replicas) + (LATENCY if sent.dp else 0)
     update = max(_update_bytes(layout, memory) for memory in memories) / (
         job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
@@ -297,6 +297,6 @@ def step_time(
 
 def _update_bytes(layout: Layout, memory: RankMemory) -> float:
     """AdamW reads gradients, and reads and writes both moments and the weights that it updates."""
-    parts = layout.replicas if layout.zero1 else 1
+    parts = layout.degrees.replicas if layout.degrees.zero1 else 1
     weights = memory.optimizer_state / MOMENTS
     return memory.gradients / parts + 2 * memory.optimizer_state + 2 * weights

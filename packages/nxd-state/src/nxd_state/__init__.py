@@ -26,6 +26,7 @@ from nxd_state.collectives import (
 from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
 from nxd_state.collectives.waits import wait_seconds
+from nxd_state.degrees import ParallelDegrees
 from nxd_state.device import (
     autocast_devices,
     compile_backend,
@@ -81,6 +82,7 @@ from nxd_state.parallel_state import (
     get_world_group,
     group_among,
     group_of,
+    initialize_mesh,
     initialize_model_parallel,
     model_parallel_is_initialized,
     planned_world,
@@ -123,8 +125,10 @@ __version__ = "0.1.0"
 __all__ = [
     # the mesh
     "Mesh",
+    "ParallelDegrees",
     "Group",
     "initialize_model_parallel",
+    "initialize_mesh",
     "model_parallel_is_initialized",
     "destroy_model_parallel",
     "abort_model_parallel",

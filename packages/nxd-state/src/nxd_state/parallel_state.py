@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nxd_state.collectives import debug
 from nxd_state.collectives.abort import abort_group
+from nxd_state.degrees import ParallelDegrees
 from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.heartbeat import start_heartbeat, stop_heartbeat
@@ -69,6 +70,22 @@ class _ParallelState:
 
 _state: _ParallelState | None = None
 _planned: tuple[int, int] | None = None  # rank and world size, inside `planned_world`
+
+
+def initialize_mesh(degrees: ParallelDegrees, *, store: dist.Store | None = None) -> None:
+    """`initialize_model_parallel` with these degrees; `dp` is what the launched ranks leave.
+
+    Raises:
+        RuntimeError, ValueError: as that does.
+    """
+    initialize_model_parallel(
+        degrees.tp,
+        degrees.pp,
+        degrees.ep,
+        context_parallel_size=degrees.cp,
+        expert_tensor_parallel_size=degrees.etp,
+        store=store,
+    )
 
 
 def initialize_model_parallel(

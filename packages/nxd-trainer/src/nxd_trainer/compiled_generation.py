@@ -16,7 +16,7 @@ from nxd_engine.models.llama import long_rope_from, rotary_tables
 from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_layers.hf import number_of_experts, parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
-from nxd_state import active_group, model_parallel_is_initialized, splits_experts
+from nxd_state import ParallelDegrees, active_group, model_parallel_is_initialized, splits_experts
 from nxd_trace import TraceContent, source_digest
 from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
 from torch import Tensor, nn
@@ -279,15 +279,14 @@ class CompilableCheckpoint:
         """Raise ValueError if the model cannot be compiled, or not over so many ranks; better than in the workers."""
         if self.description.own_llama_at(tp_degree) is not None:
             return
-        from nxd_plan.layout import ExpertDegrees  # noqa: PLC0415 - they load slowly, and are seldom needed
-        from nxd_plan.profile import planned_ranks  # noqa: PLC0415
+        from nxd_plan.profile import planned_ranks  # noqa: PLC0415 - it loads slowly, and is seldom needed
 
         splits_each = replicas % expert_parallel_size == 0  # as the workers lay them out
-        experts = ExpertDegrees(expert_parallel_size, None if splits_each else 1)
+        degrees = ParallelDegrees(tp_degree, ep=expert_parallel_size, etp=0 if splits_each else 1)
         # A process with ranks of its own cannot take the place of others; there the workers find what does not divide.
         has_ranks = dist.is_initialized() or model_parallel_is_initialized()
         try:
-            with nullcontext() if has_ranks else planned_ranks(tp_degree, experts):
+            with nullcontext() if has_ranks else planned_ranks(degrees):
                 model = parallelize(model_on_meta_of(self.description), expert_parallel=splits_experts())
                 HuggingFaceDecoder(model).cache_layers()
         except Exception as error:  # any error of the model

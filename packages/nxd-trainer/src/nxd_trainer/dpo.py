@@ -91,8 +91,8 @@ def with_dpo_loss(make: Callable[[], nn.Module], recipe: Recipe) -> Callable[[],
 
     def made() -> nn.Module:
         module: Any = make()
-        if is_transformers_model(module) and recipe.parallel.splits_layers:  # first, as it sets the loss, too
-            splits_experts = recipe.parallel.splits_experts
+        if is_transformers_model(module) and recipe.parallel.degrees.splits_layers:  # first, as it sets the loss, too
+            splits_experts = recipe.parallel.degrees.splits_experts
             parallelize(module, expert_parallel=splits_experts, sequence_parallel=recipe.parallel.sequence_parallel)
         module.loss_function = DpoLoss(recipe.dpo)
         whole: nn.Module = module

@@ -196,18 +196,12 @@ def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
     parallel = recipe.parallel
     config = training_config(
         model,
+        parallel.degrees,
         num_microbatches=recipe.train.gradient_accumulation_steps,
         schedule=recipe.pipeline.schedule,
         virtual_pipeline_size=recipe.pipeline.virtual_pipeline_size,
         activation_checkpointing=parallel.activation_checkpointing,
-        zero1=parallel.zero1,
         max_grad_norm=recipe.train.max_grad_norm,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_parallel_size=parallel.expert_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
     )
     if parallel.pipeline_parallel_size > 1:
         config["pipeline_config"]["trace_file_path"] = recipe.pipeline.trace_file

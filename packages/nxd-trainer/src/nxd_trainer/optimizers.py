@@ -97,7 +97,7 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
             check_elementwise(cls, arguments, advice=f"set parallel.zero1=false, {or_use}")
         if parallel.tensor_parallel_size > 1:
             check_elementwise(cls, arguments, advice=f"set parallel.tensor_parallel_size=1, {or_use}")
-        if parallel.splits_experts:
+        if parallel.degrees.splits_experts:
             check_elementwise(cls, arguments, advice=f"set parallel.expert_parallel_size=1, {or_use}")
         if parallel.pipeline_parallel_size > 1:
             check_parameterwise(cls, arguments, advice=f"set parallel.pipeline_parallel_size=1, {or_use}")

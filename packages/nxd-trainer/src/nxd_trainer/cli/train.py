@@ -93,21 +93,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(recipe: Recipe, stop: "StopRequest") -> "TrainResult":
-    from nxd_state import initialize_model_parallel  # noqa: PLC0415
+    from nxd_state import initialize_mesh  # noqa: PLC0415
 
     from nxd_trainer.training import prepare_run, run_training  # noqa: PLC0415
 
-    parallel = recipe.parallel
     _set_timeout(recipe)
-    reports_user_errors(
-        lambda: initialize_model_parallel(
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.expert_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        )
-    )
+    reports_user_errors(lambda: initialize_mesh(recipe.parallel.degrees))
     prepared = reports_user_errors(lambda: prepare_run(recipe))
     return run_training(*prepared, stop)
 
@@ -164,21 +155,19 @@ def _exit_code(result: "TrainResult") -> int:
 def _check_ranks(recipe: Recipe, nproc: int) -> None:
     """What can be known before any rank is started."""
     check_nproc(nproc)
-    tp, pp = recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size
-    cp = recipe.parallel.context_parallel_size
-    model_ranks = tp * pp * cp
+    degrees = recipe.parallel.degrees
+    model_ranks = degrees.model_ranks
     if nproc % model_ranks:
-        pipeline = f" x parallel.pipeline_parallel_size={pp}" if pp > 1 else ""
-        context = f" x parallel.context_parallel_size={cp}" if cp > 1 else ""
+        pipeline = f" x parallel.pipeline_parallel_size={degrees.pp}" if degrees.pp > 1 else ""
+        context = f" x parallel.context_parallel_size={degrees.cp}" if degrees.cp > 1 else ""
         raise ValueError(
-            f"parallel.tensor_parallel_size={tp}{pipeline}{context} needs a multiple of {model_ranks} ranks, not "
-            f"{nproc}; {advice_on_ranks(max(1, nproc // model_ranks) * model_ranks, os.environ)}"
+            f"parallel.tensor_parallel_size={degrees.tp}{pipeline}{context} needs a multiple of {model_ranks} ranks, "
+            f"not {nproc}; {advice_on_ranks(max(1, nproc // model_ranks) * model_ranks, os.environ)}"
         )
-    ep = recipe.parallel.expert_parallel_size
-    expert_ranks = ep * (recipe.parallel.expert_tensor_parallel_size or tp)
-    if nproc // pp % expert_ranks:
+    expert_ranks, of_stage = degrees.ep * degrees.etp, nproc // degrees.pp
+    if of_stage % expert_ranks:
         raise ValueError(
-            f"parallel.expert_parallel_size={ep} needs a multiple of {expert_ranks} ranks for each pipeline stage, not "
-            f"{nproc // pp}; {advice_on_ranks(expert_ranks * pp, os.environ)}"
+            f"parallel.expert_parallel_size={degrees.ep} needs a multiple of {expert_ranks} ranks for each pipeline "
+            f"stage, not {of_stage}; {advice_on_ranks(expert_ranks * degrees.pp, os.environ)}"
         )
     check_layout(recipe, nproc // model_ranks)

@@ -135,13 +135,13 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
         yield ("model.config", "model.type", "model.path", "model.factory"), mistake
     if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
         yield ("model.rope_scaling",), f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
-    if recipe.parallel.splits_experts and model.is_own_llama:
-        name = "parallel.expert_parallel_size"
-        yield (name, "model.type", "model.path"), f"{name} is for models with experts, and our Llama has none"
     of_experts, of_layers = recipe.parallel.expert_tensor_parallel_size, recipe.parallel.tensor_parallel_size
     if of_experts not in (None, 1, of_layers):
         name = "parallel.expert_tensor_parallel_size"
         yield (name,), f"{name}={of_experts} must be 1 or parallel.tensor_parallel_size={of_layers}; unset, it is that"
+    elif recipe.parallel.degrees.splits_experts and model.is_own_llama:
+        name = "parallel.expert_parallel_size"
+        yield (name, "model.type", "model.path"), f"{name} is for models with experts, and our Llama has none"
     for name in ("parallel.pad_heads", "pipeline.layer_class"):
         if _value(recipe, name) and model.factory is None:
             yield (name, "model.factory"), f"{name} is for what model.factory makes; leave it out"

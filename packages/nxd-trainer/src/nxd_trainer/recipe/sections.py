@@ -8,11 +8,12 @@ Numbers that switch something off are 0; a key that may be left unset is None.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from nxd_engine.options import option
+from nxd_state.degrees import SIZES, ParallelDegrees
 
 # Written out, since nxd-pipeline, whose names these are, brings torch in, and `nxd train --help` does without.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
@@ -107,15 +108,27 @@ class ParallelSection:
     )
 
     @property
-    def splits_experts(self) -> bool:
-        """Whether experts lie on the ranks in another way than the other layers."""
-        of_experts = self.expert_tensor_parallel_size or self.tensor_parallel_size
-        return self.expert_parallel_size > 1 or of_experts != self.tensor_parallel_size
+    def degrees(self) -> ParallelDegrees:
+        """These degrees; how many replicas there are, the launch decides.
 
-    @property
-    def splits_layers(self) -> bool:
-        """Whether a rank has a part of some layer only."""
-        return self.tensor_parallel_size > 1 or self.splits_experts
+        Raises:
+            ValueError: experts cannot be split so.
+        """
+        return ParallelDegrees(
+            self.tensor_parallel_size,
+            self.pipeline_parallel_size,
+            self.context_parallel_size,
+            self.expert_parallel_size,
+            self.expert_tensor_parallel_size or 0,
+            sequence_parallel=self.sequence_parallel,
+            zero1=self.zero1,
+        )
+
+    def at(self, degrees: ParallelDegrees) -> Self:
+        """The same with the sizes of other degrees; whole experts stay whole."""
+        whole_experts = self.expert_tensor_parallel_size == 1
+        sizes = {name: getattr(degrees, axis) for axis, name in SIZES.items()}
+        return replace(self, **sizes, expert_tensor_parallel_size=1 if whole_experts else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from nxd_elastic.layouts import Fit, Layout
 from nxd_elastic.loop import ChangeMembers, Membership, Options, run_as_trainer
 from nxd_elastic.supervisor import Lifeline
-from nxd_state import all_gather_object, get_world_group
+from nxd_state import ParallelDegrees, all_gather_object, get_world_group
 
 from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.recipe.checks import consistency_mistakes
@@ -26,48 +25,36 @@ class ElasticRecipe:
         ValueError: a layout never fits the recipe or the number of ranks, or the recipe does not resume.
     """
 
-    def __init__(self, recipe: Recipe, others: Sequence[Layout], options: Options) -> None:
+    def __init__(self, recipe: Recipe, others: Sequence[ParallelDegrees], options: Options) -> None:
         if recipe.checkpoint.resume == "never":
             raise ValueError(
                 "checkpoint.resume='never' would begin the run anew whenever a rank is lost; leave it out with "
                 "--elastic, and give another output for a run from the beginning"
             )
         self.recipe, self.options = recipe, options
-        parallel = recipe.parallel
-        own = Layout(
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.context_parallel_size,
-            parallel.expert_parallel_size,
-        )
-        self.layouts = [own, *others]
+        own = recipe.parallel.degrees
+        self.layouts = [own, *(recipe.parallel.at(it).degrees for it in others)]
         self._dp = max(1, options.most // own.model_ranks)  # of a launch in which no rank is lost
         for layout in self.layouts:
             self._check(layout)
 
-    def accepts(self, fit: Fit) -> bool:
+    def accepts(self, degrees: ParallelDegrees) -> bool:
         """Whether the recipe can be run so."""
-        return self._mistake(fit) is None
+        return self._mistake(degrees) is None
 
-    def at(self, fit: Fit) -> Recipe:
+    def at(self, degrees: ParallelDegrees) -> Recipe:
         """The recipe at a layout: a microbatch of a rank has as many samples as at the launch, if that divides."""
-        train, layout = self.recipe.train, fit.layout
+        train = self.recipe.train
         samples = train.global_batch_size // (train.gradient_accumulation_steps * self._dp)
         steps = train.gradient_accumulation_steps
-        if samples and train.global_batch_size % (samples * fit.dp) == 0:
-            steps = max(steps, train.global_batch_size // (samples * fit.dp))
-        parallel = replace(
-            self.recipe.parallel,
-            tensor_parallel_size=layout.tp,
-            pipeline_parallel_size=layout.pp,
-            context_parallel_size=layout.cp,
-            expert_parallel_size=layout.ep,
-        )
+        if samples and train.global_batch_size % (samples * degrees.dp) == 0:
+            steps = max(steps, train.global_batch_size // (samples * degrees.dp))
+        parallel = self.recipe.parallel.at(degrees)
         return replace(self.recipe, parallel=parallel, train=replace(train, gradient_accumulation_steps=steps))
 
-    def _check(self, layout: Layout) -> None:
+    def _check(self, layout: ParallelDegrees) -> None:
         most = self.options.most // layout.model_ranks
-        fits = [Fit(layout, dp) for dp in range(most, 0, -1) if layout.model_ranks * dp >= self.options.least]
+        fits = [replace(layout, dp=dp) for dp in range(most, 0, -1) if layout.model_ranks * dp >= self.options.least]
         if not fits:
             raise ValueError(
                 f"the layout {layout} needs a multiple of {layout.model_ranks} ranks, and --elastic allows "
@@ -77,10 +64,10 @@ class ElasticRecipe:
         if None not in mistakes:
             raise ValueError(f"the layout {layout} of --elastic does not fit the recipe: {mistakes[0]}")
 
-    def _mistake(self, fit: Fit) -> str | None:
-        recipe = self.at(fit)
+    def _mistake(self, degrees: ParallelDegrees) -> str | None:
+        recipe = self.at(degrees)
         try:
-            check_layout(recipe, fit.dp)
+            check_layout(recipe, degrees.dp)
         except ValueError as error:
             return str(error)
         return next((mistake for _, mistake in consistency_mistakes(recipe)), None)
@@ -106,9 +93,9 @@ def train_elastically(
     """
 
     def train_once(membership: Membership) -> TrainResult:
-        recipe = elastic.at(Fit(membership.layout, membership.dp))
+        recipe = elastic.at(membership.degrees)
         prepare()
-        membership.initialize(expert_tensor_parallel_size=recipe.parallel.expert_tensor_parallel_size)
+        membership.initialize()
         asked = _Asked(stop, membership)
         result = run_training(*prepare_run(recipe), asked)
         if result.stopped:

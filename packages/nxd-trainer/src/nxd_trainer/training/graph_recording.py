@@ -5,7 +5,6 @@ of its own. Run as a module, this file is such a process: `python -m nxd_trainer
 """
 
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from nxd_doctor.graphs import CapturedGraph, capture_steps, module_scopes, start_capture
 from nxd_doctor.graphs.recording import record_steps
 from nxd_doctor.recording import RecordedRank, RecordedSteps, check_torch_xla, run_on_cpu
-from nxd_state import initialize_model_parallel, step_boundary
+from nxd_state import initialize_mesh, step_boundary
 
 from nxd_trainer.recipe import Recipe, check_layout, load_recipe, recipe_from_dict, save_recipe
 from nxd_trainer.training.run_state import build_run_state
@@ -36,35 +35,26 @@ def record_recipe(file: str, settings: Sequence[str], *, ranks: int | None, step
         ValueError: the recipe has mistakes, or torch-xla is not installed, or the steps cannot be recorded.
     """
     recipe = load_recipe(file or None, settings)
-    tensor_parallel = recipe.parallel.tensor_parallel_size
-    pipeline_parallel = recipe.parallel.pipeline_parallel_size
-    if pipeline_parallel > 1:
-        raise ValueError(
-            f"the graphs of pipelines are not looked at; parallel.pipeline_parallel_size={pipeline_parallel}"
-        )
-    context_parallel = recipe.parallel.context_parallel_size
-    of_a_replica = tensor_parallel * context_parallel
-    of_experts = recipe.parallel.expert_parallel_size * (recipe.parallel.expert_tensor_parallel_size or tensor_parallel)
-    least = math.lcm(of_a_replica, of_experts)
+    degrees = recipe.parallel.degrees
+    if degrees.pp > 1:
+        raise ValueError(f"the graphs of pipelines are not looked at; parallel.pipeline_parallel_size={degrees.pp}")
+    least = degrees.least_ranks
     world_size = least if ranks is None else ranks
     if world_size < 1 or world_size % least:
-        degrees = f"parallel.tensor_parallel_size={tensor_parallel}"
-        if context_parallel > 1:
-            degrees += f" times parallel.context_parallel_size={context_parallel}"
-        if recipe.parallel.splits_experts:
-            degrees += f", and of {of_experts} ranks with the experts of a layer"
-        raise ValueError(f"--ranks {world_size} must be a multiple of {degrees}")
+        needed = f"parallel.tensor_parallel_size={degrees.tp}"
+        if degrees.cp > 1:
+            needed += f" times parallel.context_parallel_size={degrees.cp}"
+        if degrees.splits_experts:
+            needed += f", and of {degrees.ep * degrees.etp} ranks with the experts of a layer"
+        raise ValueError(f"--ranks {world_size} must be a multiple of {needed}")
     if steps < 1:
         raise ValueError(f"--steps {steps} must be 1 or more; 3 show whether a graph comes again")
-    replicas = world_size // of_a_replica
-    check_layout(recipe, replicas)
+    degrees = degrees.on(world_size)
+    check_layout(recipe, degrees.dp)
     first_and_last = sorted({0, world_size - 1})
     recorded = _record_ranks(recipe, ranks=first_and_last, world_size=world_size, num_steps=steps)
     which = "one rank, as it ran" if world_size == 1 else f"ranks 0 and {world_size - 1}, recorded without running"
-    context = f" x CP {context_parallel}" if context_parallel > 1 else ""
-    experts = f", EP {recipe.parallel.expert_parallel_size}" if recipe.parallel.splits_experts else ""
-    layout = f"TP {tensor_parallel}{context} x DP {replicas}{experts}"
-    title = f"{file or 'the default recipe'}: {layout}; {which}"
+    title = f"{file or 'the default recipe'}: {degrees.describe()}; {which}"
     return RecordedSteps(title, recorded, world_size)
 
 
@@ -109,13 +99,7 @@ def record_rank(recipe_file: str, result: str, rank: int, world_size: int, num_s
 
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     recipe = recipe_from_dict(json.loads(Path(recipe_file).read_text()))  # our own, which may name a factory
-    degrees = recipe.parallel
-    initialize_model_parallel(
-        degrees.tensor_parallel_size,
-        expert_model_parallel_size=degrees.expert_parallel_size,
-        expert_tensor_parallel_size=degrees.expert_tensor_parallel_size,
-        context_parallel_size=degrees.context_parallel_size,
-    )
+    initialize_mesh(recipe.parallel.degrees)
     state = build_run_state(recipe)
     record = capture_steps if world_size == 1 else record_steps
     if world_size == 1:

@@ -13,7 +13,16 @@ from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.adapters import check_can_be_merged
 from nxd_engine.model_description import ModelDescription
 from nxd_engine.rank_sync import together
-from nxd_state import Group, all_gather_object, get_device, get_group, get_mesh, get_world_group, send_to_device
+from nxd_state import (
+    Group,
+    ParallelDegrees,
+    all_gather_object,
+    get_device,
+    get_group,
+    get_mesh,
+    get_world_group,
+    send_to_device,
+)
 
 from nxd_trainer.data import Batch, HeldOutLoader, StreamLoader, TrainLoader, read_ahead
 from nxd_trainer.dpo import REFERENCE
@@ -143,14 +152,11 @@ class RunState:
 
     @property
     def layout(self) -> str:
-        """Such as "TP 2 x DP 2", or "TP 2 + SP x PP 2 x DP 2, ZeRO-1" with all there is."""
-        mesh = get_mesh()
-        sequence_parallel = " + SP" if self.recipe.parallel.sequence_parallel else ""
-        pipeline = f" x PP {mesh.pp}" if mesh.pp > 1 else ""
-        zero1 = ", ZeRO-1" if self.recipe.parallel.zero1 else ""
-        experts = f", EP {mesh.ep}" if mesh.splits_experts else ""
-        context = f" x CP {mesh.cp}" if mesh.cp > 1 else ""
-        return f"TP {mesh.tp}{sequence_parallel}{context}{pipeline} x DP {mesh.dp}{experts}{zero1}"
+        """Such as "TP 2 x DP 2"; see `ParallelDegrees.describe`."""
+        parallel = self.recipe.parallel
+        return ParallelDegrees.of_mesh(
+            get_mesh(), sequence_parallel=parallel.sequence_parallel, zero1=parallel.zero1
+        ).describe()
 
 
 def build_run_state(recipe: Recipe) -> RunState:

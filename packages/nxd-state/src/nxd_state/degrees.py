@@ -1,0 +1,159 @@
+"""`ParallelDegrees`: how a training job lies on its ranks, in one value.
+
+Configs, recipes, plans, elastic runs and Lightning hold it or read one; the names of the documented API are here, too.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from nxd_state.mesh import Mesh
+
+SIZES = {  # the axes that a user sets, by their names in `neuronx_distributed_config`
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+}
+
+
+@dataclass(frozen=True, order=True)
+class ParallelDegrees:
+    """The degrees of each axis of parallelism, and what is sharded along them.
+
+    Args:
+        tp: ranks that split each layer.
+        pp: ranks that the layers are distributed over.
+        cp: ranks that each sequence is cut over.
+        ep: ranks that the experts of a layer are distributed over.
+        etp: ranks that split each expert: 1, or `tp`; 0 for `tp`.
+        dp: replicas of the model; 0 where the number of ranks is not known yet.
+        sequence_parallel: activations between the layers' matrix products are split along the sequence.
+        zero1: the optimizer's states are sharded over the replicas.
+
+    Raises:
+        ValueError: a degree is no positive number, or `etp` is neither 1 nor `tp`.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    dp: int = 0
+    sequence_parallel: bool = False
+    zero1: bool = False
+
+    def __post_init__(self) -> None:
+        for axis in (*SIZES, "etp", "dp"):
+            least = 1 if axis in SIZES else 0
+            if type(getattr(self, axis)) is not int or getattr(self, axis) < least:
+                raise ValueError(f"{axis}={getattr(self, axis)!r} is not a positive degree; use 1 to switch it off")
+        object.__setattr__(self, "etp", self.etp or self.tp)
+        if self.etp not in (1, self.tp):
+            raise ValueError(
+                f"etp={self.etp} must be 1 or tp={self.tp}: an expert is split over all ranks that split the other "
+                "layers, or over none"
+            )
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Self:
+        """The degrees that a complete config says; it leaves open how many replicas there are."""
+        sizes: dict[str, Any] = {axis: config[name] for axis, name in SIZES.items()}
+        etp = config["expert_tensor_parallel_size"] or 0
+        return cls(**sizes, etp=etp, sequence_parallel=bool(config["sequence_parallel"]))
+
+    @classmethod
+    def of_mesh(cls, mesh: Mesh, *, sequence_parallel: bool = False, zero1: bool = False) -> Self:
+        """The degrees of a mesh, whose number of replicas is known."""
+        return cls(mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.etp, mesh.dp, sequence_parallel, zero1)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The degrees of "tp=2,pp=2": those that are left out are 1.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        degrees: dict[str, Any] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            name = name.strip()
+            if name not in SIZES or name in degrees or not value.strip().isdecimal() or int(value) < 1:
+                known = list(SIZES)
+                raise ValueError(f"{part!r} in the layout {text!r} is no degree; write such as tp=2,pp=2 (of {known})")
+            degrees[name] = int(value)
+        return cls(**degrees)
+
+    def as_config(self) -> dict[str, Any]:
+        """The arguments of `neuronx_distributed_config` that say these degrees."""
+        sizes: dict[str, Any] = {name: getattr(self, axis) for axis, name in SIZES.items()}
+        whole_experts = {"expert_tensor_parallel_size": self.etp} if self.etp != self.tp else {}
+        return {**sizes, **whole_experts, "sequence_parallel": self.sequence_parallel}
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks of one replica of the model."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job; 0 where `dp` is not known."""
+        return self.model_ranks * self.dp
+
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks that these degrees fit, and of which every other fitting number is a multiple."""
+        return self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp)
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether experts lie on the ranks in another way than the other layers."""
+        return self.ep > 1 or self.etp != self.tp
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether a rank has a part of some layer only."""
+        return self.tp > 1 or self.splits_experts
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same parameters, over which states are sharded: those of the data and of the contexts."""
+        return self.dp * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that have the same experts."""
+        return self.replicas * self.tp // (self.ep * self.etp)
+
+    def on(self, world_size: int) -> Self:
+        """These degrees on so many ranks: `dp` is what they leave.
+
+        Raises:
+            ValueError: they do not divide the ranks.
+        """
+        return replace(self, dp=self.mesh(world_size).dp)
+
+    def mesh(self, world_size: int | None = None) -> Mesh:
+        """The mesh of all ranks: of `world_size`, or of `dp` replicas.
+
+        Raises:
+            ValueError: the degrees do not divide the ranks.
+        """
+        ranks = self.world_size if world_size is None else world_size
+        return Mesh(ranks, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp)
+
+    def describe(self) -> str:
+        """Such as "TP 2 x DP 2", or "TP 2 + SP x CP 2 x PP 2 x DP 2, EP 2, ZeRO-1" with all there is."""
+        sequence_parallel = " + SP" if self.sequence_parallel else ""
+        axes = [f"TP {self.tp}{sequence_parallel}"]
+        axes += [f"{axis.upper()} {degree}" for axis in ("cp", "pp") if (degree := getattr(self, axis)) > 1]
+        axes += [f"DP {self.dp}"] if self.dp else []
+        whole = " of whole experts" if self.etp < self.tp else ""
+        experts = f", EP {self.ep}{whole}" if self.splits_experts else ""
+        return f"{' x '.join(axes)}{experts}{', ZeRO-1' if self.zero1 else ''}"
+
+    def __str__(self) -> str:
+        degrees = {axis: getattr(self, axis) for axis in SIZES}
+        return ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1 or axis == "tp")
