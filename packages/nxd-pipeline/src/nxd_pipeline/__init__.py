@@ -5,6 +5,7 @@ from nxd_pipeline.partition import Stage, layer_flops, manual_partition
 from nxd_pipeline.runtime import GradientSync, current_microbatch
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
+    TRAINING_SCHEDULES,
     Action,
     ActionKind,
     Costs,
@@ -12,6 +13,7 @@ from nxd_pipeline.schedules import (
     Schedule,
     StageCost,
     Timeline,
+    TrainingSchedule,
     custom_schedule,
     default_stages_per_rank,
     insert_blocking_communication,
@@ -36,6 +38,8 @@ __all__ = [
     "manual_partition",
     "layer_flops",
     "SCHEDULE_NAMES",
+    "TRAINING_SCHEDULES",
+    "TrainingSchedule",
     "stages_per_rank",
     "default_stages_per_rank",
     "make_schedule",

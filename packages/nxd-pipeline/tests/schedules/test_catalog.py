@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
+    TRAINING_SCHEDULES,
     format_schedule,
     forward_only,
     insert_communication,
@@ -141,3 +142,7 @@ def test_make_schedule_of_what_cannot_be_raises(name, sizes, message):
 
     with pytest.raises(ValueError, match=message):
         make_schedule(name, pipeline_size, num_microbatches, virtual_pipeline_size=virtual_pipeline_size)
+
+
+def test_all_schedules_but_inference_train():
+    assert sorted(SCHEDULE_NAMES) == sorted([*TRAINING_SCHEDULES, "inference"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from nxd_layers.context import SequenceCut
-from nxd_pipeline import SCHEDULE_NAMES
+from nxd_pipeline import TRAINING_SCHEDULES
 from nxd_state import ParallelDegrees
 from nxd_state.degrees import SIZES
 from nxd_state.mesh import divisors
@@ -54,9 +54,8 @@ class Job:
                 f"sequence_length={self.sequence_length} is more than max_position_embeddings={longest}, for which "
                 "the model is made; lower it"
             )
-        trainable = [name for name in SCHEDULE_NAMES if name != "inference"]
-        if self.schedule not in trainable:
-            raise ValueError(f"schedule={self.schedule!r} does not train; use one of {', '.join(trainable)}")
+        if self.schedule not in TRAINING_SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} does not train; use one of {', '.join(TRAINING_SCHEDULES)}")
         self.device.flops_of(self.dtype_name)
 
     @property

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
-from nxd_trainer.recipe.sections import LrScheduleName
-
+LrScheduleName = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "warmup_stable_decay",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
 DecayType = Literal["linear", "cosine", "1-sqrt"]
 
 # What is left of the learning rate after a part of the decay, from 0 to 1.
@@ -20,15 +27,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "1-sqrt": lambda done: 1 - math.sqrt(done),
 }
-_NAMES = (
-    "cosine",
-    "linear",
-    "constant",
-    "warmup_stable_decay",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-)
+_NAMES: tuple[LrScheduleName, ...] = get_args(LrScheduleName)
 _TIMESCALE = 10_000  # of inverse_sqrt without a warm-up, as in transformers
 
 

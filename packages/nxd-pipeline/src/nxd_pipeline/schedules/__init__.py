@@ -12,6 +12,8 @@ from nxd_pipeline.schedules.action import (
 from nxd_pipeline.schedules.blocking_communication import insert_blocking_communication
 from nxd_pipeline.schedules.catalog import (
     SCHEDULE_NAMES,
+    TRAINING_SCHEDULES,
+    TrainingSchedule,
     choose_schedule,
     default_stages_per_rank,
     dualpipe_v,
@@ -53,6 +55,8 @@ __all__ = [
     "Dataflow",
     # making one
     "SCHEDULE_NAMES",
+    "TRAINING_SCHEDULES",
+    "TrainingSchedule",
     "stages_per_rank",
     "default_stages_per_rank",
     "make_schedule",

@@ -7,6 +7,7 @@ Messages are added by `insert_communication`.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from nxd_pipeline.schedules.action import Action, ActionKind
 from nxd_pipeline.schedules.schedule import Schedule
@@ -307,6 +308,8 @@ _CATALOG = {
 }
 
 SCHEDULE_NAMES = tuple(_CATALOG)
+TrainingSchedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+TRAINING_SCHEDULES: tuple[TrainingSchedule, ...] = get_args(TrainingSchedule)
 
 
 def stages_per_rank(name: str) -> int | None:

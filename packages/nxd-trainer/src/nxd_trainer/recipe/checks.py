@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from nxd_engine.options import OptionError
+from nxd_pipeline import TRAINING_SCHEDULES
 from nxd_state.mesh import divisors
 
-from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe, ScheduleName
+from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe
 
 VOCAB_SIZE_MULTIPLE = 64
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -305,7 +306,7 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     schedule, virtual = recipe.pipeline.schedule, recipe.pipeline.virtual_pipeline_size
     needed = stages_per_rank(schedule)
     if virtual is not None and needed and virtual != needed:
-        fitting = [name for name in get_args(ScheduleName) if stages_per_rank(name) in (None, virtual)]
+        fitting = [name for name in TRAINING_SCHEDULES if stages_per_rank(name) in (None, virtual)]
         mistake = (
             f"pipeline.virtual_pipeline_size={virtual} is not for pipeline.schedule={schedule}, which has {needed}; "
             f"leave it unset, or use {_listed(fitting)}"

@@ -13,19 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from nxd_engine.options import option
+from nxd_pipeline import TrainingSchedule
 from nxd_state.degrees import SIZES, ParallelDegrees
 
-# Written out, since nxd-pipeline, whose names these are, brings torch in, and `nxd train --help` does without.
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
-LrScheduleName = Literal[
-    "cosine",
-    "linear",
-    "constant",
-    "warmup_stable_decay",
-    "cosine_with_restarts",
-    "polynomial",
-    "inverse_sqrt",
-]
+from nxd_trainer.lr_schedule import LrScheduleName
+
 DpoLossName = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down"]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
@@ -154,7 +146,7 @@ class MoeSection:
 class PipelineSection:
     """How pipeline-parallel ranks work together; without effect where there is one."""
 
-    schedule: ScheduleName = option("1f1b", "order of the work, by its name in nxd-pipeline")
+    schedule: TrainingSchedule = option("1f1b", "order of the work, by its name in nxd-pipeline")
     virtual_pipeline_size: int | None = option(
         None, "stages on each rank; unset: 2 for interleaved, zb-v and dualpipe-v, else 1", at_least=1
     )
@@ -253,7 +245,7 @@ class OptimizerSection:
     num_decay_steps: int | None = option(
         None, "of warmup_stable_decay: steps of the decay, at the end of the run; unset: a tenth of it", at_least=1
     )
-    decay_type: Literal["linear", "cosine", "1-sqrt"] = option("linear", "of warmup_stable_decay: shape of the decay")
+    decay_type: DecayType = option("linear", "of warmup_stable_decay: shape of the decay")
     num_cycles: int = option(1, "of cosine_with_restarts: how often it falls", at_least=1)
     power: float = option(1.0, "of polynomial: its exponent", above=0)
 
