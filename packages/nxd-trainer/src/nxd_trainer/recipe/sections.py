@@ -16,7 +16,7 @@ from nxd_engine.options import option
 from nxd_pipeline import TrainingSchedule
 from nxd_state.degrees import SIZES, ParallelDegrees
 
-from nxd_trainer.lr_schedule import LrScheduleName
+from nxd_trainer.lr_schedule import DecayType, LrScheduleName
 
 DpoLossName = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down"]
 DtypeName = Literal["float32", "bfloat16", "float64"]
