@@ -260,7 +260,8 @@ def test_the_json_of_a_plan_says_what_the_plan_says(plan_of_four):
     content = json.loads(plan_as_json(plan_of_four))
     assert content["num_fitting"] == len(content["best"]) == plan_of_four.num_fitting
     first, told = plan_of_four.best[0], content["best"][0]
-    assert told["layout"] == vars(first.layout)
+    assert told["layout"] == first.layout.as_dict()
+    assert told["layout"]["data_parallel_size"] == first.layout.degrees.dp
     assert [it["peak"] for it in told["memory"]] == [it.peak for it in first.memories]
     assert told["time"]["step"] == first.time.seconds
     assert len(content["not_possible"]) == len(plan_of_four.rejected)
