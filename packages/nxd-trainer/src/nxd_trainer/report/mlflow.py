@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_trainer.report.metrics import StepRecord
-from nxd_trainer.report.trackers import kept_run_id, scalars_of
+from nxd_trainer.report.scalars import kept_run_id, scalars_of
 
 
 class MlflowTracker:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nxd_trainer.report.metrics import StepRecord
-from nxd_trainer.report.trackers import scalars_of
+from nxd_trainer.report.scalars import scalars_of
 
 # Tags of existing training scripts for NeuronX Distributed, so that their dashboards show these runs, too.
 _OLD_TAGS = {

@@ -168,7 +168,7 @@ def _is_complete(folder: str) -> bool:
 
 
 def _read_v2(folder: str, *, with_optimizer: bool) -> _Contents:
-    from nxd_ckpt.interop import open_torch_dcp  # noqa: PLC0415 - it imports as much again as torch
+    from nxd_ckpt.interop.torch_dcp import open_torch_dcp  # noqa: PLC0415 - it imports as much again as torch
 
     model = {rank: load_rank_file(file) for rank, file in v2_files(os.path.join(folder, "model")).items()}
     if not model:
