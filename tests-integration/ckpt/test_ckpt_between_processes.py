@@ -12,11 +12,12 @@ from nxd_testing import RankFailure, run_on_ranks
 
 
 def logical_tensors():
+    """Matrices of more than 1 MiB, which ranks that hold the same share out to write, and smaller tensors."""
     generator = torch.Generator().manual_seed(0)
     return {
-        "column.weight": torch.randn(16, 12, generator=generator),
-        "row.weight": torch.randn(12, 16, generator=generator).bfloat16(),
-        "norm.weight": torch.randn(12, generator=generator),
+        "column.weight": torch.randn(640, 480, generator=generator),
+        "row.weight": torch.randn(480, 1280, generator=generator).bfloat16(),
+        "norm.weight": torch.randn(480, generator=generator),
         "step": torch.tensor(7),
     }
 

@@ -286,16 +286,3 @@ def test_settings_of_an_optimizer_go_by_the_names_of_its_parameters(tmp_path):
     assert [float(group["lr"]) for group in swapped.param_groups] == pytest.approx([0.2, 0.1])
     with pytest.raises(CheckpointError, match="different settings when saved"):
         load_checkpoint(tmp_path, model=model, optimizer=together)
-
-
-def test_documented_paths_lead_here():
-    import nxd_engine as api
-    import nxd_engine as nxd
-    from nxd_engine.checkpoints import shard_files
-
-    for name in ("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"):
-        assert getattr(nxd, name) is getattr(nxd.trainer, name) is getattr(nxd.trainer.checkpoint, name)
-        assert getattr(nxd, name) is getattr(api, name)
-    assert nxd.parallel_layers.save is nxd.parallel_layers.checkpointing.save is shard_files.save
-    assert nxd.parallel_layers.load is shard_files.load
-    assert nxd.parallel_layers.random.model_parallel_xla_manual_seed.__module__.startswith("nxd_state")

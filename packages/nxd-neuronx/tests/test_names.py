@@ -69,3 +69,16 @@ print(sorted({{'transformers', 'lightning', 'pytorch_lightning', 'torch_xla'}} &
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_documented_paths_lead_here():
+    import neuronx_distributed as nxd
+    import nxd_engine as api
+    from nxd_engine.checkpoints import shard_files
+
+    for name in ("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"):
+        assert getattr(nxd, name) is getattr(nxd.trainer, name) is getattr(nxd.trainer.checkpoint, name)
+        assert getattr(nxd, name) is getattr(api, name)
+    assert nxd.parallel_layers.save is nxd.parallel_layers.checkpointing.save is shard_files.save
+    assert nxd.parallel_layers.load is shard_files.load
+    assert nxd.parallel_layers.random.model_parallel_xla_manual_seed.__module__.startswith("nxd_state")

@@ -142,6 +142,7 @@ DOCUMENTED = {
             "auto_partition": False,
         },
         STAGES,
+        ours={"module": None},  # with `stages` there is none
     ),
     "pipeline.NxDPPModel.run_train": Documented(VOID, STAGES, "**"),
     "pipeline.NxDPPModel.run_eval": Documented(VOID, STAGES, "**"),
