@@ -68,6 +68,7 @@ def test_experts_and_sequences_over_ranks_give_the_numbers_of_one_process(run_ra
     [
         ("bamba", {"z_loss_coefficient": 0.5, "attn_layer_indices": [0, 1, 2, 3]}),
         ("cohere", {"use_qk_norm": True}),
+        ("glm4_moe", {"use_qk_norm": True}),
         ("phi", {"qk_layernorm": True}),
     ],
     ids=str,

@@ -51,6 +51,7 @@ OWN_PLANS: dict[str, dict[str, str]] = {
     "apertus": _LEARNED_ACTIVATION,
     "apertus1p5_text": _LEARNED_ACTIVATION,
     "cohere": _under("layers.*.self_attn", dict.fromkeys(("q_norm.weight", "k_norm.weight"), "colwise")),
+    "glm4_moe": _norms_of_heads("q_norm", "k_norm"),
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
     "sarvam_moe": _norms_of_heads("q_norm", "k_norm"),
     "inkling_text": {
