@@ -2,20 +2,22 @@
 
     python tools/check_imports.py
 
-Takes about a second and leaves nothing behind; exits 1 and names each line that breaks one of four rules:
+Takes about a second and leaves nothing behind; exits 1 and names each line that breaks one of five rules:
 
 1. A package imports only those of its siblings that `MAY_IMPORT` lists for it.
 2. It uses no sibling's underscore names.
 3. At module level it imports only what its pyproject.toml declares in `dependencies`. Everything else is an
    optional dependency, imported inside the function that needs it.
 4. An optional dependency is imported in one file of the package, the one that adapts it.
+5. Files do not import one another in a circle, inside functions neither.
 """
 
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -157,6 +159,32 @@ def optional_problems(sources: list[Source], declared: set[str]) -> Iterator[str
                 yield f"{where}: imports {found.top}, which {adapter} adapts; call that file instead"
 
 
+def circle_problems(sources: list[Source]) -> Iterator[str]:
+    """Rule 5, over all packages: the first circle that there is."""
+    files = {module_name(source.path): source for source in sources}
+    graph = {
+        name: {imported for found in source.imports if not found.for_types for imported in modules_of(found, files)}
+        for name, source in files.items()
+    }
+    try:
+        TopologicalSorter({name: imported - {name} for name, imported in graph.items()}).prepare()
+    except CycleError as error:
+        yield f"{files[error.args[1][0]].path}: imports in a circle: {' <- '.join(error.args[1])}"
+
+
+def module_name(path: Path) -> str:
+    """Of a file below `src`, such as "nxd_state.collectives" for its `__init__.py`."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[parts.index("src") + 1 :]).removesuffix(".__init__")
+
+
+def modules_of(found: Import, files: Collection[str]) -> set[str]:
+    """The files that an import loads: a name that is taken may be a file below the module."""
+    below = {f"{found.module}.{name}" for name in found.taken}
+    named = {name for name in below if name in files}
+    return named | ({found.module} & set(files) if len(named) < len(below) or not below else set())
+
+
 def declared_imports(pyproject: Path) -> set[str]:
     """The import names of what a package declares in `dependencies`."""
     with pyproject.open("rb") as file:
@@ -166,8 +194,9 @@ def declared_imports(pyproject: Path) -> set[str]:
 
 
 def find_problems(packages: Path) -> list[str]:
-    """Every breach of the four rules under `packages`, as `file:line: what` lines."""
-    problems = []
+    """Every breach of the rules under `packages`, as `file:line: what` lines."""
+    problems: list[str] = []
+    everything: list[Source] = []
     for pyproject in sorted(packages.glob("*/pyproject.toml")):
         roots = [path for path in sorted(pyproject.parent.glob("src/*")) if path.name.isidentifier()]
         unknown = [path for path in roots if path.name not in MAY_IMPORT]
@@ -177,7 +206,8 @@ def find_problems(packages: Path) -> list[str]:
         for source in sources:
             problems += sibling_problems(source)
         problems += optional_problems(sources, declared_imports(pyproject))
-    return problems
+        everything += sources
+    return [*problems, *circle_problems(everything)]
 
 
 def main() -> int:

@@ -80,3 +80,15 @@ def test_find_problems_of_extra_in_its_own_file_is_empty(tmp_path: Path) -> None
     write_module(tmp_path, "nxd-trainer/src/nxd_trainer/data/template_process.py", "import jinja2")
 
     assert find_problems(tmp_path) == []
+
+
+@pytest.mark.parametrize("back", ["from nxd_layers import linear", "def f():\n    from nxd_layers.linear import g"])
+def test_find_problems_of_files_that_import_one_another_names_the_circle(tmp_path: Path, back: str) -> None:
+    write_module(tmp_path, LAYERS, "from nxd_layers.norm import scale")
+    write_module(tmp_path, "nxd-layers/src/nxd_layers/norm.py", back)
+
+    [found] = find_problems(tmp_path)
+
+    assert "imports in a circle" in found
+    assert "nxd_layers.linear" in found
+    assert "nxd_layers.norm" in found
