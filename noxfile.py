@@ -145,11 +145,20 @@ def wheels(session: nox.Session) -> None:
 
 
 def with_siblings(package: str, *groups: str) -> set[str]:
-    """`package` and those of this repository that it and its dependency `groups` need."""
+    """`package` and those of this repository that it, its dependency `groups` and the extras they name need."""
     pyproject = PYPROJECTS[package]
-    requirements = [*pyproject["project"]["dependencies"], *dependency_groups(pyproject, *groups)]
-    required = {Requirement(text).name for text in requirements} & PYPROJECTS.keys() - {package}
-    return {package}.union(*map(with_siblings, required))
+    found, waiting = {package}, [*pyproject["project"]["dependencies"], *dependency_groups(pyproject, *groups)]
+    while waiting:
+        required = Requirement(waiting.pop())
+        if required.name not in PYPROJECTS:
+            continue
+        project = PYPROJECTS[required.name]["project"]
+        if required.name not in found:
+            found.add(required.name)
+            waiting += project["dependencies"]
+        for extra in required.extras:
+            waiting += project["optional-dependencies"][extra]
+    return found
 
 
 def build_wheel(session: nox.Session, package: Path, directory: Path) -> None:
