@@ -15,6 +15,7 @@ from nxd_optim import NeuronZero1Optimizer
 from nxd_pipeline.runtime.memory import StepMemory
 from nxd_plan import Degrees, Job, OwnLlama, TransformersModel, config_call, find_device, make_plan
 from nxd_state import destroy_model_parallel, get_group
+from samples import of_the_day
 
 transformers = pytest.importorskip("transformers")
 
@@ -220,8 +221,10 @@ class Replicas:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        pytest.param(1, ONE_RANK, id="one rank"),
-        pytest.param(2, TWO_RANKS, id="two ranks"),
+        pytest.param(1, of_the_day(ONE_RANK, 4), id="one rank"),
+        pytest.param(2, of_the_day(TWO_RANKS, 6), id="two ranks"),
+        pytest.param(1, ONE_RANK, id="all on one rank", marks=pytest.mark.slow),
+        pytest.param(2, TWO_RANKS, id="all on two ranks", marks=pytest.mark.slow),
         pytest.param(4, FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),
     ],
 )
