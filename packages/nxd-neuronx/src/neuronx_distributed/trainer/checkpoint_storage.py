@@ -9,9 +9,6 @@ from nxd_neuronx.checkpoint_storage import (
     create_checkpoint_storage,
     is_slow_down_error,
 )
-from nxd_neuronx.not_here import not_here
-
-(wait_decrementing_with_jitter,) = not_here(__name__, "s3", "wait_decrementing_with_jitter")
 
 __all__ = [
     "MB",
@@ -21,5 +18,4 @@ __all__ = [
     "S3CheckpointStorage",
     "create_checkpoint_storage",
     "is_slow_down_error",
-    "wait_decrementing_with_jitter",
 ]

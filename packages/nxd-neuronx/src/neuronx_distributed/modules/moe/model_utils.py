@@ -11,17 +11,7 @@ from nxd_neuronx.expert_configs import (
     GLUType,
 )
 from nxd_neuronx.experts import ACT2FN
-from nxd_neuronx.not_here import not_here
-
-(
-    create_spmd_ranks,
-    get_kernel_activation_func_id,
-) = not_here(
-    __name__,
-    "experts",
-    "create_spmd_ranks",
-    "get_kernel_activation_func_id",
-)
+from nxd_neuronx.not_here import explains
 
 __all__ = [
     "ACT2FN",
@@ -33,6 +23,5 @@ __all__ = [
     "DEFAULT_SKIP_MODE",
     "ACTFunc",
     "GLUType",
-    "create_spmd_ranks",
-    "get_kernel_activation_func_id",
 ]
+__getattr__ = explains(__name__)

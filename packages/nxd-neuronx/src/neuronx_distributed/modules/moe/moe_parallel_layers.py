@@ -5,17 +5,11 @@ from nxd_neuronx.expert_linears import (
     ExpertFusedLinear,
     ExpertFusedRowParallelLinear,
 )
-from nxd_neuronx.not_here import not_here
-
-(ExpertFusedLinearWithAsyncCommunication,) = not_here(
-    __name__,
-    "experts",
-    "ExpertFusedLinearWithAsyncCommunication",
-)
+from nxd_neuronx.not_here import explains
 
 __all__ = [
     "ExpertFusedColumnParallelLinear",
     "ExpertFusedLinear",
     "ExpertFusedRowParallelLinear",
-    "ExpertFusedLinearWithAsyncCommunication",
 ]
+__getattr__ = explains(__name__)
