@@ -1,7 +1,7 @@
 """`neuronx_distributed.kernels.kernel_utils`: what scripts do around kernels, from nxd_neuronx."""
 
-from nxd_neuronx.attention_kernels import cast, check_xla_bf16_flags, permute
+from nxd_neuronx.attention_kernels import permute
 from nxd_neuronx.not_here import explains
 
-__all__ = ["cast", "check_xla_bf16_flags", "permute"]
+__all__ = ["permute"]
 __getattr__ = explains(__name__)

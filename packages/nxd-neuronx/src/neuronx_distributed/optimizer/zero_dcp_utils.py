@@ -2,7 +2,4 @@
 
 from nxd_neuronx.not_here import explains
 
-MAX_RETRY = 3  # of the old writer
-
-__all__ = ["MAX_RETRY"]
 __getattr__ = explains(__name__)

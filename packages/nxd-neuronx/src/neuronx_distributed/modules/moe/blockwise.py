@@ -3,7 +3,5 @@
 from nxd_neuronx.expert_configs import BlockShardStrategy
 from nxd_neuronx.not_here import explains
 
-__all__ = [
-    "BlockShardStrategy",
-]
+__all__ = ["BlockShardStrategy"]
 __getattr__ = explains(__name__)

@@ -3,7 +3,5 @@
 from nxd_neuronx.experts import ExpertMLPsV2
 from nxd_neuronx.not_here import explains
 
-__all__ = [
-    "ExpertMLPsV2",
-]
+__all__ = ["ExpertMLPsV2"]
 __getattr__ = explains(__name__)

@@ -7,9 +7,5 @@ from nxd_neuronx.expert_linears import (
 )
 from nxd_neuronx.not_here import explains
 
-__all__ = [
-    "ExpertFusedColumnParallelLinear",
-    "ExpertFusedLinear",
-    "ExpertFusedRowParallelLinear",
-]
+__all__ = ["ExpertFusedColumnParallelLinear", "ExpertFusedLinear", "ExpertFusedRowParallelLinear"]
 __getattr__ = explains(__name__)

@@ -3,7 +3,5 @@
 from nxd_neuronx.experts import SharedExperts
 from nxd_neuronx.not_here import explains
 
-__all__ = [
-    "SharedExperts",
-]
+__all__ = ["SharedExperts"]
 __getattr__ = explains(__name__)

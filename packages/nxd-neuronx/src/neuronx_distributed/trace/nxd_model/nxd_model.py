@@ -7,9 +7,5 @@ from nxd_neuronx.traced_model import NxDModel
 
 InputTensorType = Any
 
-__all__ = [
-    "Any",
-    "NxDModel",
-    "InputTensorType",
-]
+__all__ = ["Any", "NxDModel", "InputTensorType"]
 __getattr__ = explains(__name__)
