@@ -28,8 +28,12 @@ VALUE = "value"  # what has no signature: constants, enumerations, submodules
 
 # Why a name is not here, by the longest prefix that fits.
 REASONS = {
-    "": "nothing needs it here; tell us if you do",
-    "parallel_layers.parallel_state.PP_GROUP_PG_GLOO": "a variable; `get_pp_gloo_group()` gives the group",
+    "": "no script was found that imports it; tell us if yours does",
+    "parallel_layers.comm": "use the collectives of nxd_state",
+    "parallel_layers.parallel_state.PP_GROUP_PG_GLOO": "a variable; `nxd_state.all_gather_object` sends objects",
+    "pipeline.comm": "use `send` and `recv` of nxd_state",
+    "pipeline.timeline": "use `NxDPPModel(trace_file_path=...)`",
+    "trainer.checkpoint_storage": "use fsspec; `save_checkpoint` takes folders and URLs",
 }
 
 # Orders of positional arguments that our functions take as well, as their docstrings say.

@@ -41,7 +41,7 @@ def test_other_name_of_an_argument_is_the_same() -> None:
     ("module", "name", "state", "detail"),
     [
         ("trace.hlo_utils", "read_hlo", "explains", "works on HLO programs"),
-        ("parallel_layers.parallel_state", "PP_GROUP_PG_GLOO", "not here", "a variable; `get_pp_gloo_group()`"),
+        ("parallel_layers.parallel_state", "PP_GROUP_PG_GLOO", "not here", "a variable; `nxd_state.all_gather_object`"),
     ],
 )
 def test_name_that_does_nothing_here_has_a_reason(module: str, name: str, state: str, detail: str) -> None:

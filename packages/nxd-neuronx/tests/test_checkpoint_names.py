@@ -1,16 +1,14 @@
-"""Checkpoint commands and storage that scripts import: the converter, ZeRO-1 states, files beside checkpoints."""
+"""Checkpoint commands that scripts import: the converter, and ZeRO-1 states."""
 
 import argparse
 import json
-import pickle
 
 import pytest
 import torch
 from neuronx_distributed.optimizer import convert_zero_checkpoints
 from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverterBase
 from neuronx_distributed.scripts.yaml_converter import convert_yaml_to_json
-from neuronx_distributed.trainer.checkpoint import CheckpointIOState, save_checkpoint
-from neuronx_distributed.trainer.checkpoint_storage import create_checkpoint_storage, is_slow_down_error
+from neuronx_distributed.trainer.checkpoint import save_checkpoint
 from nxd_engine.checkpoints.legacy_heads import HeadOrder
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 16, 8, 2, 12, 4
@@ -230,43 +228,3 @@ def test_zero1_states_go_to_another_number_of_replicas_and_back(tmp_path):
     assert last["step"] == 3
     with pytest.raises(ValueError, match="whole states already"):
         run("whole", "twice", "--convert_to_full")
-
-
-# A script's own files.
-
-
-def test_storage_writes_finds_and_removes_files_and_runs_nothing(tmp_path):
-    storage = create_checkpoint_storage(str(tmp_path))
-    storage.create_shared_dir("step_1/model")
-
-    storage.save_object({"weight": torch.ones(2)}, "step_1/model/part.pt")
-    storage.save_text("1", "step_1/checkpoint")
-    storage.save_object(print, "step_1/function.pt")
-
-    assert storage.list_checkpoint_tags() == ["step_1"]
-    assert storage.list_completed_checkpoint_tags() == []
-    assert storage.find_files("*.pt", search_depth=3) == ["step_1/function.pt", "step_1/model/part.pt"]
-    assert torch.equal(storage.load_object("step_1/model/part.pt")["weight"], torch.ones(2))
-    with pytest.raises(pickle.UnpicklingError):
-        storage.load_object("step_1/function.pt")
-    storage.remove_files(["step_1/checkpoint", "not there"])
-    assert not storage.file_exists("step_1/checkpoint")
-    storage.remove_dirs(["step_1"])
-    assert not storage.dir_exists("step_1")
-    assert is_slow_down_error(OSError("<Code>SlowDown</Code>"))
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_scripts_own_checkpoint_is_marked_when_it_is_complete(tmp_path, async_save):
-    storage, state = create_checkpoint_storage(str(tmp_path)), CheckpointIOState(async_save)
-
-    for step in range(3):
-        state.begin(storage, f"step_{step}")
-        state.add_save_task({"step": step}, f"step_{step}/model/part.pt")
-        state.end(num_kept=2)
-    state.wait_all()
-
-    assert sorted(storage.list_completed_checkpoint_tags()) == ["step_1", "step_2"]
-    assert storage.load_object("step_2/model/part.pt") == {"step": 2}
-    with pytest.raises(ValueError, match="is not below the checkpoint"):
-        state.add_save_task({}, "elsewhere.pt")

@@ -1,6 +1,5 @@
-"""What computes among the names that training scripts import: models, batches, values, events, stages, schedules."""
+"""What computes among the names that training scripts import: models, batches, values, stages, schedules."""
 
-import json
 from collections import namedtuple
 
 import neuronx_distributed as nxd
@@ -12,13 +11,12 @@ from neuronx_distributed.modules.lora.layer import LoraLinear
 from neuronx_distributed.operators import argmax
 from neuronx_distributed.operators.topk import topk
 from neuronx_distributed.overrides.transformer_overrides import apply_rotary_pos_emb
-from neuronx_distributed.pipeline import comm, manual_pipe_stage, partition, scheduler, trace
+from neuronx_distributed.pipeline import manual_pipe_stage, partition, scheduler, trace
 from neuronx_distributed.trainer import PostPartitionHooks
-from neuronx_distributed.trainer.trainer import filter_to_local_parameter_group, initialize_optimizer_from_class
+from neuronx_distributed.trainer.trainer import filter_to_local_parameter_group
 from neuronx_distributed.utils import activation_checkpoint, model_utils, serialization
 from neuronx_distributed.utils.batch_utils import get_batch_on_this_context_parallel_rank, shift_labels
 from neuronx_distributed.utils.tensor_utils import cumsum
-from neuronx_distributed.utils.timeline import Timeline
 from neuronx_distributed.utils.utils import hardware
 from nxd_pipeline import NxDPPModel
 from nxd_state import destroy_model_parallel, initialize_model_parallel
@@ -131,54 +129,6 @@ def test_argmax_and_topk_of_two_ranks_equal_those_of_one_process(run_ranks, gath
 # Models before training.
 
 
-def test_tied_weights_are_found_and_tied_again():
-    model = Tied()
-    shared = model_utils.analyze_shared_parameters(model)
-
-    with model_utils.preserve_shared_weights(model):
-        model.head.weight = nn.Parameter(torch.zeros(6, 4))
-
-    assert shared == [["embedding.weight", "head.weight"]]
-    assert model.head.weight is model.embedding.weight
-
-
-def test_a_model_filled_anew_keeps_its_ties_and_parallel_attributes():
-    model = Tied()
-    model.layers[0][0].weight.sequence_parallel_enabled = True
-
-    def fill(module, device):
-        for parameter in module.parameters(recurse=False):
-            parameter.fill_(2.0)
-
-    model_utils.reinit_model(model, torch.device("cpu"), fill)
-
-    assert model.head.weight is model.embedding.weight
-    assert model.layers[0][0].weight.sequence_parallel_enabled
-    assert all(bool((parameter == 2).all()) for parameter in model.parameters())
-
-
-def test_a_model_on_meta_is_filled_when_it_is_moved():
-    with model_utils.init_on_device(torch.device("meta")):
-        model = nn.Linear(3, 2)
-    assert model_utils.has_fake_tensors(model)
-
-    moved = model_utils.get_model_sequential(
-        model, torch.device("cpu"), param_init_fn=lambda it, device: it.reset_parameters()
-    )
-
-    assert moved is model
-    assert not model_utils.has_fake_tensors(model)
-
-
-def test_tensors_that_a_predicate_refuses_leave_nested_containers():
-    kept, dropped = torch.ones(1), torch.zeros(1)
-    item = {"a": [kept, dropped, 3], "b": dropped, "c": ({"d": dropped},)}
-
-    found = model_utils.recursive_filter(item, lambda tensor: bool(tensor.all()))
-
-    assert found == {"a": [kept, 3], "c": ({},)}
-
-
 @pytest.mark.parametrize("wrapper", [None, activation_checkpoint.NxDCheckpointWrapper])
 def test_activation_checkpointing_by_a_predicate_leaves_names_and_gradients_alone(wrapper):
     torch.manual_seed(0)
@@ -239,26 +189,6 @@ def test_a_value_taken_apart_and_put_together_again_is_the_same():
     assert made[2].left is value[2].left
 
 
-def test_text_of_a_value_is_read_back_and_runs_nothing():
-    value = {"meta": [serialization.TensorMeta(0, torch.float32, torch.Size([2]), False, torch.device("cpu"))], "n": 3}
-
-    assert serialization.uncompress_from_string(serialization.compress_to_string(value)) == value
-    with pytest.raises(ValueError, match="only plain values are read"):
-        serialization.uncompress_from_string(serialization.compress_to_string(print))
-    with pytest.raises(ValueError, match="no value of compress_to_string"):
-        serialization.uncompress_from_string("no text of ours")
-
-
-def test_the_loss_is_where_the_spec_says():
-    loss = torch.ones(())
-    find = serialization.find_loss_from_output_and_spec
-
-    assert find(loss, True) is loss
-    assert find(({"loss": loss, "logits": 1}, 2), ({"loss": True, "logits": False}, False)) is loss
-    with pytest.raises(RuntimeError, match="structure"):
-        find((loss,), (True, False))
-
-
 def test_only_one_name_of_each_memory_is_left():
     whole = torch.arange(6.0)
     state = {"b": whole, "a": whole, "part": whole[:2], "other": torch.ones(2)}
@@ -283,46 +213,7 @@ def test_instance_types_name_their_hardware(monkeypatch):
         hardware("abacus")
 
 
-# Events.
-
-
-def test_events_are_a_trace_that_perfetto_reads(tmp_path):
-    class OneRank(Timeline):
-        should_record = True
-
-        def _collect_events_for_all_ranks(self):
-            self.all_rank_events = [self.current_rank_events]
-
-    timeline = OneRank(tmp_path / "trace.json", 0)
-
-    timeline.mark_event_start("forward")
-    timeline.mark_event_end("forward")
-    timeline.mark_step_end()
-
-    lines = json.loads((tmp_path / "trace.json").read_text().rstrip().rstrip(",") + "]")
-    assert [(line["name"], line["ph"], line["pid"]) for line in lines] == [("forward", "B", 0), ("forward", "E", 0)]
-    assert lines[0]["ts"] <= lines[1]["ts"]
-    with pytest.raises(ValueError, match="has not begun"):
-        timeline.mark_event_end("backward")
-
-
 # Stages.
-
-
-def test_neighbouring_stages_exchange_tensors_and_plain_values(run_ranks):
-    def exchange():
-        initialize_model_parallel(pipeline_model_parallel_size=2)
-        if torch.distributed.get_rank() == 0:
-            comm.send_python_object({"shape": torch.Size([2, 2]), "names": ["a"]})
-            comm.send(torch.full((2, 2), 3.0))
-            return comm.recv_python_object(recv_prev=False)
-        told = comm.recv_python_object()
-        meta = serialization.TensorMeta(0, torch.float32, told["shape"], True, torch.device("cpu"))
-        received = comm.recv_from(meta)
-        comm.send_python_object([received.sum().item(), received.requires_grad], send_next=False)
-        return told["names"]
-
-    assert run_ranks(exchange, 2) == [[12.0, True], ["a"]]
 
 
 def test_layers_of_a_stage_share_weights_by_group():
@@ -353,15 +244,6 @@ def test_both_training_schedules_have_one_order_of_tasks(stages, microbatches):
         tasks = [task for step in by_step for task in step]
         assert tasks == [task for tick in by_tick for task in tick]
         assert sum(isinstance(task, scheduler.BackwardStepTask) for task in tasks) == microbatches
-
-
-def test_an_interleaved_schedule_computes_each_microbatch_once_per_chunk():
-    tasks = [task for step in scheduler.TrainInterleavedSchedule(4, 2, 2, 1) for task in step]
-
-    forwards = [(task.mb, task.model_chunk) for task in tasks if isinstance(task, scheduler.ForwardStepTask)]
-    assert sorted(forwards) == [(microbatch, chunk) for microbatch in range(4) for chunk in range(2)]
-    with pytest.raises(ValueError, match="use 4"):
-        scheduler.TrainInterleavedSchedule(3, 2, 2, 0)
 
 
 class Scaled(nn.Module):
@@ -421,16 +303,6 @@ def test_hooks_are_called_once_with_the_model_where_they_need_it():
     assert hooks.execute_all_hooks(model) == [None, 2]
     assert optimizer.param_groups[0]["params"] == list(model.parameters())
     assert hooks.execute_all_hooks() == []
-
-
-def test_the_optimizer_inside_the_wrapper_is_the_class_or_zero1(one_rank):
-    model = nn.Linear(2, 2)
-    plain = nxd.neuronx_distributed_config()
-    sharded = nxd.neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
-
-    assert type(initialize_optimizer_from_class(plain, torch.optim.SGD, model.parameters(), lr=0.1)) is torch.optim.SGD
-    zero1 = initialize_optimizer_from_class(sharded, torch.optim.AdamW, model.parameters(), lr=0.1)
-    assert isinstance(zero1, nxd.optimizer.zero_redundancy_optimizer.NeuronZero1Optimizer)
 
 
 def test_model_with_adapters_counts_what_trains_and_merges():

@@ -35,7 +35,6 @@ _OF_TRAINER = (
     "finalize_checkpoint",
 )
 _ELSEWHERE = {
-    "CheckpointIOState": "trainer.checkpoint",
     "ModelBuilder": "trace.model_builder_v2",
     "shard_checkpoint": "trace.functions",
     "BaseNxDModel": "trace.nxd_model",

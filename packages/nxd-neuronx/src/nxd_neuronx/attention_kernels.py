@@ -1,6 +1,5 @@
 """The functions behind upstream's attention kernels, as the mathematics that they compute."""
 
-import os
 from typing import Any
 
 import torch
@@ -94,23 +93,6 @@ def nki_ring_attn_func(
 def permute(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All three with their last two dims swapped."""
     return q.transpose(-2, -1), k.transpose(-2, -1), v.transpose(-2, -1)
-
-
-def check_xla_bf16_flags() -> bool:
-    """Whether the old XLA flags have float32 tensors computed in bfloat16."""
-    return "1" in (os.environ.get("XLA_USE_BF16"), os.environ.get("XLA_DOWNCAST_BF16"))
-
-
-def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in bfloat16 where `check_xla_bf16_flags` says so, else as they are."""
-    if not check_xla_bf16_flags():
-        return q, k, v
-    return q.to(torch.bfloat16), k.to(torch.bfloat16), v.to(torch.bfloat16)
-
-
-def get_seq_tile_size(seqlen: int) -> int:
-    """Length of the pieces that the ring attention kernel cut a sequence into: half of it, at most 2048."""
-    return min(2048, seqlen // 2)
 
 
 def rotate_half(x: Tensor, flash_attn: bool, transpose: bool) -> Tensor:

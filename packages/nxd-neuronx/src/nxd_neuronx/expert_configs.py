@@ -16,12 +16,9 @@ from nxd_neuronx.platform import get_platform_lnc
 
 _logger = logging.getLogger(__name__)
 
-DEFAULT_SELECTIVE_LOADING_THRESHOLD = 1.0
 DEFAULT_BLOCK_SIZE = 512
 DEFAULT_SKIP_MODE = (False, False)
 DEFAULT_LNC_SIZE = get_platform_lnc()
-DEFAULT_PADDING_VALUE = -1
-DEFAULT_HIDDEN_ACT_SCALING_FACTOR = 1.702
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -45,43 +42,6 @@ class GLUType(Enum):
         if glu_type not in [*cls, *(it.value for it in cls)]:
             raise ValueError(f"glu_type={glu_type!r} is not known; use one of {[it.value for it in cls]}")
         return cls(glu_type)
-
-
-class ACTFunc(Enum):
-    """Activations by the numbers that kernels knew them by."""
-
-    SILU = 0
-    GELU = 1
-    GELU_TANH_APPROX = 2
-    SIGMOID = 3
-    RELU = 4
-    TANH = 5
-    LEAKY_RELU = 6
-
-    @property
-    def id(self) -> int:
-        """The number."""
-        return int(self.value)
-
-    @property
-    def name_str(self) -> str:
-        """The name in a configuration."""
-        return self.name.lower()
-
-    @classmethod
-    def validate(cls, act_func: "ACTFunc | str | None") -> "ACTFunc":
-        """The activation that a name means; SIGMOID for None.
-
-        Raises:
-            ValueError: there is no such activation.
-        """
-        if act_func is None:
-            _logger.warning("act_func is None; SIGMOID is taken")
-            return cls.SIGMOID
-        found = {it.name_str: it for it in cls} | {it: it for it in cls}
-        if act_func not in found:
-            raise ValueError(f"act_func={act_func!r} is not known; use one of {[it.name_str for it in cls]}")
-        return found[act_func]
 
 
 class BlockShardStrategy(Enum):

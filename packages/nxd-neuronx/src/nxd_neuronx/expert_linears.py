@@ -13,10 +13,9 @@ from nxd_layers.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from nxd_state import active_group
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxd_neuronx.expert_configs import GLUType
-from nxd_neuronx.expert_regions import enter_expert_parallel_region, exit_expert_parallel_region
 
 
 def check_unset(**asked: Any) -> None:
@@ -136,98 +135,6 @@ class ExpertFusedRowParallelLinear(ExpertFusedLinear):
         """`[experts/ep, ..., in/tp]` to `[experts/ep, ..., out]`; a part of the sum without `reduce_output`."""
         output = self._outputs(input_, expert_indices)
         return reduce_from_tensor_model_parallel_region(output) if self.reduce_output else output
-
-
-class Experts(nn.Module):
-    """Experts on as many tokens for each; in training, tokens travel to the ranks of their experts and back.
-
-    Raises:
-        NotImplementedError: biases, limits or another distribution of experts are asked for.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        glu: bool,
-        activation_fn: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-        bias: bool = False,
-        glu_type: GLUType | str | None = GLUType.GLU,
-        hidden_act_scaling_factor: float = 1.0,
-        hidden_act_bias: float = 0.0,
-        gate_clamp_upper_limit: float | None = None,
-        gate_clamp_lower_limit: float | None = None,
-        up_clamp_upper_limit: float | None = None,
-        up_clamp_lower_limit: float | None = None,
-        input_layer_init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
-        is_prefill: bool = True,
-        tensor_model_parallel_group: GivenGroup = None,
-        expert_model_parallel_group: GivenGroup = None,
-        expert_distribution: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        super().__init__()
-        options: dict[str, Any] = {
-            "bias": bias,
-            "dtype": dtype,
-            "device": device,
-            "tensor_model_parallel_group": tensor_model_parallel_group,
-            "expert_model_parallel_group": expert_model_parallel_group,
-            "expert_distribution": expert_distribution,
-        }
-        self.num_experts = num_experts
-        gated = gated_activation(
-            activation_fn,
-            glu_type,
-            scale=hidden_act_scaling_factor,
-            bias=hidden_act_bias,
-            gate_limits=(gate_clamp_lower_limit, gate_clamp_upper_limit),
-            up_limits=(up_clamp_lower_limit, up_clamp_upper_limit),
-        )
-        self._activation = gated if glu else activation_fn
-        width, stride = (2 * intermediate_size, 2) if glu else (intermediate_size, 1)
-        first = ExpertFusedColumnParallelLinear(
-            num_experts, hidden_size, width, stride=stride, init_method=input_layer_init_method, **options
-        )
-        self.gate_up_proj = first if glu else None
-        self.up_proj = None if glu else first
-        self.down_proj = ExpertFusedRowParallelLinear(
-            num_experts,
-            intermediate_size,
-            hidden_size,
-            reduce_output=False,
-            init_method=output_layer_init_method,
-            **options,
-        )
-
-    def forward(self, hidden_states: Tensor, expert_indices: Tensor | None = None) -> Tensor:
-        """Compute.
-
-        Args:
-            hidden_states: `[experts, capacity, hidden]`, or 1 in place of the experts.
-            expert_indices: `[chosen]`, to compute these experts only; not where ranks split the experts.
-
-        Returns:
-            `[experts, capacity, hidden]`, parts of the sum over the tensor-parallel ranks.
-
-        Raises:
-            ValueError: experts are chosen among those of several ranks.
-        """
-        travels = active_group("ep").size > 1
-        if travels and expert_indices is not None:
-            raise ValueError("expert_indices chooses among all experts, which several ranks have; leave it out")
-        travels = travels and self.training
-        tokens = enter_expert_parallel_region(hidden_states, False) if travels else hidden_states.unsqueeze(1)
-        if self.gate_up_proj is not None:
-            inner = self._activation(*self.gate_up_proj(tokens, expert_indices).chunk(2, dim=-1))
-        else:
-            assert self.up_proj is not None  # one of them is there
-            inner = self._activation(self.up_proj(tokens, expert_indices))
-        output: Tensor = self.down_proj(inner, expert_indices)
-        return exit_expert_parallel_region(output, False) if travels else output.squeeze(1)
 
 
 def gated_activation(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from nxd_neuronx.expert_configs import BlockwiseMatmulConfig, GLUType, RoutedExpertsMLPOpsConfig
 from nxd_neuronx.expert_linears import check_unset, gated_activation, is_other_group
-from nxd_neuronx.expert_regions import token_shuffle, token_unshuffle
 from nxd_neuronx.mesh import initialize_token_shuffle_group
+from nxd_neuronx.token_shuffling import token_shuffle, token_unshuffle
 
 _logger = logging.getLogger(__name__)
 

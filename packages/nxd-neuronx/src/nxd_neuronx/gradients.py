@@ -4,15 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from nxd_optim import grad_norm, reduce_sequence_parallel_gradients
+from nxd_optim import grad_norm
 from nxd_state import Group, all_reduce, all_reduce_, get_group, group_among
 from torch import Tensor
-from torch.optim import Optimizer
-
-
-def param_is_not_shared(param: Tensor) -> bool:
-    """Whether it is no second copy of a tied weight."""
-    return not getattr(param, "shared", False)
 
 
 def get_grad_norm(
@@ -105,22 +99,3 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
             flat /= get_group("dp").size
         for gradient, values in zip(gradients, flat.split([it.numel() for it in gradients]), strict=True):
             gradient.copy_(values.view_as(gradient))
-
-
-def allreduce_sequence_parallel_gradients(optimizer: Optimizer) -> None:
-    """Add up, over the tensor-parallel ranks, the gradients of an optimizer's sequence-parallel parameters."""
-    reduce_sequence_parallel_gradients(
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    )
-
-
-@torch.no_grad()
-def allreduce_context_parallel_gradients(optimizer: Optimizer) -> None:
-    """Average, over the context-parallel ranks, all gradients of an optimizer's parameters."""
-    group = get_group("cp")
-    if group.size == 1:
-        return
-    for parameter in (it for groups in optimizer.param_groups for it in groups["params"]):
-        gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
-        if gradient is not None:
-            all_reduce_(gradient, group, op="avg")

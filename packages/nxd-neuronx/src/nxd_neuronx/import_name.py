@@ -1,9 +1,7 @@
 """The import name `neuronx_distributed`, which another distribution may own as well."""
 
-import importlib.util
 import warnings
 from importlib import metadata
-from pathlib import Path
 
 OTHER_OWNER = "neuronx-distributed"
 
@@ -17,17 +15,6 @@ def other_owner() -> str | None:
         return f"{OTHER_OWNER} {metadata.version(OTHER_OWNER)}"
     except metadata.PackageNotFoundError:
         return None
-
-
-def import_location() -> Path | None:
-    """The folder that `import neuronx_distributed` takes; None if there is none."""
-    spec = importlib.util.find_spec("neuronx_distributed")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent
-
-
-def own_location() -> Path:
-    """The folder in which our package of that name lies: beside nxd_neuronx."""
-    return Path(__file__).parents[1] / "neuronx_distributed"
 
 
 def warn_of_other_owner() -> None:

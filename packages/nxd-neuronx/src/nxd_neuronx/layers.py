@@ -1,7 +1,6 @@
 """Pieces of parallel layers that scripts for NeuronX Distributed call or derive from, over the layers of nxd_layers."""
 
 from abc import ABCMeta
-from typing import Any
 
 import torch
 from nxd_layers import (
@@ -14,8 +13,6 @@ from nxd_layers import (
     copy_to_tensor_model_parallel_region,
     token_log_probs,
 )
-from nxd_layers.column_linear import column_linear
-from nxd_layers.mappings import GivenGroup, process_group_as
 from nxd_state import active_group, set_partition_attributes, set_shard_spec, shard_along
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,74 +41,6 @@ BaseParallelConv.register(OutputChannelParallelConv2d)
 BaseParallelConv.register(InputChannelParallelConv2d)
 
 
-class LinearWithAsyncCommunication:
-    """`linear_with_async_allreduce` by `apply`, as of an autograd function."""
-
-    @staticmethod
-    def apply(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        async_grad_allreduce: bool,
-        sequence_parallel_enabled: bool,
-        sequence_dimension: int | None = 0,
-        save_for_backward: bool = True,
-        process_group: GivenGroup = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
-    ) -> Tensor:
-        """The product; see `linear_with_async_allreduce`."""
-        communicates = async_grad_allreduce or sequence_parallel_enabled
-        (output,) = column_linear(
-            input,
-            [weight],
-            [bias],
-            process_group_as(process_group) if communicates else None,
-            sequence_dim=(sequence_dimension or 0) if sequence_parallel_enabled else None,
-            reduce_dtype=reduce_dtype,
-        )
-        return output
-
-
-def linear_with_async_allreduce(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    async_grad_allreduce: bool,
-    sequence_parallel_enabled: bool,
-    sequence_dimension: int | None = 0,
-    autograd_func_class: Any = LinearWithAsyncCommunication,
-    save_for_backward: bool = True,
-    process_group: GivenGroup = None,
-    reduce_dtype: torch.dtype | None = torch.float32,
-) -> Tensor:
-    """`input @ weight.T + bias`, with the input's gradient summed over the ranks while the weight's is computed.
-
-    Args:
-        input: `[..., in]`, or this rank's part of the sequence.
-        weight: `[out/tp, in]`.
-        bias: `[out/tp]` or None.
-        async_grad_allreduce: sum the input's gradient; False leaves it partial.
-        sequence_parallel_enabled: gather the input, and reduce-scatter its gradient.
-        sequence_dimension: the dim along which the input is split then; 0 if None.
-        autograd_func_class: computes the product by its `apply`.
-        save_for_backward: taken for scripts that give it; autograd knows what backward needs.
-        process_group: the ranks; the tensor-parallel ones if None.
-        reduce_dtype: in which gradients are summed; in their own if None.
-    """
-    output: Tensor = autograd_func_class.apply(
-        input,
-        weight,
-        bias,
-        async_grad_allreduce,
-        sequence_parallel_enabled,
-        sequence_dimension,
-        save_for_backward,
-        process_group,
-        reduce_dtype,
-    )
-    return output
-
-
 class Conv2dWithInputGradAllReduce:
     """`conv2d_with_weight_grad_allreduce` by `apply`, as of an autograd function."""
 
@@ -130,77 +59,6 @@ class Conv2dWithInputGradAllReduce:
 
 
 conv2d_with_weight_grad_allreduce = Conv2dWithInputGradAllReduce.apply
-
-
-class GQAQKVLinearWithAsyncCommunication:
-    """`gqa_qkv_linear_with_async_allreduce` by `apply`, as of an autograd function."""
-
-    @staticmethod
-    def apply(
-        input: Tensor,
-        weight_q: Tensor | None,
-        weight_k: Tensor | None,
-        weight_v: Tensor | None,
-        bias_q: Tensor | None,
-        bias_k: Tensor | None,
-        bias_v: Tensor | None,
-        async_grad_allreduce: bool,
-        sequence_parallel_enabled: bool,
-        kv_size_multiplier: int = 1,
-        weight_qkv: Tensor | None = None,
-        bias_qkv: Tensor | None = None,
-        fuse_qkv: bool = False,
-        output_size_q: int | None = None,
-        output_size_kv: int | None = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of one input, with its gradient summed once over the ranks.
-
-        Args:
-            input: `[..., in]`, or with `sequence_parallel_enabled` `[seq/tp, ..., in]`.
-            weight_q: `[q/tp, in]`; with `fuse_qkv` None, as the other two.
-            weight_k: `[kv/tp, in]`.
-            weight_v: `[kv/tp, in]`.
-            bias_q: `[q/tp]` or None.
-            bias_k: `[kv/tp]` or None.
-            bias_v: `[kv/tp]` or None.
-            async_grad_allreduce: sum the input's gradient.
-            sequence_parallel_enabled: gather the input along dim 0.
-            kv_size_multiplier: must be 1: copies of heads are summed by the layer `GQAQKVColumnParallelLinear`.
-            weight_qkv: `[(q + 2 * kv)/tp, in]` with `fuse_qkv`.
-            bias_qkv: of it, or None.
-            fuse_qkv: compute one product.
-            output_size_q: of this rank, with `fuse_qkv`.
-            output_size_kv: of this rank, with `fuse_qkv`.
-            reduce_dtype: in which gradients are summed; in their own if None.
-
-        Raises:
-            ValueError: a `kv_size_multiplier` above 1, or sizes or weights are missing.
-        """
-        if kv_size_multiplier != 1:
-            raise ValueError(
-                f"kv_size_multiplier={kv_size_multiplier}: this function does not know how copies of heads lie; use "
-                "GQAQKVColumnParallelLinear(kv_size_multiplier=...)"
-            )
-        weights = [weight_qkv] if fuse_qkv else [weight_q, weight_k, weight_v]
-        given = [weight for weight in weights if weight is not None]
-        if len(given) < len(weights) or (fuse_qkv and (output_size_q is None or output_size_kv is None)):
-            raise ValueError("give weight_qkv, output_size_q and output_size_kv with fuse_qkv=True, else three weights")
-        outputs = column_linear(
-            input,
-            given,
-            [bias_qkv] if fuse_qkv else [bias_q, bias_k, bias_v],
-            active_group("tp") if async_grad_allreduce or sequence_parallel_enabled else None,
-            sequence_dim=0 if sequence_parallel_enabled else None,
-            reduce_dtype=reduce_dtype,
-        )
-        if fuse_qkv:
-            outputs = outputs[0].split([output_size_q, output_size_kv, output_size_kv], dim=-1)
-        query, key, value = outputs
-        return query, key, value
-
-
-gqa_qkv_linear_with_async_allreduce = GQAQKVLinearWithAsyncCommunication.apply
 
 
 class SPMDRank(nn.Module):
@@ -261,28 +119,3 @@ def from_parallel_logits_to_logprobs(vocab_parallel_logits: Tensor, target: Tens
         `[batch, seq - 1]`.
     """
     return DistributedLogprob.apply(vocab_parallel_logits[:, :-1], target[:, 1:], inference)
-
-
-def manual_rms_norm(input: Tensor, normalized_shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm over the last dims, computed in float32 for shorter dtypes; in the input's dtype."""
-    wide = input.float() if input.itemsize < 4 else input
-    normed = F.rms_norm(wide, tuple(normalized_shape), None if weight is None else weight.to(wide.dtype), eps)
-    return normed.to(input.dtype)
-
-
-def check_requires_grad(weight_qkv: Tensor | None, fuse_qkv: bool, weight_q: Tensor | None) -> bool:
-    """Whether the weights of queries, keys and values learn."""
-    weight = weight_qkv if fuse_qkv else weight_q
-    return weight is not None and weight.requires_grad
-
-
-def check_use_bias(
-    weight_qkv: Tensor | None,
-    fuse_qkv: bool,
-    weight_q: Tensor | None,
-    bias_q: Tensor | None,
-    bias_qkv: Tensor | None,
-) -> bool:
-    """Whether there are biases of queries, keys and values, and they learn."""
-    bias = bias_qkv if fuse_qkv else bias_q
-    return bias is not None and check_requires_grad(weight_qkv, fuse_qkv, weight_q)

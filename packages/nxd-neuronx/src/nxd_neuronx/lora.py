@@ -15,28 +15,6 @@ from torch import nn
 
 _logger = logging.getLogger(__name__)
 
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.pt"
-
-# Layers that PEFT adapts by default, and the `model_type` of the models of transformers that have them.
-_DEFAULT_TARGETS = (
-    (("q_proj", "v_proj"), "bart opt gptj gpt_neo llama mistral mixtral stablelm gemma"),
-    (("query", "value"), "bert roberta xlm-roberta electra layoutlm"),
-    (("query_key_value",), "bloom gpt_neox chatglm falcon RefinedWeb RefinedWebModel"),
-    (("q", "v"), "t5 mt5"),
-    (("c_attn",), "gpt2 gpt_bigcode"),
-    (("q", "v", "q_proj", "v_proj"), "blip-2"),
-    (("query_proj", "value_proj"), "deberta-v2"),
-    (("in_proj",), "deberta"),
-    (("Wqkv",), "mpt"),
-    (("c_proj", "c_attn"), "btlm"),
-    (("qkv_proj",), "codegen"),
-    (("q_proj", "v_proj", "fc1", "fc2"), "phi"),
-)
-MODELS_TO_LORA_TARGET_MODULES_MAPPING = {
-    model_type: list(targets) for targets, model_types in _DEFAULT_TARGETS for model_type in model_types.split()
-}
-
 
 class LoraModel(nxd_lora.LoraModel):
     """`nxd_lora.LoraModel`, with the names of its methods in scripts."""

@@ -1,45 +1,13 @@
-"""Further borders between the regions of a parallel model, which scripts for NeuronX Distributed import.
-
-Those of expert-parallel regions are in `expert_regions`.
-"""
-
-from collections.abc import Callable
-from functools import wraps
-from typing import Concatenate, ParamSpec
+"""Further borders between the regions of a parallel model, which scripts for NeuronX Distributed import."""
 
 import torch
 from nxd_layers import (
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 from nxd_layers.mappings import GivenGroup, process_group_as
 from torch import Tensor
-
-Parameters = ParamSpec("Parameters")
-
-
-def nonzero_partition_dim_swap(
-    func: Callable[Concatenate[Tensor, int, Parameters], Tensor],
-) -> Callable[..., Tensor]:
-    """Let a function of a tensor and a dim, which works along dim 0 only, work along any."""
-
-    @wraps(func)
-    def along(x: Tensor, partition_dim: int, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Tensor:
-        return func(x.transpose(0, partition_dim), 0, *args, **kwargs).transpose(0, partition_dim)
-
-    return along
-
-
-def reduce_from_context_model_parallel_region(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
-    """`reduce_from_tensor_model_parallel_region`, which sums over the group that is given."""
-    return reduce_from_tensor_model_parallel_region(input_, process_group)
-
-
-def scatter_input_channels_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """Whole images `[batch, channels, ...]` to this rank's channels; gradients are gathered."""
-    return scatter_to_tensor_model_parallel_region(input_, 1)
 
 
 def reduce_scatter_to_tensor_model_parallel_region_with_dim(
@@ -61,19 +29,9 @@ def split_along_first_dim(input_: Tensor, process_group: GivenGroup = None) -> T
     return scatter_to_tensor_model_parallel_region(input_, 0, process_group)
 
 
-def split_along_last_dim(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
-    """This rank's part of a tensor along its last dim, for autograd functions of scripts."""
-    return scatter_to_tensor_model_parallel_region(input_, -1, process_group)
-
-
 def gather_along_first_dim(x: Tensor, process_group: GivenGroup = None) -> Tensor:
     """The ranks' parts, one after the other along dim 0, for autograd functions of scripts."""
     return gather_from_tensor_model_parallel_region_with_dim(x, 0, process_group)
-
-
-def gather_along_last_dim(x: Tensor, process_group: GivenGroup = None) -> Tensor:
-    """The ranks' parts, one after the other along the last dim, for autograd functions of scripts."""
-    return gather_from_tensor_model_parallel_region_with_dim(x, -1, process_group)
 
 
 def scatter_to_process_group_spmd(
@@ -92,16 +50,6 @@ def scatter_to_process_group_spmd(
     """
     length = _part_length(input_, partition_dim, process_group)
     indices = torch.arange(length, device=input_.device) + rank.view(1) * length
-    return input_.index_select(partition_dim, indices)
-
-
-def round_robin_scatter_to_process_group_spmd(
-    input_: Tensor, partition_dim: int, rank: Tensor, process_group: GivenGroup = None
-) -> Tensor:
-    """As `scatter_to_process_group_spmd`, with every n-th element for each of n ranks."""
-    length = _part_length(input_, partition_dim, process_group)
-    step = input_.shape[partition_dim] // length
-    indices = torch.arange(length, device=input_.device) * step + rank.view(1)
     return input_.index_select(partition_dim, indices)
 
 

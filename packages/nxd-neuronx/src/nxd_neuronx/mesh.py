@@ -11,8 +11,7 @@ from typing import Any, cast
 
 import nxd_state
 import torch.distributed as dist
-from nxd_state import Mesh, get_group, get_mesh, model_parallel_is_initialized, subgroup
-from nxd_state.process_groups import launcher_store
+from nxd_state import Mesh, get_mesh, subgroup
 
 from nxd_neuronx.rank_groups import ParallelGroups, as_lists, groups_of
 
@@ -71,39 +70,6 @@ def initialize_model_parallel(
     )
 
 
-def set_tensor_model_parallel_size(world_size: int) -> None:
-    """Say the tensor-parallel degree that there is; it cannot be changed."""
-    _check_is("tensor_model_parallel_size", world_size, get_group("tp").size)
-
-
-def set_tensor_model_parallel_rank(rank: int) -> None:
-    """Say the tensor-parallel rank that this process has; it cannot be changed."""
-    _check_is("tensor_model_parallel_rank", rank, get_group("tp").rank)
-
-
-def set_expert_model_parallel_size(world_size: int) -> None:
-    """Say the expert-parallel degree that there is; it cannot be changed."""
-    _check_is("expert_model_parallel_size", world_size, get_group("ep").size)
-
-
-def set_expert_model_parallel_rank(rank: int) -> None:
-    """Say the expert-parallel rank that this process has; it cannot be changed."""
-    _check_is("expert_model_parallel_rank", rank, get_group("ep").rank)
-
-
-def set_context_model_parallel_size(world_size: int) -> None:
-    """Say the context-parallel degree that there is; it cannot be changed."""
-    _check_is("context_parallel_size", world_size, get_group("cp").size)
-
-
-def _check_is(name: str, given: int, actual: int) -> None:
-    if given != actual:
-        raise ValueError(
-            f"{name}={given} cannot be set: it is {actual}; call destroy_model_parallel(), and "
-            "initialize_model_parallel() with other degrees"
-        )
-
-
 def get_world_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
     """The process group of all ranks, or with `as_list` these ranks, as the one group of a list."""
     group = nxd_state.get_world_group()
@@ -130,16 +96,6 @@ def get_kv_shared_group(as_list: bool = False) -> dist.ProcessGroup | list[list[
     return _runs("kv_shared", "tp", as_list=as_list)
 
 
-def get_kv_shared_replica_groups() -> list[list[int]]:
-    """The ranks of all groups that hold the same key and value heads."""
-    return cast(list[list[int]], get_kv_shared_group(as_list=True))
-
-
-def get_kv_shared_group_size() -> int:
-    """Copies of each key and value head."""
-    return _run_size("kv_shared")
-
-
 def destroy_kv_group() -> None:
     """Forget the size of these groups, so that another can be initialised."""
     _run_sizes.pop("kv_shared", None)
@@ -160,11 +116,6 @@ def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
 def get_token_shuffle_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
     """The process group that shuffles tokens, or with `as_list` the ranks of all such groups."""
     return _runs("token_shuffle", "dp", as_list=as_list)
-
-
-def get_token_shuffle_replica_groups() -> list[list[int]]:
-    """The ranks of all groups that shuffle tokens."""
-    return cast(list[list[int]], get_token_shuffle_group(as_list=True))
 
 
 def get_token_shuffle_group_size() -> int:
@@ -192,11 +143,6 @@ def initialize_speculative_draft_group(group_size: int = 1) -> None:
 def get_speculative_draft_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
     """The process group that runs a draft model, or with `as_list` the ranks of all such groups."""
     return _runs("speculative_draft", "tp", as_list=as_list)
-
-
-def get_speculative_draft_replica_groups() -> list[list[int]]:
-    """The ranks of all groups that run a draft model."""
-    return cast(list[list[int]], get_speculative_draft_group(as_list=True))
 
 
 def arrange_kv_groups(
@@ -264,56 +210,6 @@ def get_experts_for_expert_parallel_rank(
             f"that name each expert of 0..{total_number_of_experts - 1} once"
         )
     return list(expert_distribution[expert_parallel_rank])
-
-
-def is_tcp_store_available() -> bool:
-    """Whether the ranks of this launch meet at a store of torch."""
-    return launcher_store() is not None or dist.is_initialized()
-
-
-def get_tcp_store() -> dist.Store:
-    """The store at which the ranks of this launch meet.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    store = launcher_store()
-    if store is None and model_parallel_is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-    if store is None:
-        raise RuntimeError("the ranks have not met at a store; call initialize_model_parallel() in a launched job")
-    return store
-
-
-def initialize_pp_gloo_groups() -> None:
-    """Make sure that pipelines have groups for objects of the host. Called by all ranks of a pipeline."""
-    get_pp_gloo_group()
-
-
-def get_pp_gloo_group() -> dist.ProcessGroup:
-    """A process group of this pipeline that carries tensors of the CPU.
-
-    Raises:
-        RuntimeError: the pipeline's own group does not carry them; send objects by `nxd_state.all_gather_object`.
-    """
-    group = get_group("pp").process_group
-    if group is None or "gloo" not in dist.get_backend(group):
-        raise RuntimeError(
-            "the pipeline's process group carries no tensors of the CPU; gather objects by nxd_state.all_gather_object"
-        )
-    return group
-
-
-def is_global_rank_zero() -> bool:
-    """Whether this process is the first of the job."""
-    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
-
-
-def gather_python_object(obj: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's object, on the first rank of the group; an empty list on the others."""
-    found = nxd_state.group_of(group)
-    objects = nxd_state.all_gather_object(obj, found)
-    return objects if found.rank == 0 else []
 
 
 def set_aot_mode(mode: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 from nxd_trace import BucketModelConfig
 from torch import Tensor
 
-from nxd_neuronx.not_here import not_here
+from nxd_neuronx.not_here import explains
 from nxd_neuronx.platform import get_platform_target
 from nxd_neuronx.traced_model import NxDModel, NxDModelExecutor
 
@@ -67,18 +67,16 @@ def load_compiled(f: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _ATTENTION, _VALIDATION = "neuronxcc.nki.kernels.attention", "torch_neuronx.testing.validation"
-(attention_isa_kernel,) = not_here(_ATTENTION, "nki", "attention_isa_kernel")
-(logit_validation,) = not_here(_VALIDATION, "validation", "logit_validation")
 
 NEURON_MODULES: dict[str, dict[str, Any]] = {
     "torch_neuronx": {"__version__": "0", "BucketModelConfig": BucketModelConfig},
     "torch_neuronx.testing": {"assert_close": torch.testing.assert_close},
-    _VALIDATION: {"logit_validation": logit_validation},
+    _VALIDATION: {"logit_validation": explains(_VALIDATION)("logit_validation")},
     "torch_neuronx.utils": {"get_platform_target": get_platform_target},
     "torch_neuronx.xla_impl": {},
     "torch_neuronx.xla_impl.ops": {"RmsNorm": RmsNorm, "nki_jit": nki_jit},
     "neuronxcc": {},
     "neuronxcc.nki": {},
     "neuronxcc.nki.kernels": {},
-    _ATTENTION: {"attention_isa_kernel": attention_isa_kernel},
+    _ATTENTION: {"attention_isa_kernel": explains(_ATTENTION)("attention_isa_kernel")},
 }

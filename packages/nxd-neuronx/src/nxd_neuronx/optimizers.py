@@ -1,10 +1,9 @@
-"""Optimizers as scripts make them in steps: hooks for later, and the optimizer inside the wrapper."""
+"""Hooks that scripts register for later, and the ZeRO-1 of experts under its own name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from nxd_engine import initialize_parallel_optimizer
 from nxd_optim import NeuronZero1Optimizer
 from torch import nn
 from torch.optim import Optimizer
@@ -55,30 +54,6 @@ def filter_to_local_parameter_group(optimizer: Optimizer, model: nn.Module) -> N
     local = set(model.parameters())
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in local]
-
-
-def initialize_optimizer_from_class(
-    nxd_config: Mapping[str, Any],
-    optimizer_class: type[Optimizer],
-    parameters: Iterable[Any],
-    model: nn.Module | None = None,
-    **defaults: Any,
-) -> Optimizer:
-    """What `initialize_parallel_optimizer` wraps: with ZeRO-1 the sharded optimizer, else the class's own.
-
-    Without ZeRO-1 nothing averages gradients in its `step`; the wrapper does.
-
-    Args:
-        nxd_config: of `neuronx_distributed_config`.
-        optimizer_class: such as `torch.optim.AdamW`.
-        parameters: of this rank, or groups of them.
-        model: not needed.
-        **defaults: for `optimizer_class`.
-
-    Raises:
-        ValueError: as `initialize_parallel_optimizer`.
-    """
-    return initialize_parallel_optimizer(nxd_config, optimizer_class, parameters, **defaults).optimizer
 
 
 class NeuronEPZero1Optimizer(NeuronZero1Optimizer):

@@ -5,35 +5,21 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from types import ModuleType
 from typing import Any, Self
 
-from nxd_pipeline.partition import even_cuts, is_hugging_face, methods_kept_whole
+from nxd_pipeline.partition import even_cuts, is_hugging_face
 from nxd_pipeline.partition import trace_model as graph_of
 from nxd_state import get_pipeline_model_parallel_size
 from torch import Tensor, fx, nn
 
 from nxd_neuronx.serialization import TensorMeta
-from nxd_neuronx.timeline import Timeline
 
-INPUTS_ARG_NAME = "inputs"
-LABLES_ARG_NAME = "labels"  # the documented spelling of the constant
 WEIGHT_SHARING_ATTR_NAME = "weight_sharing"
 
 StageOfLayers = Callable[[Sequence[nn.Module], int], Mapping[nn.Module, int]]
-
-
-@contextmanager
-def mark_timeline(timeline: Timeline, msg: str) -> Iterator[None]:
-    """An event of a timeline that lasts as long as the block."""
-    timeline.mark_event_start(msg)
-    try:
-        yield
-    finally:
-        timeline.mark_event_end(msg)
 
 
 def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[str]) -> list[str]:
@@ -263,11 +249,6 @@ def get_concrete_args(
     return {name: it.default for name, it in parameters.items() if name not in input_names}
 
 
-def patch_obj_method(autowrap_obj_methods: Mapping[Any, Sequence[str]] | None) -> AbstractContextManager[None]:
-    """A block in which a trace does not look into methods of objects; see `nxd_pipeline`'s `autowrap_obj_methods`."""
-    return methods_kept_whole(autowrap_obj_methods or {})
-
-
 def trace_model(
     model: nn.Module,
     args: Sequence[Any] | None = None,
@@ -310,15 +291,3 @@ def trace_model(
     traced.delete_all_unused_submodules()
     traced.recompile()
     return traced
-
-
-def iterate_graph_model_outputs(output_node_args: tuple[Any, ...]) -> Iterator[Any]:
-    """The values that a graph returns, from the arguments of its output node: one, or those of a tuple.
-
-    Raises:
-        ValueError: they are no tuple of one.
-    """
-    if not isinstance(output_node_args, tuple) or len(output_node_args) != 1:
-        raise ValueError(f"Unsupported output args found {output_node_args}; give the args of a graph's output node")
-    (output,) = output_node_args
-    yield from output if isinstance(output, tuple) else (output,)

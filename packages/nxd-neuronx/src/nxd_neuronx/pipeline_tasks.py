@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nxd_pipeline import Action, ActionKind, make_schedule
+from nxd_pipeline import ActionKind, make_schedule
 
 
 @dataclass(unsafe_hash=True, repr=False)
@@ -217,55 +217,3 @@ class TrainSchedule(PipeSchedule):
     def _microbatch_at(self, ticks_since_first: int) -> int | None:
         microbatch, odd = divmod(ticks_since_first, 2)
         return None if odd or not 0 <= microbatch < self.num_microbatches else microbatch
-
-
-class TrainInterleavedSchedule(PipeSchedule):
-    """1F1B with several stages per rank: a step for each forward and backward with its own messages.
-
-    Args:
-        num_microbatches: a multiple of `stages`.
-        num_model_chunks: stages per rank.
-        stages: ranks of the pipeline.
-        stage_id: this rank's place.
-        fused_send_recv: of the old runtime; of no effect.
-        fused_fwd_bwd: as above.
-        use_odd_even_scheduler: as above.
-
-    Raises:
-        ValueError: numbers that the method does not allow.
-    """
-
-    def __init__(
-        self,
-        num_microbatches: int,
-        num_model_chunks: int,
-        stages: int,
-        stage_id: int,
-        fused_send_recv: bool = False,
-        fused_fwd_bwd: bool = False,
-        use_odd_even_scheduler: bool = False,
-    ) -> None:
-        super().__init__(num_microbatches, stages, stage_id)
-        if num_microbatches % stages:
-            raise ValueError(
-                f"Interleaved pipeline requires num_microbatches % stages == 0, got num_microbatches="
-                f"{num_microbatches} and stages={stages}; use {-(-num_microbatches // stages) * stages}"
-            )
-        self.num_model_chunks = num_model_chunks
-
-    def steps(self) -> Iterator[list[Task]]:
-        """A step for each forward and backward, and one to reduce gradients."""
-        size = self.num_model_chunks
-        schedule = make_schedule("interleaved", self.stages, self.num_microbatches, virtual_pipeline_size=size)
-        for action in schedule.actions[self.stage_id]:
-            yield self._tasks_of(action, last_stage=schedule.num_stages - 1)
-        yield [ReduceGradsTask()]
-
-    def _tasks_of(self, action: Action, *, last_stage: int) -> list[Task]:
-        microbatch, chunk = action.microbatch, action.stage // self.stages
-        if action.kind is ActionKind.FORWARD:
-            sent = [] if action.stage == last_stage else [ForwardPostprocessTask(microbatch, chunk)]
-            return [ForwardPreprocessTask(microbatch, chunk), ForwardStepTask(microbatch, chunk), *sent]
-        received = [] if action.stage == last_stage else [BackwardPreprocessTask(microbatch, chunk)]
-        returned = [] if action.stage == 0 else [BackwardPostprocessTask(microbatch, chunk)]
-        return [*received, BackwardStepTask(microbatch, chunk), *returned]

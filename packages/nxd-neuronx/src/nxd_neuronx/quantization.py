@@ -1,6 +1,6 @@
 """Quantization under the names that scripts import, over nxd_layers.quantization."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -8,8 +8,6 @@ import torch
 from nxd_layers.quantization import (
     DtypeBound,
     QuantizationType,
-    QuantizedDtype,
-    ScaleDtype,
     blockwise_dequantize,
     dequantize,
     extract_q_scale,
@@ -21,15 +19,11 @@ from torch import Tensor, nn
 
 from nxd_neuronx.microscaling import apply_lut_byte_4bit_tensor, split_byte_4bit_tensor
 
-DEFAULT_BLOCK_SIZE = 128
-OCP_MX_BLOCK_SIZE = 32
-
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PACKED = "_packed_params._packed_params"
 
 quantize_pytorch_model_per_channel_symmetric = partial(quantize_linears, per_channel=True)
 quantize_per_tensor_symmetric = partial(quantize_to_qint8, channel_axis=None)
-extract_q_scale_per_tensor = extract_q_scale_per_channel = extract_q_scale
 
 
 def quantize_pytorch_model_per_tensor_symmetric(
@@ -56,17 +50,6 @@ def quantize_fp8_per_channel(
     return quantize(tensor, dtype, channel_axis=channel_axis, clamp_bound=clamp_bound)
 
 
-def quantize_fp8_per_tensor(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor as fp8 values and one scale, 0-d.
-
-    Raises:
-        ValueError: `dtype` is not fp8.
-    """
-    _check_fp8(dtype)
-    values, scale = quantize(tensor, dtype)
-    return values, scale.squeeze()
-
-
 def _check_fp8(dtype: torch.dtype) -> None:
     if dtype not in _FP8:
         raise ValueError(f"dtype={dtype} is not fp8; use {' or '.join(map(str, _FP8))}")
@@ -81,11 +64,6 @@ def quantize_static_quant_activations(input: Tensor, input_scale: Tensor, dtype:
     largest, smallest = DtypeBound.from_torch_dtype(dtype)
     scaled = (input / input_scale).clamp(smallest, largest)
     return scaled.round().to(dtype) if dtype == torch.int8 else scaled.to(dtype)
-
-
-def direct_cast_quantize(tensor: Tensor, downcast_dtype: torch.dtype) -> Tensor:
-    """The tensor in a smaller dtype, without a scale."""
-    return tensor.to(downcast_dtype)
 
 
 def direct_cast_dequantize(tensor: Tensor, upcast_dtype: torch.dtype) -> Tensor:
@@ -123,32 +101,6 @@ def blockwise_scale_dequantize(
     if tensor.dtype == torch.uint16:
         tensor = apply_lut_byte_4bit_tensor(split_byte_4bit_tensor(tensor.contiguous()).unsqueeze(-1))
     return blockwise_dequantize(tensor, scale, upcast_dtype)
-
-
-def validate_block_axis_size(
-    block_axis: Sequence[int] | None, block_size: Sequence[int] | None
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Both, if they say of as many dims how long their blocks are.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if block_axis is None or block_size is None or len(block_axis) != len(block_size):
-        raise ValueError(f"block_axis={block_axis} and block_size={block_size} must be lists of one length")
-    return block_axis, block_size
-
-
-def is_ocp_mx_quantized(
-    q_type: QuantizationType, q_dtype: QuantizedDtype | torch.dtype, scale_dtype: ScaleDtype | torch.dtype
-) -> bool:
-    """Whether weights are in a microscaling format, which NKI kernels read."""
-    return (
-        q_type is QuantizationType.BLOCKWISE_SYMMETRIC
-        and q_dtype in QuantizedDtype
-        and QuantizedDtype(q_dtype).get_packed_count() > 1
-        and scale_dtype in ScaleDtype
-        and ScaleDtype(scale_dtype) is ScaleDtype.F8E8M0
-    )
 
 
 class KVQuantizationConfig:

@@ -1,14 +1,7 @@
-"""Nested values with tensors, taken apart for sending: the tensors, and everything else with stubs in their places.
+"""Nested values with tensors, taken apart: the tensors, and everything else with stubs in their places."""
 
-Values that are turned to text are written by `torch.save` and read with
-`weights_only=True`: containers, numbers, strings, dtypes and tensors pass, and nothing in them is executed.
-"""
-
-import base64
 import collections
-import io
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,61 +83,6 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def is_instance_namedtuple(iterable: Any) -> bool:
     """Whether a value is a named tuple."""
     return isinstance(iterable, tuple) and hasattr(iterable, "_fields")
-
-
-def find_loss_from_output_and_spec(output_val: Any, spec_val: Any) -> Any:
-    """The loss in a model's output.
-
-    Args:
-        output_val: a tensor, or nested tuples, lists and dicts of them.
-        spec_val: True at the place of the loss, in the structure of the output; None or False where there is none.
-
-    Raises:
-        RuntimeError: the spec is of another structure than the output, or marks nothing.
-    """
-    if spec_val is None or spec_val is False:
-        return None
-    if spec_val is True:
-        if not isinstance(output_val, Tensor):
-            raise RuntimeError(f"Loss spec must specify a tensor value but got {output_val}; mark the loss as True")
-        return output_val
-    if isinstance(spec_val, Mapping):
-        same = isinstance(output_val, Mapping) and output_val.keys() == spec_val.keys()
-        pairs = [(output_val[key], spec) for key, spec in spec_val.items()] if same else []
-    elif isinstance(spec_val, tuple | list):
-        same = isinstance(output_val, tuple | list) and len(output_val) == len(spec_val)
-        pairs = list(zip(output_val, spec_val, strict=True)) if same else []
-    else:
-        raise RuntimeError(f"Unsupported type {type(spec_val)} in loss specification; give True, a tuple or a dict")
-    if not same:
-        raise RuntimeError(f"Output value {output_val} must match the structure of loss specification {spec_val}")
-    for output, spec in pairs:
-        loss = find_loss_from_output_and_spec(output, spec)
-        if loss is not None:
-            return loss
-    raise RuntimeError(f"Did not find loss value in specification {spec_val}; mark the loss, and only it, as True")
-
-
-def compress_to_string(obj: Any) -> str:
-    """A value as base64 text, for `uncompress_from_string`."""
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def uncompress_from_string(serialized_data_string: str) -> Any:
-    """The value of a `compress_to_string`; nothing in the text is executed.
-
-    Raises:
-        ValueError: it is no such text, or of a value with classes that are not tensors, containers or plain values.
-    """
-    try:
-        data = io.BytesIO(base64.b64decode(serialized_data_string, validate=True))
-        with torch.serialization.safe_globals([TensorMeta]):
-            return torch.load(data, map_location="cpu", weights_only=True)
-    except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"the text is no value of compress_to_string: {reason}; only plain values are read") from error
 
 
 def check_for_duplicate_tensors(

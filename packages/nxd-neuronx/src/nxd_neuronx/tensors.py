@@ -1,22 +1,13 @@
 """Small functions on tensors and on the attributes of sharded ones, which scripts for NeuronX Distributed import."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from nxd_layers import divide
-from nxd_state import active_group, copy_parameter_attributes, set_partition_attributes
+from nxd_state import active_group, set_partition_attributes
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-
-_ATTRIBUTE_DEFAULTS: dict[str, Any] = {
-    "tensor_model_parallel": False,
-    "partition_dim": -1,
-    "partition_stride": 1,
-    "num_partitions": 1,
-}
-
-PreShardHookFn = Callable[[nn.Module, dict[str, Any], str], bool]
 
 
 def set_tensor_model_parallel_attributes(
@@ -48,18 +39,6 @@ def set_tensor_model_parallel_attributes(
     tensor.rank_ordering = rank_ordering  # type: ignore[attr-defined]
 
 
-def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Say of a tensor that it is whole, unless something else is said."""
-    for name, default in _ATTRIBUTE_DEFAULTS.items():
-        if not hasattr(tensor, name):
-            setattr(tensor, name, default)
-
-
-def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Give a tensor the attributes (and the shard metadata) of another of its shape."""
-    copy_parameter_attributes(source_tensor, destination_tensor)
-
-
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
     """Whether this rank is to count a parameter: it has a part of its own, or is the first that has it whole."""
     return bool(getattr(param, "tensor_model_parallel", False)) or active_group("tp").rank == 0
@@ -80,11 +59,6 @@ class EmbeddingUtility:
         """From the size of the vocabulary, which the number of ranks must divide."""
         each = divide(global_vocab_size, world_size)
         return EmbeddingUtility.range_from_per_partition_vocab_size(each, rank, world_size)
-
-
-def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raise a ValueError if the quotient is not whole."""
-    divide(numerator, denominator)
 
 
 def get_padding_length(numerator: int, denominator: int) -> int:
@@ -115,13 +89,6 @@ def split_tensor_along_last_dim(
 ) -> tuple[Tensor, ...]:
     """`split_tensor_along_dim` for the last dim."""
     return split_tensor_along_dim(tensor, -1, num_partitions, contiguous_split_chunks)
-
-
-def split_tensor_along_second_dim(
-    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
-) -> tuple[Tensor, ...]:
-    """`split_tensor_along_dim` for dim 1."""
-    return split_tensor_along_dim(tensor, 1, num_partitions, contiguous_split_chunks)
 
 
 def indices_split_along_dim(tensor: Tensor | None, dim: int, rank: int, num_partitions: int) -> Tensor | None:
@@ -177,37 +144,6 @@ def invoke_preshard_hooks(module: nn.Module, model_state_dict: dict[str, Any], p
         return
     for name, child in module.named_children():
         invoke_preshard_hooks(child, model_state_dict, f"{prefix}{name}.")
-
-
-def get_sharded_model_dict(model: nn.Module, model_state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's parts of a whole model's tensors, cut as the model's parameters say by their attributes.
-
-    A module with a `preshard_hook(state, prefix)` changes the whole tensors first, by a prefix that ends in "weight".
-    """
-    state = dict(model_state_dict)
-    invoke_preshard_hooks(model, state)
-    for name, parameter in model.state_dict(keep_vars=True).items():
-        if getattr(parameter, "tensor_model_parallel", False):
-            dim, ranks = parameter.partition_dim, active_group("tp").size
-            length = divide(state[name].shape[dim], ranks)
-            state[name] = create_local_weight(state[name], dim, length, parameter.partition_stride)
-    return state
-
-
-def cast_tensor(
-    tensor: Tensor, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """The tensor in another dtype, if it has the first one."""
-    return tensor.to(to_dtype) if tensor.dtype == from_dtype else tensor
-
-
-def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
-    """`cast_tensor` for all tensors of nested lists, tuples and dicts."""
-
-    def cast(value: Any) -> Any:
-        return cast_tensor(value, from_dtype, to_dtype) if isinstance(value, Tensor) else value
-
-    return tree_map(cast, state)
 
 
 def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:

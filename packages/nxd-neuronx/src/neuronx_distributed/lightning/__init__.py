@@ -1,7 +1,5 @@
 """`neuronx_distributed.lightning`: PyTorch Lightning over a mesh, from nxd_lightning (`pip install nxd-lightning`)."""
 
-from typing import Any
-
 from nxd_neuronx.lightning_names import from_nxd_lightning
 
 __all__ = [
@@ -14,10 +12,7 @@ __all__ = [
     "NeuronCheckpointIO",
     "NeuronHooksCallback",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return from_nxd_lightning(__name__, name, __all__)
+__getattr__ = from_nxd_lightning(__name__, *__all__)
 
 
 def __dir__() -> list[str]:

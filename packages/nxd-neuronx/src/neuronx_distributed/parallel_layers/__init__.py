@@ -7,7 +7,6 @@ import importlib
 from typing import Any
 
 from neuronx_distributed.parallel_layers import (
-    comm,
     grads,
     layer_norm,
     layers,
@@ -30,22 +29,11 @@ from neuronx_distributed.parallel_layers.mappings import (
 from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel, move_model_to_device
 from neuronx_distributed.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
 from neuronx_distributed.parallel_layers.utils import (
-    copy_tensor_model_parallel_attributes,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
     split_tensor_along_last_dim,
 )
 
 _OF_CHECKPOINTING = ("save", "load")
-
-PARALLEL_MODULES = [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding]
-PARALLEL_FUNCTIONS = [
-    parallel_cross_entropy,
-    copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-]
 
 __all__ = [
     "ParallelEmbedding",
@@ -62,11 +50,6 @@ __all__ = [
     "get_xla_rng_tracker",
     "model_parallel_xla_manual_seed",
     "set_tensor_model_parallel_attributes",
-    "copy_tensor_model_parallel_attributes",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "PARALLEL_MODULES",
-    "PARALLEL_FUNCTIONS",
-    "comm",
     "split_tensor_along_last_dim",
     "grads",
     "layer_norm",

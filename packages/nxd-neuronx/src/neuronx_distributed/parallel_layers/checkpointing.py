@@ -6,10 +6,6 @@ from nxd_engine.checkpoints.shard_files import (
     load,
     save,
 )
-from nxd_neuronx.tensors import (
-    PreShardHookFn,
-    get_sharded_model_dict,
-)
 from nxd_neuronx.tensors import invoke_preshard_hooks as _invoke_preshard_hook  # the name that scripts import
 
 __all__ = [
@@ -17,7 +13,5 @@ __all__ = [
     "ensure_directory_exists",
     "save",
     "load",
-    "PreShardHookFn",
-    "get_sharded_model_dict",
     "_invoke_preshard_hook",
 ]

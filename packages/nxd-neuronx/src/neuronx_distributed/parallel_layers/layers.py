@@ -20,10 +20,8 @@ from nxd_neuronx.layers import (
     BaseParallelLayer,
     BaseParallelLinear,
     Conv2dWithInputGradAllReduce,
-    LinearWithAsyncCommunication,
     SPMDRank,
     conv2d_with_weight_grad_allreduce,
-    linear_with_async_allreduce,
 )
 from nxd_neuronx.tensors import (
     create_local_weight,
@@ -41,8 +39,6 @@ __all__ = [
     "BaseParallelLayer",
     "BaseParallelLinear",
     "BaseParallelConv",
-    "LinearWithAsyncCommunication",
-    "linear_with_async_allreduce",
     "Conv2dWithInputGradAllReduce",
     "conv2d_with_weight_grad_allreduce",
     "SPMDRank",

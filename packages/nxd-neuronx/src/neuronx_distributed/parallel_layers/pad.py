@@ -6,8 +6,4 @@ from nxd_layers.padding import (
     pad_model,
 )
 
-__all__ = [
-    "pad_model",
-    "get_number_of_extra_heads",
-    "generate_padding_mask",
-]
+__all__ = ["pad_model", "get_number_of_extra_heads", "generate_padding_mask"]

@@ -3,9 +3,7 @@
 from nxd_neuronx.process import (
     RngTracker as XLARNGStatesTracker,
 )
-from nxd_neuronx.process import (
-    get_xla_rng_tracker,
-)
+from nxd_neuronx.process import get_xla_rng_tracker
 from nxd_state import (
     get_rng_state,
     rng_stream,

@@ -1,8 +1,6 @@
 """`neuronx_distributed.parallel_layers.utils`: division, attributes of parameters, cutting and casting of tensors."""
 
-from nxd_layers.padding import (
-    divide,
-)
+from nxd_layers.padding import divide
 from nxd_neuronx.process import (
     get_local_world_size,
     initialize_fallback_parallel_state,
@@ -10,44 +8,30 @@ from nxd_neuronx.process import (
 )
 from nxd_neuronx.tensors import (
     EmbeddingUtility,
-    cast_all,
     cast_if_autocast_enabled,
-    cast_tensor,
-    copy_tensor_model_parallel_attributes,
-    ensure_divisibility,
     get_padding_length,
     indices_split_along_dim,
     is_torch_version_greater_than_2,
     move_all_tensor_to_cpu,
     param_is_not_tensor_parallel_duplicate,
     requires_init_pg_override,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
     split_tensor_along_dim,
     split_tensor_along_last_dim,
-    split_tensor_along_second_dim,
     verify_casted_dtype,
 )
-from nxd_state import (
-    move_model_to_device,
-)
+from nxd_state import move_model_to_device
 
 __all__ = [
     "divide",
     "move_model_to_device",
     "set_tensor_model_parallel_attributes",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "copy_tensor_model_parallel_attributes",
     "param_is_not_tensor_parallel_duplicate",
     "EmbeddingUtility",
-    "ensure_divisibility",
     "get_padding_length",
     "split_tensor_along_dim",
     "split_tensor_along_last_dim",
-    "split_tensor_along_second_dim",
     "indices_split_along_dim",
-    "cast_tensor",
-    "cast_all",
     "cast_if_autocast_enabled",
     "verify_casted_dtype",
     "move_all_tensor_to_cpu",

@@ -13,7 +13,6 @@ from nxd_neuronx.pipeline_tasks import (
     PostProcessTask,
     ReduceGradsTask,
     Train1F1BSchedule,
-    TrainInterleavedSchedule,
     TrainSchedule,
 )
 
@@ -30,6 +29,5 @@ __all__ = [
     "PostProcessTask",
     "ReduceGradsTask",
     "Train1F1BSchedule",
-    "TrainInterleavedSchedule",
     "TrainSchedule",
 ]

@@ -6,7 +6,6 @@ from nxd_neuronx.pipeline_parts import (
     TorchTracerWrapper,
     get_concrete_args,
     get_tracer_class,
-    patch_obj_method,
     trace_model,
 )
 
@@ -16,6 +15,5 @@ __all__ = [
     "TorchTracerWrapper",
     "get_concrete_args",
     "get_tracer_class",
-    "patch_obj_method",
     "trace_model",
 ]

@@ -3,18 +3,10 @@
 from nxd_layers.quantization import (
     broadcastable_block_shapes as get_broadcastable_shapes_for_blockwise_scale_dequantize,
 )
-from nxd_neuronx.quantization import (
-    DEFAULT_BLOCK_SIZE,
-    OCP_MX_BLOCK_SIZE,
-    blockwise_scale_dequantize,
-    direct_cast_dequantize,
-    scale_dequantize,
-)
+from nxd_neuronx.quantization import blockwise_scale_dequantize, direct_cast_dequantize, scale_dequantize
 
 __all__ = [
     "get_broadcastable_shapes_for_blockwise_scale_dequantize",
-    "DEFAULT_BLOCK_SIZE",
-    "OCP_MX_BLOCK_SIZE",
     "blockwise_scale_dequantize",
     "direct_cast_dequantize",
     "scale_dequantize",

@@ -11,7 +11,7 @@ from nxd_layers.quantization import (
     ScaleDtype,
     default_config,
 )
-from nxd_neuronx.quantization import KVQuantizationConfig, is_ocp_mx_quantized, validate_block_axis_size
+from nxd_neuronx.quantization import KVQuantizationConfig
 
 BASE_QCONFIG_DICT_TYPE = PER_CHANNEL_QCONFIG_DICT_TYPE = QuantizationConfig
 EXPERT_WISE_PER_CHANNEL_QCONFIG_DICT_TYPE = BLOCKWISE_QCONFIG_DICT_TYPE = QuantizationConfig
@@ -32,8 +32,6 @@ __all__ = [
     "QuantizationType",
     "QuantizedDtype",
     "ScaleDtype",
-    "is_ocp_mx_quantized",
-    "validate_block_axis_size",
     "BASE_QCONFIG_DICT_TYPE",
     "PER_CHANNEL_QCONFIG_DICT_TYPE",
     "EXPERT_WISE_PER_CHANNEL_QCONFIG_DICT_TYPE",

@@ -2,10 +2,7 @@
 
 from nxd_layers.quantization import QuantizedLinear, convert_qint8_to_int8_state_dict, extract_q_scale
 from nxd_neuronx.quantization import (
-    extract_q_scale_per_channel,
-    extract_q_scale_per_tensor,
     quantize_fp8_per_channel,
-    quantize_fp8_per_tensor,
     quantize_per_channel_symmetric,
     quantize_per_tensor_symmetric,
     quantize_pytorch_model_per_channel_symmetric,
@@ -17,10 +14,7 @@ __all__ = [
     "QuantizedLinear",
     "convert_qint8_to_int8_state_dict",
     "extract_q_scale",
-    "extract_q_scale_per_channel",
-    "extract_q_scale_per_tensor",
     "quantize_fp8_per_channel",
-    "quantize_fp8_per_tensor",
     "quantize_per_channel_symmetric",
     "quantize_per_tensor_symmetric",
     "quantize_pytorch_model_per_channel_symmetric",

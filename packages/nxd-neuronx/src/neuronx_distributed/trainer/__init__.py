@@ -2,7 +2,7 @@
 
 from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
 
-from neuronx_distributed.trainer import checkpoint, checkpoint_storage, model, optimizer, post_partition_hooks, trainer
+from neuronx_distributed.trainer import checkpoint, model, optimizer, post_partition_hooks, trainer
 from neuronx_distributed.trainer.checkpoint import (
     finalize_checkpoint,
     has_checkpoint,
@@ -28,7 +28,6 @@ __all__ = [
     "PostPartitionHooks",
     "hooks",
     "checkpoint",
-    "checkpoint_storage",
     "model",
     "optimizer",
     "post_partition_hooks",

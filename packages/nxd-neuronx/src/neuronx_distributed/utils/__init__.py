@@ -24,7 +24,6 @@ _SUBMODULES = (
     "tensor_capture",
     "tensor_replacement",
     "tensor_utils",
-    "timeline",
     "utils",
 )
 
@@ -48,7 +47,6 @@ __all__ = [
     "tensor_capture",
     "tensor_replacement",
     "tensor_utils",
-    "timeline",
     "utils",
 ]
 

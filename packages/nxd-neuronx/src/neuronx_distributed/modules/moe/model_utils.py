@@ -1,38 +1,14 @@
 """`neuronx_distributed.modules.moe.model_utils`: activations of experts, and what configurations name."""
 
-from nxd_neuronx.expert_configs import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_HIDDEN_ACT_SCALING_FACTOR,
-    DEFAULT_LNC_SIZE,
-    DEFAULT_PADDING_VALUE,
-    DEFAULT_SELECTIVE_LOADING_THRESHOLD,
-    DEFAULT_SKIP_MODE,
-    ACTFunc,
-    GLUType,
-)
+from nxd_neuronx.expert_configs import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, DEFAULT_SKIP_MODE, GLUType
 from nxd_neuronx.experts import ACT2FN
-from nxd_neuronx.not_here import not_here
-
-(
-    create_spmd_ranks,
-    get_kernel_activation_func_id,
-) = not_here(
-    __name__,
-    "experts",
-    "create_spmd_ranks",
-    "get_kernel_activation_func_id",
-)
+from nxd_neuronx.not_here import explains
 
 __all__ = [
     "ACT2FN",
     "DEFAULT_BLOCK_SIZE",
-    "DEFAULT_HIDDEN_ACT_SCALING_FACTOR",
     "DEFAULT_LNC_SIZE",
-    "DEFAULT_PADDING_VALUE",
-    "DEFAULT_SELECTIVE_LOADING_THRESHOLD",
     "DEFAULT_SKIP_MODE",
-    "ACTFunc",
     "GLUType",
-    "create_spmd_ranks",
-    "get_kernel_activation_func_id",
 ]
+__getattr__ = explains(__name__)

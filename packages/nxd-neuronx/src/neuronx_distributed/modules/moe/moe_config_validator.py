@@ -1,13 +1,5 @@
 """`neuronx_distributed.modules.moe.moe_config_validator`: what checked configurations for kernels."""
 
-from nxd_neuronx.not_here import not_here
+from nxd_neuronx.not_here import explains
 
-(MoeConfigValidator,) = not_here(
-    __name__,
-    "experts",
-    "MoeConfigValidator",
-)
-
-__all__ = [
-    "MoeConfigValidator",
-]
+__getattr__ = explains(__name__)

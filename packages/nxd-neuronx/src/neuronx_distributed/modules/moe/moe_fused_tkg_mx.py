@@ -1,21 +1,5 @@
 """`neuronx_distributed.modules.moe.moe_fused_tkg_mx`: the same, with microscaled weights."""
 
-from nxd_neuronx.not_here import not_here
+from nxd_neuronx.not_here import explains
 
-(
-    ROUTER_ACT_FN_MAPPING,
-    mxfp4_moe_block_tkg_wrapper,
-    MoEFusedTKGMX,
-) = not_here(
-    __name__,
-    "experts",
-    "ROUTER_ACT_FN_MAPPING",
-    "mxfp4_moe_block_tkg_wrapper",
-    "MoEFusedTKGMX",
-)
-
-__all__ = [
-    "ROUTER_ACT_FN_MAPPING",
-    "mxfp4_moe_block_tkg_wrapper",
-    "MoEFusedTKGMX",
-]
+__getattr__ = explains(__name__)

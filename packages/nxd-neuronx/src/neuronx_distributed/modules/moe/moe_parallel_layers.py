@@ -5,17 +5,7 @@ from nxd_neuronx.expert_linears import (
     ExpertFusedLinear,
     ExpertFusedRowParallelLinear,
 )
-from nxd_neuronx.not_here import not_here
+from nxd_neuronx.not_here import explains
 
-(ExpertFusedLinearWithAsyncCommunication,) = not_here(
-    __name__,
-    "experts",
-    "ExpertFusedLinearWithAsyncCommunication",
-)
-
-__all__ = [
-    "ExpertFusedColumnParallelLinear",
-    "ExpertFusedLinear",
-    "ExpertFusedRowParallelLinear",
-    "ExpertFusedLinearWithAsyncCommunication",
-]
+__all__ = ["ExpertFusedColumnParallelLinear", "ExpertFusedLinear", "ExpertFusedRowParallelLinear"]
+__getattr__ = explains(__name__)

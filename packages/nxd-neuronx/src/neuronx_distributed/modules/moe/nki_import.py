@@ -1,21 +1,5 @@
 """`neuronx_distributed.modules.moe.nki_import`: what imported kernels."""
 
-from nxd_neuronx.not_here import not_here
+from nxd_neuronx.not_here import explains
 
-(
-    NKIImport,
-    import_nki,
-    import_nki_beta2,
-) = not_here(
-    __name__,
-    "experts",
-    "NKIImport",
-    "import_nki",
-    "import_nki_beta2",
-)
-
-__all__ = [
-    "NKIImport",
-    "import_nki",
-    "import_nki_beta2",
-]
+__getattr__ = explains(__name__)

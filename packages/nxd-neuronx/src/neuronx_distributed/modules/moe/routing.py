@@ -3,9 +3,4 @@
 from nxd_layers.experts import RouterBase, RouterSinkhorn
 from nxd_neuronx.experts import GroupLimitedRouter, RouterTopK
 
-__all__ = [
-    "RouterBase",
-    "RouterSinkhorn",
-    "GroupLimitedRouter",
-    "RouterTopK",
-]
+__all__ = ["RouterBase", "RouterSinkhorn", "GroupLimitedRouter", "RouterTopK"]

@@ -12,9 +12,7 @@ from nxd_neuronx.microscaling import (
     split_byte_4bit_tensor,
     split_gate_up,
 )
-from nxd_neuronx.not_here import not_here
-
-(reshape_pad_proj,) = not_here(__name__, "mx", "reshape_pad_proj")
+from nxd_neuronx.not_here import explains
 
 __all__ = [
     "FP4_VALUES",
@@ -27,5 +25,5 @@ __all__ = [
     "split_byte_4bit_tensor",
     "split_gate_up",
     "get_mxfp8_tensor_from_uint32",
-    "reshape_pad_proj",
 ]
+__getattr__ = explains(__name__)

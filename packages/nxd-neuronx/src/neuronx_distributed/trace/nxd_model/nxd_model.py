@@ -2,19 +2,10 @@
 
 from typing import Any
 
-from nxd_neuronx.not_here import not_here
+from nxd_neuronx.not_here import explains
 from nxd_neuronx.traced_model import NxDModel
 
 InputTensorType = Any
-(JITWrapper, TorchScriptNxDModel, convert_nxd_model_to_torchscript_model) = not_here(
-    __name__, "hlo", "JITWrapper", "TorchScriptNxDModel", "convert_nxd_model_to_torchscript_model"
-)
 
-__all__ = [
-    "Any",
-    "NxDModel",
-    "JITWrapper",
-    "TorchScriptNxDModel",
-    "convert_nxd_model_to_torchscript_model",
-    "InputTensorType",
-]
+__all__ = ["Any", "NxDModel", "InputTensorType"]
+__getattr__ = explains(__name__)

@@ -1,40 +1,12 @@
-"""Tokens on their way between replicas: the borders of expert-parallel regions, and shuffling.
-
-Scripts for NeuronX Distributed call these by themselves; layers of nxd_layers send tokens in their own way.
-"""
+"""Tokens dealt at random to replicas, and back."""
 
 import torch
 from nxd_layers import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from nxd_layers.mappings import all_to_all_region
-from nxd_state import active_group, group_of
+from nxd_state import group_of
 from torch import Tensor
 
 from nxd_neuronx.mesh import get_token_shuffle_group, get_token_shuffle_group_size
-
-
-def enter_expert_parallel_region(x: Tensor, scatter_gather: bool) -> Tensor:
-    """Tokens of all experts to the ranks that have these.
-
-    Args:
-        x: `[experts, capacity, hidden]`, the tokens of this rank for each expert.
-        scatter_gather: each tensor-parallel rank sends a part of the capacity, which they divide.
-
-    Returns:
-        `[experts/ep, ep, capacity, hidden]`, the tokens of all ranks for the experts of this one.
-    """
-    return _across_experts(x.unsqueeze(1), 0, 1, scatter_gather)
-
-
-def exit_expert_parallel_region(x: Tensor, scatter_gather: bool) -> Tensor:
-    """The reverse: `[experts/ep, ep, capacity, hidden]` to `[experts, capacity, hidden]`."""
-    return _across_experts(x, 1, 0, scatter_gather).squeeze(1)
-
-
-def _across_experts(x: Tensor, split_dim: int, concat_dim: int, scatter_gather: bool) -> Tensor:
-    if scatter_gather:
-        x = scatter_to_sequence_parallel_region(x, 2)
-    x = all_to_all_region(x, active_group("ep"), split_dim, concat_dim)
-    return gather_from_sequence_parallel_region(x, 2, to_model_parallel=False) if scatter_gather else x
 
 
 def token_shuffle(hidden_states: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
