@@ -36,13 +36,24 @@ def losses(output: str) -> set[str]:
     return set(re.findall(r"rank \d step \d loss [\d.]+", output))
 
 
-def test_trainer_starts_the_ranks_that_torchrun_would(tmp_path):
-    by_trainer = run(tmp_path / "trainer", "none")
+@pytest.fixture(scope="module")
+def by_trainer(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+    """A run whose ranks the Trainer has started."""
+    return run(tmp_path_factory.mktemp("trainer"), "stranger" if os.geteuid() == 0 else "none")
+
+
+def test_trainer_starts_the_ranks_that_torchrun_would(by_trainer, tmp_path):
     by_torchrun = run_torchrun([str(SCRIPT), str(tmp_path / "torchrun"), "none"], 2, timeout=TIMEOUT_SECONDS)
 
     assert by_trainer.returncode == by_torchrun.returncode == 0, by_trainer.stderr + by_torchrun.stderr
     assert len(losses(by_trainer.stdout)) == 4
     assert losses(by_trainer.stdout) == losses(by_torchrun.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_store_of_ranks_that_the_trainer_starts_does_not_answer_another_user(by_trainer):
+    assert "store answers b'ping' to this user, b'' to another" in by_trainer.stdout
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 import torch
 from nxd_state import (
     active_group,
+    all_reduce,
     check_same_start,
     initialize_model_parallel,
     one_random_state,
@@ -122,8 +123,12 @@ class _Tower(nn.Module):
         super().__init__()
         self.split, self.whole = _part(active_group("tp").rank), nn.Linear(3, 3)
 
+    def forward(self):
+        of_all_ranks = all_reduce(self.split.detach().sum(), active_group("tp"))
+        return of_all_ranks + self.split.sum() + self.whole(torch.ones(3)).sum()
+
     def step(self, optimizer):
-        (self.split.sum() + self.whole(torch.ones(3)).sum()).backward()
+        self().backward()
         optimizer.step()
 
 
@@ -137,20 +142,20 @@ def _optimizers(model):
 
 
 @pytest.mark.parametrize("kind", ["one", "warm-up", "of split weights alone", "of a plain model"])
-def test_first_step_of_an_optimizer_of_torch_compares_whole_weights_of_tensor_parallel_ranks(run_ranks, kind):
+def test_second_step_of_an_optimizer_of_torch_compares_whole_weights_of_tensor_parallel_ranks(run_ranks, kind):
     def outcome():
         initialize_model_parallel(2)
         torch.manual_seed(torch.distributed.get_rank())
         model = _Tower()
         (optimizer,) = _optimizers(model)[kind]
         if kind == "warm-up":
-            model.step(optimizer)  # at a rate of zero, which changes nothing: a checkpoint may be loaded afterwards
+            for _ in range(2):  # at a rate of zero, which changes nothing: a checkpoint may be loaded afterwards
+                model.step(optimizer)
             optimizer.param_groups[0]["lr"].fill_(0.1)
+        model.step(optimizer)
         try:
             model.step(optimizer)
         except ValueError as error:
-            for parameter in model.whole.parameters():
-                parameter.data.fill_(0.5)
             model.step(optimizer)
             return str(error)
         return "same"
@@ -162,6 +167,33 @@ def test_first_step_of_an_optimizer_of_torch_compares_whole_weights_of_tensor_pa
         assert first.startswith("ranks 0 and 1 start from different weights: parameter 1 of shape (3, 3)")
     else:
         assert first == "same"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_rank_whose_grad_scaler_skips_its_first_step_is_not_waited_for(run_ranks, alike):
+    def errors():
+        initialize_model_parallel(2)
+        rank = torch.distributed.get_rank()
+        torch.manual_seed(0 if alike else rank)
+        model = _Tower()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1.0)
+        raised = []
+        for step in range(4):
+            scaler.scale(model()).backward()
+            if step == 0 and rank == 0:
+                model.split.grad.fill_(torch.inf)
+            try:
+                scaler.step(optimizer)
+            except ValueError as error:
+                raised.append(str(error))
+            scaler.update()
+            optimizer.zero_grad()
+        return raised
+
+    first, second = run_ranks(errors, 2)
+
+    assert first == second
+    assert [it.partition(":")[0] for it in first] == ([] if alike else ["ranks 0 and 1 start from different weights"])
 
 
 def test_first_steps_are_not_compared_without_tensor_parallel_ranks(run_ranks):

@@ -1,6 +1,7 @@
 """The store of one machine: it answers as torch's own does, and this user alone."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -126,3 +127,22 @@ def test_what_is_no_request_ends_its_connection_alone():
 def test_server_takes_a_listener_that_other_machines_cannot_reach():
     with socket.create_server(("", 0)) as listener, pytest.raises(ValueError, match=r"listen at 127\.0\.0\.1"):
         StoreServer(listener)
+
+
+def test_store_process_answers_the_rank_that_has_started_it_and_ends_with_it():
+    program = """
+import os, signal, socket
+from nxd_state import start_store_process
+from torch.distributed import TCPStore
+listener = socket.create_server(("127.0.0.1", 0))
+port = listener.getsockname()[1]
+server = start_store_process(listener)
+store = TCPStore("127.0.0.1", port, is_master=False)
+store.queue_push("queue", "value")
+print(store.queue_len("queue"), flush=True)  # torch holds the interpreter's lock meanwhile
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    # Returns once no process holds its output any more.
+    rank = subprocess.run([sys.executable, "-c", program], check=False, stdout=subprocess.PIPE)
+
+    assert (rank.returncode, rank.stdout) == (-signal.SIGKILL, b"1\n")

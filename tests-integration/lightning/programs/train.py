@@ -1,10 +1,11 @@
 """A script as users write it: `python train.py` starts two ranks, under torchrun it is one. It can be made to fail.
 
-python train.py FOLDER none|rank0|rank1|interrupt
+python train.py FOLDER none|rank0|rank1|interrupt|stranger
 """
 
 import os
 import signal
+import subprocess
 import sys
 
 import neuronx_distributed as nxd
@@ -28,6 +29,22 @@ class Regression(torch.nn.Module):
         return (self.linear(values) - 1).square().mean()
 
 
+def ask_store(user):
+    """What the ranks' store answers to the greeting of torch's clients."""
+    program = f"""
+import os, socket, sys
+os.setgroups([]), os.setgid({user}), os.setuid({user})
+client = socket.socket()
+client.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+try:
+    client.sendall(b"\\0" + (0x3C85F7CE).to_bytes(4, sys.byteorder) + b"\\x0d" + b"ping")
+    print(client.recv(4))
+except ConnectionError:
+    print(b"")
+"""
+    return subprocess.run([sys.executable, "-c", program], check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
+
+
 class Module(NeuronLTModule):
     def on_train_batch_end(self, *arguments):
         loss = float(self.trainer.callback_metrics["loss"])
@@ -36,6 +53,8 @@ class Module(NeuronLTModule):
             raise ValueError("this rank was told to fail")
         if failure == "interrupt" and self.global_rank == 0:
             os.killpg(os.getpgid(0), signal.SIGINT)
+        if failure == "stranger" and self.global_rank == 0:
+            print(f"store answers {ask_store(0)} to this user, {ask_store(65534)} to another", flush=True)
 
 
 seed_everything(1)

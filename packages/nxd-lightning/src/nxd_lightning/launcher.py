@@ -1,15 +1,18 @@
 """Starting the ranks of a Trainer that was not launched as ranks: the script is run again for each rank."""
 
 import os
+import socket
 import subprocess
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
-from nxd_state import destroy_model_parallel
+from nxd_state import destroy_model_parallel, start_store_process
 
 from nxd_lightning.lightning_package import fabric, lightning
 
 _ScriptLauncher: Any = lightning("strategies.launchers")._SubprocessScriptLauncher
 _command: Any = fabric("strategies.launchers.subprocess_script")._basic_subprocess_cmd
+_LOOPBACK = "127.0.0.1"
 
 
 class RankLauncher(_ScriptLauncher):
@@ -17,7 +20,11 @@ class RankLauncher(_ScriptLauncher):
 
     So a script may ask for ranks anywhere, even before the Trainer is made. It starts nothing under torchrun, where
     the ranks are already running, nor for one rank.
+
+    Ranks of one host meet through a store that serves this user alone, those of several through torch's at rank 0.
     """
+
+    _store: ClassVar["subprocess.Popen[bytes] | None"] = None  # it would end with this Trainer; further ones use it
 
     def _call_children_scripts(self) -> None:
         if self.num_processes * self.num_nodes == 1:
@@ -26,8 +33,7 @@ class RankLauncher(_ScriptLauncher):
         destroy_model_parallel()  # of one rank, as which this process has acted until now
         first = self.cluster_environment.node_rank() * self.num_processes
         os.environ.update(
-            MASTER_ADDR=self.cluster_environment.main_address,
-            MASTER_PORT=str(self.cluster_environment.main_port),
+            **self._store_of_one_host() if self.num_nodes == 1 else self._store_of_rank_0(),
             NODE_RANK=str(self.cluster_environment.node_rank()),
             WORLD_SIZE=str(self.num_processes * self.num_nodes),
             LOCAL_WORLD_SIZE=str(self.num_processes),
@@ -41,3 +47,21 @@ class RankLauncher(_ScriptLauncher):
             )
             for local_rank in range(1, self.num_processes)
         ]
+
+    def _store_of_one_host(self) -> dict[str, str]:
+        listener = socket.create_server((_LOOPBACK, 0), backlog=2 * self.num_processes)
+        port = listener.getsockname()[1]
+        RankLauncher._store = start_store_process(listener)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        return {
+            "MASTER_ADDR": _LOOPBACK,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 does not serve it
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+    def _store_of_rank_0(self) -> dict[str, str]:
+        return {
+            "MASTER_ADDR": self.cluster_environment.main_address,
+            "MASTER_PORT": str(self.cluster_environment.main_port),
+        }

@@ -118,7 +118,7 @@ from nxd_state.shard_spec import (
 )
 from nxd_state.shared_memory import SharedMemoryError
 from nxd_state.store_messages import PeerError
-from nxd_state.store_server import StoreServer
+from nxd_state.store_server import StoreServer, start_store_process
 
 __version__ = "0.1.0"
 
@@ -170,6 +170,7 @@ __all__ = [
     "private_folder",
     "keep_compiled_code_private",
     "StoreServer",
+    "start_store_process",
     "EXIT_PEER_FAILED",
     "FAILURE_SHOWN",
     "shared_memory_bytes",

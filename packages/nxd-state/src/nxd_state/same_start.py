@@ -5,13 +5,17 @@ those of key and value heads. Weights that start differently stay so: averaged g
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,7 +26,9 @@ from nxd_state.device import has_float64, records_graphs
 from nxd_state.group import Group
 from nxd_state.parallel_state import active_group, get_world_group, model_parallel_is_initialized, splits_experts
 from nxd_state.shard_spec import Box, get_shard_spec
+from nxd_state.store_messages import read_message
 
+_KEYS = "nxd_state/first_steps"
 _WORDS = 1024  # added up side by side, so that a fingerprint also tells an order of values
 _CHUNK_BYTES = 2**24
 
@@ -42,6 +48,9 @@ class _Claim:
     box: Box | None
 
 
+_Details = dict[str, tuple[str, int, tuple[int, ...], int]]  # by claim: axis, parameter, its shape, and fingerprint
+
+
 def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -> None:
     """Raise on every rank unless all ranks that hold the same weights have the same values. Called by all ranks.
 
@@ -58,47 +67,72 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
     tensors = list(parameters)
     if ranks.size == 1 or any(map(records_graphs, tensors)) or torch.compiler.is_compiling():
         return
-    _compare(tensors, [*_claims_of_replicas(tensors, group), *(() if group else _claims_of_split(tensors))], ranks)
+    claims = [*_claims_of_replicas(tensors, group), *(() if group else _claims_of_split(tensors))]
+    fingerprints = _fingerprints_of(tensors, claims)
+    if not _agree(all_gather_object(_summary(fingerprints), ranks)):
+        _check_details(ranks, all_gather_object(_details(tensors, fingerprints), ranks))
 
 
 def compare_at_first_steps() -> RemovableHandle:
-    """From now on tensor-parallel ranks compare what they have alike when a torch optimizer first changes weights.
+    """From now on tensor-parallel ranks compare what they have alike when torch optimizers begin to change weights.
 
     For layers in a trainer that has neither a `GradientReducer` nor a ZeRO-1 optimizer. An optimizer without any split
-    parameter is not looked at: it may be of a model that the ranks do not share.
+    parameter is not looked at: it may be of a model that the ranks do not share. Called by all ranks of a mesh.
     """
-    compared: WeakSet[Optimizer] = WeakSet()
+    return register_optimizer_step_pre_hook(_FirstSteps())
 
-    def compare(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if torch.compiler.is_compiling() or optimizer in compared or not _changes_weights(optimizer):
+
+class _FirstSteps:
+    """Compares through the job's store, in which no rank waits for another.
+
+    At an optimizer's first step a rank writes what it starts from, and at a later one, usually the second, reads what
+    the others have written, once all have. A step may be one rank's alone: a GradScaler leaves out those of ranks
+    with infinite gradients.
+    """
+
+    def __init__(self) -> None:
+        # Counted in the store, as it is there that keys of an earlier mesh are left.
+        self._mesh = _get_default_store().add(f"{_KEYS}/meshes_of_rank_{dist.get_rank()}", 1)
+        self._alike: Counter[str] = Counter()  # optimizers, by the shapes of their parameters
+        self._written: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()  # under which key
+        self._compared: WeakSet[Optimizer] = WeakSet()
+
+    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if torch.compiler.is_compiling() or optimizer in self._compared or not _changes_weights(optimizer):
             return
-        compared.add(optimizer)
+        if optimizer in self._written:
+            self._read(optimizer)
+            return
         tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(map(records_graphs, tensors)) or not any(map(_is_split, tensors)):
+            self._compared.add(optimizer)
             return
-        _compare(tensors, list(_claims_of_split(tensors)), active_group("tp"))
+        self._write(optimizer, tensors)
 
-    return register_optimizer_step_pre_hook(compare)
+    def _write(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
+        shapes = hashlib.sha256(repr([None if _is_split(it) else it.shape for it in tensors]).encode()).hexdigest()[:16]
+        self._alike[shapes] += 1
+        key = self._written[optimizer] = f"{_KEYS}/{self._mesh}/{shapes}/{self._alike[shapes]}"
+        fingerprints = _fingerprints_of(tensors, _claims_of_split(tensors))
+        store, rank = _get_default_store(), dist.get_rank()
+        store.set(f"{key}/details_of_{rank}", json.dumps(_details(tensors, fingerprints)))
+        # Returns once the store has it, which `set` does not: a rank that this one meets later finds it.
+        store.compare_set(f"{key}/summary_of_{rank}", "", json.dumps(_summary(fingerprints)))
+
+    def _read(self, optimizer: Optimizer) -> None:
+        key, store, ranks = self._written[optimizer], _get_default_store(), active_group("tp")
+        summaries = [f"{key}/summary_of_{rank}" for rank in ranks.ranks]
+        if not store.check(summaries):
+            return
+        self._compared.add(optimizer)
+        if not _agree([read_message(it, store.get(it), dict) for it in summaries]):
+            details = [f"{key}/details_of_{rank}" for rank in ranks.ranks]
+            _check_details(ranks, [read_message(it, store.get(it), _details_from) for it in details])
 
 
 def _changes_weights(optimizer: Optimizer) -> bool:
     """Whether its step does; those at a rate of zero begin a warm-up, or make states that a checkpoint is to fill."""
     return any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
-
-
-def _compare(tensors: Sequence[Tensor], claimed: Sequence[_Claim], ranks: Group) -> None:
-    """Raise on every rank of a group unless these claims are true."""
-    claims = [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in claimed]
-    if _agree(claims, ranks):
-        return
-    # Nobody can train, so that the message may be longer now.
-    described = [(claim.held_by, claim.what, tuple(tensors[claim.what[0]].shape), value) for claim, value in claims]
-    held: dict[tuple[object, ...], tuple[int, int]] = {}
-    for rank, values in zip(ranks.ranks, all_gather_object(described, ranks), strict=True):
-        for held_by, what, shape, value in values:
-            first_rank, first = held.setdefault((held_by, what), (rank, value))
-            if value != first:
-                raise ValueError(_message(held_by[0], what[0], shape, first_rank, rank))
 
 
 def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[_Claim]:
@@ -140,20 +174,46 @@ def _is_of_split_experts(tensor: Tensor) -> bool:
     return splits_experts() and bool(getattr(tensor, "expert_model_parallel", False))
 
 
-def _agree(claims: Sequence[tuple[_Claim, int]], ranks: Group) -> bool:
-    """Whether they agree, by one number for whole parameters and one for each copied part."""
-    whole: dict[tuple[str, int], Any] = {}  # hashes
-    mine: dict[object, int] = {}
-    for claim, value in claims:
-        if claim.box is None:
-            whole.setdefault(claim.held_by, hashlib.sha256()).update(f"{claim.what}{value}".encode())
-        else:
-            mine[claim.held_by, claim.what] = value
-    mine |= {held_by: int.from_bytes(digest.digest()[:8], "little") for held_by, digest in whole.items()}
-    first: dict[object, int] = {}
-    return all(
-        first.setdefault(key, value) == value for of in all_gather_object(mine, ranks) for key, value in of.items()
-    )
+def _fingerprints_of(tensors: Sequence[Tensor], claims: Iterable[_Claim]) -> list[tuple[_Claim, int]]:
+    return [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in claims]
+
+
+def _summary(fingerprints: Iterable[tuple[_Claim, int]]) -> dict[str, str]:
+    """A hash of all whole parameters, and one of the copied parts at each offset: they are copies of the same ranks."""
+    hashes: dict[str, Any] = {}
+    for claim, value in fingerprints:
+        offset = claim.what[2:]
+        hashes.setdefault(f"{claim.held_by}{offset}", hashlib.sha256()).update(f"{claim.what}{value}".encode())
+    return {key: digest.hexdigest()[:16] for key, digest in hashes.items()}
+
+
+def _agree(summaries: Iterable[Mapping[str, str]]) -> bool:
+    first: dict[str, str] = {}
+    return all(first.setdefault(key, value) == value for summary in summaries for key, value in summary.items())
+
+
+def _details(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[_Claim, int]]) -> _Details:
+    return {
+        f"{claim.held_by}{claim.what}": (claim.held_by[0], claim.what[0], tuple(tensors[claim.what[0]].shape), value)
+        for claim, value in fingerprints
+    }
+
+
+def _details_from(fields: Any) -> _Details:
+    return {
+        claim: (str(axis), int(index), tuple(shape), int(value))
+        for claim, (axis, index, shape, value) in fields.items()
+    }
+
+
+def _check_details(ranks: Group, details: Sequence[_Details]) -> None:
+    """Raise the same error on every rank of a group unless they claim the same."""
+    held: dict[str, tuple[int, int]] = {}
+    for rank, claims in zip(ranks.ranks, details, strict=True):
+        for claim, (axis, index, shape, value) in claims.items():
+            first_rank, first = held.setdefault(claim, (rank, value))
+            if value != first:
+                raise ValueError(_message(axis, index, shape, first_rank, rank))
 
 
 @torch.no_grad()

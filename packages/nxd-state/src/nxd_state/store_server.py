@@ -6,10 +6,14 @@ protocol, asks the kernel whose the other end of a connection is, and closes tho
 
 A request is a byte, which says what is asked, and its arguments. Numbers have 8 bytes in the machine's order; keys and
 values begin with their length.
+
+This file is a program, too, which serves a store and needs the standard library alone.
 """
 
 import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -327,3 +331,34 @@ def _in_table(prefix: bytes, end: tuple[str, int]) -> str:
     address = prefix + socket.inet_aton(end[0])
     words = (int.from_bytes(address[at : at + 4], sys.byteorder) for at in range(0, len(address), 4))
     return f"{''.join(f'{word:08X}' for word in words)}:{end[1]:04X}"
+
+
+def start_store_process(listener: socket.socket) -> "subprocess.Popen[bytes]":
+    """Start a `StoreServer` in a process of its own, for a launcher that is a rank as well.
+
+    In the launcher itself a client that holds the interpreter's lock while it waits for an answer, as `queue_len` of
+    torch's does, would keep the server from giving it.
+
+    Args:
+        listener: as for a `StoreServer`; closed here.
+
+    Returns:
+        A process that ends when this one has ended, for whatever reason, or its `stdin` is closed.
+    """
+    with listener:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+        )
+
+
+def _main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # ranks that get them, too, still have to agree on what to do
+    with StoreServer(socket.socket(fileno=int(sys.argv[1]))):
+        sys.stdin.read()  # until the process that has started this one has ended
+
+
+if __name__ == "__main__":
+    _main()
