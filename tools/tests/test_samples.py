@@ -9,7 +9,7 @@ CASES = list("abcdefghij")
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 10, 12])
-def test_cases_of_as_many_days_as_are_needed_are_all_cases(monkeypatch, count):
+def test_cases_of_as_many_days_as_are_needed_are_all_cases(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     seen = []
     for day in range(-(-len(CASES) // count)):
         monkeypatch.setenv("NXD_TEST_DAY", str(date(2026, 11, 26) + timedelta(days=day)))
@@ -19,7 +19,7 @@ def test_cases_of_as_many_days_as_are_needed_are_all_cases(monkeypatch, count):
     assert {len(cases) for cases in seen} == {min(count, len(CASES))}
 
 
-def test_cases_that_are_not_of_the_day_are_slow_and_keep_their_names_and_marks(monkeypatch):
+def test_cases_that_are_not_of_the_day_are_slow_and_keep_their_names_and_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_TEST_DAY", "2026-11-26")
     cases = [pytest.param(number, id=f"case {number}", marks=pytest.mark.xla) for number in range(5)]
 
@@ -34,7 +34,7 @@ def test_cases_that_are_not_of_the_day_are_slow_and_keep_their_names_and_marks(m
     assert all(names == ["xla", "slow"] for values, names in marks.items() if values not in of_day)
 
 
-def test_plain_values_and_tuples_become_cases(monkeypatch):
+def test_plain_values_and_tuples_become_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NXD_TEST_DAY", "2026-11-26")
 
     slow = [case for case in sampled([1, (2, 3)], 0) if case.marks]

@@ -18,6 +18,7 @@ from nxd_state.collectives import debug
 from nxd_state.collectives.abort import abort_group
 from nxd_state.degrees import ParallelDegrees
 from nxd_state.device import records_graphs
+from nxd_state.first_steps import compare_at_first_steps
 from nxd_state.group import Group
 from nxd_state.heartbeat import start_heartbeat, stop_heartbeat
 from nxd_state.mesh import Mesh, RankGroups
@@ -159,9 +160,7 @@ def initialize_model_parallel(
         _make_groups(state)
         _share_memory(state)
         if mesh.tp > 1:
-            from nxd_state.same_start import compare_at_first_steps  # noqa: PLC0415  (it needs this module)
-
-            state.first_steps = compare_at_first_steps()
+            state.first_steps = compare_at_first_steps(state.groups["tp"], splits_experts=mesh.splits_experts)
         if world_size > 1:
             world_barrier()  # one that continued and ended at once would close connections that others still make
     except BaseException:  # as where a rank has ended meanwhile: a program that catches it can start again

@@ -4,51 +4,26 @@ Replicas hold all parameters of one another, tensor-parallel ranks those that ar
 those of key and value heads. Weights that start differently stay so: averaged gradients change them by the same amount.
 """
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.hooks import RemovableHandle
 
 from nxd_state.collectives import all_gather_object
-from nxd_state.device import has_float64, records_graphs
+from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.parallel_state import active_group, get_world_group, model_parallel_is_initialized, splits_experts
-from nxd_state.shard_spec import Box, get_shard_spec
-from nxd_state.store_messages import read_message
-
-_KEYS = "nxd_state/first_steps"
-_WORDS = 1024  # added up side by side, so that a fingerprint also tells an order of values
-_CHUNK_BYTES = 2**24
-
-
-@dataclass(frozen=True)
-class _Claim:
-    """Some ranks hold the same values.
-
-    Attributes:
-        held_by: the axis, and the first rank of those ranks.
-        what: the index of the parameter, and what names the part if it is one.
-        box: the part of this rank's tensor; None for all of it.
-    """
-
-    held_by: tuple[str, int]
-    what: tuple[Any, ...]
-    box: Box | None
-
-
-_Details = dict[str, tuple[str, int, tuple[int, ...], int]]  # by claim: axis, parameter, its shape, and fingerprint
+from nxd_state.same_values import (
+    Claim,
+    agree,
+    check_details,
+    claims_of_split,
+    details_of,
+    fingerprints_of,
+    has_values,
+    is_of_experts,
+    summary_of,
+)
 
 
 def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -> None:
@@ -67,172 +42,21 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
     tensors = list(parameters)
     if ranks.size == 1 or any(map(records_graphs, tensors)) or torch.compiler.is_compiling():
         return
-    claims = [*_claims_of_replicas(tensors, group), *(() if group else _claims_of_split(tensors))]
-    fingerprints = _fingerprints_of(tensors, claims)
-    if not _agree(all_gather_object(_summary(fingerprints), ranks)):
-        _check_details(ranks, all_gather_object(_details(tensors, fingerprints), ranks))
+    claims = list(_claims_of_replicas(tensors, group))
+    if group is None:
+        claims += claims_of_split(tensors, active_group("tp"), splits_experts=splits_experts())
+    fingerprints = fingerprints_of(tensors, claims)
+    if not agree(all_gather_object(summary_of(fingerprints), ranks)):
+        check_details(ranks, all_gather_object(details_of(tensors, fingerprints), ranks))
 
 
-def compare_at_first_steps() -> RemovableHandle:
-    """From now on tensor-parallel ranks compare what they have alike when torch optimizers begin to change weights.
-
-    For layers in a trainer that has neither a `GradientReducer` nor a ZeRO-1 optimizer. An optimizer without any split
-    parameter is not looked at: it may be of a model that the ranks do not share. Called by all ranks of a mesh.
-    """
-    return register_optimizer_step_pre_hook(_FirstSteps())
-
-
-class _FirstSteps:
-    """Compares through the job's store, in which no rank waits for another.
-
-    At an optimizer's first step a rank writes what it starts from, and at a later one, usually the second, reads what
-    the others have written, once all have. A step may be one rank's alone: a GradScaler leaves out those of ranks
-    with infinite gradients.
-    """
-
-    def __init__(self) -> None:
-        # Counted in the store, as it is there that keys of an earlier mesh are left.
-        self._mesh = _get_default_store().add(f"{_KEYS}/meshes_of_rank_{dist.get_rank()}", 1)
-        self._alike: Counter[str] = Counter()  # optimizers, by the shapes of their parameters
-        self._written: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()  # under which key
-        self._compared: WeakSet[Optimizer] = WeakSet()
-
-    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if torch.compiler.is_compiling() or optimizer in self._compared or not _changes_weights(optimizer):
-            return
-        if optimizer in self._written:
-            self._read(optimizer)
-            return
-        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(map(records_graphs, tensors)) or not any(map(_is_split, tensors)):
-            self._compared.add(optimizer)
-            return
-        self._write(optimizer, tensors)
-
-    def _write(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
-        shapes = hashlib.sha256(repr([None if _is_split(it) else it.shape for it in tensors]).encode()).hexdigest()[:16]
-        self._alike[shapes] += 1
-        key = self._written[optimizer] = f"{_KEYS}/{self._mesh}/{shapes}/{self._alike[shapes]}"
-        fingerprints = _fingerprints_of(tensors, _claims_of_split(tensors))
-        store, rank = _get_default_store(), dist.get_rank()
-        store.set(f"{key}/details_of_{rank}", json.dumps(_details(tensors, fingerprints)))
-        # Returns once the store has it, which `set` does not: a rank that this one meets later finds it.
-        store.compare_set(f"{key}/summary_of_{rank}", "", json.dumps(_summary(fingerprints)))
-
-    def _read(self, optimizer: Optimizer) -> None:
-        key, store, ranks = self._written[optimizer], _get_default_store(), active_group("tp")
-        summaries = [f"{key}/summary_of_{rank}" for rank in ranks.ranks]
-        if not store.check(summaries):
-            return
-        self._compared.add(optimizer)
-        if not _agree([read_message(it, store.get(it), dict) for it in summaries]):
-            details = [f"{key}/details_of_{rank}" for rank in ranks.ranks]
-            _check_details(ranks, [read_message(it, store.get(it), _details_from) for it in details])
-
-
-def _changes_weights(optimizer: Optimizer) -> bool:
-    """Whether its step does; those at a rate of zero begin a warm-up, or make states that a checkpoint is to fill."""
-    return any(group.get("lr", 1) != 0 for group in optimizer.param_groups)
-
-
-def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[_Claim]:
+def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[Claim]:
     """What data- and context-parallel ranks, or those of a group, hold alike."""
     replicas = group or active_group("dp", "cp")
     for index, tensor in enumerate(tensors):
-        if not _has_values(tensor):
+        if not has_values(tensor):
             continue
-        of_split_experts = _is_of_split_experts(tensor)
+        of_split_experts = splits_experts() and is_of_experts(tensor)
         same = active_group("dp_exp") if of_split_experts and group is None else replicas
         if same.size > 1 and not (of_split_experts and group is not None):
-            yield _Claim((same.axis, same.ranks[0]), (index,), None)
-
-
-def _claims_of_split(tensors: Sequence[Tensor]) -> Iterator[_Claim]:
-    """What tensor-parallel ranks hold alike: whole parameters, and copies of shards."""
-    split = active_group("tp")
-    held_by = (split.axis, split.ranks[0])
-    for index, tensor in enumerate(tensors):
-        if split.size == 1 or not _has_values(tensor) or _is_of_split_experts(tensor):
-            continue
-        spec = get_shard_spec(tensor)
-        if not _is_split(tensor):
-            yield _Claim(held_by, (index,), None)
-        for piece in spec.pieces if spec is not None and spec.axis == split.axis else ():
-            if piece.copies > 1:
-                yield _Claim(held_by, (index, piece.name, piece.logical.offset), piece.local)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or is_traceable_wrapper_subclass(tensor))
-
-
-def _is_split(tensor: Tensor) -> bool:
-    return get_shard_spec(tensor) is not None or bool(getattr(tensor, "tensor_model_parallel", False))
-
-
-def _is_of_split_experts(tensor: Tensor) -> bool:
-    return splits_experts() and bool(getattr(tensor, "expert_model_parallel", False))
-
-
-def _fingerprints_of(tensors: Sequence[Tensor], claims: Iterable[_Claim]) -> list[tuple[_Claim, int]]:
-    return [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in claims]
-
-
-def _summary(fingerprints: Iterable[tuple[_Claim, int]]) -> dict[str, str]:
-    """A hash of all whole parameters, and one of the copied parts at each offset: they are copies of the same ranks."""
-    hashes: dict[str, Any] = {}
-    for claim, value in fingerprints:
-        offset = claim.what[2:]
-        hashes.setdefault(f"{claim.held_by}{offset}", hashlib.sha256()).update(f"{claim.what}{value}".encode())
-    return {key: digest.hexdigest()[:16] for key, digest in hashes.items()}
-
-
-def _agree(summaries: Iterable[Mapping[str, str]]) -> bool:
-    first: dict[str, str] = {}
-    return all(first.setdefault(key, value) == value for summary in summaries for key, value in summary.items())
-
-
-def _details(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[_Claim, int]]) -> _Details:
-    return {
-        f"{claim.held_by}{claim.what}": (claim.held_by[0], claim.what[0], tuple(tensors[claim.what[0]].shape), value)
-        for claim, value in fingerprints
-    }
-
-
-def _details_from(fields: Any) -> _Details:
-    return {
-        claim: (str(axis), int(index), tuple(shape), int(value))
-        for claim, (axis, index, shape, value) in fields.items()
-    }
-
-
-def _check_details(ranks: Group, details: Sequence[_Details]) -> None:
-    """Raise the same error on every rank of a group unless they claim the same."""
-    held: dict[str, tuple[int, int]] = {}
-    for rank, claims in zip(ranks.ranks, details, strict=True):
-        for claim, (axis, index, shape, value) in claims.items():
-            first_rank, first = held.setdefault(claim, (rank, value))
-            if value != first:
-                raise ValueError(_message(axis, index, shape, first_rank, rank))
-
-
-@torch.no_grad()
-def _fingerprint(tensor: Tensor, box: Box | None) -> int:
-    """A number of 64 bits that depends on each bit of the values; the same on every device."""
-    values = tensor.detach() if box is None else tensor.detach()[box.slices]
-    data = values.contiguous().view(-1).view(torch.uint8)
-    total = torch.zeros(_WORDS, dtype=torch.int64)
-    for chunk in data.split(_CHUNK_BYTES):
-        part = chunk if has_float64(chunk.device) else chunk.cpu()  # devices without it lack int64 as well
-        words = torch.nn.functional.pad(part, (0, -len(part) % (8 * _WORDS))).view(torch.int64)
-        total = total * 3 + words.view(-1, _WORDS).sum(0).cpu()
-    return int((total * (2 * torch.arange(_WORDS) + 1)).sum())
-
-
-def _message(axis: str, index: int, shape: tuple[int, ...], first: int, other: int) -> str:
-    own_parts = ", or, if each is to have a part of its own, say so by set_shard_spec" if axis in ("tp", "ep") else ""
-    return (
-        f"ranks {first} and {other} start from different weights: parameter {index} of shape {shape} must be the same "
-        f"on all ranks of a {axis!r} group; call torch.manual_seed(seed) with one seed on every rank before the model "
-        f"is made, or load one checkpoint on all ranks before the first step{own_parts}"
-    )
+            yield Claim((same.axis, same.ranks[0]), (index,), None)

@@ -1,0 +1,132 @@
+"""Claims that some ranks hold the same values, and fingerprints by which they compare them."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nxd_state.device import has_float64
+from nxd_state.group import Group
+from nxd_state.shard_spec import Box, get_shard_spec
+
+_WORDS = 1024  # added up side by side, so that a fingerprint also tells an order of values
+_CHUNK_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Some ranks hold the same values.
+
+    Attributes:
+        held_by: the axis, and the first rank of those ranks.
+        what: the index of the parameter, and what names the part if it is one.
+        box: the part of this rank's tensor; None for all of it.
+    """
+
+    held_by: tuple[str, int]
+    what: tuple[Any, ...]
+    box: Box | None
+
+
+Details = dict[str, tuple[str, int, tuple[int, ...], int]]  # by claim: axis, parameter, its shape, and fingerprint
+
+
+def claims_of_split(tensors: Sequence[Tensor], split: Group, *, splits_experts: bool) -> Iterator[Claim]:
+    """What tensor-parallel ranks hold alike: whole parameters, and copies of shards; not of experts that are split."""
+    held_by = (split.axis, split.ranks[0])
+    for index, tensor in enumerate(tensors):
+        if split.size == 1 or not has_values(tensor) or (splits_experts and is_of_experts(tensor)):
+            continue
+        spec = get_shard_spec(tensor)
+        if not is_split(tensor):
+            yield Claim(held_by, (index,), None)
+        for piece in spec.pieces if spec is not None and spec.axis == split.axis else ():
+            if piece.copies > 1:
+                yield Claim(held_by, (index, piece.name, piece.logical.offset), piece.local)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are bits to compare."""
+    return not (tensor.is_meta or is_traceable_wrapper_subclass(tensor))
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of it."""
+    return get_shard_spec(tensor) is not None or bool(getattr(tensor, "tensor_model_parallel", False))
+
+
+def is_of_experts(tensor: Tensor) -> bool:
+    """Whether it is a weight of experts that may be split over ranks."""
+    return bool(getattr(tensor, "expert_model_parallel", False))
+
+
+def fingerprints_of(tensors: Sequence[Tensor], claims: Iterable[Claim]) -> list[tuple[Claim, int]]:
+    """What this rank has of each claim, as a number."""
+    return [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in claims]
+
+
+def summary_of(fingerprints: Iterable[tuple[Claim, int]]) -> dict[str, str]:
+    """A hash of all whole parameters, and one of the copied parts at each offset: they are copies of the same ranks."""
+    hashes: dict[str, Any] = {}
+    for claim, value in fingerprints:
+        offset = claim.what[2:]
+        hashes.setdefault(f"{claim.held_by}{offset}", hashlib.sha256()).update(f"{claim.what}{value}".encode())
+    return {key: digest.hexdigest()[:16] for key, digest in hashes.items()}
+
+
+def agree(summaries: Iterable[Mapping[str, str]]) -> bool:
+    """Whether summaries that name the same have the same."""
+    first: dict[str, str] = {}
+    return all(first.setdefault(key, value) == value for summary in summaries for key, value in summary.items())
+
+
+def details_of(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[Claim, int]]) -> Details:
+    """What names the first parameter that differs."""
+    return {
+        f"{claim.held_by}{claim.what}": (claim.held_by[0], claim.what[0], tuple(tensors[claim.what[0]].shape), value)
+        for claim, value in fingerprints
+    }
+
+
+def details_from(fields: Any) -> Details:
+    """Those that JSON has brought."""
+    return {
+        claim: (str(axis), int(index), tuple(shape), int(value))
+        for claim, (axis, index, shape, value) in fields.items()
+    }
+
+
+def check_details(ranks: Group, details: Sequence[Details]) -> None:
+    """Raise the same error on every rank of a group unless they claim the same."""
+    held: dict[str, tuple[int, int]] = {}
+    for rank, claims in zip(ranks.ranks, details, strict=True):
+        for claim, (axis, index, shape, value) in claims.items():
+            first_rank, first = held.setdefault(claim, (rank, value))
+            if value != first:
+                raise ValueError(_message(axis, index, shape, first_rank, rank))
+
+
+@torch.no_grad()
+def _fingerprint(tensor: Tensor, box: Box | None) -> int:
+    """A number of 64 bits that depends on each bit of the values; the same on every device."""
+    values = tensor.detach() if box is None else tensor.detach()[box.slices]
+    data = values.contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros(_WORDS, dtype=torch.int64)
+    for chunk in data.split(_CHUNK_BYTES):
+        part = chunk if has_float64(chunk.device) else chunk.cpu()  # devices without it lack int64 as well
+        words = torch.nn.functional.pad(part, (0, -len(part) % (8 * _WORDS))).view(torch.int64)
+        total = total * 3 + words.view(-1, _WORDS).sum(0).cpu()
+    return int((total * (2 * torch.arange(_WORDS) + 1)).sum())
+
+
+def _message(axis: str, index: int, shape: tuple[int, ...], first: int, other: int) -> str:
+    own_parts = ", or, if each is to have a part of its own, say so by set_shard_spec" if axis in ("tp", "ep") else ""
+    return (
+        f"ranks {first} and {other} start from different weights: parameter {index} of shape {shape} must be the same "
+        f"on all ranks of a {axis!r} group; call torch.manual_seed(seed) with one seed on every rank before the model "
+        f"is made, or load one checkpoint on all ranks before the first step{own_parts}"
+    )
