@@ -64,7 +64,7 @@ class _FirstSteps:
         self._compared: WeakSet[Optimizer] = WeakSet()
 
     def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if torch.compiler.is_compiling() or optimizer in self._compared or not _changes_weights(optimizer):
+        if torch.compiler.is_compiling() or optimizer in self._compared:
             return
         if optimizer in self._written:
             self._read(optimizer)
@@ -72,8 +72,8 @@ class _FirstSteps:
         tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(map(records_graphs, tensors)) or not any(map(is_split, tensors)):
             self._compared.add(optimizer)
-            return
-        self._write(optimizer, tensors)
+        elif _changes_weights(optimizer):  # asked last: to read a rate that lies on XLA would cut the graph
+            self._write(optimizer, tensors)
 
     def _write(self, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
         shapes = hashlib.sha256(repr([None if is_split(it) else it.shape for it in tensors]).encode()).hexdigest()[:16]
