@@ -8,8 +8,8 @@ from unittest.mock import patch
 import nxd_ckpt
 import pytest
 import torch
-from nxd_ckpt.peers.starting import KeeperProcess
-from nxd_ckpt.peers.store import PeerStore, peers_url
+from nxd_elastic.peers.starting import KeeperProcess
+from nxd_elastic.peers.store import PeerStore, peers_url
 from nxd_state import initialize_model_parallel
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training

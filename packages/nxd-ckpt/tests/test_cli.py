@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nxd_ckpt import Shard, ShardedTensor, list_checkpoints, open_checkpoint, save
+from nxd_ckpt import Shard, ShardedTensor, list_checkpoints, open_checkpoint, save, stores
 from nxd_ckpt.cli import main
 from nxd_ckpt.interop import as_extra, companions_in, read_companions
 from nxd_ckpt.testing import run_on_threads
@@ -323,6 +323,16 @@ def test_what_a_url_cannot_give_is_one_line(run, monkeypatch):
 
     assert (code, out) == (2, "")
     assert err == "nxd-ckpt inspect: memory://a cannot be read: StorageError: no credentials\n"
+
+
+def test_url_of_a_package_that_is_not_installed_says_what_to_install(run, monkeypatch):
+    stores._factory_of.cache_clear()
+    monkeypatch.setattr(stores, "entry_points", lambda **_: ())
+
+    code, out, err = run("list", "peers://10.0.0.1:4001/")
+
+    assert (code, out) == (2, "")
+    assert err == "nxd-ckpt list: checkpoints at peers:// need a package: pip install nxd-elastic\n"
 
 
 def test_names_cannot_move_the_cursor_or_break_lines(run, run_json, tmp_path):

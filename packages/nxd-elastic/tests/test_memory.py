@@ -7,10 +7,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from nxd_ckpt.peers.client import KeeperClient
-from nxd_ckpt.peers.keeper import SECRET
 from nxd_cli.launch import PEERS_SECRET
 from nxd_elastic.memory import HostMemory
+from nxd_elastic.peers.client import KeeperClient
+from nxd_elastic.peers.keeper import SECRET
 from nxd_elastic.processes import Process
 
 

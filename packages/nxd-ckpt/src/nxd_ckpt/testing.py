@@ -1,15 +1,20 @@
-"""Several ranks in one process, to try or test a layout without a launcher.
+"""Several ranks in one process, to try or test a layout without a launcher, and the tests that every store passes.
 
 Each rank is a thread; they exchange messages through a barrier, encoded as they would be between processes.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from unittest.mock import patch
 
-from nxd_ckpt.coordinator import Coordinator
+import torch
+
+import nxd_ckpt
+from nxd_ckpt import CheckpointError, Coordinator, Shard, ShardedTensor
 from nxd_ckpt.errors import RanksLostError
 from nxd_ckpt.messages import decode_message, encode_message
+from nxd_ckpt.saving import file_parts
 
 Result = TypeVar("Result")
 
@@ -79,3 +84,122 @@ def run_on_threads(
             raise outcome
         results.append(outcome)
     return results
+
+
+class StoreTests:
+    """The tests of any store, for pytest: inherit a class `Test...` from it beside a fixture `root`, an empty place there."""
+
+    def test_save_by_rows_loads_by_columns(self, root: str) -> None:
+        """Any layout loads."""
+        whole = torch.arange(48.0).reshape(6, 8)
+
+        def save_rows(ranks: Coordinator) -> None:
+            shard = Shard(whole[2 * ranks.rank : 2 * ranks.rank + 2], (2 * ranks.rank, 0))
+            nxd_ckpt.save(root, "t", {"w": ShardedTensor((6, 8), [shard])}, process_group=ranks)
+
+        def load_columns(ranks: Coordinator) -> torch.Tensor:
+            mine = torch.zeros(6, 4)
+            into = {"w": ShardedTensor((6, 8), [Shard(mine, (0, 4 * ranks.rank))])}
+            nxd_ckpt.load(root, "t", into=into, process_group=ranks)
+            return mine
+
+        run_on_threads(save_rows, 3)
+
+        assert torch.equal(torch.cat(run_on_threads(load_columns, 2), dim=1), whole)
+
+    def test_list_checkpoints_orders_by_step_and_finds_nothing_in_an_empty_place(self, root: str) -> None:
+        """The newest is the last one."""
+        assert nxd_ckpt.latest(root) is None
+        for step in (10, 9, 100):
+            _save_value(root, f"s{step}", step)
+
+        assert _tags(root) == ["s9", "s10", "s100"]
+        assert nxd_ckpt.open_checkpoint(root).tag == "s100"
+
+    def test_save_under_a_taken_tag_is_refused_and_overwrites_if_asked_to(self, root: str) -> None:
+        """Nothing of the checkpoint before stays."""
+        _save_value(root, "t", 1)
+
+        refusal = _refusal_of(lambda: _save_value(root, "t", 2))
+        assert "t exists; choose another tag or pass overwrite=True" in refusal
+        assert _value_of(root, "t") == 1
+        _save_value(root, "t", 2, overwrite=True)
+
+        assert _value_of(root, "t") == 2
+        assert nxd_ckpt.gc(root, dead_after=0, dry_run=True) == []
+
+    def test_save_that_fails_on_one_rank_leaves_nothing(self, root: str) -> None:
+        """All ranks hear why."""
+
+        def parts_of_rank_zero(*args: Any, **options: Any) -> "Iterator[bytes | memoryview]":
+            for part in file_parts(*args, **options):
+                yield part
+                if threading.current_thread().name == "rank 1":
+                    raise OSError("the disk is on fire")
+
+        def save_one(ranks: Coordinator) -> None:
+            part = Shard(torch.ones(2), (2 * ranks.rank,))
+            nxd_ckpt.save(root, "t", {"w": ShardedTensor((4,), [part])}, process_group=ranks)
+
+        with patch("nxd_ckpt.saving.file_parts", parts_of_rank_zero):
+            outcomes = outcomes_on_threads(save_one, 2)
+
+        assert str(outcomes[0]) == str(outcomes[1])
+        assert "failed on 1 of 2 ranks\n  rank 1: OSError: the disk is on fire" in str(outcomes[0])
+        assert _tags(root) == []
+        assert nxd_ckpt.gc(root, dead_after=0) == []
+
+    def test_tag_that_is_not_there_is_refused_with_those_that_are(self, root: str) -> None:
+        """To load it or to pin it."""
+        assert _refusal_of(lambda: nxd_ckpt.pin(root, "x")).endswith("; there are: none")
+        _save_value(root, "t", 1)
+
+        refusal = _refusal_of(lambda: nxd_ckpt.load(root, "x", into={}))
+        assert refusal.startswith("there is no checkpoint 'x' in ")
+        assert refusal.endswith("; there are: t")
+
+    def test_delete_takes_a_checkpoint_away_and_its_data(self, root: str) -> None:
+        """The others stay."""
+        _save_value(root, "a", 1)
+        _save_value(root, "b", 2)
+
+        nxd_ckpt.delete(root, "a")
+
+        assert _tags(root) == ["b"]
+        assert _value_of(root, "b") == 2
+        assert nxd_ckpt.gc(root, dead_after=0) == []
+
+    def test_pin_survives_an_overwrite_and_keeps_from_delete_until_unpin(self, root: str) -> None:
+        """To end it twice is no error."""
+        _save_value(root, "a", 1)
+        nxd_ckpt.pin(root, "a")
+        _save_value(root, "a", 2, overwrite=True)
+        nxd_ckpt.gc(root, dead_after=0)
+
+        assert nxd_ckpt.list_checkpoints(root)[0].pinned
+        assert "is pinned; unpin it first" in _refusal_of(lambda: nxd_ckpt.delete(root, "a"))
+
+        nxd_ckpt.unpin(root, "a")
+        nxd_ckpt.unpin(root, "a")
+        nxd_ckpt.delete(root, "a")
+        assert _tags(root) == []
+
+
+def _save_value(root: str, tag: str, value: int, *, overwrite: bool = False) -> None:
+    nxd_ckpt.save(root, tag, {"w": torch.full((4, 6), float(value))}, step=value, overwrite=overwrite)
+
+
+def _value_of(root: str, tag: str) -> float:
+    return nxd_ckpt.open_checkpoint(root, tag).read("w").unique().item()
+
+
+def _tags(root: str) -> list[str]:
+    return [info.tag for info in nxd_ckpt.list_checkpoints(root)]
+
+
+def _refusal_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("it was not refused")

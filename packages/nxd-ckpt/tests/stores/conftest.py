@@ -1,12 +1,9 @@
-"""Each kind of storage as an empty root: a folder, memory of this process or of hosts, and S3 of a local server."""
+"""Each kind of storage as an empty root: a folder, memory of this process, and S3 of a local server."""
 
 import uuid
-from contextlib import ExitStack
 from importlib.util import find_spec
 
 import pytest
-from nxd_ckpt.peers.starting import KeeperProcess
-from nxd_ckpt.peers.store import peers_url
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -48,20 +45,9 @@ def s3_bucket(s3_server, monkeypatch, s3_connections):
     return bucket
 
 
-@pytest.fixture
-def keepers(tmp_path, monkeypatch):
-    """The keepers of three hosts, for files that each of two of them has."""
-    monkeypatch.setenv("NXD_PEERS_SECRET", "known to this test")
-    with ExitStack() as running:
-        yield [running.enter_context(KeeperProcess(tmp_path / f"host-{i}", "known to this test")) for i in range(3)]
-
-
-@pytest.fixture(params=["folder", "memory", "s3", "peers"])
+@pytest.fixture(params=["folder", "memory", "s3"])
 def root(request, tmp_path):
     """An empty place for checkpoints in each kind of storage."""
-    if request.param == "peers":
-        addresses = [keeper.address for keeper in request.getfixturevalue("keepers")]
-        return peers_url(addresses, addresses[0])
     if request.param == "folder":
         return str(tmp_path / "root")
     if request.param == "memory":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from nxd_ckpt import CheckpointError, gc, list_checkpoints, load, open_checkpoint, save
 from nxd_ckpt.manifest import data_file_name
-from nxd_ckpt.stores import Piece, open_store
+from nxd_ckpt.stores import GROUP, Piece, open_store
 
 STATE = {"w": torch.arange(1000.0)}
 A, B = "a" * 32, "b" * 32
@@ -217,12 +217,13 @@ def test_transaction_can_go_to_another_process(s3_bucket):
 
 
 @pytest.mark.parametrize(
-    ("url", "expected"), [("folder", (True, False)), ("memory://x", (False, True)), ("s3://x", (False, True))]
+    ("url", "expected"), [("folder", (True, False)), ("memory://x", (False, True)), ("s3://x", (True, True))]
 )
-def test_capabilities_say_how_a_store_commits(url, expected, s3_bucket):
+def test_capabilities_say_who_sees_what_is_stored_and_whether_reads_are_requests(url, expected, s3_bucket):
     capabilities = open_store(url).capabilities
 
-    assert (capabilities.atomic_rename, capabilities.conditional_put) == expected
+    assert (capabilities.other_processes, capabilities.remote) == expected
+    assert capabilities.other_files
 
 
 def test_file_url_is_the_folder(tmp_path):
@@ -241,6 +242,15 @@ def test_url_whose_package_is_not_installed_says_what_to_install(monkeypatch):
 
     with pytest.raises(ImportError, match=r"path='gs://x' cannot be opened: .*pip install 'nxd-ckpt\[gs\]'"):
         open_store("gs://x")
+
+
+def test_scheme_that_another_package_brings_is_opened_by_it(tmp_path, monkeypatch):
+    (tmp_path / "twin.py").write_text("def opened(url): return 'opened ' + url\n")
+    (tmp_path / "twin-1.0.dist-info").mkdir()
+    (tmp_path / "twin-1.0.dist-info/entry_points.txt").write_text(f"[{GROUP}]\ntwin = twin:opened\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert open_store("twin://here") == "opened twin://here"
 
 
 def test_import_of_the_package_leaves_fsspec_alone(fresh_python):

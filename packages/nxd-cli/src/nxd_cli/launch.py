@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
 LAUNCHER_PID = "NXD_LAUNCHER_PID"  # variable of the ranks that are started here
-PEERS_SECRET = "NXD_PEERS_SECRET"  # as nxd_ckpt.peers.keeper has it, whose import takes as long as that of torch
+PEERS_SECRET = "NXD_PEERS_SECRET"  # as nxd_elastic.peers.keeper has it, whose import takes as long as that of torch
 
 _LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -2,8 +2,26 @@
 
 `nxd train --elastic MIN:MAX` is its first user; `run` is for scripts. A lost rank costs the steps since the newest
 checkpoint, and a second or two: the other ranks keep their processes.
+
+Names are imported when they are first used: the process that writes checkpoints in the background needs `peers` without
+torch.
 """
 
-from nxd_elastic.loop import ChangeMembers, Membership, run
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nxd_elastic.loop import ChangeMembers, Membership, run
 
 __all__ = ["run", "Membership", "ChangeMembers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; there are {', '.join(__all__)}")
+    from nxd_elastic import loop  # noqa: PLC0415
+
+    return getattr(loop, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -143,7 +143,7 @@ def run(
         accepts: whether a layout and its replicas suit the run, such as the global batch.
         grace: seconds to wait for a lost rank before going on with fewer.
         silence: seconds without a sign of life after which a rank counts as lost.
-        keeps_memory: start a keeper on each host, so that `nxd_ckpt.peers.store.job_url()` is a path for checkpoints
+        keeps_memory: start a keeper on each host, so that `nxd_elastic.peers.store.job_url()` is a path for checkpoints
             in their memory.
 
     Returns:

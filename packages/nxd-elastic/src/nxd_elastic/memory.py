@@ -17,10 +17,10 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import torch.distributed as dist
-from nxd_ckpt.peers.keeper import SECRET
-from nxd_ckpt.peers.starting import KeeperProcess
-from nxd_ckpt.peers.store import KEEPERS, OWN_KEEPER
 
+from nxd_elastic.peers.keeper import SECRET
+from nxd_elastic.peers.starting import KeeperProcess
+from nxd_elastic.peers.store import KEEPERS, OWN_KEEPER
 from nxd_elastic.processes import Process
 
 _MEMORY = Path("/dev/shm")

@@ -1,13 +1,14 @@
 """Storage of checkpoints: one small interface, and its implementations.
 
-`open_store` chooses one by the form of the path; each kind has a file of its own.
+`open_store` chooses one by the form of the path; each kind has a file of its own. Other packages bring further ones.
 """
 
+import functools
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from importlib.metadata import entry_points
 
-from nxd_ckpt.peers.store import PeerStore, lies_in_memory
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece, SaveTransaction, Store
 from nxd_ckpt.stores.posix import PosixStore
 from nxd_ckpt.tags import check_tag
@@ -23,6 +24,9 @@ __all__ = [
     "open_store",
     "process_of",
 ]
+
+GROUP = "nxd_ckpt.stores"  # entry points of other packages: a scheme, and what makes a `Store` of a URL
+PACKAGES = {"peers": "nxd-elastic"}  # of ours, by scheme, so that a missing one can be named
 
 
 def process_of(path: "str | os.PathLike[str]") -> str:
@@ -52,8 +56,8 @@ def open_store(path: "str | os.PathLike[str]") -> Store:
 
     Args:
         path: a folder, or a URL that fsspec knows, such as "s3://bucket/runs". Options of its file system come from
-            fsspec's configuration or from the environment. "peers://..." is the memory of hosts, see
-            `nxd_ckpt.peers.store.peers_url`.
+            fsspec's configuration or from the environment. Other packages bring more, by entry points of `GROUP`, such
+            as nxd-elastic "peers://...", the memory of hosts.
 
     Raises:
         ValueError: it is neither a path nor a URL, or the scheme of the URL is not known.
@@ -66,8 +70,19 @@ def open_store(path: "str | os.PathLike[str]") -> Store:
         root = root.removeprefix("file://")
     if "://" not in root:
         return PosixStore(os.path.abspath(root))
-    if lies_in_memory(root):
-        return PeerStore(root)
+    if (factory := _factory_of(root.partition("://")[0])) is not None:
+        return factory(root)
     from nxd_ckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415 - fsspec takes its time to import
 
     return FsspecStore(root)
+
+
+@functools.cache
+def _factory_of(scheme: str) -> "Callable[[str], Store] | None":
+    """What another package opens URLs of this scheme with; None if none does."""
+    for found in entry_points(group=GROUP, name=scheme):
+        factory: Callable[[str], Store] = found.load()
+        return factory
+    if scheme in PACKAGES:
+        raise ImportError(f"checkpoints at {scheme}:// need a package: pip install {PACKAGES[scheme]}")
+    return None

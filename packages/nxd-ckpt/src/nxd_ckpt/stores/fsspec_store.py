@@ -57,14 +57,7 @@ class FsspecStore:
     @property
     def capabilities(self) -> Capabilities:
         """See `Store.capabilities`."""
-        protocols = protocols_of(self.fs)
-        return Capabilities(
-            atomic_rename=False,
-            conditional_put=bool(protocols & {"s3", "gs", "memory"}),
-            checksums=bool(protocols & {"s3", "gs"}),
-            other_processes="memory" not in protocols,
-            remote=True,
-        )
+        return Capabilities(other_processes="memory" not in protocols_of(self.fs), other_files=True, remote=True)
 
     def where(self, tag: str, file: str = MANIFEST_NAME) -> str:
         """See `Store.where`."""

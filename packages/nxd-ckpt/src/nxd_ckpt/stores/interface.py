@@ -15,17 +15,13 @@ class Capabilities:
     """The capabilities of a kind of storage.
 
     Attributes:
-        atomic_rename: a folder appears under its name as a whole, so files are staged elsewhere first.
-        conditional_put: an object is written only if none of its name is there (or it is still the one seen before).
-        checksums: the storage notices by itself when stored bytes have changed.
         other_processes: what another process on this machine writes lands in the same place.
+        other_files: other programs can read and write there, also files that belong to no checkpoint of this package.
         remote: a read is a request that is waited for, so several are made as one, and the next one ahead.
     """
 
-    atomic_rename: bool
-    conditional_put: bool
-    checksums: bool
     other_processes: bool
+    other_files: bool
     remote: bool
 
 

@@ -57,9 +57,7 @@ _HOLDS_SUFFIX = ".holds"
 class PosixStore:
     """A local folder, or a mounted one that all ranks share."""
 
-    capabilities = Capabilities(
-        atomic_rename=True, conditional_put=False, checksums=False, other_processes=True, remote=False
-    )
+    capabilities = Capabilities(other_processes=True, other_files=True, remote=False)
 
     def __init__(self, root: str) -> None:
         self.location = root

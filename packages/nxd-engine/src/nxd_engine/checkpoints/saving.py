@@ -16,7 +16,7 @@ import nxd_ckpt
 from nxd_ckpt import AsyncSave, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
 from nxd_ckpt.interop import as_extra
-from nxd_ckpt.peers.store import lies_in_memory
+from nxd_ckpt.stores import open_store
 from nxd_layers.upstream_arguments import takes_names_too
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_mesh, model_parallel_is_initialized
@@ -226,7 +226,7 @@ def write_checkpoint(
     objects, extra = on_every_rank(coordinator, doing, pack, error_type=ValueError)
 
     def finish_it() -> None:
-        if not lies_in_memory(os.fspath(root)):  # where nobody else reads it
+        if open_store(root).capabilities.other_files:  # else nobody else reads it
             write_description(adapter, subjects.lora, os.fspath(root), tag)
         finish()
 

@@ -18,7 +18,7 @@ import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
 from nxd_ckpt.coordinator import coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
 from nxd_ckpt.interop.remote import is_remote, local_copy
-from nxd_ckpt.peers.store import lies_in_memory
+from nxd_ckpt.stores import open_store
 from nxd_layers.upstream_arguments import takes_names_too
 
 KEEP_ALL = -1
@@ -91,7 +91,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     root = _folder(path).removeprefix("file://")
     if os.path.isfile(root):
         raise CheckpointError(f"{root} is a file; give the folder that checkpoints were saved to")
-    if lies_in_memory(root) or (tag is not None and not is_untagged(tag)):
+    if (tag is not None and not is_untagged(tag)) or not open_store(root).capabilities.other_files:
         return _of_tag(root, tag)
     newest = nxd_ckpt.latest(root)
     if newest is not None:
@@ -212,7 +212,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _of_tag(root: str, tag: str | None) -> Found:
-    if tag is None or lies_in_memory(root):  # where all are ours
+    if tag is None or not open_store(root).capabilities.other_files:  # then all are ours
         return Found(root, nxd_ckpt.open_checkpoint(root, tag or None).tag, "nxd")
     if "/" not in tag and _is_complete(root, tag):
         return Found(root, tag, "v2")

@@ -14,10 +14,11 @@ from urllib.parse import parse_qs
 
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, file_names_in
-from nxd_ckpt.peers.client import KeeperClient, Upload
-from nxd_ckpt.peers.keeper import PINS
-from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
+from nxd_ckpt.stores import Capabilities, Garbage, Piece
 from nxd_ckpt.tags import is_tag
+
+from nxd_elastic.peers.client import KeeperClient, Upload
+from nxd_elastic.peers.keeper import PINS
 
 SCHEME = "peers://"
 
@@ -47,11 +48,6 @@ def peers_url(keepers: Sequence[str], own: str | None = None, copies: int = 1) -
     return f"{SCHEME}{','.join(keepers)}/?copies={copies}" + (f"&own={own}" if own else "")
 
 
-def lies_in_memory(path: str) -> bool:
-    """Whether a path names the memory of hosts."""
-    return path.startswith(SCHEME)
-
-
 def job_url(copies: int = 1) -> str | None:
     """`peers_url` of the keepers that `NXD_KEEPERS` names, the same on all ranks; None where it names none."""
     keepers = [it for it in os.environ.get(KEEPERS, "").split(",") if it]
@@ -79,9 +75,7 @@ class PeerStore:
         ValueError: the URL is none.
     """
 
-    capabilities = Capabilities(
-        atomic_rename=False, conditional_put=False, checksums=False, other_processes=True, remote=True
-    )
+    capabilities = Capabilities(other_processes=True, other_files=False, remote=True)
 
     def __init__(self, url: str) -> None:
         hosts, _, query = url.removeprefix(SCHEME).partition("?")

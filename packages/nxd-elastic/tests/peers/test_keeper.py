@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, latest, load, save
-from nxd_ckpt.peers.client import KeeperClient
-from nxd_ckpt.peers.keeper import CLIENT, Keeper, proof
-from nxd_ckpt.peers.starting import KeeperProcess
-from nxd_ckpt.peers.store import peers_url
+from nxd_elastic.peers.client import KeeperClient
+from nxd_elastic.peers.keeper import CLIENT, Keeper, proof
+from nxd_elastic.peers.starting import KeeperProcess
+from nxd_elastic.peers.store import peers_url
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nxd_ckpt.files import hold_standard_streams
-from nxd_ckpt.peers import keeper
+from nxd_state.standard_streams import hold_standard_streams
+
+from nxd_elastic.peers import keeper
 
 _SECONDS_TO_START = 30.0
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ from nxd_ckpt import (
     retain,
     save,
 )
-from nxd_ckpt.peers.client import KeeperClient
-from nxd_ckpt.peers.keeper import Keeper
-from nxd_ckpt.peers.starting import KeeperProcess
-from nxd_ckpt.peers.store import PeerStore, peers_url
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
+from nxd_elastic.peers.client import KeeperClient
+from nxd_elastic.peers.keeper import Keeper
+from nxd_elastic.peers.starting import KeeperProcess
+from nxd_elastic.peers.store import PeerStore, peers_url
 
 HOSTS, RANKS, ROWS = 4, 8, 48
 
@@ -133,7 +134,7 @@ def test_leader_that_dies_while_it_commits_leaves_the_old_or_the_new(hosts, reac
 
     with monkeypatch.context() as dying:
         dying.setattr(KeeperClient, "put", dies)
-        dying.setattr("nxd_ckpt.peers.store.PeerSave.end", lambda self: None)  # nobody is left to tidy up
+        dying.setattr("nxd_elastic.peers.store.PeerSave.end", lambda self: None)  # nobody is left to tidy up
         with suppress(KeyboardInterrupt):
             save(hosts.url(0, 1), "t", {"w": whole(2)}, step=2, overwrite=True)
 
@@ -154,6 +155,16 @@ def test_saves_in_the_background_one_after_the_other_keep_the_newest(hosts):
     assert open_checkpoint(url).read("w").unique().item() == 5
     assert sorted(PeerStore(url).tags()) == ["step-4", "step-5"]
     assert gc(url, dead_after=0, dry_run=True) == []
+
+
+@pytest.mark.usefixtures("fresh_interpreter")
+def test_process_that_writes_in_the_background_has_no_torch(hosts):
+    async_save(hosts.url(0, 1), "step-1", {"w": whole(1)}).wait(60)
+
+    children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    [writer] = [it for it in children if b"nxd_ckpt.asynchronous.writer" in Path(f"/proc/{it}/cmdline").read_bytes()]
+    assert "torch" not in Path(f"/proc/{writer}/maps").read_text()
+    end_async_saves()
 
 
 def test_files_that_may_be_those_of_a_save_at_work_are_no_garbage_yet(hosts):
@@ -198,7 +209,7 @@ def test_keeper_that_is_killed_is_followed_by_another_with_the_same_files(hosts,
 
 def test_keeper_ends_with_the_process_that_started_it(tmp_path):
     program = (
-        "import os, sys; from nxd_ckpt.peers.starting import KeeperProcess\n"
+        "import os, sys; from nxd_elastic.peers.starting import KeeperProcess\n"
         "print(KeeperProcess(sys.argv[1], 's').address, flush=True); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)

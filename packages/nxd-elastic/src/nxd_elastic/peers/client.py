@@ -13,7 +13,8 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.peers.keeper import CLIENT, END, KEEPER, MOST_GREETING_BYTES, SECRET, proof
+
+from nxd_elastic.peers.keeper import CLIENT, END, KEEPER, MOST_GREETING_BYTES, SECRET, proof
 
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_ANSWER = 60.0
