@@ -219,7 +219,9 @@ def test_transaction_can_go_to_another_process(s3_bucket):
 @pytest.mark.parametrize(
     ("url", "expected"), [("folder", (True, False)), ("memory://x", (False, True)), ("s3://x", (True, True))]
 )
-def test_capabilities_say_who_sees_what_is_stored_and_whether_reads_are_requests(url, expected, s3_bucket):
+def test_capabilities_say_who_sees_what_is_stored_and_whether_reads_are_requests(url, expected, request):
+    if url.startswith("s3"):
+        request.getfixturevalue("s3_bucket")
     capabilities = open_store(url).capabilities
 
     assert (capabilities.other_processes, capabilities.remote) == expected
