@@ -15,7 +15,7 @@ import nxd_ckpt
 from nxd_ckpt import CheckpointError, Coordinator, Shard, ShardedTensor
 from nxd_ckpt.errors import RanksLostError
 from nxd_ckpt.messages import decode_message, encode_message
-from nxd_ckpt.saving import file_parts
+from nxd_ckpt.safetensors_file import file_parts
 
 Result = TypeVar("Result")
 
