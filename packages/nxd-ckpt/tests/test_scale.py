@@ -22,7 +22,7 @@ def manifest_of(plan):
         layout = lay_out(writes, plan.tensors)
         file = data_file_name(SAVE_ID, rank)
         files[file] = layout.size
-        headers[file] = HeaderEntry(len(layout.header), hashes_of(layout.header))
+        headers[file] = HeaderEntry(len(layout.header), hashes_of([layout.header]))
         for placed in layout.placed:
             hashes = ("0" * 16,) * num_blocks(placed.num_bytes)
             chunks[placed.name].append(Chunk(file, placed.offset, placed.num_bytes, placed.box, hashes))

@@ -1,6 +1,6 @@
 """xxh3 checksums of bytes, one per block, so that a part can be read and verified without the rest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
@@ -39,10 +39,11 @@ class BlockHasher:
         self._left_in_block = BLOCK_BYTES
 
 
-def hashes_of(content: "bytes | memoryview") -> tuple[str, ...]:
-    """The hashes of bytes that are all there."""
+def hashes_of(parts: "Iterable[bytes | memoryview]") -> tuple[str, ...]:
+    """The hashes of bytes that come in these parts."""
     hasher = BlockHasher()
-    hasher.update(content)
+    for part in parts:
+        hasher.update(part)
     return hasher.hashes()
 
 

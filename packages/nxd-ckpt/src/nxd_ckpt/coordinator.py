@@ -36,11 +36,14 @@ class Coordinator(Protocol):
         """
 
 
-class _WorldOfOne:
+class ThisProcess:
+    """The only rank there is, also where torch.distributed has more."""
+
     rank = 0
     world_size = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
+        """See `Coordinator`."""
         return [value]
 
 
@@ -65,7 +68,7 @@ def coordinator_for(
             "object with rank, world_size and all_gather_object"
         )
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return _WorldOfOne()
+        return ThisProcess()
     if timeout is None or not is_timeout(timeout):
         timeout = default_timeout()
     return coordinator_of_group(process_group, timeout)
@@ -97,11 +100,7 @@ def announced_to_waiting_ranks() -> Iterator[None]:
 
 
 def on_every_rank(
-    coordinator: Coordinator,
-    doing: str,
-    action: Callable[[], Result],
-    *,
-    error_type: type[Exception] = CheckpointError,
+    coordinator: Coordinator, doing: str, action: Callable[[], Result], *, error_type: type[Exception] = CheckpointError
 ) -> Result:
     """Runs `action` here, waits until all ranks have run theirs, and returns what it returned here.
 
@@ -120,11 +119,7 @@ def on_rank_zero(coordinator: Coordinator, doing: str, action: Callable[[], Resu
 
 
 def gather_from_every_rank(
-    coordinator: Coordinator,
-    doing: str,
-    action: Callable[[], Result],
-    *,
-    error_type: type[Exception] = CheckpointError,
+    coordinator: Coordinator, doing: str, action: Callable[[], Result], *, error_type: type[Exception] = CheckpointError
 ) -> list[Result]:
     """Runs `action` on every rank and returns what all of them returned, in rank order; raises as `on_every_rank`.
 

@@ -29,29 +29,14 @@ MAX_MANIFEST_BYTES = 2**30
 MAX_DIMS = 64
 
 # Bytes per element of each tensor type, by safetensors name. Here, as the writer process has no torch.
-ITEM_SIZES: dict[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "U16": 2,
-    "I16": 2,
-    "U32": 4,
-    "I32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F8_E4M3": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2": 1,
-    "F8_E5M2FNUZ": 1,
-    "F16": 2,
-    "BF16": 2,
-    "F32": 4,
-    "F64": 8,
-    "C64": 8,
-    "C128": 16,
-    "F8_E8M0": 1,
-    "F4": 1,
+_TYPES_BY_SIZE = {
+    1: "BOOL U8 I8 F8_E4M3 F8_E4M3FNUZ F8_E5M2 F8_E5M2FNUZ F8_E8M0 F4",
+    2: "U16 I16 F16 BF16",
+    4: "U32 I32 F32",
+    8: "U64 I64 F64 C64",
+    16: "C128",
 }
+ITEM_SIZES = {code: size for size, codes in _TYPES_BY_SIZE.items() for code in codes.split()}
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _EXTRA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -166,11 +151,6 @@ class Manifest:
             metrics=_metrics_of(self.objects),
         )
 
-    @property
-    def own_files(self) -> dict[str, int]:
-        """Those of `files` that lie with this checkpoint."""
-        return self.head.own_files
-
 
 def data_file_name(save_id: str, writer: int, number: int = 0) -> str:
     """Relative path of one writer's data file, unique to this save."""
@@ -277,7 +257,7 @@ def decode_head(text: bytes, num_bytes: int | None) -> ManifestHead | None:
     if hashlib.sha256(blank).hexdigest().encode() != digest[1]:
         return None
     try:
-        content = json.loads(line.removesuffix(b",") + b"}", object_pairs_hook=_without_repeats)
+        content = json.loads(line.removesuffix(b",") + b"}", object_pairs_hook=without_repeats)
         _check_version(content)
         if num_bytes not in (None, len(line) + 1 + content["bytes_after_head"]):
             return None
@@ -314,7 +294,7 @@ def decode(text: bytes, source: str) -> Manifest:
     check_digest(text, source)
     try:
         with gc_paused():
-            content = json.loads(text, object_pairs_hook=_without_repeats)
+            content = json.loads(text, object_pairs_hook=without_repeats)
         _check_version(content)
         with gc_paused():
             return _manifest_from_json(content)
@@ -466,7 +446,7 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose keys are all different: readers do not agree on which of two values counts."""
     content = dict(pairs)
     if len(content) < len(pairs):

@@ -15,6 +15,8 @@ from nxd_ckpt.shard_marks import is_cut, logical_parts, logical_shape
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_subclasses import is_subclass
 
+_States = Mapping[torch.Tensor, Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class OptimizerStates:
@@ -30,7 +32,7 @@ class OptimizerStates:
     states: dict[torch.Tensor, dict[str, Any]]
     of_none: dict[Any, Any]
     attributes: dict[str, Any] | None
-    put: Callable[[Mapping[torch.Tensor, Mapping[str, Any]], Mapping[Any, Any], Mapping[str, Any]], None]
+    put: Callable[[_States, Mapping[Any, Any], Mapping[str, Any]], None]
 
 
 def is_sharded_optimizer(value: Any) -> bool:
@@ -101,9 +103,7 @@ def states_of(path: str, optimizer: Optimizer) -> OptimizerStates:
             f"{path!r} has a state of a tensor {list(strangers[0].shape)} that is in none of its groups; remove it"
         )
 
-    def put(
-        states: Mapping[torch.Tensor, Mapping[str, Any]], of_none: Mapping[Any, Any], attributes: Mapping[str, Any]
-    ) -> None:
+    def put(states: _States, of_none: Mapping[Any, Any], attributes: Mapping[str, Any]) -> None:
         for parameter, state in states.items():
             if state:
                 optimizer.state[parameter] = dict(state)
@@ -149,9 +149,7 @@ def _states_by_its_own(path: str, optimizer: Optimizer) -> OptimizerStates:
     of_none = {key: value for key, value in given["state"].items() if key not in set(indices)}
     attributes = {key: value for key, value in given.items() if key not in ("state", "param_groups")}
 
-    def put(
-        states: Mapping[torch.Tensor, Mapping[str, Any]], of_none: Mapping[Any, Any], attributes: Mapping[str, Any]
-    ) -> None:
+    def put(states: _States, of_none: Mapping[Any, Any], attributes: Mapping[str, Any]) -> None:
         by_index: dict[Any, Any] = {
             index: dict(states[p]) for index, p in zip(indices, parameters, strict=True) if states.get(p)
         }
@@ -178,7 +176,7 @@ def _indices_of(given: Any, parameters: Sequence[torch.Tensor]) -> list[Any] | N
     return indices if all(isinstance(given["state"].get(index, {}), Mapping) for index in indices) else None
 
 
-def _keep_dtypes(optimizer: Optimizer, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+def _keep_dtypes(optimizer: Optimizer, states: _States) -> None:
     """Give states back the dtypes that torch's `load_state_dict` has changed to those of the parameters."""
     for parameter, state in states.items():
         mine = optimizer.state.get(parameter, {})

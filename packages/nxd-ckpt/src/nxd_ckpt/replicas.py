@@ -7,7 +7,7 @@ each compares its own.
 from collections.abc import Container, Mapping, Sequence
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.checksums import BlockHasher
+from nxd_ckpt.checksums import hashes_of
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.plan import SavePlan
 from nxd_ckpt.safetensors_file import Hashes, in_file_order
@@ -37,10 +37,8 @@ def hash_replicas(
             shards = state[write.name].shards if write.name in state else ()
             shard = next((shard for shard in shards if shard.box.contains(write.box)), None)
             if shard is not None:
-                hasher = BlockHasher()
-                for part in tensor_parts(shard.tensor[write.box.relative_to(shard.box).slices()]):
-                    hasher.update(part)
-                found[write.name, write.box] = hasher.hashes()
+                copy = shard.tensor[write.box.relative_to(shard.box).slices()]
+                found[write.name, write.box] = hashes_of(tensor_parts(copy))
     return found
 
 

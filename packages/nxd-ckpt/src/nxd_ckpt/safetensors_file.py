@@ -62,15 +62,20 @@ def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescript
             "data_offsets": [begin, begin + write.num_bytes],
         }
         begin += write.num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    text += b" " * (-(8 + len(text)) % PAYLOAD_ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
+    header = as_header(entries)
     placed = []
     position = len(header)
     for write in ordered:
         placed.append(PlacedWrite(write.name, write.box, position, write.num_bytes))
         position += write.num_bytes
     return FileLayout(header, tuple(placed), position)
+
+
+def as_header(entries: Mapping[str, object]) -> bytes:
+    """The first bytes of a file, before its payload."""
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(8 + len(text)) % PAYLOAD_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def file_parts(

@@ -159,7 +159,7 @@ def _write(task: SaveTask, write_tensors: Callable[[], Hashes], rank: int) -> _W
     sizes: dict[str, int] = {}
     if rank == 0:
         for name, content in (task.options.extra or {}).items():
-            extra[name] = ExtraEntry(extra_file_name(task.save_id, name), hashes_of(content))
+            extra[name] = ExtraEntry(extra_file_name(task.save_id, name), hashes_of([content]))
             sizes[extra[name].file] = len(content)
             task.transaction.write_file(extra[name].file, [content], len(content))
     return _Written(hashes, extra, sizes)
@@ -174,7 +174,7 @@ def _commit(task: SaveTask, written: list[_Written]) -> None:
             layout = lay_out(writes, task.plan.tensors)
             file = data_file_name(task.save_id, rank)
             files[file] = layout.size
-            headers[file] = HeaderEntry(len(layout.header), hashes_of(layout.header))
+            headers[file] = HeaderEntry(len(layout.header), hashes_of([layout.header]))
             for write, hashes in zip(layout.placed, written[rank].hashes, strict=True):
                 digest = task.digests.get((write.name, write.box), "")
                 chunks[write.name].append(Chunk(file, write.offset, write.num_bytes, write.box, hashes, digest))

@@ -87,8 +87,6 @@ def as_sharded_state(state: "Mapping[str, ShardedTensor | torch.Tensor]") -> dic
     Raises:
         ValueError: lists every entry that cannot be used.
     """
-    if not isinstance(state, Mapping):
-        raise ValueError(f"a {type(state).__name__} is no state; pass {{name: ShardedTensor or tensor}}")
     sharded: dict[str, ShardedTensor] = {}
     problems: list[str] = []
     for name, value in state.items():

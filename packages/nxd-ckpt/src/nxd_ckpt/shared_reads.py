@@ -106,10 +106,7 @@ def without_others(
 
 
 def pass_on(
-    shared: Iterable[SharedBox],
-    wanted: Mapping[str, ShardedTensor],
-    process_group: dist.ProcessGroup,
-    timeout: float,
+    shared: Iterable[SharedBox], wanted: Mapping[str, ShardedTensor], process_group: dist.ProcessGroup, timeout: float
 ) -> None:
     """Sends the boxes that this rank has read to the others that want them, and receives theirs. Called by all ranks.
 

@@ -365,8 +365,6 @@ def _state_and_beginning(pid: int) -> tuple[str, str]:
 def _takes_signals(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True

@@ -16,11 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nxd_ckpt.distributed_tensors import (
-    as_boxes,
-    is_dtensor,
-    is_sharded_tensor_of_torch,
-)
+from nxd_ckpt.distributed_tensors import as_boxes, is_dtensor, is_sharded_tensor_of_torch
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.module_states import (
     give_back,
@@ -186,8 +182,8 @@ class _Walk:
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, str]]:
-        """Of parameters; looked up where there is an optimizer."""
-        return _parameter_names(self._state)
+        """The path of its module and the name in it, by the parameter's id; looked up where there is an optimizer."""
+        return {id(it): (path, name) for path, module in _modules(self._state) for name, it in named_parameters(module)}
 
     @cached_property
     def _parts_by_place(self) -> dict[Any, nn.Parameter]:
@@ -232,7 +228,7 @@ class _Walk:
     @cached_property
     def _parts_by_name(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters of the state's modules that are parts."""
-        named = [it for module in _modules(self._state) for it in named_parameters(module)]
+        named = [it for _, module in _modules(self._state) for it in named_parameters(module)]
         return {name: tuple(parameter.shape) for name, parameter in named if is_cut(parameter)}
 
     def _check_no_copy(self, path: str, name: str, tensor: torch.Tensor) -> None:
@@ -428,7 +424,7 @@ class _Walk:
             elif _is_tensor(cut):
                 self._tensor("", state_path, cut)
             else:
-                if cut is not None and is_cut(parameter) and _holds_tensors(cut):
+                if cut is not None and is_cut(parameter) and _holds(cut, _is_tensor):
                     raise ValueError(
                         f"{own_path!r} is a {type(cut).__name__} of tensors, of a parameter that is a part of another: "
                         "what other ranks have of it is not known; use an optimizer whose states are tensors"
@@ -530,11 +526,14 @@ def _joined(path: str, key: Any) -> str:
 
 def _holds_objects(part: Any) -> bool:
     """Whether there is anything in it besides keys, numbers and text."""
-    if isinstance(part, Mapping):
-        return any(map(_holds_objects, part.values()))
-    if isinstance(part, list | tuple):
-        return any(map(_holds_objects, part))
-    return not (part is None or isinstance(part, bool | int | float | str))
+    return _holds(part, lambda it: not (it is None or isinstance(it, bool | int | float | str)))
+
+
+def _holds(part: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether anything wanted is in nested dicts, lists and tuples."""
+    if not isinstance(part, Mapping | list | tuple):
+        return wanted(part)
+    return any(_holds(it, wanted) for it in (part.values() if isinstance(part, Mapping) else part))
 
 
 def _state_path(path: str, root: str, logical: str) -> str:
@@ -546,39 +545,18 @@ def _is_tensor(part: Any) -> bool:
     return isinstance(part, torch.Tensor | ShardedTensor) or is_sharded_tensor_of_torch(part)
 
 
-def _holds_tensors(part: Any) -> bool:
-    if isinstance(part, Mapping):
-        return any(map(_holds_tensors, part.values()))
-    return any(map(_holds_tensors, part)) if isinstance(part, list | tuple) else _is_tensor(part)
-
-
 def _holds_more_than_tensors(part: Any) -> bool:
     """Whether there are modules, optimizers and their like in it."""
-    if isinstance(part, Mapping):
-        return any(map(_holds_more_than_tensors, part.values()))
-    if isinstance(part, list | tuple):
-        return any(map(_holds_more_than_tensors, part))
-    return not _is_tensor(part) and (isinstance(part, PerRank) or hasattr(part, "state_dict"))
+    return _holds(part, lambda it: not _is_tensor(it) and (isinstance(it, PerRank) or hasattr(it, "state_dict")))
 
 
-def _parameter_names(state: Any, path: str = "") -> dict[int, tuple[str, str]]:
-    """The path of the module and the name in it of each parameter in a state, by the parameter's id."""
-    names: dict[int, tuple[str, str]] = {}
+def _modules(state: Any, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a state, with their paths."""
     if isinstance(state, nn.Module):
-        names.update((id(parameter), (path, name)) for name, parameter in named_parameters(state))
+        yield path, state
     elif isinstance(state, Mapping | list | tuple):
         for key, part in _items(path, state):
-            names.update(_parameter_names(part, _joined(path, key)))
-    return names
-
-
-def _modules(state: Any) -> Iterator[nn.Module]:
-    """The modules in a state."""
-    if isinstance(state, nn.Module):
-        yield state
-    elif isinstance(state, Mapping | list | tuple):
-        for _, part in _items("", state):
-            yield from _modules(part)
+            yield from _modules(part, _joined(path, key))
 
 
 def _encoded(path: str, value: Any) -> Any:
@@ -587,16 +565,13 @@ def _encoded(path: str, value: Any) -> Any:
         if is_dtensor(value) or value.nbytes > _LARGEST_PER_RANK:
             raise ValueError(f"{path!r} is a tensor of {value.nbytes} bytes; PerRank takes plain ones of at most 1 MiB")
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "base64": _text(raw)}
+        text = base64.b64encode(raw).decode()
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "base64": text}
     if isinstance(value, Mapping):
         return {key: _encoded(_joined(path, key), it) for key, it in value.items()}
     if isinstance(value, list | tuple):
         return [_encoded(_joined(path, index), it) for index, it in enumerate(value)]
     return value
-
-
-def _text(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
 
 
 def _decoded(value: Any) -> Any:

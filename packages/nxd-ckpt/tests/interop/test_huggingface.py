@@ -173,7 +173,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"w": ENTRY | {"shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}}, b"", "has the shape"),
         ({"w": ENTRY | {"dtype": "F7"}}, bytes(8), "type 'F7'"),
         ({"w": 3}, b"", "not a whole safetensors file"),
-        ('{"w": 1, "w": 2}', b"", "occurs twice"),
+        ('{"w": 1, "w": 2}', b"", "a key more than once: 'w'"),
         ("[]", b"", "not a whole safetensors file"),
         ("[" * 100_000, b"", "not a whole safetensors file"),
     ],

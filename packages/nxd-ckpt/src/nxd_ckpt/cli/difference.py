@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxd_ckpt.boxes import Box
-from nxd_ckpt.cli.formats import Opened, Place, opened
+from nxd_ckpt.cli.formats import Place, boxes_to_read, opened
 from nxd_ckpt.cli.progress import progress_bar
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report
 from nxd_ckpt.errors import printable
-from nxd_ckpt.interop.source import Selection, TensorSource, fill, num_bytes, read_whole, same_bits
-from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
+from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_box, same_bits
 
 
 def diff(
@@ -31,7 +29,7 @@ def diff(
         only_first = [name for name in sources[0].tensors if name not in sources[1].tensors]
         only_second = [name for name in sources[1].tensors if name not in sources[0].tensors]
         common = [name for name in sources[0].tensors if name in sources[1].tensors]
-        whole = not (_reads_parts(a) and _reads_parts(b))
+        whole = not (a.reads_parts and b.reads_parts)
         differing: dict[str, Any] = {}
         with progress_bar("diff", sum(num_bytes(sources[0].tensors[name]) for name in common)) as advance:
             for name in common:
@@ -54,11 +52,6 @@ def diff(
     return Report(data, lines, EXIT_GOOD if data["equal"] else EXIT_DIFFERENT)
 
 
-def _reads_parts(found: Opened) -> bool:
-    """Whether a part of a tensor costs no more than that part."""
-    return found.checkpoint is not None or found.source.is_mapped
-
-
 def _compare(
     name: str, first: TensorSource, second: TensorSource, tolerance: tuple[float, float] | None, *, whole: bool
 ) -> dict[str, Any] | None:
@@ -67,11 +60,9 @@ def _compare(
         return {"shapes": [list(a_info.global_shape), list(b_info.global_shape)]}
     if tolerance is None and a_info.dtype != b_info.dtype:
         return {"dtypes": [str(a_info.dtype), str(b_info.dtype)]}
-    shape = a_info.global_shape
-    boxes = [Box.whole(shape)] if whole else blocks_of(shape, row_major_strides(shape), a_info.dtype.itemsize)
     elements, largest, largest_relative = 0, math.nan, math.nan
-    for box in boxes:
-        a, b = _read(first, name, box), _read(second, name, box)
+    for box in boxes_to_read(a_info, whole=whole):
+        a, b = read_box(first, name, box), read_box(second, name, box)
         if same_bits(a, b):
             continue
         gaps = _gaps(a, b)
@@ -83,18 +74,10 @@ def _compare(
         return None
     return {
         "elements": elements,
-        "of": math.prod(shape),
+        "of": math.prod(a_info.global_shape),
         "largest_gap": _number(largest),
         "largest_relative_gap": _number(largest_relative),
     }
-
-
-def _read(source: TensorSource, name: str, box: Box) -> torch.Tensor:
-    if box.shape == source.tensors[name].global_shape:
-        return read_whole(source, name)
-    part = torch.empty(box.shape, dtype=source.tensors[name].dtype)
-    fill(source, name, box, part)
-    return part
 
 
 def _larger(so_far: float, values: torch.Tensor) -> float:

@@ -2,18 +2,20 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop import from_checkpoint, open_hugging_face, open_neuronx, open_torch_dcp
 from nxd_ckpt.interop.huggingface.reading import holds_model, other_kind
 from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, complete_tags
 from nxd_ckpt.interop.remote import is_remote, local_copy
 from nxd_ckpt.interop.source import TensorSource
-from nxd_ckpt.reader import Checkpoint, open_checkpoint
+from nxd_ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
+from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
 
 SourceKind = Literal["nxd", "hf", "dcp", "neuronx"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
@@ -27,6 +29,11 @@ class Opened:
     source: TensorSource
     checkpoint: Checkpoint | None = None
     path: str = ""
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether a part of a tensor costs no more than that part."""
+        return self.checkpoint is not None or self.source.is_mapped
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,12 @@ def opened(place: Place) -> Iterator[Opened]:
     with local_copy(place.path) as path:
         folder = os.path.join(path, place.tag) if place.tag else path
         yield Opened(kind, _open_foreign(kind, path, place), path=folder)
+
+
+def boxes_to_read(info: TensorInfo, *, whole: bool) -> Iterable[Box]:
+    """All of a tensor, in parts of 16 MiB unless it has to be read whole."""
+    shape = info.global_shape
+    return [Box.whole(shape)] if whole else blocks_of(shape, row_major_strides(shape), info.dtype.itemsize)
 
 
 def root_and_tag(path: str, tag: str | None) -> tuple[str, str | None]:

@@ -42,7 +42,9 @@ def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
     lines = [*head, f"size: {human_size(total)}", ""]
     lines += table(_tree_rows(as_tree(tensors), depth=depth) or [("no tensors",)])
     if "files" in data:
-        lines += ["", *table(_file_rows(data["files"], data["references"]) or [("no files",)])]
+        owners = {file: f"of {tag}" for file, tag in data["references"].items()}
+        rows: list[tuple[str, ...]] = [(it, human_size(size), owners.get(it, "")) for it, size in data["files"].items()]
+        lines += ["", *table(rows or [("no files",)])]
     return Report(data, lines)
 
 
@@ -104,12 +106,6 @@ def as_tree(tensors: Mapping[str, Mapping[str, Any]]) -> Node:
             node = node.setdefault(part, {})
         node[last] = entry
     return root
-
-
-def _file_rows(files: Mapping[str, int], references: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    return [
-        (file, human_size(size), f"of {references[file]}" if file in references else "") for file, size in files.items()
-    ]
 
 
 def _tree_rows(node: Node, *, depth: int | None, level: int = 0) -> list[tuple[str, str, str, str, str]]:

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -174,11 +175,15 @@ def _add_upkeep(commands: Any) -> None:
     parser.add_argument("path", help="folder of checkpoints, or a URL")
     parser.add_argument("--dry-run", action="store_true", help="only list it")
     parser.set_defaults(run=lambda options: collect_garbage(options.path, dry_run=options.dry_run))
-    for name, to, text in (("pin", True, "keep a checkpoint from deletion"), ("unpin", False, "end that")):
+    for name, text, run in (
+        ("delete", "remove one checkpoint", delete_one),
+        ("pin", "keep a checkpoint from deletion", partial(set_pinned, to=True)),
+        ("unpin", "end that", partial(set_pinned, to=False)),
+    ):
         parser = commands.add_parser(name, help=text)
         parser.add_argument("path", help="folder of checkpoints, or a URL")
         parser.add_argument("tag", help="which checkpoint")
-        parser.set_defaults(run=lambda options, to=to: set_pinned(options.path, options.tag, to=to))
+        parser.set_defaults(run=lambda options, run=run: run(options.path, options.tag))
 
 
 def _add_removal(commands: Any) -> None:
@@ -193,20 +198,8 @@ def _add_removal(commands: Any) -> None:
     parser.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep so many of the best by --metric")
     parser.add_argument("--metric", metavar="NAME", help="a number in the metrics that were saved along, such as loss")
     parser.add_argument("--best", choices=("lowest", "highest"), default="lowest", help="of --metric")
-    parser.set_defaults(
-        run=lambda options: retain_newest(
-            options.path,
-            keep_last=options.keep_last,
-            keep_every=options.keep_every,
-            keep_best=options.keep_best,
-            metric=options.metric,
-            best=options.best,
-        )
-    )
-    parser = commands.add_parser("delete", help="remove one checkpoint")
-    parser.add_argument("path", help="folder of checkpoints, or a URL")
-    parser.add_argument("tag", help="which checkpoint")
-    parser.set_defaults(run=lambda options: delete_one(options.path, options.tag))
+    rules = ("keep_last", "keep_every", "keep_best", "metric", "best")
+    parser.set_defaults(run=lambda it: retain_newest(it.path, **{name: getattr(it, name) for name in rules}))
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:

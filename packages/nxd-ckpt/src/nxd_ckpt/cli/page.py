@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from nxd_ckpt.boxes import Box
-from nxd_ckpt.cli.formats import Opened, Place, opened
+from nxd_ckpt.cli.formats import Opened, Place, boxes_to_read, opened
 from nxd_ckpt.cli.inspection import as_tree, describe_checkpoint, describe_tensors, is_tensor, shown, sum_up
 from nxd_ckpt.cli.progress import progress_bar
 from nxd_ckpt.cli.report import Report, human_size
 from nxd_ckpt.errors import printable
-from nxd_ckpt.interop.source import TensorSource, fill, read_whole
-from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
+from nxd_ckpt.interop.source import TensorSource, read_box
 
 _BINS = 24
 _OPEN_LEVELS = 2
@@ -45,10 +43,9 @@ def write_page(place: Place, output: str) -> Report:
     """
     with opened(place) as found:
         tensors = describe_tensors(found)
-        whole = found.checkpoint is None and not found.source.is_mapped
         with progress_bar("page", sum(entry["bytes"] for entry in tensors.values())) as advance:
             for name, entry in tensors.items():
-                entry["values"] = _values(found.source, name, whole=whole)
+                entry["values"] = _values(found.source, name, whole=not found.reads_parts)
                 advance(name, entry["bytes"])
         text = "".join(_page(place, found, tensors))
     _replace(output, text)
@@ -97,14 +94,8 @@ def _values(source: TensorSource, name: str, *, whole: bool) -> dict[str, Any]:
 
 def _parts(source: TensorSource, name: str, *, whole: bool) -> Iterator[torch.Tensor]:
     """All elements, flat and as float64; of complex ones the magnitudes."""
-    info = source.tensors[name]
-    shape = info.global_shape
-    for box in [Box.whole(shape)] if whole else blocks_of(shape, row_major_strides(shape), info.dtype.itemsize):
-        if box.shape == shape:
-            part = read_whole(source, name)
-        else:
-            part = torch.empty(box.shape, dtype=info.dtype)
-            fill(source, name, box, part)
+    for box in boxes_to_read(source.tensors[name], whole=whole):
+        part = read_box(source, name, box)
         yield (part.abs() if part.is_complex() else part).to(torch.float64).reshape(-1)
 
 

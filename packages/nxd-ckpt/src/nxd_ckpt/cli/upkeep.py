@@ -1,7 +1,7 @@
 """`nxd-ckpt retain`, `delete`, `gc`, `pin` and `unpin`: keeping a folder of checkpoints tidy."""
 
 from dataclasses import asdict
-from typing import Literal
+from typing import Any
 
 from nxd_ckpt.cli.report import Report, check_folder, human_size, table
 from nxd_ckpt.retention import delete, gc, pin, retain, unpin
@@ -34,23 +34,15 @@ def set_pinned(path: str, tag: str, *, to: bool) -> Report:
     return Report({"tag": tag, "pinned": to}, [f"{tag} is {'pinned' if to else 'not pinned'}"])
 
 
-def retain_newest(
-    path: str,
-    *,
-    keep_last: int,
-    keep_every: int | None,
-    keep_best: int,
-    metric: str | None,
-    best: Literal["lowest", "highest"],
-) -> Report:
-    """Removes the checkpoints that no rule keeps; see `nxd_ckpt.retain`.
+def retain_newest(path: str, **rules: Any) -> Report:
+    """Removes the checkpoints that no rule keeps; the rules are those of `nxd_ckpt.retain`.
 
     Raises:
         ValueError: a rule makes no sense.
         CheckpointError: there is no such folder.
     """
     check_folder(path)
-    removed = retain(path, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, metric=metric, best=best)
+    removed = retain(path, **rules)
     return Report({"removed": removed}, [f"removed {', '.join(removed)}" if removed else "removed nothing"])
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from nxd_ckpt.coordinator import ThisProcess
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.interop.this_process import ThisProcess
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.retention import delete
 from nxd_ckpt.saving import save

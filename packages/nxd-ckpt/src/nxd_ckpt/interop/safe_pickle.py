@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, one_line
 from nxd_ckpt.objects import MAX_NESTING
 
 Extra = tuple[Callable[..., Any] | type, str]
@@ -46,7 +46,7 @@ def load_trusted_torch_file(path: str) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:  # unpickling runs foreign code
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
 
 
 def load_torch_stream(stream: IO[bytes], what: str, extra: Sequence[Extra] = ()) -> Any:
@@ -67,7 +67,7 @@ def _load(file: "str | IO[bytes]", what: str, extra: Sequence[Extra], *, mmap: b
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{what} {_reason(str(error))}") from error
     except Exception as error:  # a damaged file makes torch's reader fail in any way
-        raise CheckpointError(f"{what} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"{what} cannot be read: {one_line(error)}") from error
     _Claims(what, num_bytes).check(content)
     return content
 
@@ -162,7 +162,3 @@ def _reason(message: str) -> str:
     if refused:
         return f"asks for {refused[1]}, which could run code, and is refused; nothing of it was run"
     return "holds pickled objects that are refused, or is damaged; nothing of it was run"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no further detail'}"

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.coordinator import ThisProcess
 from nxd_ckpt.interop.remote import is_remote
 from nxd_ckpt.interop.source import Progress, TensorSource, converted, fill, ignore_progress, num_bytes
-from nxd_ckpt.interop.this_process import ThisProcess
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.saving import save
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
@@ -66,7 +66,9 @@ def save_source(
                 fill(source, name, Box.whole(info.global_shape), scratch[name])
                 state[name] = scratch[name]
             else:
-                state[name] = ShardedTensor(info.global_shape, _detached(source, name), info.dtype)
+                found = source.shards(name, Box.whole(info.global_shape))
+                shards = [Shard(shard.tensor.detach(), shard.offsets) for shard in found]
+                state[name] = ShardedTensor(info.global_shape, shards, info.dtype)
             progress(name, num_bytes(info))
         save(
             path,
@@ -78,13 +80,6 @@ def save_source(
             extra=extra,
             process_group=ThisProcess(),
         )
-
-
-def _detached(source: TensorSource, name: str) -> list[Shard]:
-    return [
-        Shard(shard.tensor.detach(), shard.offsets)
-        for shard in source.shards(name, Box.whole(source.tensors[name].global_shape))
-    ]
 
 
 @contextmanager

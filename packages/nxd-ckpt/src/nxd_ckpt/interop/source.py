@@ -87,6 +87,16 @@ def read_whole(source: TensorSource, name: str, dtype: torch.dtype | None = None
     return whole
 
 
+def read_box(source: TensorSource, name: str, box: Box) -> torch.Tensor:
+    """A box of a tensor on the CPU; all of it as `read_whole`."""
+    info = source.tensors[name]
+    if box.shape == info.global_shape:
+        return read_whole(source, name)
+    part = torch.empty(box.shape, dtype=info.dtype, device="cpu")
+    fill(source, name, box, part)
+    return part
+
+
 def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """The type in which a tensor is written: only floating-point ones are converted, so counts and masks stay.
 

@@ -10,7 +10,6 @@ callback is not enough for that: it cannot tell the Trainer at which step and wh
 write, read and choose the best are overridden.
 """
 
-import json
 import os
 import re
 import tempfile
@@ -143,10 +142,9 @@ class NxdCheckpoints:
         root, tag = self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}"
         self._nxd_note_best(root, tag)
         self._nxd_note_callbacks()
-        content = json.dumps(_trainer_state(self.state)).encode()
         arguments = {
             "step": self.state.global_step,
-            "extra": {_TRAINER_STATE: content},
+            "extra": {_TRAINER_STATE: _trainer_state(self.state)},
             "overwrite": True,
             "incremental": self.nxd_incremental,
         }
@@ -231,11 +229,10 @@ class NxdCheckpoints:
             load(self.args.output_dir, self._nxd_tag, into=state, strict=False)
 
 
-def _trainer_state(state: Any) -> dict[str, Any]:
+def _trainer_state(state: Any) -> bytes:
     """What `TrainerState.save_to_json` would write."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, _TRAINER_STATE)
         state.save_to_json(path)
-        with open(path, encoding="utf-8") as file:
-            content: dict[str, Any] = json.load(file)
-    return content
+        with open(path, "rb") as file:
+            return file.read()

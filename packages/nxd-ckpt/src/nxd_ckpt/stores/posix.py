@@ -33,13 +33,7 @@ from nxd_ckpt.files import (
     unlock,
     write_fully,
 )
-from nxd_ckpt.manifest import (
-    FILE_FOLDERS,
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    file_names_in,
-    is_file_name,
-)
+from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
 from nxd_ckpt.stores.heads import read_head
 from nxd_ckpt.stores.in_use import by_place, files_in_manifests, files_in_use, places_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
@@ -145,15 +139,42 @@ class PosixStore:
 
     def pinned(self) -> set[str]:
         """See `Store.pinned`."""
-        return _pinned(self.location)
+        try:
+            return set(os.listdir(os.path.join(self.location, _PINS_FOLDER)))
+        except (FileNotFoundError, NotADirectoryError):
+            return set()
 
     def set_pinned(self, tag: str, *, to: bool) -> None:
-        """See `Store.set_pinned`."""
-        _set_pinned(self.location, tag, to=to)
+        """See `Store.set_pinned`; on the disk when this returns."""
+        folder = own_folder(self.location, _PINS_FOLDER)
+        make_folders(folder)
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            if to:
+                with new_file(os.path.join(folder, tag)):
+                    pass
+            else:
+                os.unlink(os.path.join(folder, tag))
+        sync_folder(folder)
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
-        """See `Store.garbage`."""
-        return _garbage(self, dead_after=dead_after, delete=delete)
+        """See `Store.garbage`: staging, trash, and files in checkpoints that no manifest speaks of."""
+        root = self.location
+        if not os.path.isdir(root):
+            return []
+        held = _take_lock(root)
+        try:
+            paths = [*_in_folder(root, _STAGING_FOLDER), *_in_folder(root, _TRASH_FOLDER)]
+            paths += _orphans(self, nothing_at_work=held is not None)
+            if held is None:  # a save may be at work
+                paths = [path for path in paths if time.time() - _last_change(path) >= dead_after]
+            found = [Garbage(path, sum(os.lstat(file).st_size for file in _files_in(path))) for path in paths]
+            doomed = [_move_to_trash(root, path) for path in paths] if delete else []
+        finally:
+            if held is not None:
+                unlock(held)
+        for path in doomed:  # takes its time, and no save should find the lock taken meanwhile
+            remove(path)
+        return found
 
 
 class PosixSave:
@@ -308,27 +329,6 @@ def _clear(folder: str, keep: str = "") -> None:
                 remove(os.path.join(folder, name))
 
 
-def _pinned(root: str) -> set[str]:
-    """See `Store.pinned`."""
-    try:
-        return set(os.listdir(os.path.join(root, _PINS_FOLDER)))
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-
-
-def _set_pinned(root: str, tag: str, *, to: bool) -> None:
-    """See `Store.set_pinned`; on the disk when this returns."""
-    folder = own_folder(root, _PINS_FOLDER)
-    make_folders(folder)
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
-        if to:
-            with new_file(os.path.join(folder, tag)):
-                pass
-        else:
-            os.unlink(os.path.join(folder, tag))
-    sync_folder(folder)
-
-
 def _note_latest(root: str, tag: str) -> None:
     """Leaves the hint; one that cannot be left is no error, and it need not outlive a crash. Called under the lock."""
     scratch = os.path.join(root, _STAGING_FOLDER, _LATEST_NAME)
@@ -361,27 +361,6 @@ def _take_lock(root: str) -> int | None:
         raise CheckpointError(f"another save is at work in {root}; wait for it or use another folder") from None
 
 
-def _garbage(store: PosixStore, *, dead_after: float, delete: bool) -> list[Garbage]:
-    """See `Store.garbage`: staging, trash, and files in checkpoints that no manifest speaks of."""
-    root = store.location
-    if not os.path.isdir(root):
-        return []
-    held = _take_lock(root)
-    try:
-        paths = [*_in_folder(root, _STAGING_FOLDER), *_in_folder(root, _TRASH_FOLDER)]
-        paths += _orphans(store, nothing_at_work=held is not None)
-        if held is None:  # a save may be at work
-            paths = [path for path in paths if time.time() - _last_change(path) >= dead_after]
-        found = [Garbage(path, sum(os.lstat(file).st_size for file in _files_in(path))) for path in paths]
-        doomed = [_move_to_trash(root, path) for path in paths] if delete else []
-    finally:
-        if held is not None:
-            unlock(held)
-    for path in doomed:  # takes its time, and no save should find the lock taken meanwhile
-        remove(path)
-    return found
-
-
 def _move_to_trash(root: str, path: str) -> str:
     """Takes a file or folder out of sight by one rename, and returns where it is now."""
     trash = own_folder(root, _TRASH_FOLDER)
@@ -403,7 +382,8 @@ def _orphans(store: PosixStore, *, nothing_at_work: bool) -> list[str]:
     """Files that no checkpoint needs: left by overwriting saves and deletions that died. A deleted checkpoint of which
     nothing is needed is one path.
     """
-    retired = [tag for tag in _folders(store) if _is_retired(os.path.join(store.location, tag))]
+    tags = [name for name in sorted(os.listdir(store.location)) if is_tag(name)]
+    retired = [tag for tag in tags if _is_retired(os.path.join(store.location, tag))]
     unknown = {tag: _unknown_files(store, tag) for tag in (*store.tags(), *retired)}
     places = {file: tag for tag, of_tag in unknown.items() for file in of_tag}
     if nothing_at_work:  # what dead saves held is free
@@ -417,10 +397,6 @@ def _orphans(store: PosixStore, *, nothing_at_work: bool) -> list[str]:
         else:
             found += [store.where(tag, file) for file in of_tag if file not in used]
     return found
-
-
-def _folders(store: PosixStore) -> list[str]:
-    return [name for name in sorted(os.listdir(store.location)) if is_tag(name)]
 
 
 def _unknown_files(store: PosixStore, tag: str) -> list[str]:

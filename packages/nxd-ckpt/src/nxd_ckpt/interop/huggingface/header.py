@@ -16,12 +16,13 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE, in_safetensors
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import regular_file
+from nxd_ckpt.manifest import without_repeats
 from nxd_ckpt.objects import is_unicode
 from nxd_ckpt.reader import TensorInfo
+from nxd_ckpt.safetensors_file import as_header
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _METADATA = "__metadata__"
-_ALIGNMENT = 64
 _SIZE_LIMIT = 2**48  # what processors can address
 _CONVERT = "convert it to safetensors, for example with `save_pretrained` of transformers"
 _OTHER_KINDS = {  # by their first bytes
@@ -64,7 +65,7 @@ def read_header(path: str) -> dict[str, StoredTensor]:
             length = int.from_bytes(beginning[:8], "little")
             if file_size < 8 or length > min(MAX_HEADER_BYTES, file_size - 8):
                 raise ValueError(f"its header claims {length} bytes of {file_size}, at most {MAX_HEADER_BYTES} allowed")
-            content = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            content = json.loads(file.read(length), object_pairs_hook=without_repeats)
         return _parse(content, payload_begin=8 + length, file_size=file_size)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -91,13 +92,12 @@ def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) 
         code, shape = in_safetensors(CODE_OF_DTYPE[info.dtype], info.global_shape)
         content[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    if len(text) > MAX_HEADER_BYTES:
+    header = as_header(content)
+    if len(header) > 8 + MAX_HEADER_BYTES:
         raise ValueError(
-            f"the header of {len(tensors)} tensors is {len(text)} bytes long; use a smaller max_shard_size"
+            f"the header of {len(tensors)} tensors is {len(header) - 8} bytes long; use a smaller max_shard_size"
         )
-    return len(text).to_bytes(8, "little") + text
+    return header
 
 
 def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> dict[str, StoredTensor]:
@@ -135,10 +135,3 @@ def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> di
 
 def _are_sizes(numbers: Iterable[object]) -> bool:
     return all(type(number) is int and number >= 0 for number in numbers)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("a name occurs twice in its header")
-    return content

@@ -16,20 +16,12 @@ from nxd_ckpt.errors import CheckpointError
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 2**30
 
+_CLASSES = (
+    "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+    "StorageMeta _MEM_FORMAT_ENCODING"
+)
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{
-        ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
+    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _CLASSES.split()},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from nxd_ckpt.coordinator import Coordinator
+from nxd_ckpt.coordinator import Coordinator, ThisProcess
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
-from nxd_ckpt.interop.this_process import ThisProcess
 from nxd_ckpt.interop.torch_dcp.storage_writer import OBJECTS_KEY, split_checkpoint_id
 from nxd_ckpt.loading import load
 from nxd_ckpt.reader import Checkpoint, open_checkpoint

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from nxd_ckpt.coordinator import Coordinator
-from nxd_ckpt.interop.this_process import ThisProcess
+from nxd_ckpt.coordinator import Coordinator, ThisProcess
 from nxd_ckpt.saving import save
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 
