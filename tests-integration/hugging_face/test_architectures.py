@@ -68,8 +68,12 @@ def test_experts_and_sequences_over_ranks_give_the_numbers_of_one_process(run_ra
     [
         ("bamba", {"z_loss_coefficient": 0.5, "attn_layer_indices": [0, 1, 2, 3]}),
         ("cohere", {"use_qk_norm": True}),
+        ("gemma3n_text", {"activation_sparsity_pattern": [0.5, 0.0, 0.95, 0.0]}),
         ("glm4_moe", {"use_qk_norm": True}),
+        ("glm4_moe_lite", {"q_lora_rank": None}),
+        ("llama", {"hidden_act": "xielu"}),
         ("phi", {"qk_layernorm": True}),
+        ("qwen3_moe", {"hidden_act": "xielu"}),
     ],
     ids=str,
 )

@@ -38,6 +38,7 @@ from nxd_layers.hf.loss import split_loss
 from nxd_layers.hf.plan import joined, named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
+from nxd_layers.hf.split_activations import adapt_activations
 from nxd_layers.hf.split_dropout import SplitDropout
 from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, style_named
@@ -200,6 +201,7 @@ def _split_layers(
     for path, attention in attentions.items():
         heads.tell_counts(path, attention, layouts[path])
     share_inputs(model)
+    adapt_activations(model, split, styles)
     if active_group("cp").size == 1:  # attention over context-parallel ranks drops by the number of a head
         rows = [path for path, style in styles.items() if style == "rowwise"]
         SplitDropout(model, *[[it for it in paths if not Target(model, it).is_parameter] for paths in (split, rows)])

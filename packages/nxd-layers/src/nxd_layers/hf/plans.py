@@ -38,9 +38,6 @@ def _t5(stack: str, feed_forward: int) -> dict[str, str]:
     }
 
 
-_LEARNED_ACTIVATION = {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}  # it sees split activations
-
-
 def _norms_of_heads(*names: str) -> dict[str, str]:
     """Norms that all heads share."""
     return _under("layers.*.self_attn", dict.fromkeys(names, "replicated_with_grad_allreduce"))
@@ -48,10 +45,9 @@ def _norms_of_heads(*names: str) -> dict[str, str]:
 
 OWN_PLANS: dict[str, dict[str, str]] = {
     # Additions to plans that transformers has.
-    "apertus": _LEARNED_ACTIVATION,
-    "apertus1p5_text": _LEARNED_ACTIVATION,
     "cohere": _under("layers.*.self_attn", dict.fromkeys(("q_norm.weight", "k_norm.weight"), "colwise")),
     "glm4_moe": _norms_of_heads("q_norm", "k_norm"),
+    "glm4_moe_lite": {"layers.*.self_attn.q_proj": "colwise"},  # without q_lora_rank
     "phi": _norms_of_heads("q_layernorm", "k_layernorm"),
     "sarvam_moe": _norms_of_heads("q_norm", "k_norm"),
     "inkling_text": {
