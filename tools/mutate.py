@@ -33,6 +33,8 @@ from mutation.sites import Mutation, apply, mark, seed
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tools/pytest_support"
 PYTHON = ROOT / ".nox/tests/bin/python"
+# The configuration is named, or pytest would look for it at the paths among the plugin's options.
+PYTEST = [str(PYTHON), "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "mutation_reach"]
 QUICK = "not slow and not xla and not neuron and not gpu"  # as in noxfile.py
 COLLECTION = "collection"  # as in mutation_reach.py
 SECONDS_TO_START = 120.0  # until the first test begins
@@ -87,7 +89,7 @@ def write_seed(arguments: argparse.Namespace) -> None:
 
 
 def write_reach(arguments: argparse.Namespace) -> None:
-    """find the tests that reach each mutation"""
+    """find the tests that reach each mutation; tests that were seen before and are not run now keep their lines"""
     by_file = defaultdict(list)
     for mutation in read_mutations(arguments.mutations):
         by_file[mutation.file].append(mutation)
@@ -99,10 +101,12 @@ def write_reach(arguments: argparse.Namespace) -> None:
             options = ["--reach-marks", str(marks), "--reach-to", str(lines)]
             chosen = arguments.pytest if "-m" in arguments.pytest else ["-m", QUICK, *arguments.pytest]
             with plugin(f"import mutation_marker; mutation_marker.install({str(marks)!r})"):
-                subprocess.run(
-                    [PYTHON, "-m", "pytest", "-p", "mutation_reach", *options, *chosen], cwd=ROOT, check=False
-                )
-        arguments.reach.write_text("".join(path.read_text() for path in sorted(lines.iterdir())))
+                subprocess.run([*PYTEST, *options, *chosen], cwd=ROOT, check=False)
+        written = [line for path in sorted(lines.iterdir()) for line in read_lines(path)]
+    seen = {line["test"] for line in written} - {COLLECTION}
+    kept = read_lines(arguments.reach) if arguments.reach.exists() else []
+    written += [line for line in kept if line["test"] not in seen]
+    arguments.reach.write_text("".join(json.dumps(line) + "\n" for line in written))
 
 
 def write_results(arguments: argparse.Namespace) -> None:
@@ -182,11 +186,11 @@ def run_tests(tests: list[Test], *, stop_at_first: bool) -> dict[str, Any]:
         chosen, progress, output = Path(folder, "tests"), Path(folder, "progress"), Path(folder, "output")
         chosen.write_text("".join(f"{test.test}\n" for test in tests))
         files = list(dict.fromkeys(test.test.partition("::")[0] for test in tests))
-        options = ["-p", "mutation_reach", "--tests-from", str(chosen), "--progress-to", str(progress), "-q"]
+        options = ["--tests-from", str(chosen), "--progress-to", str(progress), "-q"]
         options += ["--basetemp", f"{folder}/tmp", "-p", "no:cacheprovider", *(["-x"] if stop_at_first else [])]
         with output.open("w") as file:
             process = subprocess.Popen(
-                [PYTHON, "-m", "pytest", *options, *files],
+                [*PYTEST, *options, *files],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
