@@ -32,9 +32,16 @@ from mutation.sites import Mutation, apply, mark, seed
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tools/pytest_support"
-PYTHON = ROOT / ".nox/tests/bin/python"
 # The configuration is named, or pytest would look for it at the paths among the plugin's options.
-PYTEST = [str(PYTHON), "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "mutation_reach"]
+PYTEST = [
+    str(ROOT / ".nox/tests/bin/python"),
+    "-m",
+    "pytest",
+    "-c",
+    str(ROOT / "pyproject.toml"),
+    "-p",
+    "mutation_reach",
+]
 QUICK = "not slow and not xla and not neuron and not gpu"  # as in noxfile.py
 COLLECTION = "collection"  # as in mutation_reach.py
 SECONDS_TO_START = 120.0  # until the first test begins
