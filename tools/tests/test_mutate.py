@@ -1,10 +1,12 @@
 """Mutations: what is found in a source and what is left alone, markers, and the tests that reach and notice them."""
 
 import ast
+import json
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mutate
@@ -201,11 +203,11 @@ def small_repository(tmp_path: Path, fresh_python: str, monkeypatch: pytest.Monk
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["mutate.py", *arguments])
-    handlers = {number: mutate.signal.getsignal(number) for number in (mutate.signal.SIGINT, mutate.signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     mutate.main()
     for number, handler in handlers.items():
-        mutate.signal.signal(number, handler)
+        signal.signal(number, handler)
 
 
 @pytest.mark.slow
@@ -222,7 +224,7 @@ def test_mutations_are_reached_and_noticed_by_the_tests_that_call_them(
             2, "flip a sign", "packages/small/src/library.py", 20, 17, 20, 29, "number - 100", "number - 50"
         ),
     }
-    Path(mutations).write_text("".join(mutate.json.dumps(mutate.asdict(found)) + "\n" for found in by_text.values()))
+    Path(mutations).write_text("".join(json.dumps(asdict(found)) + "\n" for found in by_text.values()))
     of_module = "packages/small/tests/test_library.py::"
     Path(first).write_text(f"{of_module}test_doubled\n{of_module}test_four_again\n{of_module}test_gone\n")
     shared = ("--mutations", mutations, "--reach", reach)
