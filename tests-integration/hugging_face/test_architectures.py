@@ -72,6 +72,7 @@ def test_experts_and_sequences_over_ranks_give_the_numbers_of_one_process(run_ra
         ("glm4_moe", {"use_qk_norm": True}),
         ("glm4_moe_lite", {"q_lora_rank": None}),
         ("llama", {"hidden_act": "xielu"}),
+        ("longcat_flash", {"zero_expert_num": 1}),
         ("phi", {"qk_layernorm": True}),
         ("qwen3_moe", {"hidden_act": "xielu"}),
     ],
@@ -81,6 +82,15 @@ def test_setting_that_changes_the_computation_gives_the_numbers_of_one_process(r
     expected = one_process(model_type, **changes)
 
     verdict = judge(run_ranks, model_type, LAYOUTS[0], expected, 120.0, changes)
+
+    assert (verdict.outcome, verdict.reason) == ("pass", "")
+
+
+def test_router_loss_of_the_model_in_a_pipeline_gives_the_numbers_of_one_process(run_ranks):
+    changes = {"output_router_logits": True}
+    expected = one_process("qwen3_moe", **changes)
+
+    verdict = judge(run_ranks, "qwen3_moe", LAYOUTS[1], expected, 120.0, changes)
 
     assert (verdict.outcome, verdict.reason) == ("pass", "")
 

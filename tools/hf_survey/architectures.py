@@ -107,7 +107,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention", "sliding_attention"]},
-    "longcat_flash": _LATENT,
+    "longcat_flash": _LATENT | {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "minicpm3": _LATENT,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},

@@ -7,6 +7,8 @@ from nxd_layers.hf.plan import joined
 from nxd_layers.hf.transformers_models import router_class, text_config
 
 _BIAS = "e_score_correction_bias"
+# Some choose among more than there are: ZAYA's have a class for no expert, LongCat's for experts that do nothing.
+_NUM_CHOICES = ("num_router_classes", "n_routed_experts", "num_experts")
 
 
 def find_routers(model: nn.Module) -> dict[str, RouterLayer]:
@@ -20,8 +22,7 @@ def find_routers(model: nn.Module) -> dict[str, RouterLayer]:
         is_own = isinstance(module, RouterBase)
         if not (is_own or (recorded is not None and isinstance(module, recorded))):
             continue
-        # Some choose among more than there are: ZAYA's has a class for no expert.
-        num_experts = getattr(module, "num_router_classes", None) or getattr(module, "num_experts", None)
+        num_experts = next((it for name in _NUM_CHOICES if (it := getattr(module, name, None))), None)
         if num_experts is None and isinstance(weight := getattr(module, "weight", None), nn.Parameter):
             num_experts = weight.shape[0]
         top_k = getattr(module, "top_k", None) or getattr(text_config(model), "num_experts_per_tok", None)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_pipeline.partition.stage import Stage
+from nxd_pipeline.partition.stand_ins import AbsentLayer, AbsentModule
 
 
 class LocalParts:
@@ -15,9 +16,14 @@ class LocalParts:
         self._parts = parts
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules by name; each stage itself has the name of the whole, ""."""
+        """Modules by name, without stand-ins for those of other stages; each stage has the name of the whole, ""."""
         for part in self._parts:
-            yield from part.named_modules()
+            absent = "\n"  # the start of no name
+            for name, module in part.named_modules():
+                if isinstance(module, AbsentLayer | AbsentModule):
+                    absent = f"{name}."
+                elif not name.startswith(absent):
+                    yield name, module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by name; a tied weight once."""

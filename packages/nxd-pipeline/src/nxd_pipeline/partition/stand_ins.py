@@ -154,9 +154,9 @@ class AbsentModule(nn.Module):
 
 
 def replay_of(module: nn.Module, passage: Passage) -> nn.Module:
-    """A module of the same class without parameters, which returns what that one has returned on its own stage."""
+    """A module of the same class without tensors, which returns what that one has returned on its own stage."""
     replay = shallow_copy(module)
-    replay._parameters, replay._modules = {}, {}
+    replay._parameters, replay._buffers, replay._modules = {}, {}, {}
 
     def forward() -> Tensor:
         passage.replayed += 1
