@@ -46,6 +46,7 @@ QUICK = "not slow and not xla and not neuron and not gpu"  # as in noxfile.py
 COLLECTION = "collection"  # as in mutation_reach.py
 SECONDS_TO_START = 120.0  # until the first test begins
 SECONDS_OF_A_TEST = 60.0  # more than the ten times of what it took in `reach`
+SECONDS_WITHOUT_PROGRAMS = 0.1
 NOTHING_RAN = 5  # pytest's exit code
 
 
@@ -133,8 +134,8 @@ def write_results(arguments: argparse.Namespace) -> None:
                     file.write(json.dumps(result) + "\n")
                 print(json.dumps(result), flush=True)
         killers = {result["killed_by"] for result in read_lines(arguments.results)}
-        suspects = [test for test in tests if test.test in killers]
-        failed = [] if not suspects else run_tests(suspects, stop_at_first=False)["failed"]
+        batches, _ = in_batches([test for test in tests if test.test in killers], set(), float("inf"))
+        failed = [test for _, batch in batches for test in run_tests(batch, stop_at_first=False)["failed"]]
         print(f"tests that noticed a mutation and fail without any: {failed}")
 
 
@@ -155,32 +156,44 @@ def reaching_tests(mutation: Mutation, tests: list[Test]) -> list[Test]:
 
 def killer(mutation: Mutation, reaching: list[Test], first: set[str], budget: float) -> dict[str, Any]:
     """The line of results about a mutation: the first failure, first among the tests of `first`."""
-    begun, ran = time.monotonic(), 0
+    began, ran = time.monotonic(), 0
     result: dict[str, Any] = {"id": mutation.id, "killed_by": None, "in_first": False, "why": None}
     source = (ROOT / mutation.file).read_text()
-    left = 0
+    batches, left = in_batches(reaching, first, budget)
     with changed({mutation.file: apply(source, mutation)}):
-        for in_first in (True, False):
-            batch, seconds = [], 0.0
-            for test in (test for test in reaching if (test.test in first) == in_first):
-                seconds += test.seconds
-                if seconds <= budget:
-                    batch.append(test)
-                else:
-                    left += 1
-            outcome = run_tests(batch, stop_at_first=True) if batch else {"why": None, "failed": [], "begun": 0}
+        for in_first, batch in batches:
+            outcome = run_tests(batch, stop_at_first=True)
             ran += outcome["begun"]
             if outcome["why"]:
                 killed_by = outcome["failed"][0] if outcome["failed"] else outcome["why"]
                 result |= {"killed_by": killed_by, "in_first": in_first, "why": outcome["why"]}
                 break
-    return {
-        **result,
-        "reaching": len(reaching),
-        "ran": ran,
-        "left": left,
-        "seconds": round(time.monotonic() - begun, 1),
-    }
+    seconds = round(time.monotonic() - began, 1)
+    return {**result, "reaching": len(reaching), "ran": ran, "left": left, "seconds": seconds}
+
+
+def in_batches(tests: list[Test], first: set[str], budget: float) -> tuple[list[tuple[bool, list[Test]]], int]:
+    """Batches of tests, with whether they are of `first`, and how many tests are left out.
+
+    Of those of `first`, and of the others, as many are taken as fit the budget; very fast tests have a batch of their
+    own, for which no servers are started.
+    """
+    batches, taken = [], 0
+    for in_first in (True, False):
+        chosen, seconds = [], 0.0
+        for test in (test for test in tests if (test.test in first) == in_first):
+            seconds += test.seconds
+            if seconds <= budget:
+                chosen.append(test)
+        taken += len(chosen)
+        for very_fast in (True, False):
+            batches.append((in_first, [test for test in chosen if is_very_fast(test) == very_fast]))
+    return [(in_first, batch) for in_first, batch in batches if batch], len(tests) - taken
+
+
+def is_very_fast(test: Test) -> bool:
+    """Whether a test is so fast that it cannot start programs."""
+    return test.seconds < SECONDS_WITHOUT_PROGRAMS
 
 
 def run_tests(tests: list[Test], *, stop_at_first: bool) -> dict[str, Any]:
@@ -195,10 +208,12 @@ def run_tests(tests: list[Test], *, stop_at_first: bool) -> dict[str, Any]:
         files = list(dict.fromkeys(test.test.partition("::")[0] for test in tests))
         options = ["--tests-from", str(chosen), "--progress-to", str(progress), "-q"]
         options += ["--basetemp", f"{folder}/tmp", "-p", "no:cacheprovider", *(["-x"] if stop_at_first else [])]
+        fresh = str(int(all(is_very_fast(test) for test in tests)))
         with output.open("w") as file:
             process = subprocess.Popen(
                 [*PYTEST, *options, *files],
                 cwd=ROOT,
+                env={**os.environ, "NXD_TEST_FRESH_INTERPRETERS": fresh},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
