@@ -95,6 +95,16 @@ def test_router_loss_of_the_model_in_a_pipeline_gives_the_numbers_of_one_process
     assert (verdict.outcome, verdict.reason) == ("pass", "")
 
 
+def test_keys_and_values_of_another_stage_are_refused(run_ranks):
+    changes = {"num_kv_shared_layers": 2}
+    expected = one_process("gemma4_unified_text", **changes)
+
+    verdict = judge(run_ranks, "gemma4_unified_text", LAYOUTS[1], expected, 120.0, changes)
+
+    assert verdict.outcome == "refused"
+    assert "num_kv_shared_layers" in verdict.reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", surveyed())
 def test_every_setting_of_a_type_gives_the_numbers_of_one_process_or_is_refused(run_ranks, model_type):

@@ -132,6 +132,15 @@ class StructuralStage(nn.Module):
             self._check_course(ended=True)
             leaving = self._passage.leaving
             return (leaving, tuple(self._passage.recorded)) if self._records else leaving
+        except KeyError as error:
+            if self._layers.is_first:
+                raise
+            raise RuntimeError(
+                f"{self._model_name}.forward looks up {error} on the stage of layers {self._layers.start} to "
+                f"{self._layers.end - 1}, which a layer of an earlier stage may have put there, as layers that share "
+                "keys and values do (num_kv_shared_layers); choose pipeline_cuts that have these layers on one stage, "
+                f"or {OTHER_WAYS}"
+            ) from error
         finally:
             self._passage.end()
 
