@@ -17,6 +17,13 @@ _OF_NO_LAYER = re.compile(
 _READ_ELSEWHERE = ("tie_word_embeddings", "sliding_window")
 _SHARED_HEADS = ("num_key_value_heads", "num_kv_heads")
 _OPTIONAL_NUMBER = 0.5
+# Values of keys whose kind does not say what else they may be; the activation has weights.
+_FURTHER: dict[str, Any] = {
+    **dict.fromkeys(("activation_function", "hidden_act", "hidden_activation", "mlp_hidden_act"), "xielu"),
+    "activation_sparsity_pattern": [0.5] * 4,
+    "num_kv_shared_layers": 2,
+    "output_router_logits": True,
+}
 
 
 def changes_of(model_type: str) -> Iterator[dict[str, Any]]:
@@ -29,7 +36,9 @@ def changes_of(model_type: str) -> Iterator[dict[str, Any]]:
     code = inspect.getsource(sys.modules[type(tiny_model(model_type)).__module__])
     for field in dataclasses.fields(config_class):
         named = re.search(rf"\b{field.name}\b", code) or field.name in _READ_ELSEWHERE
-        if named and not _OF_NO_LAYER.fullmatch(field.name):
+        if named and field.name in _FURTHER and values.get(field.name) != _FURTHER[field.name]:
+            yield {field.name: _FURTHER[field.name]}
+        elif named and not _OF_NO_LAYER.fullmatch(field.name):
             for value in _others(field, values.get(field.name)):
                 yield {field.name: value}
 
