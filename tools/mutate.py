@@ -52,10 +52,11 @@ NOTHING_RAN = 5  # pytest's exit code
 
 @dataclass(frozen=True)
 class Test:
-    """What `reach` has seen of a test."""
+    """What `reach` has seen of a test; `alone` are its seconds with those of the fixtures that it shares with others."""
 
     test: str
     seconds: float
+    alone: float
     passed: bool
     quick: bool
     reached: list[int]
@@ -151,7 +152,7 @@ def reaching_tests(mutation: Mutation, tests: list[Test]) -> list[Test]:
         for test in tests
         if test.passed and (mutation.id in test.reached or (early and test.test.startswith(package)))
     ]
-    return sorted((test for test in found if test.test != COLLECTION), key=lambda test: test.seconds)
+    return sorted((test for test in found if test.test != COLLECTION), key=lambda test: test.alone)
 
 
 def killer(mutation: Mutation, reaching: list[Test], first: set[str], budget: float) -> dict[str, Any]:
@@ -193,7 +194,7 @@ def in_batches(tests: list[Test], first: set[str], budget: float) -> tuple[list[
 
 def is_very_fast(test: Test) -> bool:
     """Whether a test is so fast that it cannot start programs."""
-    return test.seconds < SECONDS_WITHOUT_PROGRAMS
+    return test.alone < SECONDS_WITHOUT_PROGRAMS
 
 
 def run_tests(tests: list[Test], *, stop_at_first: bool) -> dict[str, Any]:
@@ -220,7 +221,7 @@ def run_tests(tests: list[Test], *, stop_at_first: bool) -> dict[str, Any]:
                 start_new_session=True,
             )
         try:
-            hangs_in = wait(process, progress, {test.test: test.seconds for test in tests})
+            hangs_in = wait(process, progress, {test.test: test.alone for test in tests})
         finally:
             with contextlib.suppress(ProcessLookupError):  # its forks end with it, too
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The pytest plugin of `tools/mutate.py`: notes which mutations each test reaches, and runs chosen tests in order.
 
-What a fixture of a class, module or session reaches counts for every test that uses the fixture. What is reached
+What a fixture of a class, module or session reaches, and its seconds, count for every test that uses the fixture: each
+may be the first to use it another time. What is reached
 between two tests, by ranks that still tidy up, counts for the later one.
 """
 
@@ -76,13 +77,13 @@ class _Reach:
         self._worker = worker
         self._path = reach_to / f"{worker}.jsonl"
         self._reached: set[int] = set()
-        self._by_fixture: dict[Any, set[int]] = {}
+        self._by_fixture: dict[Any, tuple[set[int], float]] = {}
         self._seconds, self._passed = 0.0, True
         (marks / worker).mkdir(exist_ok=True)
 
     def pytest_collection_finish(self) -> None:
         self._take()
-        self._write(COLLECTION, seconds=0.0, passed=True, quick=True)
+        self._write(COLLECTION, seconds=0.0, alone=0.0, passed=True, quick=True)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -93,10 +94,14 @@ class _Reach:
         finally:
             self._take()
             self._take_unknown(begun)
+            alone = self._seconds
             for fixtures in getattr(item, "_fixtureinfo").name2fixturedefs.values():  # noqa: B009 - of pytest itself
-                self._reached.update(*(self._by_fixture.get(fixture, ()) for fixture in fixtures))
+                for reached, seconds in (self._by_fixture[found] for found in fixtures if found in self._by_fixture):
+                    self._reached |= reached
+                    alone += seconds
             quick = not any(item.get_closest_marker(name) for name in NOT_QUICK)
-            self._write(item.nodeid, seconds=self._seconds, passed=self._passed, quick=quick)
+            facts = {"seconds": self._seconds, "alone": alone, "passed": self._passed, "quick": quick}
+            self._write(item.nodeid, **facts)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
@@ -104,11 +109,12 @@ class _Reach:
             return (yield)
         self._take()
         before, self._reached = self._reached, set()
+        begun = time.monotonic()
         try:
             return (yield)
         finally:
             self._take()
-            self._by_fixture[fixturedef] = self._reached
+            self._by_fixture[fixturedef] = self._reached, time.monotonic() - begun
             self._reached = before | self._reached
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
