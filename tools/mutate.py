@@ -52,7 +52,7 @@ NOTHING_RAN = 5  # pytest's exit code
 
 @dataclass(frozen=True)
 class Test:
-    """What `reach` has seen of a test; `alone` are its seconds with those of the fixtures that it shares with others."""
+    """What `reach` has seen of a test; `alone` are its seconds with those of fixtures that other tests use, too."""
 
     test: str
     seconds: float

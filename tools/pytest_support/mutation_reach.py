@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,23 @@ class _Progress:
             self._write("failed", report.nodeid)
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """A fixture of a class, module or session."""
+
+    reached: set[int]
+    seconds: float
+    first_user: str
+
+
 class _Reach:
     def __init__(self, marks: Path, worker: str, reach_to: Path) -> None:
         self._marks = marks
         self._worker = worker
         self._path = reach_to / f"{worker}.jsonl"
         self._reached: set[int] = set()
-        self._by_fixture: dict[Any, tuple[set[int], float]] = {}
-        self._seconds, self._passed = 0.0, True
+        self._shared: dict[Any, _Shared] = {}  # by fixture
+        self._test, self._seconds, self._passed = "", 0.0, True
         (marks / worker).mkdir(exist_ok=True)
 
     def pytest_collection_finish(self) -> None:
@@ -88,7 +98,7 @@ class _Reach:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         begun = time.time()
-        self._seconds, self._passed = 0.0, True
+        self._test, self._seconds, self._passed = item.nodeid, 0.0, True
         try:
             return (yield)
         finally:
@@ -96,9 +106,9 @@ class _Reach:
             self._take_unknown(begun)
             alone = self._seconds
             for fixtures in getattr(item, "_fixtureinfo").name2fixturedefs.values():  # noqa: B009 - of pytest itself
-                for reached, seconds in (self._by_fixture[found] for found in fixtures if found in self._by_fixture):
-                    self._reached |= reached
-                    alone += seconds
+                for shared in (self._shared[fixture] for fixture in fixtures if fixture in self._shared):
+                    self._reached |= shared.reached
+                    alone += shared.seconds if shared.first_user != item.nodeid else 0.0
             quick = not any(item.get_closest_marker(name) for name in NOT_QUICK)
             facts = {"seconds": self._seconds, "alone": alone, "passed": self._passed, "quick": quick}
             self._write(item.nodeid, **facts)
@@ -114,7 +124,7 @@ class _Reach:
             return (yield)
         finally:
             self._take()
-            self._by_fixture[fixturedef] = self._reached, time.monotonic() - begun
+            self._shared[fixturedef] = _Shared(self._reached, time.monotonic() - begun, self._test)
             self._reached = before | self._reached
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

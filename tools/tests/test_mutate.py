@@ -134,12 +134,15 @@ def of_program(number: int) -> int:
     return number // 2
 '''
 TESTS = """
+import time
+
 import pytest
 from library import doubled, halved
 
 
 @pytest.fixture(scope="module")
 def four():
+    time.sleep(0.2)
     return doubled(2)
 
 
@@ -244,6 +247,7 @@ def test_mutations_are_reached_and_noticed_by_the_tests_that_call_them(
         "test_four_again": [0],
         "test_broken": [1],
     }
+    assert {name for name, test in seen.items() if test.alone - test.seconds > 0.1} == {"test_four_again"}
     assert {name for name, test in seen.items() if not test.passed} == {"test_broken"}
     assert {name for name, test in seen.items() if not test.quick} == {"test_four"}
     found = {result["id"]: result for result in mutate.read_lines(Path(results))}
