@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent / "tools/pytest_support"))
 
 import fork_server
 from leaks import left_behind, observe
+from samples import mark_slow_cases
 
 SECONDS_TO_START = 0.012  # an interpreter without site-packages, on an idle machine of today
 SECONDS_TO_VANISH = 1.0  # for what is on its way out when a test ends: a process, a thread that closes sockets
@@ -37,12 +39,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         if config.option.basetemp is None:  # pytest's own folder is emptied by the user's next sessions but three
             config.option.basetemp = config.stash[OWN_FOLDER] = tempfile.mkdtemp(prefix="nxd-tests-")
+        os.environ.setdefault("NXD_TEST_DAY", date.today().isoformat())  # the same for all workers, at midnight too
         os.environ.setdefault("NXD_TESTING_SLOWNESS", f"{measure_slowness():.2f}")
         if os.environ.get("NXD_TEST_FRESH_INTERPRETERS") != "1":
             os.environ["NXD_TEST_PYTHON"] = start_fork_servers(config)
     let_examples_take_their_time()
     if "NXD_TEST_PYTHON" in os.environ and not config.getoption("numprocesses", None):  # tests run in this process
         sys.executable = os.environ["NXD_TEST_PYTHON"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick are only those cases of long lists whose turn it is."""
+    mark_slow_cases(items)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

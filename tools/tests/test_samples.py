@@ -1,11 +1,51 @@
 """Samples of test cases: as many as asked for, and all of them in turn."""
 
 from datetime import date, timedelta
+from pathlib import Path
 
 import pytest
-from samples import of_the_day, sampled
+from samples import mark_slow_cases, of_the_day
 
 CASES = list("abcdefghij")
+FILE = """
+import pytest
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", [0, 1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_of_numbers(number): pass
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_of_products(tp, bias, dtype): pass
+
+class TestOfAClass:
+    pytestmark = pytest.mark.sample(1)
+    def test_first(self): pass
+    def test_second(self): pass
+
+def test_alone(): pass
+"""
+
+
+class Collected:
+    """A plugin that marks as the repository's conftest does, and notes what would be run."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        mark_slow_cases(items)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.names = [item.nodeid.partition("::")[2] for item in session.items]
+
+
+def collected(folder: Path, *arguments: str) -> list[str]:
+    (folder / "test_cases.py").write_text(FILE)
+    plugin = Collected()
+    config = Path(__file__).parents[2] / "pyproject.toml"
+    pytest.main(["-c", str(config), "--collect-only", "-q", *arguments, str(folder)], plugins=[plugin])
+    return plugin.names
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 10, 12])
@@ -19,24 +59,25 @@ def test_cases_of_as_many_days_as_are_needed_are_all_cases(monkeypatch: pytest.M
     assert {len(cases) for cases in seen} == {min(count, len(CASES))}
 
 
-def test_cases_that_are_not_of_the_day_are_slow_and_keep_their_names_and_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NXD_TEST_DAY", "2026-11-26")
-    cases = [pytest.param(number, id=f"case {number}", marks=pytest.mark.xla) for number in range(5)]
+def test_quick_are_those_of_the_day_and_all_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    numbers, of_class = set(), set()
+    for day in ("2026-11-26", "2026-11-27"):
+        monkeypatch.setenv("NXD_TEST_DAY", day)
+        names = collected(tmp_path, "-m", "not slow")
+        numbers |= {name for name in names if "of_numbers" in name}
+        of_class |= {name for name in names if "OfAClass" in name}
+        products = [name for name in names if "of_products" in name]
 
-    found = sampled(cases, 2)
+        assert sum("of_numbers" in name for name in names) == 2
+        assert sum("OfAClass" in name for name in names) == 1
+        assert "test_alone" in names
+        assert products == [f"test_of_products[{it}]" for it in ("1-False-float32", "1-True-float64")] + [
+            f"test_of_products[{it}]" for it in ("2-False-float64", "2-True-float32")
+        ]
 
-    marks = {case.values: [mark.name for mark in case.marks] for case in found}
-    of_day = [case.values for case in of_the_day(cases, 2)]
-    assert [case.id for case in found] == [case.id for case in cases]
-    assert {values: names == ["xla"] for values, names in marks.items()} == {
-        case.values: case.values in of_day for case in cases
-    }
-    assert all(names == ["xla", "slow"] for values, names in marks.items() if values not in of_day)
+    assert numbers == {f"test_of_numbers[{number}]" for number in range(4)}
+    assert of_class == {"TestOfAClass::test_first", "TestOfAClass::test_second"}
 
 
-def test_plain_values_and_tuples_become_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NXD_TEST_DAY", "2026-11-26")
-
-    slow = [case for case in sampled([1, (2, 3)], 0) if case.marks]
-
-    assert [case.values for case in slow] == [(1,), (2, 3)]
+def test_whoever_asks_for_slow_ones_too_has_all(tmp_path: Path) -> None:
+    assert len(collected(tmp_path)) == 5 + 8 + 2 + 1
