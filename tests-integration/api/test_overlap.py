@@ -112,6 +112,7 @@ def train(pp, zero1, microbatches, calls, guard):
     return {name: weight[:2].detach() for name, weight in model.named_parameters()}, shares
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ranks", "pp", "microbatches", "calls", "guard", "shares"),
     [

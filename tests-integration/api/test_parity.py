@@ -290,6 +290,7 @@ def check(run_ranks, make_model, odd_layer_cls, layouts: list[Layout], world: in
             raise AssertionError(f"{layout}: {error}") from error
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layouts", "world"),
     [

@@ -157,6 +157,7 @@ LAYOUTS = {
 QUICK = ("DP 2, 2 microbatches", "CP 2", "PP 2")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("config", [GLOBAL, SEQUENCE], ids=["global", "sequence"])
 @pytest.mark.parametrize("layout", [it if it in QUICK else pytest.param(it, marks=pytest.mark.slow) for it in LAYOUTS])
 def test_router_losses_and_their_gradients_are_those_of_one_process_with_the_global_batch(run_ranks, layout, config):

@@ -35,6 +35,7 @@ def writer(request) -> str:
     return request.param
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reader", READERS)
 def test_checkpoint_fills_the_model_of_every_reader(run_ranks, written, text, tmp_path, writer, reader):
     if reader == "Lightning":

@@ -68,6 +68,7 @@ def greedy(model_type, checkpoints):
     return tokens[0, len(PROMPT) :].tolist()
 
 
+@pytest.mark.sample(3)
 @every_cell
 def test_load_checkpoint_fills_the_model_and_its_optimizer(run_ranks, checkpoints, text, tmp_path, model_type, writer):
     settings = {"lora_config": LORA} if writer == ADAPTER else {}
@@ -85,6 +86,7 @@ def test_nxd_train_begins_with_the_weights(run_ranks, checkpoints, text, tmp_pat
     assert run_ranks(begin, 2, checkpoints, tmp_path, text) == [[], []]
 
 
+@pytest.mark.sample(3)
 @every_cell_without_adapter  # a Trainer's module has none
 def test_lightning_goes_on_with_the_model(run_ranks, checkpoints, text, tmp_path, model_type):
     pytest.importorskip("lightning")
@@ -93,6 +95,7 @@ def test_lightning_goes_on_with_the_model(run_ranks, checkpoints, text, tmp_path
     assert run_ranks(fit, 2, checkpoints, tmp_path, text) == [[], []]
 
 
+@pytest.mark.sample(3)
 @every_cell
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_generate_writes_what_transformers_would(run_ranks, checkpoints, model_type, writer, num_ranks):

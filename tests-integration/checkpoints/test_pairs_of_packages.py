@@ -201,6 +201,7 @@ def undisturbed():
     return lambda name: found.setdefault(name, losses(name)) if name not in found else found[name]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("saver", "saved", "loader", "loaded"), CASES)
 def test_training_goes_on_at_another_layout_without_the_trainer(
     run_ranks, tmp_path, undisturbed, saver, saved, loader, loaded

@@ -72,6 +72,7 @@ def load_save_and_go_on(path, tp, dtype):
     return train(model, optimizer, range(STEPS, 2 * STEPS))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((4, 1), (2, 1)), ((4, 1), (1, 1)), ((2, 1), (4, 1)), ((4, 2), (4, 1)), ((1, 1), (4, 2))],
@@ -123,6 +124,7 @@ def load_into_other_weights(path, wants):
     return train(model, optimizer, range(STEPS, 2 * STEPS))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("saves", "wants"), [(False, False), (False, True), (True, False)], ids=["default", "not saved", "not wanted"]
 )

@@ -14,6 +14,8 @@ import torch
 from nxd_testing import deadline
 from nxd_trace.compilers.inductor import has_cpp_compiler
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 GREEDY = ["--prompt", "the quick", "--max-new-tokens", "24", "--temperature", "0"]
 
 

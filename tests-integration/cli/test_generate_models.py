@@ -154,6 +154,7 @@ def test_adapter_in_a_checkpoint_of_its_own_is_merged(folder, written, tmp_path)
     assert written(folder, "--adapter", tmp_path, "--prompt", "the cat", *GREEDY) == f"the cat{expected}\n"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

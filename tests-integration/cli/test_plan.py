@@ -102,6 +102,7 @@ def test_too_little_memory_is_said_with_the_amount_and_what_would_help(plan):
     assert "too much" in done.stdout
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -183,6 +183,7 @@ def test_rank_that_is_killed_is_named_with_the_signal(tmp_path):
     training.check_traces()
 
 
+@pytest.mark.pairs
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("place", PLACES)
@@ -215,6 +216,7 @@ def test_fault_of_a_rank_ends_all_ranks_and_is_named(tmp_path, fault, place, tra
     training.add_to_table(FAULTS[fault], code)
 
 
+@pytest.mark.pairs
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("place", PLACES)
@@ -318,6 +320,7 @@ def test_output_that_is_read_only_is_one_line(tmp_path, place, transport, mount,
     training.add_to_table("read-only output", code)
 
 
+@pytest.mark.pairs
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told"),

@@ -20,6 +20,7 @@ class Slow(torch.optim.SGD):
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
 def test_slow_rank_is_named_in_log_and_metrics(tiny, tmp_path, shared_memory):
     (tmp_path / "slow.py").write_text(SLOW)

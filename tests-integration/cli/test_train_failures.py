@@ -53,6 +53,7 @@ def test_train_rank_that_raises_ends_all_ranks_with_its_traceback_first(tiny, tm
     assert "rank 0 failed:" not in result.stderr[:cause]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("ranks", [[], ["--nproc", "2"]], ids=["one process", "two ranks"])

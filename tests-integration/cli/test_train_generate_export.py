@@ -72,6 +72,7 @@ def test_export_has_the_names_and_values_of_the_hugging_face_model(trained, nxd,
     assert config["torch_dtype"] == "bfloat16"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tied", ["true", "false"])
 def test_export_gives_transformers_the_same_logits(nxd, tiny, tmp_path, tied):
     transformers = pytest.importorskip("transformers")

@@ -29,6 +29,7 @@ def verdicts(run_ranks, model_type):
     return [judge(run_ranks, model_type, layout, expected, 120.0) for layout in LAYOUTS]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in NAMED)])
 def test_architecture_in_parallel_equals_one_process(run_ranks, model_type):
     found = verdicts(run_ranks, model_type)
@@ -36,6 +37,7 @@ def test_architecture_in_parallel_equals_one_process(run_ranks, model_type):
     assert [(verdict.outcome, verdict.reason) for verdict in found] == [("pass", "")] * len(LAYOUTS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model_type", [*OF_OTHER_KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS_WITH_OUR_PLAN)]
 )
@@ -47,6 +49,7 @@ def test_plan_of_ours_gives_the_numbers_of_one_process(run_ranks, model_type):
     assert (verdict.outcome, verdict.reason) == ("pass", "")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model_type", "layout"),
     [
@@ -63,6 +66,7 @@ def test_experts_and_sequences_over_ranks_give_the_numbers_of_one_process(run_ra
     assert (verdict.outcome, verdict.reason) == ("pass", "")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [

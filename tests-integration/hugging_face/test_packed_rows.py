@@ -26,6 +26,7 @@ def losses(model_type, *, is_cut):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(it, marks=() if it in QUICK else pytest.mark.slow) for it in sorted(COMPARED_CONTEXT)],

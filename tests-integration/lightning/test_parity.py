@@ -16,6 +16,7 @@ def assert_same(losses: list[float], expected: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=RTOL, atol=0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_losses_of_a_trainer_equal_those_of_nxd_train(fit, layout, reference, changes):
     ranks = fit(layout(**changes))
@@ -25,6 +26,7 @@ def test_losses_of_a_trainer_equal_those_of_nxd_train(fit, layout, reference, ch
         assert_same(rank.losses, reference)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "changes",
     [

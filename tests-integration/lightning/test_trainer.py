@@ -8,6 +8,7 @@ import torch
 from nxd_testing import RankFailure
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [

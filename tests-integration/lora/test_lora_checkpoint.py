@@ -59,6 +59,7 @@ def save(trained, whole_logits):
     return save_model
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mode", ["adapter", "both"])
 @pytest.mark.parametrize(("save_tp", "load_tp"), [(2, 1), (1, 2), (2, 2), (4, 2), (1, 4)])
 def test_adapter_comes_back_at_another_layout(

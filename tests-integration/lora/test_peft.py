@@ -38,6 +38,7 @@ def assert_same_but_for_norms(actual, expected):
     assert_same(actual, expected, atol=1e-6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(it, marks=pytest.mark.slow) if it in ("all-linear", "modules to save") else it for it in CASES],
@@ -62,6 +63,7 @@ def test_adapter_of_ours_gives_the_same_logits_in_peft(
     assert not torch.allclose(whole_logits(hugging_face_llama()), logits, atol=1e-3)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(it, marks=pytest.mark.slow) if it in ("all-linear", "modules to save") else it for it in CASES],

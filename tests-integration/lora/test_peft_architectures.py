@@ -99,6 +99,7 @@ def in_file(name):
     return f"base_model.model.{name}" + (".weight" if name.endswith(("lora_A", "lora_B")) else "")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_adapter_of_peft_gives_the_same_logits_gradients_and_files(on_tp, tmp_path, tp, name):

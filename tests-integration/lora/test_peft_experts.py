@@ -54,6 +54,7 @@ def randomize(model):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_adapter_of_experts_gives_the_same_logits_here_and_in_peft(run_ranks, tmp_path, layout, case):

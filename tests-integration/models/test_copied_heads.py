@@ -78,6 +78,7 @@ def test_copies_cost_one_all_reduce_per_layer(run_ranks):
     assert run_ranks(all_reduces, 4, env=over_gloo) == [1 + 2 * layers + 2 * layers + 1 + 2 + layers] * 4
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("config", "saved_at", "loaded_at"),
     [

@@ -37,6 +37,7 @@ def dropped(model_type):
     return masks, output.logits.detach(), torch.rand(3), same
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_heads_of_all_ranks_have_masks_of_their_own_and_whole_activations_one(run_ranks, model_type):
     def job():

@@ -325,6 +325,7 @@ def trained_losses(model, is_split, *, with_adapters):
     return losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_split_sequences_and_adapters_train_as_one_process_does(run_ranks, with_adapters):
     def job():
@@ -522,6 +523,7 @@ def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ran
     run_ranks(job, 2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("model", "message"),
     [

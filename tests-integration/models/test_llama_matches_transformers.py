@@ -101,6 +101,7 @@ def ours(tp: int, model_sizes: dict[str, object], weights: dict[str, torch.Tenso
     return SimpleNamespace(logits=logits, loss=loss.detach(), gradients=gradients_by_logical_name(model))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False), (4, True)])

@@ -67,6 +67,7 @@ def test_loss_without_labels_is_zero_in_a_bare_pipeline(run_ranks, pp):
         assert found == [0.0, pytest.approx(of_one_microbatch / 2, rel=1e-5)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("make", [ours, of_transformers])
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}])
 def test_loss_without_labels_is_zero_at_every_layout(run_ranks, make, degrees):

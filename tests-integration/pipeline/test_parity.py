@@ -21,6 +21,8 @@ from nxd_state import (
 )
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 STEPS, GLOBAL_BATCH, SEQUENCE = 2, 16, 8
 MAX_NORM = 0.5
 RTOL = 1e-10

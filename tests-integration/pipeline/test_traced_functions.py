@@ -48,6 +48,7 @@ def train(loss, tp, pp):
     return value, squares
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loss", ["parallel_cross_entropy", "linear_cross_entropy"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
 def test_functions_in_a_cut_model_give_the_loss_and_gradients_of_one_process(run_ranks, loss, tp, pp):

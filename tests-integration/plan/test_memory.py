@@ -218,6 +218,7 @@ class Replicas:
     replicas: int
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [

@@ -34,6 +34,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("model_type", "suffix"), [*((name, "toml") for name in CONFIGS), ("qwen3", "json")])
 def test_recipe_of_a_plan_makes_the_model_that_was_planned(tmp_path, model_type, suffix):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **CONFIGS[model_type]}))

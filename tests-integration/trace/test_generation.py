@@ -11,6 +11,8 @@ from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trainer.compiled_generation import BuildLlamaDecoder
 from nxd_trainer.generate import generate
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 PROMPTS = [[3, 5, 7, 11, 13], [2], [31, 41, 59, 26, 53, 58, 9, 7, 9, 32, 38]]  # the last is fed in two parts
 NEW = 64
 SETTINGS = {"batch_size": 3, "max_length": 80, "prefill_lengths": (8,), "compiler": "export"}
@@ -40,6 +42,7 @@ def transformers_writes(name: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "degree"),
     [

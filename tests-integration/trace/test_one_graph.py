@@ -37,6 +37,7 @@ def test_exported_llama_with_its_loss_is_the_same_graph_on_every_rank(run_ranks,
     assert first == second
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_compiled_training_step_of_a_llama_is_the_same_graph_on_every_rank(run_ranks, sequence_parallel):
     def train():

@@ -38,6 +38,7 @@ def load_and_call(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(torch.load(output_file))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("degree", [1, 2, 4])
 @torch.no_grad()
 def test_traced_llama_equals_the_plain_one_in_float64_and_bfloat16_also_when_loaded_elsewhere(tmp_path, degree):
@@ -63,6 +64,7 @@ def test_traced_models_of_transformers_equal_the_plain_ones_also_when_loaded_els
     check(load_and_call(tmp_path / "model", IDS), expected, WITH_FLOAT32_POSITIONS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_llama_is_compiled_once_for_all_ranks(degree, tmp_path, capfd):
     settings = SETTINGS | {"cache_dir": tmp_path}

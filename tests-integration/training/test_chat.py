@@ -172,6 +172,7 @@ def model_settings(model, folder):
     return [*settings_of_own_llama(folder), f"data.tokenizer={folder}"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -195,6 +196,7 @@ def test_losses_are_the_mean_over_the_tokens_of_answers(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -247,6 +249,7 @@ def test_model_that_nobody_has_compared_packed_is_refused(run_ranks, folder_of, 
         run_ranks(train_in_float64, 1, settings)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("packing", ["false", "true"])
 def test_resumed_run_has_the_losses_and_token_counts_of_the_run_that_never_stopped(
     run_ranks, folder_of, settings, tmp_path, packing

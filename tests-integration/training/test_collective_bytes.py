@@ -17,6 +17,7 @@ def traffic(tp: int, sequence_parallel: bool, dtype: torch.dtype):
     return decoder_layer_traffic(sequence_parallel, dtype)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoder_layer_makes_two_all_reduces_each_way_or_as_many_bytes_of_pairs(run_ranks, tp, dtype):

@@ -50,6 +50,7 @@ def check_compiled(sequence_parallel: bool, backend: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_compiled_decoder_layer_without_graph_breaks_equals_the_eager_one(run_ranks, sequence_parallel):
     run_ranks(check_compiled, 2, sequence_parallel, "aot_eager", timeout=600)
@@ -62,6 +63,7 @@ def test_decoder_layer_compiled_to_machine_code_equals_the_eager_one(run_ranks, 
     run_ranks(check_compiled, 2, sequence_parallel, "inductor", timeout=600)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_exported_decoder_layer_equals_the_eager_one(run_ranks, sequence_parallel, strict):

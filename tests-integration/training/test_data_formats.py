@@ -133,6 +133,7 @@ def losses(folder):
     return [(it.loss, it.tokens, it.held_out_loss if it is records[-1] else None) for it in records]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [it if it in QUICK else pytest.param(it, marks=pytest.mark.slow) for it in FORMATS])
 def test_resumed_run_equals_the_one_that_never_stopped(run_ranks, settings, tmp_path, name):
     settings = [*settings, *FORMATS[name](tmp_path)]

@@ -165,6 +165,7 @@ def losses_in(folder):
     return [record.loss for record in read_records(folder / "metrics.jsonl")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

@@ -34,6 +34,7 @@ def run(settings: list[str], steps: list[int]) -> float:
     raise AssertionError("the last start was stopped as well")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("step", [2, 3, 4])
 def test_evaluation_that_is_due_when_a_rank_joins_is_made(run_ranks, settings, tmp_path, step):
     fixed = [*settings, "train.steps=4", "train.eval_every=2", "train.log_every=1", "checkpoint.save_every=0"]

@@ -102,6 +102,7 @@ def losses_of_peft(folder, adapter, text_folder, cache_folder):
     return train_by_hand(trained, loss_of_step, steps=STEPS, rate=RATE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "layout", "case"),
     [

@@ -176,6 +176,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout"), CELLS)
 def test_losses_are_those_of_a_loop_of_transformers(
     run_ranks, folder_of, losses_of, tokens_folder, tmp_path, model, layout

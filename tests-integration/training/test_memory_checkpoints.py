@@ -54,6 +54,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.tensors if not name.startswith("rng/")}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("world", "layout", "lost"),
     [

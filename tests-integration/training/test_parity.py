@@ -67,6 +67,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("world", "tp", "sequence_parallel"), LAYOUTS)

@@ -265,6 +265,7 @@ def run_in(folder: Path, settings):
         sys.modules.pop("own_models", None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "heads",
     [

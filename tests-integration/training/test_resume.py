@@ -70,6 +70,7 @@ SAME_LAYOUT = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("layout", "more"), SAME_LAYOUT)
 def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, more, run_ranks, settings, tmp_path):
     settings = [*settings, *more]
@@ -88,6 +89,7 @@ def test_resume_same_layout_is_bitwise_the_run_that_never_stopped(layout, more, 
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "second", "more"),
     [

@@ -34,6 +34,7 @@ def model_of(folder, step: int) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(("model.", "lm_head."))}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -166,6 +167,7 @@ def test_metrics_of_replicas_are_those_of_one_process(records_of):
     assert replicas[-1].held_out_loss == pytest.approx(one[-1].held_out_loss, rel=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["train.dtype=float64", "train.autocast=bfloat16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_metrics_of_a_pipeline_are_those_of_one_process(records_of, schedule, precision):

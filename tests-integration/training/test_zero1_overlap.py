@@ -82,6 +82,7 @@ def train(model, *, overlap):
     return losses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["plain", "tied", "chunked loss", "LoRA"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_weights_are_whole_wherever_they_are_read(run_ranks, kind, tp):

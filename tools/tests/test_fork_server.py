@@ -46,6 +46,7 @@ def outcome(python: str, arguments: list[str], folder: Path) -> tuple[int, str, 
     return finished.returncode, finished.stdout, finished.stderr.strip().splitlines()[-1:]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_forked_program_ends_as_in_a_fresh_interpreter(fresh_python: str, tmp_path: Path, name: str) -> None:
     forked, fresh = (outcome(python, PROGRAMS[name], tmp_path) for python in (sys.executable, fresh_python))

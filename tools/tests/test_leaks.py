@@ -65,6 +65,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LEAKS)
 def test_leaking_test_fails_and_says_what_it_left(printed: str, name: str) -> None:
     sections = dict(re.findall(r"^_+ ERROR at teardown of test_(\w+) _+\n(.*?)(?=^[_=]{3})", printed, re.M | re.S))

@@ -102,6 +102,7 @@ def test_gather_after_a_session_that_a_rank_left_halfway_is_in_step_again():
     assert outcomes == [["second 0", "second 1"]] * 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("value", [threading.Lock(), {1: 2}, [b""], "\ud800"], ids=["lock", "key", "bytes", "half"])
 def test_gather_value_that_json_cannot_hold_raises_on_all_ranks_at_once(value):
     outcomes, _ = on_threads(lambda ranks: ranks.all_gather_object(value if ranks.rank == 1 else 1), 2, timeout=3600)
@@ -245,6 +246,7 @@ def test_gather_rank_that_abandoned_an_earlier_session_is_waited_for_in_the_next
     assert outcomes == [[0, 1]] * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["raises before", "is interrupted within"])
 def test_save_first_of_all_that_a_rank_does_not_come_to_is_an_error_on_the_other(tmp_path, how, deadline, fresh_python):
     """The other rank's process goes on, so nobody can see that it has ended."""
@@ -313,6 +315,7 @@ def _save_then_stop(rank, folder, results, stop_signal, timeout):
     os._exit(0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stop_signal", "timeout", "message"),
     [

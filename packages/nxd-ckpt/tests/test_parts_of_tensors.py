@@ -138,6 +138,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("attributes", "message"), UNKNOWN)
 @pytest.mark.parametrize("where", ["module", "tensor", "state_dict"])
 def test_tensor_marked_as_a_part_is_refused_by_path_on_several_ranks(tmp_path, attributes, message, where):

@@ -48,6 +48,7 @@ def flip(wrong_rank, name):
     return change
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("rank", "name"), [(0, "all"), (1, "all"), (2, "all"), (1, "halves"), (2, "halves")])
 def test_save_replicas_that_differ_in_a_bit_are_refused_on_all_ranks_and_nothing_is_saved(
     tmp_path, save_and_wait, rank, name

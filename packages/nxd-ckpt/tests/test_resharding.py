@@ -136,6 +136,7 @@ def check_resharding(bits, random_tensor):
     return check
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("save_layout", LAYOUTS)
 @pytest.mark.parametrize("load_layout", LAYOUTS)

@@ -94,6 +94,7 @@ def cuts(rows_of, columns_of):
     return {"rows": rows_of, "columns": columns_of, "whole": lambda whole, rank, world_size: whole}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("save_cut", ["rows", "columns", "whole"])
 @pytest.mark.parametrize("load_cut", ["rows", "columns", "whole"])
 @pytest.mark.parametrize("num_ranks", [(4, 2), (2, 4), (1, 3), (3, 1)])

@@ -13,6 +13,7 @@ from nxd_cli import main
 ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202e"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("closed", "arguments", "code"),
     [

@@ -46,6 +46,7 @@ def step(model, optimizer):
 CLASSES = ["SGD", "Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "ASGD", "RMSprop"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "zero1"), [(name, zero1) for name in CLASSES for zero1 in (False, True)] + [("Adafactor", False)]
 )
@@ -73,6 +74,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("saved", KINDS)
 @pytest.mark.parametrize("loaded", KINDS)
 def test_states_of_another_dtype_are_converted_to_what_the_optimizer_keeps(tmp_path, saved, loaded):

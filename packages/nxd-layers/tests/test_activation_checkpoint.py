@@ -98,6 +98,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
 def test_checkpointed_step_with_dropout_equals_the_plain_one_bitwise(on_tp, tp, sequence_parallel):
     def check():
@@ -168,6 +169,7 @@ class Broken(nn.Module):
             return F.dropout(hidden, 0.5).exp() * hidden
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [None, matmul_outputs])
 def test_compiled_forward_whose_graph_breaks_is_that_without_checkpointing(keep):
     def steps(config, backend):

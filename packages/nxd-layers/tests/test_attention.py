@@ -63,6 +63,7 @@ RIGHT_PADDED = [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
 DOCUMENTS = [[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("heads", "key_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("num_queries", [5, 3, 1])  # of five keys: the others are cached
 @pytest.mark.parametrize("causal", [True, False])

@@ -91,6 +91,7 @@ def check_against_plain_torch(logical, assert_same):
     return check
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

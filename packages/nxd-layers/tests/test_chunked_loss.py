@@ -58,6 +58,7 @@ def assert_all_close(actual, expected, rtol=1e-12):
         torch.testing.assert_close(a, b, rtol=rtol, atol=1e-13)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB - 1, 5])  # of 5 tokens the last of 4 ranks has none
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_chunked_loss_equals_torch_and_the_unchunked_loss(on_tp, logical, tp, vocab):
@@ -184,6 +185,7 @@ def test_chunked_loss_communicates_the_input_once_in_each_direction(on_tp, colle
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])

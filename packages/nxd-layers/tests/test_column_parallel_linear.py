@@ -44,6 +44,7 @@ def check_against_linear(logical, own_rows, assert_same):
     return check
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("gather_output", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -58,6 +59,7 @@ def test_column_linear_of_any_input_rank_equals_linear(on_tp, check_against_line
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequence_dim", [0, 1, -2])
 @pytest.mark.parametrize("gather_output", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -74,6 +76,7 @@ def test_column_linear_sequence_parallel_equals_linear(
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])
 @pytest.mark.parametrize("gather_output", [False, True])
 @pytest.mark.parametrize("stride", [2, 3])

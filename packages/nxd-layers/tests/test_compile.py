@@ -151,6 +151,7 @@ def assert_same(found, expected, name):
             torch.testing.assert_close(tensor, expected_tensor, rtol=1e-10, atol=1e-12, msg=lambda m: f"{name}: {m}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cases", [linear_layers, other_layers, checkpointed_blocks])
 def test_compiled_training_step_without_graph_breaks_equals_the_eager_one(on_tp, cases):
     def check():
@@ -164,6 +165,7 @@ def test_compiled_training_step_without_graph_breaks_equals_the_eager_one(on_tp,
     on_tp(2, check, timeout=600)  # the compiler is slow
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cases", [linear_layers, other_layers])
 def test_compiled_layer_without_gradients_equals_the_eager_one(on_tp, cases):
     @torch.no_grad()
@@ -176,6 +178,7 @@ def test_compiled_layer_without_gradients_equals_the_eager_one(on_tp, cases):
     on_tp(2, check, timeout=600)  # the compiler is slow
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("cases", [linear_layers, other_layers])
 def test_exported_layer_equals_the_eager_one(on_tp, cases, strict):

@@ -43,6 +43,7 @@ def check_against_conv(logical, assert_same):
     return check
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tp", [1, 2])

@@ -39,6 +39,7 @@ def check_against_torch(logits, labels, *, rtol=1e-10, **arguments):
     torch.testing.assert_close(own.grad, own_grad, rtol=max(rtol, torch.finfo(logits.dtype).eps), atol=rtol)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ignore_index", [IGNORED, 5])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("shape", [(), (9,), (4, 3), (2, 3, 2)])
@@ -52,6 +53,7 @@ def test_cross_entropy_equals_torch(on_tp, tp, shape, label_smoothing, ignore_in
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tp", [1, 2])

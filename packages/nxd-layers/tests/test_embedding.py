@@ -35,6 +35,7 @@ def check_against_embedding(logical, assert_same):
     return check
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("padding_idx", [None, 3, 3 - VOCAB])
 @pytest.mark.parametrize("shard_across_embedding", [False, True])
@@ -56,6 +57,7 @@ def test_embedding_of_ids_of_any_rank_equals_embedding(
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("sequence_dim", "of_vectors"), [(0, 0), (1, 1), (-1, 1)])
 @pytest.mark.parametrize("shard_across_embedding", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
@@ -77,6 +79,7 @@ def test_embedding_sequence_parallel_equals_embedding(
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 @pytest.mark.parametrize("vocab", [23, 22, 21, 5])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

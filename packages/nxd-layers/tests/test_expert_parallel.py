@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_tokens_of_any_routing_give_outputs_and_gradients_of_one_process(run_ranks, ep, dispatcher):
@@ -120,6 +121,7 @@ LAYOUTS_OVER_TP = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", LAYOUTS_OVER_TP)
 def test_tokens_of_tensor_parallel_ranks_with_other_experts_give_numbers_of_one_process(run_ranks, layout, dispatcher):

@@ -17,6 +17,7 @@ def by_hand(mlps, tokens, expert):
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("expert", [[2, 0, 2, 3, 0, 0], [1] * 6, [3, 3, 0, 0, 3, 0]], ids=["some", "one", "outer"])
 @pytest.mark.parametrize("intermediate", [16, 6], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize(

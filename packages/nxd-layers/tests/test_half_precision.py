@@ -148,6 +148,7 @@ def error(found, exact):
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_layer_is_as_near_to_float32_as_plain_torch(on_tp, logical, summed_grad, tp, dtype):

@@ -42,6 +42,7 @@ def assert_weights_of(expected, layer, logical, *, dtype=torch.float32):
         assert torch.equal(logical(parameter), wanted[name].detach().to(dtype))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_weights_are_those_of_torch_at_every_degree(on_tp, logical, tp, name):

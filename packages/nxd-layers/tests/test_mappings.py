@@ -90,6 +90,7 @@ def test_scatter_takes_the_own_part_and_gathers_gradients(on_tp, assert_same, tp
     on_tp(tp, job)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_gather_joins_the_parts_and_takes_the_own_part_of_the_gradient(on_tp, assert_same, tp, dim):
@@ -116,6 +117,7 @@ def test_scatter_to_sequence_parallel_takes_the_own_part_and_gathers_gradients(o
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("to_model_parallel", [False, True])
 @pytest.mark.parametrize("sequence_dim", [0, 1])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
@@ -210,6 +212,7 @@ def test_reduce_plus_its_input_uses_the_input_as_it_was(on_tp, assert_same):
     on_tp(2, job)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_region_keeps_the_dtype(on_tp, region, dtype):
@@ -266,6 +269,7 @@ def pairs_of(world_size):
     return made[dist.get_rank() // 2]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("region", REGIONS, ids=lambda region: region.__name__)
 def test_region_over_a_given_process_group_is_that_over_a_mesh_of_its_ranks(run_ranks, assert_same, region):
     def over(tp, **arguments):

@@ -109,6 +109,7 @@ def loss_of(output, logits):
     return (output * torch.arange(1.0, HIDDEN + 1)).mean() + load_balancing_loss(logits, EXPERTS, TOP_K)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "options",
     [

@@ -121,6 +121,7 @@ def test_norm_parameters_say_whether_their_gradients_are_partial(kind, enabled):
     assert [p.sequence_parallel_enabled for p in norm.parameters()] == [enabled] * len(list(norm.parameters()))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequence_dim", [0, 1])
 @pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
 @pytest.mark.parametrize("tp", [2, 4])

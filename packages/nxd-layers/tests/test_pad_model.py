@@ -110,6 +110,7 @@ def padding_of(parameter):
 ATTENTIONS = [(6, 6, 2), (6, 3, 4), (5, 5, 3), (3, 3, 5), (1, 1, 4)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_padded_model_trains_as_the_unpadded_one_does(tp, fused):

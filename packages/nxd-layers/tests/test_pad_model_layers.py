@@ -32,6 +32,7 @@ def without_padding(output, layer):
     return chunks[..., :length].flatten(-2)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gather_output", [False, True])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -60,6 +61,7 @@ def test_padded_column_linear_equals_linear(on_tp, logical, assert_same, tp, str
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("input_is_parallel", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])

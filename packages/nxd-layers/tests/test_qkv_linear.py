@@ -102,6 +102,7 @@ def check_against_linears(assert_same):
     return check
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])
 @pytest.mark.parametrize("tp", HEADS)
 def test_qkv_linear_equals_three_linears(on_tp, check_against_linears, tp, sequence_dim):
@@ -319,6 +320,7 @@ def test_bfloat16_errs_no_more_than_in_one_process(on_tp):
             assert 0 < error < 2 * alone[name], (tp, heads, name)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_compiled_qkv_linear_equals_the_eager_one(assert_same, debug):
     cases = [((4, 2, 2), True, False)]
@@ -367,6 +369,7 @@ def test_meta_layer_draws_its_weights_later(on_tp, assert_same):
     on_tp(4, job)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

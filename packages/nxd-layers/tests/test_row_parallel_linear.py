@@ -47,6 +47,7 @@ def check_against_linear(logical, summed_grad, assert_same):
     return check
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("input_is_parallel", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -61,6 +62,7 @@ def test_row_linear_of_any_input_rank_equals_linear(on_tp, check_against_linear,
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequence_dim", [0, 1, -2])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

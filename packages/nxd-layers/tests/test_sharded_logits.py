@@ -28,6 +28,7 @@ def logits_with_ties(shape, dtype):
     return logits
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("tp", [1, 2, TP])
 def test_argmax_and_topk_equal_torch_with_ties_and_padding(on_tp, tp, dtype):

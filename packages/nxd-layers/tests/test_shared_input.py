@@ -38,6 +38,7 @@ def backward_of(outputs):
     torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("gather_output", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])

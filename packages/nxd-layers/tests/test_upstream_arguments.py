@@ -253,6 +253,7 @@ def test_padded_column_linear_keeps_its_padding_and_is_aligned(on_tp):
     assert on_tp(2, job) == [(16, 10, 8)] * 2
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shard_across_embedding", [False, True])
 @pytest.mark.parametrize(
     "arguments",

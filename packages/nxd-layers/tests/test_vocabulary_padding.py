@@ -23,6 +23,7 @@ def make_labels(vocab):
     return labels
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_cross_entropy_of_padded_logits_equals_torch_on_the_real_ones(on_tp, assert_same, tp, label_smoothing):
@@ -86,6 +87,7 @@ class PlainLanguageModel(nn.Module):
         return F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_language_model_with_a_padded_vocabulary_trains_as_in_one_process(on_tp, logical, assert_same, tp, tied):

@@ -160,6 +160,7 @@ class Plain(lightning.LightningModule):
         return None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [

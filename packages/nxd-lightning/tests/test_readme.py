@@ -14,6 +14,7 @@ README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", EXAMPLES, ids=["script", "own-step"])
 def test_readme_example_runs_as_written(tmp_path, source):
     (tmp_path / "train.py").write_text(source)

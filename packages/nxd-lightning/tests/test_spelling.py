@@ -15,6 +15,7 @@ def run(source: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "expected"),
     [
@@ -35,6 +36,7 @@ def test_importing_the_package_does_not_import_lightning():
     assert result.stdout.split() == ["False", "False"], result.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mixed",
     [

@@ -37,6 +37,7 @@ def inputs_of(replicas, case):
     return made[:, :1].expand(-1, TOKENS, -1, -1).contiguous() if case == "experts without tokens" else made
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", ["any", "experts without tokens"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_factors_of_experts_train_as_in_one_process(run_ranks, fill_adapter, layout, case):

@@ -78,6 +78,7 @@ def test_plain_linear_with_adapter_equals_the_formula(on_tp, check_linear, tp, s
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gather_output", [False, True])
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1, -2])
@@ -99,6 +100,7 @@ def test_column_linear_with_adapter_equals_the_formula(on_tp, check_linear, tp, 
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 @pytest.mark.parametrize("stride", [2, 3])
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -112,6 +114,7 @@ def test_column_linear_of_fused_matrices_with_adapter_equals_the_formula(on_tp, 
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1, -2])
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -175,6 +178,7 @@ def test_plain_embedding_with_adapter_equals_two_lookups(on_tp, check_embedding,
     on_tp(tp, job)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("padding_idx", [None, 2])
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1, -1])

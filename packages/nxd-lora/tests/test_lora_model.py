@@ -87,6 +87,7 @@ def train(sequence_parallel, steps, **settings):
     return losses, gather_adapter(model)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])

@@ -141,6 +141,7 @@ def check(fill_adapter, assert_same):
     return compare
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])
 @pytest.mark.parametrize("tp", HEADS)
 def test_qkv_linear_with_adapters_equals_three_linears_with_adapters(on_tp, check, tp, sequence_dim):
@@ -156,6 +157,7 @@ def test_qkv_linear_with_adapters_equals_three_linears_with_adapters(on_tp, chec
     on_tp(tp, job)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 @pytest.mark.parametrize(("tp", "heads"), [(2, (3, 3, 1)), (4, (2, 1, 2)), (4, (6, 6, 1))])
 def test_padded_layer_with_adapters_equals_three_linears_with_adapters(on_tp, check, tp, heads, sequence_dim):
@@ -167,6 +169,7 @@ def test_padded_layer_with_adapters_equals_three_linears_with_adapters(on_tp, ch
     on_tp(tp, job)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sequence_dim", [None, 0])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_biases_train_as_the_mode_says(on_tp, check, tp, sequence_dim):
@@ -257,6 +260,7 @@ def test_adapter_goes_between_three_layers_and_one_at_other_degrees(on_tp):
             assert all(torch.equal(found[name], adapter[name]) for name in adapter)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("tp", [1, 4])

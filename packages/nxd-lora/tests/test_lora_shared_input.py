@@ -34,6 +34,7 @@ def backward_of(outputs):
     torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("sequence_dim", [None, 0, 1])
 @pytest.mark.parametrize("tp", [1, 2, 4])

@@ -59,6 +59,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("xser", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_weights_go_to_ranks_and_back_unchanged(converted, layout, xser):

@@ -240,6 +240,10 @@ def test_gathered_dim_and_reduced_dim_may_be_any(on_mesh):
         # The names that scripts use in autograd functions of their own.
         assert torch.equal(mappings._gather_along_first_dim(part), gathered.T.reshape(4, 1))
         assert torch.equal(mappings._split_along_first_dim(gathered.T), part.T)
+        assert torch.equal(mappings._gather_along_dim(part, 1), gathered)
+        assert torch.equal(mappings._reduce_scatter_along_dim(gathered, 0), reduced)
+        largest = all_reduce(part, get_group("tp"), op="max")
+        assert torch.equal(mappings._reduce_scatter_along_dim(part, 0, "max"), largest[:1])
 
     on_mesh(job, tensor_model_parallel_size=2)
 

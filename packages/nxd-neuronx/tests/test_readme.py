@@ -14,6 +14,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("source", EXAMPLES)
 def test_readme_example_runs_as_written(tmp_path, source):
     result = subprocess.run(

@@ -198,6 +198,7 @@ def test_library_that_looks_for_a_tpu_learns_that_there_is_none(tmp_path, run_sc
     assert result.stdout == "there is no TPU: torch-xla is not installed\n", result.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["xla", "gloo"])
 def test_script_of_one_rank_starts_torch_distributed_and_hears_of_variables_without_effect(
     tmp_path, run_script, monkeypatch, backend

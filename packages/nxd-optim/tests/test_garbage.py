@@ -17,6 +17,7 @@ def world_of_one():
     destroy_model_parallel()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "make",
     [

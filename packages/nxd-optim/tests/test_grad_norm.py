@@ -88,6 +88,7 @@ def with_gradient(values, dtype=torch.float32):
     return parameter
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("power", POWERS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_norm_of_sharded_fused_padded_and_replicated_parameters_counts_each_element_once(run_ranks, ranks, power):

@@ -167,6 +167,7 @@ def assert_same_training(replica, alone):
     assert_close(replica[1], alone[1])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
@@ -179,6 +180,7 @@ def test_training_on_replicas_equals_one_process_with_the_whole_batch(run_ranks,
         assert_same_training(replica, alone)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("model", MODELS)
@@ -195,6 +197,7 @@ def test_training_of_unusual_models_equals_one_process(run_ranks, model, accumul
         assert_same_training(replica, alone)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("zero_grad", ["reducer", "none", "zeros"])
 @pytest.mark.parametrize("model", MODELS)
 def test_training_equals_one_process_whoever_clears_the_gradients(run_ranks, model, zero_grad):
@@ -261,6 +264,7 @@ def test_parameter_used_on_one_replica_only_counts_as_zero_on_the_other(run_rank
         assert other.tolist() == [0.5, 0.5, 0.5]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("zero_grad", ["reducer", "none", "zeros"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("replicas", [1, 2])

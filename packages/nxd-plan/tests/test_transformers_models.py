@@ -72,6 +72,7 @@ def elements(model):
     return sum(parameter.numel() for parameter in model.outline().parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "phi3", "glm4", "mistral", "mixtral", "qwen3_moe"])
 def test_models_are_planned_at_every_degree(model_of, model_type):
     plan = make_plan(job(model_of(model_type)), Degrees(zero1=False, microbatch_size=1), top=100)
@@ -80,6 +81,7 @@ def test_models_are_planned_at_every_degree(model_of, model_type):
     assert not plan.rejected
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_all_parameters_are_held_by_one_rank_and_shared_out_to_stages(model_of, model_type):
     model = model_of(model_type)

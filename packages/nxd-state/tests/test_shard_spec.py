@@ -294,6 +294,7 @@ def part_of_rank(specs: list[ShardSpec], num_ranks: int) -> torch.nn.Parameter:
     return parameter
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("length", "is_padded"), [(8, False), (7, True), (5, True), (1, True)])
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("is_fused", [False, True])

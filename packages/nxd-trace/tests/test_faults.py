@@ -189,6 +189,7 @@ def test_weights_that_cannot_be_written_are_an_error_without_traceback(trace):
         trace(models.mlp_that_fills_the_disk, X, tp_degree=2, weights=models.logical_weights())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("fresh_interpreter")  # whose children are its own, and hear of its death
 @pytest.mark.parametrize(
     "stopped", [[], ["rank 1"], ["rank 0", "rank 1", "fork server"]], ids=["none", "one worker", "all"]

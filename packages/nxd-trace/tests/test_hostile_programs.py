@@ -163,6 +163,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(("graph", "text"), GRAPHS.values(), ids=GRAPHS)
 def test_program_that_holds_what_no_graph_has_is_refused(folder, graph, text):
     (program_of(folder) / "program.json").write_text(json.dumps(graph))

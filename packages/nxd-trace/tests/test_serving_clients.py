@@ -258,6 +258,7 @@ def impatient():
         yield server
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", HEAD + b"X-Slow: "])
 def test_a_connection_that_begins_no_request_is_closed(impatient, deadline, sent):
     with impatient.connect(deadline(20)) as client:

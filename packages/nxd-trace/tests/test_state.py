@@ -14,6 +14,7 @@ def expected_row(degree: int) -> torch.Tensor:
     return (ROW[0].chunk(degree)[0] + degree).repeat(degree)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("func", ["cache", "cache_by_output"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_state_is_updated_between_calls_and_reset(trace, func, degree):

@@ -73,6 +73,7 @@ def stored(root, tag):
     return files, text, manifest["objects"], manifest["rank_objects"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("memory_limit", [None, 2**16], ids=["at once", "in slices"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_async_save_of_tensors_that_change_at_once_equals_save(tmp_path, world_size, memory_limit):

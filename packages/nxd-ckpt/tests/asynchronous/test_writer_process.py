@@ -167,6 +167,7 @@ def test_writer_that_is_stopped_is_ended_and_raised_by_all_within_the_timeout(tm
     assert value_of(tmp_path, "t") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parent_killed_while_its_writer_writes_leaves_the_old_one_and_no_process(tmp_path, rank):
     root = tmp_path / "root"

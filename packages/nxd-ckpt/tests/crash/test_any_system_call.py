@@ -66,6 +66,7 @@ def test_save_by_several_ranks_makes_the_calls_that_are_expected(calls, tag):
     assert {"mkdir", "open", "write", "rename" if tag == NEW_TAG else "replace"} <= set(names(calls, 0))
 
 
+@pytest.mark.sample(4)
 @SOME_OR_ALL
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
 @pytest.mark.parametrize("how", ["before", "halfway", "after"])

@@ -95,6 +95,7 @@ def check(root, tag):
     assert os.listdir(root / ".staging") == ["lock"]
 
 
+@pytest.mark.sample(3)
 @SOME_OR_ALL
 @pytest.mark.parametrize("how", ["before", "halfway", "after"])
 def test_async_save_whose_process_is_killed_at_any_call_leaves_old_or_new(
@@ -108,6 +109,7 @@ def test_async_save_whose_process_is_killed_at_any_call_leaves_old_or_new(
         check(root, tag)
 
 
+@pytest.mark.sample(4)
 @SOME_OR_ALL
 @pytest.mark.parametrize("how", ["before", "halfway", "after", errno.EIO, errno.ENOSPC])
 def test_async_save_whose_writer_is_killed_or_fails_at_any_call_leaves_the_old_one_and_says_so(

@@ -93,6 +93,7 @@ def check_end(root):
     assert {name for name in os.listdir(root) if not name.startswith((".", "LATEST"))} == set()
 
 
+@pytest.mark.pairs
 @SOME_OR_ALL
 @pytest.mark.parametrize("tag", [NEW_TAG, OVERWRITE], ids=["new tag", "overwrite"])
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
@@ -130,6 +131,7 @@ def chain(old, tmp_path_factory):
     return root
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tag", ["t", "u", "v"])
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_deletion_killed_at_any_call_leaves_the_others_whole(chain, tag, how, tmp_path):

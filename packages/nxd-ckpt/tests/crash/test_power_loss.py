@@ -67,6 +67,7 @@ def test_power_loss_at_any_moment_leaves_old_or_new(start, kind, tmp_path):
     check_old_or_new_after_power_loss(kind, tag, disk, calls, tmp_path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_power_loss_with_any_one_fsync_left_out_is_noticed_by_the_test_above(start, kind, tmp_path):
     root, tag = start(kind, tmp_path / "count")

@@ -15,6 +15,7 @@ OLD = {"w": torch.zeros(1000)}
 NEW = {"w": torch.ones(1000)}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EXDEV])
 @pytest.mark.parametrize("call", ["rename", "replace", "fsync", "write", "mkdir"])

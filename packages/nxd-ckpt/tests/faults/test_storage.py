@@ -114,6 +114,7 @@ def test_concurrent_saves_of_one_tag_by_processes_one_wins_and_the_others_raise(
     assert open_checkpoint(tmp_path, "t").read("w").unique().item() == winner
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.parametrize(
     ("how", "timeout", "message"),

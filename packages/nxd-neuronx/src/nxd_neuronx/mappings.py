@@ -1,5 +1,7 @@
 """Further borders between the regions of a parallel model, which scripts for NeuronX Distributed import."""
 
+from typing import Literal
+
 import torch
 from nxd_layers import (
     gather_from_sequence_parallel_region,
@@ -7,6 +9,7 @@ from nxd_layers import (
     scatter_to_tensor_model_parallel_region,
 )
 from nxd_layers.mappings import GivenGroup, process_group_as
+from nxd_state import reduce_scatter
 from torch import Tensor
 
 
@@ -32,6 +35,17 @@ def split_along_first_dim(input_: Tensor, process_group: GivenGroup = None) -> T
 def gather_along_first_dim(x: Tensor, process_group: GivenGroup = None) -> Tensor:
     """The ranks' parts, one after the other along dim 0, for autograd functions of scripts."""
     return gather_from_tensor_model_parallel_region_with_dim(x, 0, process_group)
+
+
+def reduce_scatter_along_dim(
+    x: Tensor, partition_dim: int, computation: Literal["sum", "max"] = "sum", process_group: GivenGroup = None
+) -> Tensor:
+    """This rank's part of the ranks' sum, or "max", along a dim; without a gradient, for autograd functions.
+
+    Inference takes the "max" of equal tensors for their scatter, in a graph that all ranks share.
+    """
+    with torch.no_grad():
+        return reduce_scatter(x, process_group_as(process_group), dim=partition_dim, op=computation)
 
 
 def scatter_to_process_group_spmd(

@@ -39,6 +39,7 @@ def train(small_model, optimizer_name, max_norm, overlap, arguments):
     return small_model.pieces(parameters), [float(norm) for norm in norms if norm is not None]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)])
 def test_training_equals_the_unsharded_optimizer(run_ranks, small_model, ranks, tp):
     def train_all():

@@ -29,6 +29,7 @@ def copy_weights(source, target):
             parameter.copy_(source[name])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (2, 1), (4, 2)])
 def test_training_goes_on_bitwise_from_a_state_dict_and_from_files(run_ranks, small_model, tmp_path, ranks, tp, dtype):

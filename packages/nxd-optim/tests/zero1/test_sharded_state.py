@@ -68,6 +68,7 @@ def test_states_are_those_of_the_unsharded_optimizer(run_ranks, small_model, opt
         torch.testing.assert_close(found[name], unpadded, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (1, 1), (4, 4)])
 def test_states_saved_at_one_layout_are_filled_at_another(run_ranks, small_model, ranks, tp, dtype):

@@ -25,6 +25,7 @@ def failing_pipeline(model, layer_class, *, layer, direction, schedule="1f1b"):
     return NxDPPModel(model, layer_class, 8, auto_partition=True, schedule=schedule)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("pipeline_size", [2, 4])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("stage", ["first", "middle", "last"])

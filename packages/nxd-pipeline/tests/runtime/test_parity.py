@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("pipeline_size", [2, 4])
 def test_train_any_schedule_and_model_equals_one_process(
     run_ranks, make_model, make_batch, loss_specs, layer_class, pipeline_size

@@ -22,6 +22,7 @@ def cost_of_a_stage(stages_per_rank, of_rank=EQUAL):
     )
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("cost", [EQUAL, UNEQUAL])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("size", "number"), [(1, 1), (2, 1), (2, 5), (4, 2), (4, 8), (16, 64)])
@@ -51,6 +52,7 @@ def test_simulate_zb_h1_has_the_bubble_of_the_paper(size, number, cost):
     assert timeline.makespan == pytest.approx(3 * number + bubble)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("name", "least"), [("zb-v", lambda size: 2 * size - 1), ("dualpipe-v", lambda size: 2 * size)]
 )

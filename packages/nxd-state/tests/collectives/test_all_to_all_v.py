@@ -17,6 +17,7 @@ EXCHANGES = {
 TRANSPORTS = {"shared memory": {}, "gloo": {"NXD_SHM": "0"}}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_of_each_rank_come_in_group_order(exchange, transport):

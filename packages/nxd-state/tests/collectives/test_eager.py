@@ -66,6 +66,7 @@ def ops_of(dtype):
     return [op for op in REDUCTIONS if op != "avg" or dtype.is_floating_point]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ADDED, ids=str)
 @on_any_number_of_ranks
 def test_all_reduce_any_dtype_combines_elementwise(world_size, dtype):
@@ -79,6 +80,7 @@ def test_all_reduce_any_dtype_combines_elementwise(world_size, dtype):
     run_on_ranks(check, world_size)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ADDED, ids=str)
 @on_any_number_of_ranks
 def test_all_reduce_in_place_any_dtype_writes_into_its_input(world_size, dtype):
@@ -93,6 +95,7 @@ def test_all_reduce_in_place_any_dtype_writes_into_its_input(world_size, dtype):
     run_on_ranks(check, world_size)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", ADDED, ids=str)
 @on_any_number_of_ranks
 def test_reduce_scatter_any_dtype_and_dim_keeps_own_part(world_size, dtype):
@@ -110,6 +113,7 @@ def test_reduce_scatter_any_dtype_and_dim_keeps_own_part(world_size, dtype):
     run_on_ranks(check, world_size)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @on_any_number_of_ranks
 def test_all_gather_any_dtype_and_dim_concatenates(world_size, dtype):
@@ -125,6 +129,7 @@ def test_all_gather_any_dtype_and_dim_concatenates(world_size, dtype):
     run_on_ranks(check, world_size)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @on_any_number_of_ranks
 def test_all_gather_in_place_any_dtype_fills_its_input_with_the_parts_of_the_ranks(world_size, dtype):
@@ -138,6 +143,7 @@ def test_all_gather_in_place_any_dtype_fills_its_input_with_the_parts_of_the_ran
     run_on_ranks(check, world_size)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @on_any_number_of_ranks
 def test_all_to_all_any_dtype_and_dims_exchanges_parts(world_size, dtype):
@@ -155,6 +161,7 @@ def test_all_to_all_any_dtype_and_dims_exchanges_parts(world_size, dtype):
     run_on_ranks(check, world_size)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @on_any_number_of_ranks
 def test_broadcast_any_dtype_gives_the_tensor_of_the_source(world_size, dtype):
@@ -172,6 +179,7 @@ def test_broadcast_any_dtype_gives_the_tensor_of_the_source(world_size, dtype):
     run_on_ranks(check, world_size)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_send_and_recv_any_dtype_carry_the_tensor_round_the_ring(dtype):
     def check():

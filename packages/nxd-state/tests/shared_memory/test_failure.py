@@ -64,6 +64,7 @@ def shared_group(timeout=None):
     return group
 
 
+@pytest.mark.sample(3)
 @each_operation
 def test_killed_rank_is_named_by_every_rank_that_waits(operation):
     def job():
@@ -84,6 +85,7 @@ def test_killed_rank_is_named_by_every_rank_that_waits(operation):
         )
 
 
+@pytest.mark.sample(4)
 @each_operation
 def test_rank_that_raises_frees_those_that_wait(operation):
     def job():

@@ -90,6 +90,7 @@ def learned_text(folder, conversation):
     return "".join(parts)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 @pytest.mark.parametrize(
     ("conversation", "expected"),
@@ -155,6 +156,7 @@ BY_INDEX = (
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -173,6 +175,7 @@ def test_answers_are_found_in_what_any_template_renders(make_chat_tokenizer, tem
     assert learned_text(folder, Conversation(TURNS)) == expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("template", "num_lost"), [(CHATML, 2), (FORGETS, 1)], ids=["knows no thoughts", "drops earlier ones"]
 )
@@ -207,6 +210,7 @@ def test_answer_that_begins_with_a_line_break_is_learned_whole(make_chat_tokeniz
     assert "on the mat<end>" in learned
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("template", [MARKED, FORGETS, BY_INDEX], ids=["marked", "unmarked", "by index"])
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}, {"weight": 0.0, "train": True}])
 def test_turn_that_is_switched_off_is_not_learned(make_chat_tokenizer, template, mark):
@@ -226,6 +230,7 @@ WALKS = CHATML.replace(
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arguments", ['{"city": "Paris"}', {"city": "Paris"}, {"city": "Paris", "zip": None}])
 @pytest.mark.parametrize(
     ("template", "expected"),
@@ -329,6 +334,7 @@ def test_what_a_template_leaves_out_is_refused(make_chat_tokenizer, template, me
 PROMPT_DIFFERS = BY_INDEX.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}<|tool|>")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -15,6 +15,8 @@ from nxd_neuronx.mappings import (
     reduce_scatter_to_tensor_model_parallel_region_with_dim,
     scatter_to_process_group_spmd,
 )
+from nxd_neuronx.mappings import gather_from_tensor_model_parallel_region_with_dim as _gather_along_dim
+from nxd_neuronx.mappings import reduce_scatter_along_dim as _reduce_scatter_along_dim
 from nxd_neuronx.mappings import split_along_first_dim as _split_along_first_dim
 from nxd_neuronx.tensors import split_tensor_along_last_dim
 
@@ -32,4 +34,6 @@ __all__ = [
     "split_tensor_along_last_dim",
     "_split_along_first_dim",
     "_gather_along_first_dim",
+    "_gather_along_dim",
+    "_reduce_scatter_along_dim",
 ]

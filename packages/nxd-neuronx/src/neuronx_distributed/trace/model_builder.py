@@ -1,9 +1,10 @@
-"""`neuronx_distributed.trace.model_builder`: the first builder, over nxd_trace."""
+"""`neuronx_distributed.trace.model_builder`: both builders, over nxd_trace."""
 
 from typing import Any
 
 from nxd_neuronx.model_builder import BaseModelInstance
 from nxd_neuronx.model_builder import FirstModelBuilder as ModelBuilder
+from nxd_neuronx.model_builder import ModelBuilder as ModelBuilderV2
 from nxd_neuronx.not_here import explains
 from nxd_neuronx.planned_ranks import shard_checkpoint
 
@@ -13,6 +14,7 @@ __all__ = [
     "Any",
     "BaseModelInstance",
     "ModelBuilder",
+    "ModelBuilderV2",
     "shard_checkpoint",
     "ModelInputType",
 ]
