@@ -55,25 +55,29 @@ def nxd_parity(*arguments):
     )
 
 
-def test_equal_architecture_is_remembered(folder_with, remembered):
-    ended = nxd_parity("--hf", folder_with(**LARGE), "head_dim=16")
+class TestCommand:
+    """Whole runs of `nxd parity`, one of them a day."""
 
-    assert ended.returncode == 0, ended.stderr
-    first, second, third = ended.stdout.splitlines()
-    assert first == "TP 2 x DP 1 against one process, float64, 2 steps, tolerance 1e-10"
-    assert second.endswith("agree")
-    (record,) = remembered.iterdir()
-    assert third == f"Models of type 'qwen3' are split by their own plan from now on: {record}"
+    pytestmark = pytest.mark.sample(1)
 
+    def test_equal_architecture_is_remembered(self, folder_with, remembered):
+        ended = nxd_parity("--hf", folder_with(**LARGE), "head_dim=16")
 
-def test_equal_within_a_wide_tolerance_is_not_remembered(folder_with, remembered):
-    ended = nxd_parity(
-        "--hf", folder_with(**LARGE), "--rtol", "0.5", "num_hidden_layers=1", 'layer_types=["full_attention"]'
-    )
+        assert ended.returncode == 0, ended.stderr
+        first, second, third = ended.stdout.splitlines()
+        assert first == "TP 2 x DP 1 against one process, float64, 2 steps, tolerance 1e-10"
+        assert second.endswith("agree")
+        (record,) = remembered.iterdir()
+        assert third == f"Models of type 'qwen3' are split by their own plan from now on: {record}"
 
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.endswith("Nothing is remembered: that takes float64 and a tolerance of 1e-10 or less\n")
-    assert not remembered.exists()
+    def test_equal_within_a_wide_tolerance_is_not_remembered(self, folder_with, remembered):
+        ended = nxd_parity(
+            "--hf", folder_with(**LARGE), "--rtol", "0.5", "num_hidden_layers=1", 'layer_types=["full_attention"]'
+        )
+
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.endswith("Nothing is remembered: that takes float64 and a tolerance of 1e-10 or less\n")
+        assert not remembered.exists()
 
 
 def test_plan_that_forgets_a_gradient_differs(run_ranks, folder_with):

@@ -7,6 +7,7 @@ for, and the servers' variables) and the servers' sockets, "0" and so on.
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -54,9 +55,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # none is lost that comes before it can be handed on
     _send(connection, arguments, unbuffered=unbuffered)
     child = _receive(connection)
-    for number in FORWARDED:  # also those that are ignored, until the program says otherwise
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    _forward_signals(child, connection)
     _end_with(_receive(connection))
 
 
@@ -92,6 +91,19 @@ def _send(connection: socket.socket, arguments: list[str], *, unbuffered: bool) 
     connection.sendall(body)
     for number in descriptors:  # the program's alone from now on
         os.close(number)
+
+
+def _forward_signals(child: int, connection: socket.socket) -> None:
+    """Until there is an answer. Signals come as bytes of a pipe: a handler may not run before a call that waits."""
+    came, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    for number in FORWARDED:  # also those that are ignored, until the program says otherwise
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    while connection not in (ready := select.select([connection, came], [], [])[0]) or came in ready:
+        for number in os.read(came, 64) if came in ready else b"":
+            os.kill(child, number)
 
 
 def _receive(connection: socket.socket) -> int:
