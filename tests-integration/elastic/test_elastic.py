@@ -161,26 +161,6 @@ def assert_ended_alike(run: Run, alone: Run) -> None:
     assert [name for name, tensor in others.items() if not torch.equal(weights[name], tensor)] == []
 
 
-@pytest.mark.parametrize(
-    ("layout", "kills"),
-    [("tp2-dp2", 2), *(pytest.param(layout, 10, marks=pytest.mark.slow) for layout in LAYOUTS)],
-)
-def test_killed_ranks_are_replaced_and_cost_one_step_at_most(start, layout, kills):
-    steps = [*LAYOUTS[layout], f"train.steps={5 * kills + 6}"]
-    alone = start("alone", *steps, python=QUICKLY)
-    assert alone.end() == 0, alone.log
-    run = start("run", *steps, *ELASTIC)
-
-    killed, measures = run.disturb(Plan(seed=26, count=kills, steps=(1, 3)))
-
-    assert_ended_alike(run, alone)
-    assert len(killed) == len(measures.recoveries) == kills
-    assert max(measures.steps_lost) <= 1
-    assert run.log.count("; the run resumes from") == run.log.count("in the memory of the hosts") == kills
-    assert run.log.count("another process takes its place") == kills  # and no survivor was given up
-    assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-*-{run.process.pid}-*"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])  # one that was there, and the one that joins
 @pytest.mark.parametrize("moment", ["announced", "made up"])
@@ -210,10 +190,29 @@ def test_rank_that_dies_while_another_joins_costs_one_step_at_most(start, moment
     assert resumed[-1] >= taken - 1
 
 
-class TestWhatElseHappensToARun:
+class TestDisturbedRun:
     """Each takes its time, so one of them a day."""
 
     pytestmark = pytest.mark.sample(1)
+
+    @pytest.mark.parametrize(
+        ("layout", "kills"),
+        [("tp2-dp2", 2), *(pytest.param(layout, 10, marks=pytest.mark.slow) for layout in LAYOUTS)],
+    )
+    def test_killed_ranks_are_replaced_and_cost_one_step_at_most(self, start, layout, kills):
+        steps = [*LAYOUTS[layout], f"train.steps={5 * kills + 6}"]
+        alone = start("alone", *steps, python=QUICKLY)
+        assert alone.end() == 0, alone.log
+        run = start("run", *steps, *ELASTIC)
+
+        killed, measures = run.disturb(Plan(seed=26, count=kills, steps=(1, 3)))
+
+        assert_ended_alike(run, alone)
+        assert len(killed) == len(measures.recoveries) == kills
+        assert max(measures.steps_lost) <= 1
+        assert run.log.count("; the run resumes from") == run.log.count("in the memory of the hosts") == kills
+        assert run.log.count("another process takes its place") == kills  # and no survivor was given up
+        assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-*-{run.process.pid}-*"))
 
     @pytest.mark.parametrize(
         ("number", "said"),
