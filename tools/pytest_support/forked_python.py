@@ -102,8 +102,8 @@ def _forward_signals(child: int, connection: socket.socket) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     while connection not in (ready := select.select([connection, came], [], [])[0]) or came in ready:
-        for number in os.read(came, 64) if came in ready else b"":
-            os.kill(child, number)
+        for byte in os.read(came, 64) if came in ready else b"":
+            os.kill(child, byte)
 
 
 def _receive(connection: socket.socket) -> int:
