@@ -4,6 +4,7 @@
 for, and the servers' variables) and the servers' sockets, "0" and so on.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -101,9 +102,11 @@ def _forward_signals(child: int, connection: socket.socket) -> None:
     for number in FORWARDED:  # also those that are ignored, until the program says otherwise
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    while connection not in (ready := select.select([connection, came], [], [])[0]) or came in ready:
+    answer = connection.fileno()
+    while answer not in (ready := select.select([answer, came], [], [])[0]) or came in ready:
         for byte in os.read(came, 64) if came in ready else b"":
-            os.kill(child, byte)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(child, byte)
 
 
 def _receive(connection: socket.socket) -> int:
