@@ -100,7 +100,6 @@ def evaluated(folder, losses, *, patience=9, scaler=None, **options):
 LOSSES = {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.4, 10: 0.6, 12: 0.7}
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("limit", "kept", "background"), [(1, [4], False), (2, [4, 12], True), (3, [4, 10, 12], False)]
 )
