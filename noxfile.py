@@ -5,6 +5,7 @@ tools in the dependency groups of the root pyproject.toml. Sessions see only wha
 """
 
 import os
+import shutil
 from pathlib import Path
 
 import nox
@@ -19,6 +20,7 @@ nox.options.sessions = ["tests"]
 ROOT = Path(__file__).parent
 ROOT_PYPROJECT = load_toml(ROOT / "pyproject.toml")
 PYPROJECTS = {path.parent.name: load_toml(path) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+WHEELS: dict[str, str] = {}  # of what this run of nox has built, by package
 BENCHMARKS = sorted(path.stem for path in ROOT.glob("tools/bench/*.py"))
 
 # What sessions install: every package from its sources, what all their tests need, what a backend needs.
@@ -36,6 +38,7 @@ BACKENDS = {
 }
 
 os.environ.pop("PYTHONPATH", None)  # else a session could import sources that it did not install
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of the tests compiles torch anew, for seconds
 if "PIP_FIND_LINKS" in os.environ:  # uv does not read pip's variables, and separates by commas
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
 
@@ -66,15 +69,24 @@ def full(session: nox.Session) -> None:
 @nox.session(reuse_venv=False)
 @nox.parametrize("package", [nox.param(name, id=name) for name in PYPROJECTS])
 def unit(session: nox.Session, package: str) -> None:
-    """One package's tests against its built wheel, with only what it declares installed; CI adds `-m smoke`."""
-    tmp = Path(session.create_tmp())
-    for name in sorted(with_siblings(package, "test")):
-        build_wheel(session, ROOT / "packages" / name, tmp / "wheels")
-    wheels = sorted(map(str, (tmp / "wheels").glob("*.whl")))
-    session.install(*wheels, *dependency_groups(PYPROJECTS[package], "test"))
-    session.chdir(tmp)  # away from src/, so that the wheel is what gets imported
-    config = str(ROOT / "pyproject.toml")
-    session.run("pytest", "-c", config, "-m", ANYWHERE, str(ROOT / "packages" / package / "tests"), *session.posargs)
+    """One package's tests against its built wheel, with only what it declares installed."""
+    session.install(*wheels_for(session, package), *dependency_groups(PYPROJECTS[package], "test"))
+    test_wheel(session, package, ANYWHERE)
+
+
+@nox.session(venv_backend="uv", reuse_venv=False)
+def smoke(session: nox.Session) -> None:
+    """Each wheel in turn, with only what it declares installed: it is imported, its README and its main calls run.
+
+    One environment, in which packages are exchanged: torch is installed, and compiled to bytecode, once.
+    """
+    tmp = Path(session.create_tmp()).resolve()
+    for package in PYPROJECTS:
+        wanted, exact = tmp / f"{package}.in", tmp / f"{package}.txt"
+        wanted.write_text("\n".join((*wheels_for(session, package), *dependency_groups(PYPROJECTS[package], "test"))))
+        session.run_install("uv", "pip", "compile", "--quiet", str(wanted), "--output-file", str(exact))
+        session.run_install("uv", "pip", "sync", "--quiet", str(exact))
+        test_wheel(session, package, "smoke")
 
 
 @nox.session
@@ -161,9 +173,23 @@ def with_siblings(package: str, *groups: str) -> set[str]:
     return found
 
 
-def build_wheel(session: nox.Session, package: Path, directory: Path) -> None:
-    if session.venv_backend == "uv":
-        build = ["uv", "build", "--quiet", "--wheel", "--out-dir"]
-    else:
-        build = ["pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
-    session.run_install(*build, str(directory), str(package))
+def wheels_for(session: nox.Session, package: str) -> list[str]:
+    """Paths of the wheels of `package` and of what its tests need from this repository, each built once a run."""
+    for name in with_siblings(package, "test") - WHEELS.keys():
+        directory = Path(session.cache_dir) / "wheels" / name
+        shutil.rmtree(directory, ignore_errors=True)
+        if session.venv_backend == "uv":
+            build = ["uv", "build", "--quiet", "--wheel", "--out-dir"]
+        else:
+            build = ["pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+        session.run_install(*build, str(directory), str(ROOT / "packages" / name))
+        (wheel,) = directory.glob("*.whl")
+        WHEELS[name] = str(wheel.resolve())
+    return [WHEELS[name] for name in sorted(with_siblings(package, "test"))]
+
+
+def test_wheel(session: nox.Session, package: str, marks: str) -> None:
+    """Run the package's tests away from src/, so that the wheel is what gets imported."""
+    config, tests = str(ROOT / "pyproject.toml"), str(ROOT / "packages" / package / "tests")
+    with session.chdir(session.create_tmp()):
+        session.run("pytest", "-c", config, "-m", marks, tests, *session.posargs)

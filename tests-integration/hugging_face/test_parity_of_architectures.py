@@ -89,9 +89,10 @@ def test_plan_that_forgets_a_gradient_differs(run_ranks, folder_with):
         from nxd_parity.architecture import case_of_architecture
 
         case = case_of_architecture(folder, {}, 2)
-        model = case.reference_fn()
-        # As transformers has it: the learned activation sees this rank's columns only.
-        plan = {f"model.{name}": style for name, style in model.config.base_model_tp_plan.items()}
+        own_plan = case.reference_fn().config.base_model_tp_plan
+        plan = {f"model.{name}": style for name, style in own_plan.items()}
+        # The learned activation sees this rank's columns only; a style of its own is taken at its word.
+        plan["model.layers.*.mlp.act_fn"] = "local_params"
         return compare(case), compare(replace(case, model_fn=lambda: hf.parallelize(case.reference_fn(), plan=plan)))
 
     corrected, wrong = run_ranks(job, 2)[0]
