@@ -81,9 +81,9 @@ def smoke(session: nox.Session) -> None:
     One environment, in which packages are exchanged: torch is installed, and compiled to bytecode, once.
     """
     tmp = Path(session.create_tmp()).resolve()
-    for package in PYPROJECTS:
+    for package, pyproject in PYPROJECTS.items():
         wanted, exact = tmp / f"{package}.in", tmp / f"{package}.txt"
-        wanted.write_text("\n".join((*wheels_for(session, package), *dependency_groups(PYPROJECTS[package], "test"))))
+        wanted.write_text("\n".join((*wheels_for(session, package), *dependency_groups(pyproject, "test"))))
         session.run_install("uv", "pip", "compile", "--quiet", str(wanted), "--output-file", str(exact))
         session.run_install("uv", "pip", "sync", "--quiet", str(exact))
         test_wheel(session, package, "smoke")

@@ -16,6 +16,8 @@ from nxd_ckpt import list_checkpoints, open_checkpoint
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from resumable_llama import VOCABULARY, config_of, train
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 CONFIG = LlamaConfig(
     vocab_size=VOCABULARY,
     hidden_size=16,

@@ -22,6 +22,8 @@ from nxd_state import (
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 EXPERTS = 4
 SIZES = {
     "vocab_size": 64,

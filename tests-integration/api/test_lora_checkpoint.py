@@ -15,6 +15,8 @@ from nxd_engine.models import LlamaForCausalLM
 from nxd_lora import LoraConfig, gather_adapter
 from resumable_llama import config_of, train
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 MODES = {
     "adapter": {"save_lora_config_adapter": False},
     "both": {"save_lora_base": True},

@@ -24,6 +24,8 @@ from writers_and_readers import (
 
 transformers = pytest.importorskip("transformers", reason="needs it: pip install transformers")
 
+pytestmark = pytest.mark.sample(8)  # each takes its time
+
 PROMPT = [3, 1, 4, 1, 5]
 ADAPTER = "save_checkpoint of an adapter"
 IMPORT = "nxd import"

@@ -16,6 +16,8 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 STEPS = 3
 BATCH = 8
 TP_PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}

@@ -8,6 +8,8 @@ from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_optim import MASTER_KEY, NeuronZero1Optimizer
 from nxd_state import active_group, all_reduce, initialize_model_parallel
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 CONFIG = LlamaConfig(
     vocab_size=22,
     hidden_size=24,

@@ -9,7 +9,10 @@ import sys
 import pytest
 from nxd_testing import deadline
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.sample(1),  # each takes its time
+]
 
 SCRIPT = """
 import json, os, signal, sys

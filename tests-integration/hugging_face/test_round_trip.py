@@ -12,6 +12,8 @@ from nxd_pipeline import NxDPPModel
 from nxd_state import initialize_model_parallel
 from nxd_trainer.export import export_hugging_face
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 IDS = torch.arange(3, 17).view(2, 7)
 
 # Two tables, one tied table, experts stored one by one, fused queries, keys and values, packed ones, and a table that

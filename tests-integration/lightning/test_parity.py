@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 RTOL = 1e-10
 LAYOUTS = {
     "tp2": {"world": 2, "tp": 2},

@@ -7,6 +7,8 @@ import pytest
 import torch
 from nxd_testing import RankFailure
 
+pytestmark = pytest.mark.sample(4)  # each takes its time
+
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(

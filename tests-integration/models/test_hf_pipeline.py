@@ -12,6 +12,8 @@ from nxd_testing import run_torchrun
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
+pytestmark = pytest.mark.sample(4)  # each takes its time
+
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 SIZES = {
     "vocab_size": 64,

@@ -24,6 +24,8 @@ from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
+pytestmark = pytest.mark.sample(8)  # each takes its time
+
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 IDS = torch.arange(16).view(2, 8) * 7 % 59 + 3
 SIZES = {

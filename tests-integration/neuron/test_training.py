@@ -18,7 +18,10 @@ from nxd_trainer.generate import generate
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="the stand-in needs torch 2.13")
+pytestmark = [
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="the stand-in needs torch 2.13"),
+    pytest.mark.sample(2),  # each takes its time
+]
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 SP, ZERO1 = "parallel.sequence_parallel=true", "parallel.zero1=true"
 CP2 = "parallel.context_parallel_size=2"

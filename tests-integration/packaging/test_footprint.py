@@ -57,11 +57,9 @@ def after_torch(fresh_python: str) -> dict[str, set[str]]:
     return modules_after(fresh_python, MODULES_OF_TORCH, ["pass", *(f"import {package}" for package in PACKAGES)])
 
 
-@pytest.fixture(scope="module")
-def after_nothing(fresh_python: str) -> dict[str, set[str]]:
-    """By statement, the modules of an interpreter that has loaded nothing before."""
-    uses = [f"import neuronx_distributed as nxd; {use}" for use in USES]
-    return modules_after(fresh_python, "pass", ["import neuronx_distributed", "import nxd_cli", *uses])
+def modules_of(python: str, statement: str) -> set[str]:
+    """The modules of an interpreter that has loaded nothing before."""
+    return modules_after(python, "pass", [statement])[statement]
 
 
 def top_level(modules: set[str]) -> set[str]:
@@ -101,23 +99,24 @@ def test_import_leaves_out_the_parts_of_torch_that_take_long(after_torch, packag
     assert not taking_long & after_torch[f"import {package}"]
 
 
-def test_import_name_is_free_until_it_is_used(after_nothing):
+def test_import_name_is_free_until_it_is_used(fresh_python):
     """What costs nothing needs no clock: neither torch nor any of our packages but the one that looks who owns it."""
-    imported = top_level(after_nothing["import neuronx_distributed"])
+    imported = top_level(modules_of(fresh_python, "import neuronx_distributed"))
 
     assert "torch" not in imported
     assert {name for name in imported if name.startswith("nxd_")} == {"nxd_neuronx"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("use", USES)
-def test_documented_name_brings_in_only_the_packages_behind_it(after_nothing, use):
-    imported = top_level(after_nothing[f"import neuronx_distributed as nxd; {use}"])
+def test_documented_name_brings_in_only_the_packages_behind_it(fresh_python, use):
+    imported = top_level(modules_of(fresh_python, f"import neuronx_distributed as nxd; {use}"))
 
     assert not imported & set(USES[use])
 
 
-def test_command_line_answers_without_torch(after_nothing):
-    assert "torch" not in after_nothing["import nxd_cli"]
+def test_command_line_answers_without_torch(fresh_python):
+    assert "torch" not in modules_of(fresh_python, "import nxd_cli")
 
 
 def test_full_stack_brings_few_distributions():

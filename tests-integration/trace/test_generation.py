@@ -11,7 +11,7 @@ from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trainer.compiled_generation import BuildLlamaDecoder
 from nxd_trainer.generate import generate
 
-pytestmark = pytest.mark.sample(3)  # each takes its time
+pytestmark = pytest.mark.sample(1)  # each takes its time
 
 PROMPTS = [[3, 5, 7, 11, 13], [2], [31, 41, 59, 26, 53, 58, 9, 7, 9, 32, 38]]  # the last is fed in two parts
 NEW = 64

@@ -6,6 +6,8 @@ from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_state import initialize_model_parallel
 from torch._dynamo.backends.common import aot_autograd
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 CONFIG = LlamaConfig(
     vocab_size=64,
     hidden_size=32,

@@ -12,6 +12,8 @@ import torch
 import traced_llama
 from nxd_testing import deadline
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 IDS = torch.arange(2 * 8).view(2, 8) * 7 % 32
 EXACT, BFLOAT16 = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 5e-2, "atol": 5e-2}
 WITH_FLOAT32_POSITIONS = {"rtol": 1e-5, "atol": 1e-6}  # the rotary ones of transformers, whatever the model's dtype

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 tokenizers = pytest.importorskip("tokenizers", reason="chat templates need them: pip install tokenizers")
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 STEPS, LENGTH, RATE = 4, 24, 3e-3
 ROLES = {"user": "<u>", "assistant": "<a>"}
 SPECIAL = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}

@@ -9,6 +9,8 @@ from nxd_engine.models.llama import rotary_tables
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
 from nxd_state import initialize_model_parallel
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 SEQUENCE = 8
 CONFIG = LlamaConfig(
     vocab_size=64,

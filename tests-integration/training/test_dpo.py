@@ -22,6 +22,8 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 tokenizers = pytest.importorskip("tokenizers", reason="chat templates need them: pip install tokenizers")
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 STEPS, LENGTH, RATE, BETA, NUM_PAIRS = 4, 48, 3e-3, 0.3, 8
 SPECIAL = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"

@@ -14,6 +14,8 @@ from nxd_state import initialize_model_parallel
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 
+pytestmark = pytest.mark.sample(2)  # each takes its time
+
 SECRET = "known to this test"
 IN_MEMORY = ["checkpoint.memory_every=1", "checkpoint.memory_copies=1"]
 TP2 = "parallel.tensor_parallel_size=2"

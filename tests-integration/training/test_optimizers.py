@@ -11,6 +11,8 @@ from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import train
 
+pytestmark = pytest.mark.sample(5)  # each takes its time
+
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 ZERO1 = "parallel.zero1=true"
 LAYOUTS = {

@@ -22,6 +22,8 @@ from nxd_trainer.training.parity_case import case_of_recipe
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
+pytestmark = pytest.mark.sample(10)  # each takes its time
+
 QWEN3 = ["model.type=qwen3", "model.config.head_dim=8", "model.tie_word_embeddings=true", "model.num_key_value_heads=2"]
 ADAPTERS = ["lora.rank=2", "lora.target_modules=q_proj,up_proj"]
 FACTORY = """

@@ -9,6 +9,8 @@ from nxd_state import get_rng_state, initialize_model_parallel, rng_stream
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.training import StopRequest, prepare_run, run_training
 
+pytestmark = pytest.mark.sample(6)  # each takes its time
+
 SP, PP2 = "parallel.sequence_parallel=true", "parallel.pipeline_parallel_size=2"
 ZERO1, FULL = "parallel.zero1=true", "parallel.activation_checkpointing=full"
 TP2, TIED = "parallel.tensor_parallel_size=2", "model.tie_word_embeddings=true"

@@ -10,6 +10,8 @@ from nxd_trainer.report import StepRecord, read_records
 from nxd_trainer.training import checkpoints, train
 from nxd_trainer.training.run_state import RunState
 
+pytestmark = pytest.mark.sample(5)  # each takes its time
+
 
 def run(settings: list[str]) -> None:
     recipe = load_recipe(None, settings)

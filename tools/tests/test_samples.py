@@ -1,4 +1,4 @@
-"""Samples of test cases: as many as asked for, and all of them in turn."""
+"""Samples of test cases: as many as asked for, and all of them as days go by."""
 
 from datetime import date, timedelta
 from pathlib import Path
@@ -22,8 +22,14 @@ def test_of_products(tp, bias, dtype): pass
 
 class TestOfAClass:
     pytestmark = pytest.mark.sample(1)
-    def test_first(self): pass
-    def test_second(self): pass
+
+    @pytest.mark.sample(1)
+    @pytest.mark.parametrize("letter", ["a", "b"])
+    def test_first(self, letter): pass
+
+    @pytest.mark.sample(1)
+    @pytest.mark.parametrize("letter", ["a", "b"])
+    def test_second(self, letter): pass
 
 def test_alone(): pass
 """
@@ -60,24 +66,31 @@ def test_cases_of_as_many_days_as_are_needed_are_all_cases(monkeypatch: pytest.M
 
 
 def test_quick_are_those_of_the_day_and_all_pairs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    numbers, of_class = set(), set()
+    numbers = set()
     for day in ("2026-11-26", "2026-11-27"):
         monkeypatch.setenv("NXD_TEST_DAY", day)
         names = collected(tmp_path, "-m", "not slow")
         numbers |= {name for name in names if "of_numbers" in name}
-        of_class |= {name for name in names if "OfAClass" in name}
         products = [name for name in names if "of_products" in name]
 
         assert sum("of_numbers" in name for name in names) == 2
-        assert sum("OfAClass" in name for name in names) == 1
         assert "test_alone" in names
         assert products == [f"test_of_products[{it}]" for it in ("1-False-float32", "1-True-float64")] + [
             f"test_of_products[{it}]" for it in ("2-False-float64", "2-True-float32")
         ]
 
     assert numbers == {f"test_of_numbers[{number}]" for number in range(4)}
-    assert of_class == {"TestOfAClass::test_first", "TestOfAClass::test_second"}
+
+
+def test_class_takes_from_what_its_tests_leave_and_all_come_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+    for day in range(1, 16):
+        monkeypatch.setenv("NXD_TEST_DAY", f"2026-11-{day:02}")
+        (of_class,) = (name for name in collected(tmp_path, "-m", "not slow") if "OfAClass" in name)
+        seen.append(of_class)
+
+    assert set(seen) == {f"TestOfAClass::test_{test}[{letter}]" for test in ("first", "second") for letter in "ab"}
 
 
 def test_whoever_asks_for_slow_ones_too_has_all(tmp_path: Path) -> None:
-    assert len(collected(tmp_path)) == 5 + 8 + 2 + 1
+    assert len(collected(tmp_path)) == 5 + 8 + 4 + 1

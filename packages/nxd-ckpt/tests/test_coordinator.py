@@ -15,6 +15,8 @@ import torch.distributed as dist
 from nxd_ckpt import CheckpointError, list_checkpoints, load, save
 from nxd_ckpt.store_coordinator import StoreCoordinator
 
+pytestmark = pytest.mark.sample(14)  # each takes its time
+
 
 def on_threads(function, world_size, timeout=60.0):
     """What each rank returned or raised; a rank is a thread of its own, over one store."""

@@ -14,7 +14,7 @@ from nxd_engine import (
 from nxd_engine.model_weights import ModelTensors
 from torch import nn
 
-pytestmark = pytest.mark.usefixtures("one_process")
+pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.sample(8)]  # each takes its time
 
 
 class Scaled(nn.Linear):

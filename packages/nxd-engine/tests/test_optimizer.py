@@ -25,7 +25,7 @@ def make(model: nn.Module, optimizer_class=AdamW, options=None, **defaults):
     return initialize_parallel_optimizer(config, optimizer_class, model.parameters(), **defaults)
 
 
-pytestmark = pytest.mark.usefixtures("one_process")
+pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.sample(9)]  # each takes its time
 
 
 @pytest.mark.parametrize("zero1", [False, True])

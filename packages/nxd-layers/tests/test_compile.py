@@ -16,6 +16,8 @@ from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from torch import nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.sample(1)  # each takes its time
+
 SEQUENCE, BATCH, HIDDEN, WIDE, VOCAB = 4, 2, 8, 12, 12
 FLOAT64 = {"dtype": torch.float64}
 SPLIT = {"sequence_parallel_enabled": True, **FLOAT64}

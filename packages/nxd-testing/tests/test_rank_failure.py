@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from nxd_testing import RankFailure, RankPool, run_on_ranks
 
+pytestmark = pytest.mark.sample(5)  # each takes its time
+
 
 @pytest.fixture(autouse=True)
 def _next_job_works():

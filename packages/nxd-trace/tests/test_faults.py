@@ -15,6 +15,8 @@ import torch
 import traced_models as models
 from nxd_testing import deadline
 
+pytestmark = pytest.mark.sample(4)  # each takes its time
+
 PROGRAMS = Path(__file__).parent / "programs"
 X = torch.randn(2, models.IN, dtype=torch.float64)
 

@@ -8,6 +8,8 @@ import torch
 from nxd_trace import parallel_model_load, parallel_model_save
 from nxd_trace.generation import Generator, SamplingSettings, compile_generator, unpad_prompts
 
+pytestmark = pytest.mark.sample(25)  # each takes its time
+
 PROMPTS = [[3, 5, 7], [2], [31, 1, 26, 5, 8, 9, 7, 9, 30, 4, 6], [11, 12], [9] * 5]
 NEW = 16
 SETTINGS = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4, 6), "compiler": "export", "progress": False}

@@ -14,6 +14,8 @@ from nxd_trace.serving.text import StopText, TextStream
 from starlette.testclient import TestClient
 from tiny_server import TinyServer
 
+pytestmark = pytest.mark.sample(12)  # each takes its time
+
 LETTERS = program.Letters()
 GREEDY = {"prompt": "once upon", "max_tokens": 12, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

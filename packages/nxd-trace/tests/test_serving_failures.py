@@ -12,6 +12,8 @@ from nxd_trace.generation import SamplingSettings
 from nxd_trace.serving import Job, RequestError, RestartPolicy, Scheduler
 from tiny_server import TinyServer
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 GREEDY = {"prompt": "once upon", "max_tokens": 12, "temperature": 0}
 
 

@@ -8,6 +8,8 @@ import tiny_decoder
 from nxd_trace import WorkerError
 from nxd_trace.generation import GenerationEngine, Generator, SamplingSettings, compile_generator
 
+pytestmark = pytest.mark.sample(3)  # each takes its time
+
 PROMPTS = [[3, 5, 7], [2], [31, 1, 26, 5, 8, 9, 7, 9, 30, 4, 6], [11, 12], [9] * 5]
 NEW = 16
 SIZES = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4,), "compiler": "export", "progress": False}

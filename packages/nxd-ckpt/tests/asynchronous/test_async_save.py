@@ -35,6 +35,8 @@ from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
 
 from .processes import arenas, children_of
 
+pytestmark = pytest.mark.sample(13)  # each takes its time
+
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():

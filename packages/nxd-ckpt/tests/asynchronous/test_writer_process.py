@@ -18,6 +18,8 @@ from nxd_ckpt.asynchronous.writer import FileToWrite, NothingMore, WritingFailed
 from ..crash.forked_ranks import run_forked
 from .processes import arenas, children_of, ends_within, open_files, wait_until_written, writer_of
 
+pytestmark = pytest.mark.sample(4)  # each takes its time
+
 WORLD_SIZE = 2
 SLICED = {"memory_limit": 2**16}
 

@@ -15,6 +15,8 @@ from .power_loss import Disk, write_state
 from .saves import NEW_TAG, OVERWRITE, SOME_OR_ALL, WORLD_SIZE, copy_of, sample
 from .system_calls import WRITES, Sabotage, SystemCalls, calls_in
 
+pytestmark = pytest.mark.sample(6)  # each takes its time
+
 
 def state_of(rank, value):
     """`frozen` is the same in all saves."""

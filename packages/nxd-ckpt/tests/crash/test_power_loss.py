@@ -11,6 +11,8 @@ from .power_loss import Disk, write_state
 from .saves import NEW_TAG, OVERWRITE, check_old_or_new, copy_of, make_old, sabotaged_save, value_of
 from .system_calls import Sabotage
 
+pytestmark = pytest.mark.sample(2)  # each takes its time
+
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):

@@ -30,6 +30,8 @@ from nxd_elastic.peers.keeper import Keeper
 from nxd_elastic.peers.starting import KeeperProcess
 from nxd_elastic.peers.store import PeerStore, peers_url
 
+pytestmark = pytest.mark.sample(8)  # each takes its time
+
 HOSTS, RANKS, ROWS = 4, 8, 48
 
 

@@ -1,9 +1,12 @@
 """Collectives inside torch.compile and torch.export: in the graph, without breaks, with the numbers of eager mode."""
 
 import nxd_state
+import pytest
 import torch
 import torch.distributed as dist
 from nxd_testing import run_on_ranks
+
+pytestmark = pytest.mark.sample(2)  # each takes its time
 
 
 class Program(torch.nn.Module):
