@@ -4,7 +4,8 @@ import nxd_ckpt
 import pytest
 import torch
 import transformers
-from nxd_ckpt.interop import open_hugging_face, read_whole
+from nxd_ckpt.interop import companions_in, open_hugging_face, read_whole
+from nxd_engine import save_checkpoint
 from nxd_engine.checkpoints.state import model_state, saved_here
 from nxd_engine.hugging_face import import_hugging_face, load_pretrained, save_pretrained
 from nxd_layers.hf import parallelize, param_init_fn_of
@@ -90,6 +91,20 @@ def test_model_of_four_ranks_loaded_and_saved_is_the_same_folder_and_computes_th
         with torch.no_grad():
             expected = transformers.AutoModelForCausalLM.from_pretrained(folder)(IDS, labels=IDS).loss
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0, msg=name)
+
+
+def test_checkpoint_of_a_script_holds_the_tokenizer_of_the_folder_it_began_with(run_ranks, make_folder, tmp_path):
+    folder = make_folder("llama")
+
+    def save():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        save_checkpoint(tmp_path / "checkpoints", "a", model=parallelize(model))
+
+    run_ranks(save, 2)
+
+    companions = companions_in(nxd_ckpt.open_checkpoint(tmp_path / "checkpoints", "a"))
+    assert companions["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
 
 
 def test_save_without_a_folder_to_follow_stores_transformers_own_names(run_ranks, make_folder, tmp_path):

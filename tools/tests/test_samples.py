@@ -7,6 +7,7 @@ import pytest
 from samples import mark_slow_cases, of_the_day
 
 CASES = list("abcdefghij")
+DAYS_OF_ALL_FOUR = ("2026-11-01", "2026-11-02", "2026-11-04", "2026-11-11")  # found by trying
 FILE = """
 import pytest
 
@@ -84,8 +85,8 @@ def test_quick_are_those_of_the_day_and_all_pairs(monkeypatch: pytest.MonkeyPatc
 
 def test_class_takes_from_what_its_tests_leave_and_all_come_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
-    for day in range(1, 16):
-        monkeypatch.setenv("NXD_TEST_DAY", f"2026-11-{day:02}")
+    for day in DAYS_OF_ALL_FOUR:
+        monkeypatch.setenv("NXD_TEST_DAY", day)
         (of_class,) = (name for name in collected(tmp_path, "-m", "not slow") if "OfAClass" in name)
         seen.append(of_class)
 

@@ -163,6 +163,16 @@ def test_a_converted_copy_keeps_the_process_group_and_the_metadata_of_what_is_no
     assert on_tp(2, job) == [("QuantizedColumnParallel", "ColumnParallelLinear", True, (8, 4))] * 2
 
 
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
+def test_quantized_weight_is_the_part_of_the_logical_one_that_the_float_weight_is(on_tp, layer):
+    def job():
+        plain = layer(4, 8)
+        return get_shard_spec(plain.weight).pieces, get_shard_spec(convert(plain).weight).pieces
+
+    for plain, quantized in on_tp(2, job):
+        assert quantized == plain
+
+
 def test_layers_are_chosen_by_pattern_or_left_out_by_name():
     model = nn.ModuleDict({"first": Block(), "second": Block()})
 

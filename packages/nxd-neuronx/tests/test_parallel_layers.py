@@ -211,6 +211,8 @@ def test_padding_heads_are_those_behind_each_key_and_value_heads():
     masks = [pad.generate_padding_mask(6, 8, 2, 4, rank).tolist() for rank in range(4)]
 
     assert masks == [[True, True], [True, False]] * 2
+    two_here = [pad.generate_padding_mask(8, 12, 4, 2, rank).tolist() for rank in range(2)]
+    assert two_here == [[True] * 4 + [False] * 2] * 2  # two heads for each of two key and value heads
     assert pad.get_number_of_extra_heads(n_head=6, tp_degree=4) == 2
     with pytest.raises(RuntimeError, match=r"Unexpected hardware_type='trn1'; give hardware\.TRN1"):
         pad.generate_padding_mask(6, 8, 2, 4, 0, hardware_type="trn1")

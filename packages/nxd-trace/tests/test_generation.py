@@ -7,6 +7,7 @@ import tiny_decoder
 import torch
 from nxd_trace import parallel_model_load, parallel_model_save
 from nxd_trace.generation import Generator, SamplingSettings, compile_generator, unpad_prompts
+from nxd_trace.generation.blocks import BlockPool
 
 pytestmark = pytest.mark.sample(25)  # each takes its time
 
@@ -206,3 +207,17 @@ def test_replicas_each_read_a_part_of_a_prompt_and_go_on_alike(tmp_path):
 def test_prefill_lengths_that_replicas_cannot_share_are_refused():
     with pytest.raises(ValueError, match=r"multiples of context_parallel_size=2, .*; 3 is not"):
         compile_generator(tiny_decoder.TinyDecoder, **SETTINGS | {"prefill_lengths": (3, 4)}, context_parallel_size=2)
+
+
+def test_shared_block_is_free_once_its_last_user_gives_it_back():
+    pool = BlockPool(4)
+    (block,) = pool.take(1)
+    pool.keep(block, b"beginning")
+    assert pool.share([b"beginning"]) == [block]
+
+    pool.give_back([block])
+    others = pool.take(2)
+
+    assert block not in others
+    pool.give_back([block])
+    assert pool.take(1) == [block]

@@ -7,8 +7,6 @@ from nxd_ckpt.interop.accelerate import accelerator_state
 from nxd_ckpt.interop.transformers_trainer import NxdCheckpoints
 from torch import nn
 
-pytestmark = pytest.mark.sample(5)  # each takes its time
-
 
 class Model(nn.Module):
     """Rows of 4 numbers to their loss; dropout, so that random generators count, and a part that is frozen."""
