@@ -97,7 +97,7 @@ def test_exit_code_is_that_of_the_rank_that_failed_by_itself(capfd, program, cod
 def test_rank_that_does_not_end_after_a_failure_is_killed(capfd, monkeypatch, failing, waiting):
     monkeypatch.setattr("nxd_cli.launch.SECONDS_TO_END", 0.2)
 
-    assert run(f"import os, time; time.sleep(3600 * (os.environ['RANK'] != '{failing}')); raise SystemExit(1)") == 1
+    assert run(f"import os, time; time.sleep(60 * (os.environ['RANK'] != '{failing}')); raise SystemExit(1)") == 1
 
     assert f"nxd: rank {waiting} did not end 0.2 s after the failure and was killed" in capfd.readouterr().err
 
