@@ -13,8 +13,7 @@ from nxd_optim.load_states import give_states, restore_numbers, state_tensor
 from nxd_optim.loss_scaler import LossScaler
 from nxd_optim.mixed_precision import MixedPrecision, resolve_mixed_precision
 from nxd_optim.parameter_groups import parameter_groups
-from nxd_optim.reducer import GradientReducer
-from nxd_optim.sequence_parallel import reduce_sequence_parallel_gradients
+from nxd_optim.reducer import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
 from nxd_optim.weight_average import WeightAverage
 from nxd_optim.zero1 import (

@@ -1,24 +1,27 @@
 """The norm of a model's gradients, counting every element of the logical model once, and clipping by it.
 
 Shards are counted on each rank. Elements that several ranks hold are counted once: replicated parameters, rows with
-several copies, and tied weights kept on two stages.
+several copies, and tied weights kept on two stages. Where the rows that count differ between ranks (padding, copies of
+rows), they are weighted by a tensor: on XLA all ranks must record the same graph.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from nxd_state import (
+    ShardSpec,
     all_gather,
     all_reduce_,
     get_device,
     get_shard_spec,
+    is_padded_on_some_rank,
     records_graphs,
     widest_float,
 )
 from torch import Tensor
 
-from nxd_optim.norm_weights import differs_between_ranks, row_weights
 from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert
 
 CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
@@ -150,3 +153,38 @@ def _check_norm_type(norm_type: float | str) -> float:
     if not power > 0:
         raise ValueError(f"norm_type={norm_type!r} must be a positive number or 'inf'")
     return power
+
+
+def differs_between_ranks(parameter: Tensor) -> bool:
+    """Whether what counts of this parameter may be another part of it on another rank; the same on every rank."""
+    spec = get_shard_spec(parameter)
+    if spec is None or not hasattr(parameter, "partition_dim"):
+        return False
+    return is_padded_on_some_rank(parameter) or len(spec.pieces) > 1 or any(piece.copies > 1 for piece in spec.pieces)
+
+
+def row_weights(parameter: Tensor, power: float) -> Tensor:
+    """What to multiply a gradient by before its norm, so that a sum over all ranks counts the model once.
+
+    Args:
+        parameter: one that `differs_between_ranks`.
+        power: of the norm.
+
+    Returns:
+        1 long in all dims but the one that is split: the number of copies to the power of -1/`power`; 0 at padding.
+    """
+    spec = get_shard_spec(parameter)
+    assert spec is not None  # such a parameter has one
+    partition_dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    return _row_weights(spec, partition_dim, power, parameter.device)
+
+
+@functools.cache
+@torch.inference_mode(False)
+def _row_weights(spec: ShardSpec, dim: int, power: float, device: torch.device) -> Tensor:
+    shape = [1] * len(spec.local_shape)
+    shape[dim] = spec.local_shape[dim]
+    weights = torch.zeros(shape)
+    for piece in spec.pieces:
+        weights.movedim(dim, 0)[piece.local.slices[dim]] = piece.copies ** (-1 / power)
+    return weights.to(device)

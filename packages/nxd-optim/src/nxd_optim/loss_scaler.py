@@ -14,7 +14,7 @@ from nxd_state import active_group, all_reduce_, get_device
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nxd_optim.mesh_check import require_mesh
+from nxd_optim.placement import require_mesh
 from nxd_optim.zero1 import NeuronZero1Optimizer
 
 SMALLEST_SCALE = 2.0**-24  # float16's smallest number: what overflows at this scale is not finite at any

@@ -2,12 +2,13 @@
 
 The parameters of experts lie otherwise than those of dense layers where the mesh splits experts. A rank then has
 gradients of its experts from the tokens of other ranks, and the ranks with the same experts are fewer than those with
-the same dense layers.
+the same dense layers. Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`.
 """
 
 from dataclasses import dataclass
 
-from nxd_state import Group, ShardSpec, active_group, splits_experts
+import torch.distributed as dist
+from nxd_state import Group, ShardSpec, active_group, model_parallel_is_initialized, splits_experts
 from torch import Tensor
 
 
@@ -72,3 +73,16 @@ def placement_of(parameter: Tensor) -> Placement:
 def ranks_with_gradients() -> tuple[Group, ...]:
     """Beyond the replicas, those of which one may lack gradients that others have: it had no tokens for its experts."""
     return () if expert_placement() is None else (active_group("ep"),)
+
+
+def require_mesh() -> None:
+    """Check that the ranks of this job have been laid out as a mesh.
+
+    Raises:
+        RuntimeError: torch.distributed runs several ranks, but there is no mesh.
+    """
+    if not model_parallel_is_initialized() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"torch.distributed runs {dist.get_world_size()} ranks, but no mesh says what they do; call "
+            "nxd_state.initialize_model_parallel() first: with its defaults all ranks are data-parallel replicas"
+        )

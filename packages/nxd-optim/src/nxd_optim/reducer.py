@@ -1,7 +1,9 @@
-"""Averaging gradients over data-parallel replicas, in buckets, while backward is still running.
+"""Averages gradients over data-parallel replicas, in buckets, while backward is still running.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" describes the method.
 Gradients may be accumulated over any number of backward passes; nothing is communicated until the last one.
+`reduce_sequence_parallel_gradients` sums the gradients of parameters of which each tensor-parallel rank has seen a part
+of the sequence.
 """
 
 import hashlib
@@ -9,14 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from nxd_state import Group, active_group, all_gather_object, check_same_start, records_graphs
+from nxd_state import Group, active_group, all_gather_object, all_reduce_, check_same_start, records_graphs
 from torch import Tensor
 
 from nxd_optim.bucket import GradientBucket, GraphBucket, batch_parameters, make_buckets
-from nxd_optim.bucket_sender import BucketSender, Message
-from nxd_optim.mesh_check import require_mesh
-from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert, ranks_with_gradients
-from nxd_optim.used_parameters import Usage
+from nxd_optim.bucket_sender import BucketSender, Message, Usage
+from nxd_optim.placement import (
+    Placement,
+    dense_placement,
+    expert_placement,
+    is_expert,
+    ranks_with_gradients,
+    require_mesh,
+)
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -246,3 +253,29 @@ def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
                 f"{descriptions[0][0]} of {descriptions[0][1]}, or in another order, shape or dtype; give the same "
                 "ones (with the same requires_grad) in the same order on every rank"
             )
+
+
+@torch.no_grad()
+def reduce_sequence_parallel_gradients(parameters: Iterable[Tensor], group: Group | None = None) -> None:
+    """Sum the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel ranks, in place.
+
+    One message per dtype. A marked parameter without a gradient counts as zero. Call it once per step, before or after
+    the average over data-parallel replicas, but not while that is under way: so after `GradientReducer.finish`.
+
+    Args:
+        parameters: all parameters of the model; the others are left alone.
+        group: the tensor-parallel group if None.
+    """
+    group = group if group is not None else active_group("tp")
+    if group.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in dict.fromkeys(parameters):
+        if parameter.requires_grad and getattr(parameter, "sequence_parallel_enabled", False):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for grads in by_dtype.values():
+        summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), group)
+        for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))

@@ -14,7 +14,7 @@ from torch import Tensor
 from nxd_optim.placement import dense_placement, expert_placement, is_expert
 from nxd_optim.reducer import check_same_parameters
 from nxd_optim.zero1 import NeuronZero1Optimizer, StateTensor
-from nxd_optim.zero1.sharded_state import shards_of_range
+from nxd_optim.zero1.state import shards_of_range
 
 AVERAGE_KEY = "weight_average"
 

@@ -1,7 +1,7 @@
 """A bucket of ZeRO-1: parameters that live in one flat buffer, of which each rank updates one part.
 
 This module manages the memory: parameters, gradients while they are needed, and the weights for this rank's optimizer.
-The order of sending is in `gradient_exchange`, the update in `buckets`.
+The order of sending is in `gradients`, the update in `buckets`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -2,7 +2,7 @@
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. Here is what
 a user calls and the order of a step; who keeps which weights is in `sharded_weights`, how gradients travel in
-`gradient_exchange`, memory and messages in `flat_bucket`, saving in `sharded_state` and `rank_state`.
+`gradients`, memory and messages in `flat_bucket`, saving in `state`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,10 +21,8 @@ from nxd_optim.load_states import restore_numbers
 from nxd_optim.reducer import DEFAULT_BUCKET_BYTES
 from nxd_optim.zero1.buckets import Bucket, choose_dtypes, scale_gradients, update_and_gather
 from nxd_optim.zero1.flat_bucket import Dtypes
-from nxd_optim.zero1.gradient_exchange import GradientExchange
-from nxd_optim.zero1.gradient_parts import OwnGradient, norm_of_parts, own_gradients
+from nxd_optim.zero1.gradients import GradientExchange, OwnGradient, norm_of_parts, own_gradients
 from nxd_optim.zero1.memory_report import MemoryReport, memory_report
-from nxd_optim.zero1.rank_state import check_rank_state, load_rank_state, rank_state, read_rank_file, write_rank_file
 from nxd_optim.zero1.settings import (
     RankLists,
     check_cap,
@@ -32,8 +30,18 @@ from nxd_optim.zero1.settings import (
     check_max_norm,
     find_sharding_group,
 )
-from nxd_optim.zero1.sharded_state import StateTensor, StoredKeys, allocate_state, logical_state
 from nxd_optim.zero1.sharded_weights import ShardedWeights
+from nxd_optim.zero1.state import (
+    StateTensor,
+    StoredKeys,
+    allocate_state,
+    check_rank_state,
+    load_rank_state,
+    logical_state,
+    rank_state,
+    read_rank_file,
+    write_rank_file,
+)
 
 
 class NeuronZero1Optimizer(Optimizer):

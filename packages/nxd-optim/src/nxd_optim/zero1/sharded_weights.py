@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from nxd_optim.zero1.buckets import Bucket, make_base_optimizer, make_buckets
 from nxd_optim.zero1.flat_bucket import Dtypes
-from nxd_optim.zero1.gradient_parts import check_same_sequence_parallel_ranges
+from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges
 from nxd_optim.zero1.settings import settings_of
 
 
