@@ -40,11 +40,16 @@ from nxd_pipeline.partition import (
 )
 from nxd_pipeline.runtime.executor import Executor, Record, without_autocast
 from nxd_pipeline.runtime.failure import Failures
-from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, last_backward
+from nxd_pipeline.runtime.gradient_sync import (
+    GradientSync,
+    GradientSyncs,
+    average_over_replicas,
+    has_split_experts,
+    last_backward,
+)
 from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
 from nxd_pipeline.runtime.microbatches import forward_of, split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
-from nxd_pipeline.runtime.replicas import average_over_replicas, has_split_experts
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 from nxd_pipeline.schedules import (
     Action,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from nxd_pipeline import Schedule
-from nxd_pipeline.schedules.memory import ActivationSize, peak_in_flight
+from nxd_pipeline.schedules.verification import ActivationSize, peak_in_flight
 
 from nxd_plan.layout import Layout
 from nxd_plan.profile import Profile

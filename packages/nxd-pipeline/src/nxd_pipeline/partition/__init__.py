@@ -1,11 +1,9 @@
 """Cutting a model into pipeline stages: by a trace of it, by its structure, or by hand."""
 
-from nxd_pipeline.partition.balance import balanced_cuts, layer_flops
-from nxd_pipeline.partition.cuts import LayerClasses, check_cuts, even_cuts, layer_names
+from nxd_pipeline.partition.cuts import LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_flops, layer_names
 from nxd_pipeline.partition.hugging_face import hugging_face_structure, is_hugging_face
-from nxd_pipeline.partition.layer_list import LayerChain, LossFunction, StageOfLayers, sequence_partition
-from nxd_pipeline.partition.local_parts import LocalParts
-from nxd_pipeline.partition.manual import manual_partition
+from nxd_pipeline.partition.local_parts import LocalParts, without_other_stages
+from nxd_pipeline.partition.manual import LayerChain, LossFunction, StageOfLayers, manual_partition, sequence_partition
 from nxd_pipeline.partition.materialize import ParamInit, materialize
 from nxd_pipeline.partition.options import (
     Balance,
@@ -19,7 +17,6 @@ from nxd_pipeline.partition.stage import Stage, Wiring
 from nxd_pipeline.partition.structure import ModelStructure, structural_partition
 from nxd_pipeline.partition.trace import methods_kept_whole, trace_model
 from nxd_pipeline.partition.traced import traced_partition
-from nxd_pipeline.partition.whole_view import without_other_stages
 
 __all__ = [
     "Stage",

@@ -1,8 +1,12 @@
-"""Chooses the layers that end the stages: given by name, or so that layers are spread evenly."""
+"""Chooses the layers that end the stages: given by name, spread evenly, or balanced by their costs."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 LayerClasses = type[nn.Module] | Sequence[type[nn.Module]]
 
@@ -68,3 +72,106 @@ def check_cuts(module: nn.Module, cuts: Sequence[str], num_stages: int) -> None:
             similar = [name for name in names if name.rpartition(".")[2] == cut.rpartition(".")[2]]
             hint = f"; did you mean {sorted(similar)[0]!r}?" if similar else "; see model.named_modules()"
             raise ValueError(f"pipeline_cuts names {cut!r}, which {type(module).__name__} does not have{hint}")
+
+
+Measure = Callable[[nn.Module], float]
+
+
+def balanced_cuts(layers: Sequence[str], costs: Sequence[float], num_stages: int) -> list[str]:
+    """The last layer of each stage but the last, such that the most expensive stage is as cheap as possible.
+
+    Of the cuts that reach this, those that differ least otherwise (by the sum of squares) are taken. Exact, by dynamic
+    programming over contiguous stages of at least one layer.
+
+    Args:
+        layers: the layers' names.
+        costs: of each layer; or of two more, the first of what precedes the layers and the last of what follows them.
+        num_stages: at most as many as layers.
+
+    Raises:
+        ValueError: there are fewer layers than stages, another number of costs, or costs below zero or infinite.
+    """
+    check_layer_count(len(layers), num_stages)
+    if any(not math.isfinite(cost) or cost < 0 for cost in costs):
+        raise ValueError(f"balance={list(costs)} has costs that are negative or not finite; give times, sizes or FLOPs")
+    if len(costs) == len(layers) + 2:
+        before, *own, behind = costs
+        costs = [own[0] + before, *own[1:]]
+        costs[-1] += behind
+    elif len(costs) != len(layers):
+        raise ValueError(
+            f"balance gives {len(costs)} costs; the model has {len(layers)} layers: give one for each, and beside "
+            "them either none or two, of what precedes the layers and of what follows them"
+        )
+    ends = _best_ends(costs, num_stages)
+    return [layers[end - 1] for end in ends]
+
+
+def _best_ends(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Where each stage but the last ends."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    total = len(costs)
+    # best[end]: the largest stage, the sum of squares and the ends of the stages so far, for the first `end` layers
+    best = {end: (sums[end], sums[end] ** 2, [end]) for end in range(1, total + 1)}
+    for stage in range(1, num_stages):
+        longer = {}
+        for end in range(stage + 1, total + 1):
+            options = []
+            for start in range(stage, end):
+                largest, squares, ends = best[start]
+                cost = sums[end] - sums[start]
+                options.append((max(largest, cost), squares + cost**2, [*ends, end]))
+            longer[end] = min(options)
+        best = longer
+    return best[total][2][:-1]
+
+
+def parameter_count(module: nn.Module) -> float:
+    """How many elements the module's parameters have."""
+    return float(sum(parameter.numel() for parameter in module.parameters()))
+
+
+def flops_per_token(module: nn.Module) -> float:
+    """Forward FLOPs per token of the module's matrices; those of attention scores are left out, as in most counts.
+
+    Embeddings look up and count nothing. Experts all count, so the layers of a mixture of experts look heavier beside
+    the head than they are: `layer_flops` counts exactly.
+    """
+    return float(
+        sum(
+            2 * parameter.numel()
+            for part in module.modules()
+            if not hasattr(part, "embedding_dim")
+            for parameter in part.parameters(recurse=False)
+            if parameter.dim() >= 2
+        )
+    )
+
+
+MEASURES: Mapping[str, Measure] = {"parameters": parameter_count, "flops": flops_per_token}
+
+
+def layer_flops(model: nn.Module, layers: Sequence[str], **inputs: Any) -> list[float]:
+    """FLOPs of a forward, counted without computing it: costs for `balance`.
+
+    Args:
+        model: on any device, also on "meta".
+        layers: the layers' names.
+        **inputs: a microbatch as training gives it; shapes and dtypes matter, values do not.
+
+    Returns:
+        0 for what precedes the layers (embeddings look up), each layer's FLOPs, and those of all else, the head's.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415  (slow to import, and rarely needed)
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
+    counter = FlopCounterMode(display=False, depth=1_000)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), counter:
+        model(**tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs))
+    root = type(model).__name__
+    counts = {name: float(sum(count.values())) for name, count in counter.get_flop_counts().items()}
+    of_layers = [counts.get(f"{root}.{name}", 0.0) for name in layers]
+    return [0.0, *of_layers, counts.get("Global", 0.0) - sum(of_layers)]

@@ -8,16 +8,22 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from nxd_pipeline.partition.balance import MEASURES, balanced_cuts
-from nxd_pipeline.partition.cuts import LayerClasses, check_cuts, even_cuts, layer_names
+from nxd_pipeline.partition.cuts import MEASURES, LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_names
 from nxd_pipeline.partition.hugging_face import (
     hands_on_router_logits,
     hugging_face_inputs,
     hugging_face_structure,
     is_hugging_face,
 )
-from nxd_pipeline.partition.layer_list import LABELS, LayerChain, LossFunction, StageOfLayers, sequence_partition
-from nxd_pipeline.partition.manual import StageChain, manual_partition
+from nxd_pipeline.partition.manual import (
+    LABELS,
+    LayerChain,
+    LossFunction,
+    StageChain,
+    StageOfLayers,
+    manual_partition,
+    sequence_partition,
+)
 from nxd_pipeline.partition.stage import Stage
 from nxd_pipeline.partition.structure import optional_inputs, structural_partition
 from nxd_pipeline.partition.trace import trace_model

@@ -13,13 +13,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec
 
 from nxd_pipeline.partition.stage import Wiring
-from nxd_pipeline.runtime.layout import TensorLayout, ValueLayout, behind, describe_value, leaves_of_a_graph
 from nxd_pipeline.runtime.microbatches import forward_of
-from nxd_pipeline.runtime.p2p import P2PCommunicator
+from nxd_pipeline.runtime.p2p import (
+    P2PCommunicator,
+    TensorLayout,
+    ValueLayout,
+    behind,
+    describe_value,
+    leaves_of_a_graph,
+)
 from nxd_pipeline.runtime.split_backward import SplitBackward
 from nxd_pipeline.schedules import Action, ActionKind, Schedule, verify_schedule
-from nxd_pipeline.schedules.action import RECEIVES
 from nxd_pipeline.schedules.edge import Dataflow
+from nxd_pipeline.schedules.schedule import RECEIVES
 
 Record = Callable[[Action, int, int], None]
 LastBackward = Callable[[Iterable[Tensor]], AbstractContextManager[None]]

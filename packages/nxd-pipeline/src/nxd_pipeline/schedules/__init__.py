@@ -1,15 +1,5 @@
 """Pipeline schedules as data: lists of actions, made, checked, timed, drawn, read and written without any rank."""
 
-from nxd_pipeline.schedules.action import (
-    COMMUNICATION,
-    MAKES_GRADIENT,
-    RECEIVES,
-    SENDS,
-    Action,
-    ActionKind,
-    parse_action,
-)
-from nxd_pipeline.schedules.blocking_communication import insert_blocking_communication
 from nxd_pipeline.schedules.catalog import (
     SCHEDULE_NAMES,
     TRAINING_SCHEDULES,
@@ -30,14 +20,25 @@ from nxd_pipeline.schedules.catalog import (
     zero_bubble_v,
 )
 from nxd_pipeline.schedules.chart import save_chart, text_chart
-from nxd_pipeline.schedules.communication import insert_communication
-from nxd_pipeline.schedules.csv_file import format_schedule, parse_schedule, read_schedule, write_schedule
+from nxd_pipeline.schedules.communication import insert_blocking_communication, insert_communication
 from nxd_pipeline.schedules.edge import Dataflow, Edge, chain
-from nxd_pipeline.schedules.memory import ActivationSize, activations_kept, peak_in_flight
-from nxd_pipeline.schedules.schedule import Schedule, custom_schedule
-from nxd_pipeline.schedules.simulation import Costs, StageCost, simulate
-from nxd_pipeline.schedules.timeline import Span, Timeline
-from nxd_pipeline.schedules.verification import verify_schedule
+from nxd_pipeline.schedules.schedule import (
+    COMMUNICATION,
+    MAKES_GRADIENT,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    custom_schedule,
+    format_schedule,
+    parse_action,
+    parse_schedule,
+    read_schedule,
+    write_schedule,
+)
+from nxd_pipeline.schedules.simulation import Costs, Span, StageCost, Timeline, simulate
+from nxd_pipeline.schedules.verification import ActivationSize, activations_kept, peak_in_flight, verify_schedule
 
 __all__ = [
     # what a schedule is

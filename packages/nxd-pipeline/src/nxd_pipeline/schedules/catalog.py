@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from nxd_pipeline.schedules.action import Action, ActionKind
-from nxd_pipeline.schedules.schedule import Schedule
+from nxd_pipeline.schedules.schedule import Action, ActionKind, Schedule
 
 F, B, I, W = (  # noqa: E741
     ActionKind.FORWARD,

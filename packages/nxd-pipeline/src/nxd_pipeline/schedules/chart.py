@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from nxd_pipeline.schedules.action import ActionKind
-from nxd_pipeline.schedules.timeline import Timeline
+from nxd_pipeline.schedules.schedule import ActionKind
+from nxd_pipeline.schedules.simulation import Timeline
 
 COLORS = {
     ActionKind.FORWARD: "#7fb2e5",

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nxd_pipeline.schedules.action import MAKES_GRADIENT, RECEIVES, Action, ActionKind
-from nxd_pipeline.schedules.schedule import Schedule
+from nxd_pipeline.schedules.schedule import MAKES_GRADIENT, RECEIVES, Action, ActionKind, Schedule
 
 
 @dataclass(frozen=True, slots=True)

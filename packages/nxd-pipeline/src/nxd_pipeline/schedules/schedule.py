@@ -1,14 +1,104 @@
 """A pipeline schedule as data: one list of actions per pipeline rank, and which rank holds which stage.
 
-`catalog` makes the schedules of the known methods; `communication` adds the messages to an order of computation.
+An action is one step of a rank for one stage and one microbatch. It has a text form, so a schedule can be written as
+CSV: one line per rank, one action per cell, as in `0F0,0SA0>1,0F1,0SA1>1,0RG0<1,0B0`. Empty cells are idle time and are
+ignored, so tables whose columns line up in time can be read as well, among them the computations that
+torch.distributed.pipelining dumps.
+
+`catalog` builds the schedules of the known methods; `communication` adds messages to an order of computation;
+`verification` checks the result.
 """
 
+import csv
+import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from itertools import count
+from pathlib import Path
 
-from nxd_pipeline.schedules.action import Action, ActionKind, parse_action
+
+class ActionKind(StrEnum):
+    """The kind of an action; the value is its notation, as in `0F3`: stage 0, forward, microbatch 3."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of inputs and weights together
+    BACKWARD_INPUT = "I"  # gradients of the stage's inputs, which the stages before it wait for
+    BACKWARD_WEIGHT = "W"  # gradients of the stage's weights, which no other stage waits for
+    SEND_ACTIVATION = "SA"
+    RECV_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECV_GRADIENT = "RG"
+
+
+SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
+RECEIVES = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})
+COMMUNICATION = SENDS | RECEIVES
+MAKES_GRADIENT = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT})  # of a stage's inputs
+
+_COUNTERPART = {
+    ActionKind.SEND_ACTIVATION: ActionKind.RECV_ACTIVATION,
+    ActionKind.RECV_ACTIVATION: ActionKind.SEND_ACTIVATION,
+    ActionKind.SEND_GRADIENT: ActionKind.RECV_GRADIENT,
+    ActionKind.RECV_GRADIENT: ActionKind.SEND_GRADIENT,
+}
+_NOTATION = re.compile(r"(\d+)(F|B|I|W|SA|RA|SG|RG)(\d+)(?:([<>])(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of the rank of `stage` for one microbatch.
+
+    Written `0F3` where it computes. Communication also names the stage at the other end: `0SA3>1` sends stage 0's
+    output of microbatch 3 to stage 1, which receives it by `1RA3<0`; `1SG3>0` and `0RG3<1` are its gradient's way back.
+    """
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.peer is not None) != (self.kind in COMMUNICATION):
+            expected = "needs the stage at the other end as" if self.peer is None else "computes and takes no"
+            raise ValueError(f"action {self.stage}{self.kind}{self.microbatch} {expected} peer, peer={self.peer}")
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether it sends or receives; else it computes."""
+        return self.peer is not None
+
+    def counterpart(self) -> "Action":
+        """The action at the other end of a message."""
+        if self.peer is None:
+            raise ValueError(f"{self} computes; only actions that send or receive have a counterpart")
+        return Action(_COUNTERPART[self.kind], self.peer, self.microbatch, self.stage)
+
+    def __str__(self) -> str:
+        if self.peer is None:
+            return f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{self.stage}{self.kind}{self.microbatch}{'>' if self.kind in SENDS else '<'}{self.peer}"
+
+
+def parse_action(text: str) -> Action:
+    """The action that is written so.
+
+    Raises:
+        ValueError: `text` is not `<stage><kind><microbatch>`, with `><stage>` or `<<stage>` behind a send or receive.
+    """
+    match = _NOTATION.fullmatch(text.strip())
+    if match is not None:
+        stage, kind, microbatch, _, peer = match.groups()
+        if (peer is not None) == (kind in COMMUNICATION):
+            action = Action(ActionKind(kind), int(stage), int(microbatch), None if peer is None else int(peer))
+            if str(action) == text.strip():
+                return action
+    raise ValueError(
+        f"action {text.strip()!r} is not understood; expected stage, kind and microbatch, such as 0F3, 1B0, 1I0 or "
+        "1W0, or with the stage at the other end 0SA3>1, 1RA3<0, 1SG3>0 or 0RG3<1"
+    )
 
 
 @dataclass(frozen=True)
@@ -121,3 +211,32 @@ def _parse(rank: int, action: Action | str) -> Action:
         return parse_action(action)
     except ValueError as error:
         raise ValueError(f"rank {rank}: {error}") from None
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """The schedule as CSV text, messages included if it has any."""
+    return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.actions)
+
+
+def parse_schedule(text: str, *, name: str = "custom") -> Schedule:
+    """The schedule that CSV text gives; stages live on the rank in whose line they stand. Blank lines mean nothing.
+
+    Raises:
+        ValueError: the text is no CSV, a cell is no action, or the lines do not make a schedule; see
+            `custom_schedule`.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(text), skipinitialspace=True))
+    except csv.Error as error:
+        raise ValueError(f"schedule {name!r} is no CSV: {error}; give a line per rank, an action per cell") from None
+    return custom_schedule([[cell for cell in row if cell.strip()] for row in rows if row], name=name)
+
+
+def write_schedule(schedule: Schedule, file: str | Path) -> None:
+    """Writes the schedule as CSV."""
+    Path(file).write_text(format_schedule(schedule), encoding="utf-8")
+
+
+def read_schedule(file: str | Path) -> Schedule:
+    """The schedule in a CSV file, named like the file; see `parse_schedule`."""
+    return parse_schedule(Path(file).read_text(encoding="utf-8-sig"), name=Path(file).stem)

@@ -1,4 +1,4 @@
-"""Simulates a schedule for given costs: when each action starts and ends.
+"""Simulates a schedule for given costs: a `Timeline` of when each action starts and ends, and of idle time.
 
 An order of computation is enough; where the schedule also sends and receives, messages leave when they are sent, and
 arrive once both ends are there. Links do not slow one another down.
@@ -7,11 +7,49 @@ arrive once both ends are there. Links do not slow one another down.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from nxd_pipeline.schedules.action import SENDS, Action, ActionKind
 from nxd_pipeline.schedules.edge import Dataflow, Edge
-from nxd_pipeline.schedules.schedule import Schedule
-from nxd_pipeline.schedules.timeline import Span, Timeline
+from nxd_pipeline.schedules.schedule import SENDS, Action, ActionKind, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action and when it started and ended; a send or receive ends when its message has arrived."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of every pipeline rank, in the order of its actions; any unit of time, one clock for all ranks."""
+
+    name: str
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def compute_spans(self) -> tuple[tuple[Span, ...], ...]:
+        """The same without sends and receives, which do not keep a rank busy."""
+        return tuple(tuple(span for span in spans if not span.action.is_communication) for spans in self.spans)
+
+    @property
+    def start(self) -> float:
+        """When the first computation starts."""
+        return min((span.start for spans in self.compute_spans for span in spans), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """From the start of the first computation to the end of the last."""
+        return max((span.end for spans in self.compute_spans for span in spans), default=0.0) - self.start
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time within the makespan in which they did not compute."""
+        busy = sum(span.end - span.start for spans in self.compute_spans for span in spans)
+        available = self.makespan * len(self.spans)
+        return 1 - busy / available if available else 0.0
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from nxd_pipeline.timeline.bubble import BubbleReport, bubble_report, measured_costs
 from nxd_pipeline.timeline.chrome_trace import read_trace
-from nxd_pipeline.timeline.clock import ClockOffset, clock_offsets
 from nxd_pipeline.timeline.trace_file import MAX_EVENTS, MAX_STEPS, TraceFile
-from nxd_pipeline.timeline.traced_step import TracedStep
+from nxd_pipeline.timeline.traced_step import ClockOffset, TracedStep, clock_offsets
 
 __all__ = [
     "TraceFile",
