@@ -183,9 +183,9 @@ def error_of_saving(trainer, optimizer_class, folder):
         (
             tensor_parallel,
             Momentum8bit,
-            "'optimizer.state.model.2.weight.momentum': a Quantized [8, 16] is cut into [8, 8]",
+            "'optimizer.state.model.2.weight.momentum': a Quantized [8, 16] is split into [8, 8]",
         ),
-        (fsdp, Preconditioned, "'optimizer.state.model.0.weight.factor' is a plain Tensor [3] of a parameter [16, 8]"),
+        (fsdp, Preconditioned, "'optimizer.state.model.0.weight.factor' is a plain Tensor [3] for a parameter [16, 8]"),
     ],
 )
 def test_states_that_are_cut_in_an_unknown_way_are_refused_by_path(

@@ -154,7 +154,7 @@ def test_delete_what_is_not_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.tex").write_text("five years")
 
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'notes' in .*; there are: none"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'notes' in .*; available: none"):
         delete(tmp_path, "notes")
     with pytest.raises(ValueError, match=r"tag '../x' is not allowed"):
         delete(tmp_path, "../x")
@@ -211,9 +211,9 @@ def test_retain_nothing_is_refused(tmp_path, keep_last):
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        ("checkpoint", r"it is a checkpoint itself: give '.*runs' as the path and 'step-1' as the tag"),
+        ("checkpoint", r"it is itself a checkpoint: pass '.*runs' as the path and 'step-1' as the tag"),
         ("dangling link", "it is a link to nowhere, which does not exist"),
-        ("file", "it is no folder"),
+        ("file", "it is not a folder"),
         ("dcp", "see nxd_ckpt.interop.open_torch_dcp"),
         ("hf", "see nxd_ckpt.interop.open_hugging_face"),
     ],

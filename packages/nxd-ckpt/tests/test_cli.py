@@ -332,7 +332,7 @@ def test_url_of_a_package_that_is_not_installed_says_what_to_install(run, monkey
     code, out, err = run("list", "peers://10.0.0.1:4001/")
 
     assert (code, out) == (2, "")
-    assert err == "nxd-ckpt list: checkpoints at peers:// need a package: pip install nxd-elastic\n"
+    assert err == "nxd-ckpt list: checkpoints at peers:// need another package: pip install nxd-elastic\n"
 
 
 def test_names_cannot_move_the_cursor_or_break_lines(run, run_json, tmp_path):
@@ -479,9 +479,9 @@ def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):
         (["convert", "{root}", "{tmp}/out", "--to", "neuronx-v1"], "needs --sharding"),
         (["convert", "{root}", "s3://b/out", "--to", "hf"], "is a URL"),
         (["convert", "{root}", "{tmp}/junk", "--to", "dcp"], "not empty"),
-        (["convert", "{root}", "{tmp}/out", "--to", "hf", "--max-shard-size", "big"], "no size"),
-        (["convert", "{tmp}/junk", "{tmp}/out", "--to", "hf"], "no checkpoint of a known kind"),
-        (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v1", "--sharding", "{tmp}/junk/file"], "is no JSON"),
+        (["convert", "{root}", "{tmp}/out", "--to", "hf", "--max-shard-size", "big"], "is not a size"),
+        (["convert", "{tmp}/junk", "{tmp}/out", "--to", "hf"], "does not contain a checkpoint in a known format"),
+        (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v1", "--sharding", "{tmp}/junk/file"], "is not valid JSON"),
         (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v1", "--sharding", "llama", "--tp", "0"], "use 1 or more"),
         (["convert", "{root}", "{tmp}/o", "--to", "neuronx-v1", "--sharding", "{tmp}/list.json"], "expected {pattern"),
         (["convert", "{root}", "{tmp}/o", "--to", "hf", "--stages", "{tmp}/list.json"], "pipeline rank for each"),

@@ -109,8 +109,8 @@ def test_gather_after_a_session_that_a_rank_left_halfway_is_in_step_again():
 def test_gather_value_that_json_cannot_hold_raises_on_all_ranks_at_once(value):
     outcomes, _ = on_threads(lambda ranks: ranks.all_gather_object(value if ranks.rank == 1 else 1), 2, timeout=3600)
 
-    assert "rank 1 of 2 cannot say what it has to: a" in str(outcomes[1])
-    assert "rank 1 of 2 cannot say what it has to: a" in str(outcomes[0])
+    assert "rank 1 of 2 cannot send its message: a" in str(outcomes[1])
+    assert "rank 1 of 2 cannot send its message: a" in str(outcomes[0])
 
 
 class _Bomb:
@@ -156,8 +156,8 @@ def test_gather_what_a_stranger_put_into_the_store_is_an_error_and_not_run(tmp_p
     ("key", "forged", "said"),
     [
         ("test/0/0/outcome", b"\x1b[2Jgone", r"^\\x1b\[2Jgone$"),
-        ("test/0/0/1", b"\x1b[2J", r"the store holds a message in b'\\x1b\[2J' parts$"),
-        ("test/left", b"{", "the store holds a farewell that is none: Expecting property name"),
+        ("test/0/0/1", b"\x1b[2J", r"the store holds an invalid number of message parts, b'\\x1b\[2J'$"),
+        ("test/left", b"{", "the store holds an invalid farewell: Expecting property name"),
     ],
 )
 def test_gather_text_of_a_stranger_is_told_as_such_and_cannot_steer_a_terminal(monkeypatch, key, forged, said):
@@ -191,7 +191,7 @@ def test_save_message_of_another_kind_from_a_rank_is_an_error_of_one_line_that_n
         def all_gather_object(self, value):
             return [value, sent]
 
-    with pytest.raises(CheckpointError, match="rank 1 sent what is no message of this kind") as raised:
+    with pytest.raises(CheckpointError, match="rank 1 sent an unexpected message") as raised:
         save(tmp_path, "t", {"w": torch.ones(2)}, process_group=Others())
 
     assert "\n" not in str(raised.value)

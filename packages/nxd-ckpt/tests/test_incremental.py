@@ -324,7 +324,7 @@ def test_base_that_goes_before_it_is_held_is_an_error_on_all_ranks_and_nothing_i
     if meanwhile == "overwritten":
         monkeypatch.setattr("nxd_ckpt.stores.posix.lock", lambda path: None)
 
-    with pytest.raises(CheckpointError, match="'step-1', of which this incremental save references data, is no longer"):
+    with pytest.raises(CheckpointError, match="'step-1', whose data this incremental save references, has changed"):
         save_steps(root, 2)
     assert 2 not in sizes(root)
 
@@ -339,7 +339,7 @@ def test_base_whose_deletion_has_begun_is_an_error_though_its_data_is_still_ther
 
     monkeypatch.setattr(Base, "take", retire_and_take)
 
-    with pytest.raises(CheckpointError, match="is no longer what it was: there is no checkpoint 'step-1'"):
+    with pytest.raises(CheckpointError, match="has changed: there is no checkpoint 'step-1'"):
         save_steps(tmp_path, 2)
 
 

@@ -49,7 +49,7 @@ def test_load_differences_are_listed_all_at_once_and_on_every_rank(root):
     assert isinstance(outcomes[0], CheckpointError)
     assert str(outcomes[0]) == str(outcomes[1])
     assert str(outcomes[0]).splitlines() == [
-        f"loading checkpoint 't' from {root} failed: it does not fit what is asked for",
+        f"loading checkpoint 't' from {root} failed: the checkpoint does not match what is asked for",
         "  'a' is torch.float32 [4, 2] as [0:4,0:2], asked for torch.float32 [2, 4] as [0:2,0:4]",
         "  'b' is torch.bfloat16 [3] as [0:3], asked for torch.float32 [3] as [0:3] (rank 0)",
         "  (pass convert_dtype=True to convert) (rank 0)",
@@ -209,7 +209,7 @@ def test_load_ranks_that_find_different_saves_under_a_tag_are_refused(tmp_path):
 def test_load_absent_tag_says_which_there_are(root):
     shutil.copytree(root / "t", root / "u")
 
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'v' in .*; there are: t, u"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'v' in .*; available: t, u"):
         load(root, "v", into={})
 
 
@@ -248,7 +248,7 @@ def test_load_tensors_that_lie_in_the_same_bytes_each_get_their_own_type_and_sha
 def test_save_of_a_manifest_larger_than_readers_take_leaves_the_old_one(root, monkeypatch):
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 2000)
 
-    with pytest.raises(CheckpointError, match="bytes, but may have 2000; pass large objects as extra files"):
+    with pytest.raises(CheckpointError, match="bytes, the limit is 2000; pass large objects as extra files"):
         save(root, "t", STATE, objects="x" * 2000, overwrite=True)
 
     assert open_checkpoint(root, "t").objects is None

@@ -208,7 +208,7 @@ def pruned(layer):
 def test_what_belongs_to_a_split_weight_and_does_not_say_its_part_is_refused_by_path(tmp_path, change, refused):
     def write(ranks):
         state = {"m": nn.Sequential(change(Split(ranks.rank)))}
-        message = f"'m': 0.{refused} .*belongs to a weight that 2 ranks split"
+        message = f"'m': 0.{refused} .*belongs to a weight split over 2 ranks"
         with pytest.raises(ValueError, match=message) if refused else nullcontext():
             save(tmp_path, "a", state, process_group=ranks)
 

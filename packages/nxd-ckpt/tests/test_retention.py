@@ -113,7 +113,7 @@ def test_retain_newest_with_damaged_files_counts_for_nothing_and_is_not_touched(
     (data,) = (tmp_path / "step-3" / "data").iterdir()
     damage(data)
 
-    with pytest.warns(UserWarning, match=f"skipping a checkpoint that is not complete: data file {data} {message}"):
+    with pytest.warns(UserWarning, match=f"skipping an incomplete checkpoint: data file {data} {message}"):
         assert retain(tmp_path, keep_last=1) == ["step-1"]
 
     assert steps(tmp_path) == [2, 3]
@@ -144,8 +144,8 @@ def test_retain_leaves_alone_what_another_process_has_changed_meanwhile(tmp_path
     [
         ({"keep_last": 0}, "keep_last=0 would remove the newest checkpoint; use 1 or more"),
         ({"keep_last": 1, "keep_every": 0}, "keep_every=0 is not a number of steps; use 1 or more, or None"),
-        ({"keep_last": 1, "keep_best": 1}, "keep_best=1 and metric=None do not fit: give both, or neither"),
-        ({"keep_last": 1, "metric": "loss"}, "keep_best=0 and metric='loss' do not fit: give both, or neither"),
+        ({"keep_last": 1, "keep_best": 1}, "keep_best=1 and metric=None belong together: pass both or neither"),
+        ({"keep_last": 1, "metric": "loss"}, "keep_best=0 and metric='loss' belong together: pass both or neither"),
         (
             {"keep_last": 1, "keep_best": 1, "metric": "loss", "best": "smallest"},
             "best='smallest' is neither 'lowest' nor 'highest'",
@@ -228,7 +228,7 @@ def test_gc_while_a_save_is_at_work_is_refused(tmp_path, monkeypatch):
     def fsync_and_collect(fd):
         if not errors:
             errors.append(None)
-            with pytest.raises(CheckpointError, match="another save is at work in") as error:
+            with pytest.raises(CheckpointError, match="another save is in progress in") as error:
                 gc(tmp_path)
             errors[0] = error.value
         fsync(fd)

@@ -278,7 +278,7 @@ class Flat(torch.optim.SGD):
 def test_state_dict_of_no_known_form_is_refused_by_path(tmp_path):
     model = nn.Linear(2, 2)
 
-    with pytest.raises(ValueError, match="'optimizer' is a Flat, whose state_dict is not of torch's form"):
+    with pytest.raises(ValueError, match="'optimizer' is a Flat, whose state_dict is not in torch's form"):
         save(tmp_path, "a", {"model": model, "optimizer": Flat(model.parameters())})
 
 

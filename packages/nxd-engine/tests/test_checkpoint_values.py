@@ -136,7 +136,7 @@ def test_missing_checkpoints_are_errors_that_say_so(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint 'b'"):
         load_checkpoint(tmp_path, "b")
     save_checkpoint(tmp_path, "a")
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'b'.*there are: a"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'b'.*available: a"):
         load_checkpoint(tmp_path, "b")
 
 

@@ -52,7 +52,7 @@ def test_link_out_of_a_folder_is_refused_by_name_and_one_in_the_hubs_cache_is_no
     assert read_companions(folder) == {"tokenizer.json": b"{}"}
 
     (folder / "tokenizer_config.json").symlink_to(tmp_path / "private")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is a symbolic link that leads out of .*private"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is a symbolic link that points outside .*private"):
         read_companions(folder)
 
 

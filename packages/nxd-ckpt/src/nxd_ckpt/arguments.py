@@ -1,11 +1,11 @@
-"""Checks of arguments that several calls share. A ValueError says the value and what to pass instead."""
+"""Checks of arguments that several functions share. A ValueError shows the value and what to pass instead."""
 
 import math
 import os
 
 
 def check_flags(**flags: object) -> None:
-    """Accepts True and False alone: of others, such as the text "no", most would count as True.
+    """Accepts only True and False: most other values, such as the string "no", would count as True.
 
     Raises:
         ValueError: names the first flag that is neither.
@@ -19,7 +19,7 @@ _DEFAULT_TIMEOUT = 1800.0  # seconds
 
 
 def default_timeout() -> float:
-    """How many seconds ranks wait for each other if nothing else is said: those of `NXD_TIMEOUT`, else half an hour."""
+    """Return the default number of seconds that ranks wait for each other: `NXD_TIMEOUT`, else half an hour."""
     text = os.environ.get("NXD_TIMEOUT", "")
     try:
         seconds = float(text)
@@ -39,5 +39,5 @@ def check_timeout(timeout: float) -> None:
 
 
 def is_timeout(timeout: object) -> bool:
-    """Whether somebody can wait so many seconds."""
+    """Whether a value is a finite number of seconds above 0."""
     return type(timeout) in (int, float) and 0 < timeout < math.inf  # type: ignore[operator]

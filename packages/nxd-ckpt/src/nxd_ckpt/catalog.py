@@ -1,8 +1,8 @@
 """Lists the checkpoints of a folder, oldest first.
 
-Order comes from the step, the commit time and the save id in the manifests, never from file times or from the hint
-LATEST. A folder without a whole manifest is not a checkpoint: it is neither listed nor counted. Of each manifest only
-the first line is read, whatever the checkpoint holds; of the newest the whole text is compared with its digest, too.
+The order comes from the step, commit time and save id in the manifests, never from file times or the LATEST hint. A
+folder without a complete manifest is not a checkpoint and is not listed. Only the first line of each manifest is read;
+for the newest, the whole text is also compared with its digest.
 """
 
 import math
@@ -17,7 +17,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead, check_digest
 from nxd_ckpt.stores import Store, check_tag, heads, open_store
 
-_LATEST_TIME = math.nextafter(2.0**63, 0)  # that a manifest can hold
+_LATEST_TIME = math.nextafter(2.0**63, 0)  # the largest time that a manifest can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class CheckpointInfo:
 
     Attributes:
         tag: its name.
-        step: the step it was saved at, if that was given.
+        step: the `step` passed to `save`, if any.
         save_id: unique to the save that wrote it.
         committed_at: seconds since 1970.
-        world_size: how many ranks saved it.
-        num_bytes: of its data, without what it references in other checkpoints.
+        world_size: number of ranks that saved it.
+        num_bytes: size of its data, without data that it references in other checkpoints.
         metrics: the numbers in `objects["metrics"]`, by name.
-        pinned: whether `pin` keeps it.
+        pinned: whether it is pinned by `pin`.
     """
 
     tag: str
@@ -46,29 +46,29 @@ class CheckpointInfo:
 
 
 def list_checkpoints(path: "str | os.PathLike[str]") -> list[CheckpointInfo]:
-    """The complete checkpoints in a folder, oldest first; those without a step come before those with one.
+    """List the complete checkpoints in a folder, oldest first; those without a step come before those with one.
 
-    A damaged manifest is skipped with a warning. Of all but the newest only the first line and the size are looked at.
+    A damaged manifest is skipped with a warning. Only the newest manifest is checked beyond its first line and size.
     """
     return _list(open_store(path))
 
 
 def complete_tags(store: Store) -> list[str]:
-    """Their tags, oldest first; a damaged manifest is skipped with a warning."""
+    """Return the tags of the complete checkpoints, oldest first; a damaged manifest is skipped with a warning."""
     return [info.tag for info in _list(store)]
 
 
 def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
-    """The newest checkpoint in a folder, None if there is none.
+    """Return the newest checkpoint in a folder, or None if the folder has no checkpoints.
 
     Raises:
-        CheckpointError: the manifest of one is damaged or of another version, so that may be the newest.
+        CheckpointError: a manifest is damaged or has an unknown version, so that checkpoint may be the newest.
     """
     return _newest(open_store(path))
 
 
 def newest_readable(store: Store) -> tuple[str, Manifest] | None:
-    """Tag and manifest of the newest checkpoint whose manifest can be read, None if there is none."""
+    """Return the tag and manifest of the newest checkpoint with a readable manifest, or None if there are none."""
     found, _ = heads.read_heads(store)
     for tag, _ in reversed(found):
         with suppress(CheckpointError, FileNotFoundError):
@@ -77,7 +77,7 @@ def newest_readable(store: Store) -> tuple[str, Manifest] | None:
 
 
 def next_commit_time(store: Store) -> float:
-    """When a commit takes place: now, but after every commit in the folder, also if the clock was set back since."""
+    """Return the time for a commit: now, but later than every commit in the folder, even if the clock was set back."""
     found, _ = heads.read_heads(store)
     last = max((head.committed_at for _, head in found), default=-math.inf)
     now = time.time()
@@ -88,7 +88,7 @@ def read_manifest(store: Store, tag: str) -> Manifest:
     """Reads and checks one checkpoint's manifest.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
     try:
         return heads.read_manifest(store, tag)
@@ -97,7 +97,7 @@ def read_manifest(store: Store, tag: str) -> Manifest:
 
 
 def read_head(store: Store, tag: str) -> ManifestHead:
-    """Reads and checks the first line of one checkpoint's manifest; raises as `read_manifest`."""
+    """Reads and checks the first line of one checkpoint's manifest; raises the errors of `read_manifest`."""
     try:
         return heads.read_head(store, tag)
     except FileNotFoundError:
@@ -106,36 +106,36 @@ def read_head(store: Store, tag: str) -> ManifestHead:
 
 def _is_not_there(store: Store, tag: str) -> CheckpointError:
     there = ", ".join(store.tags()) or "none"
-    return CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; there are: {there}{_instead(store)}")
+    return CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; available: {there}{_instead(store)}")
 
 
 def _instead(store: Store) -> str:
-    """What is at the place of a folder of checkpoints instead, to be appended to an error; "" if nothing is known."""
+    """Describe what the path holds instead of checkpoints, to append to an error; "" if unknown."""
     path = store.location
     if "://" in path:
         return ""
     if not os.path.isdir(path):
         if os.path.islink(path) and not os.path.exists(path):
             return f"; it is a link to {os.readlink(path)}, which does not exist"
-        return "; it is no folder" if os.path.exists(path) else ""
+        return "; it is not a folder" if os.path.exists(path) else ""
     names = set(os.listdir(path))
     found = ""
     if MANIFEST_NAME in names:
         parent, tag = os.path.split(path)
-        found = f"; it is a checkpoint itself: give {parent!r} as the path and {tag!r} as the tag"
+        found = f"; it is itself a checkpoint: pass {parent!r} as the path and {tag!r} as the tag"
     elif ".metadata" in names:
-        found = "; it is one of torch.distributed.checkpoint: see nxd_ckpt.interop.open_torch_dcp"
+        found = "; it is a torch.distributed.checkpoint folder: see nxd_ckpt.interop.open_torch_dcp"
     elif any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        found = "; it is a folder of safetensors: see nxd_ckpt.interop.open_hugging_face"
+        found = "; it is a folder of safetensors files: see nxd_ckpt.interop.open_hugging_face"
     return found
 
 
 def find_tag(store: Store, tag: str | None) -> str:
-    """The given tag, checked, or that of the newest checkpoint.
+    """Return the given tag after checking it, or the tag of the newest checkpoint.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: no tag is given, and there is no checkpoint or a manifest that may be the newest is damaged.
+        CheckpointError: no tag is given, and there is no checkpoint, or a damaged manifest may be the newest.
     """
     if tag is not None:
         return check_tag(tag)
@@ -146,12 +146,12 @@ def find_tag(store: Store, tag: str | None) -> str:
 
 
 def _newest(store: Store) -> CheckpointInfo | None:
-    """A damaged manifest does not say how new it is, so the newest of the others may not be the newest of all."""
+    """Return the newest checkpoint. A damaged manifest is an error, since it might be the newest of all."""
     checkpoints, problems = _survey(store)
     if problems:
         raise CheckpointError(
-            f"the newest checkpoint in {store.location} cannot be told: {'; '.join(problems)}; give the tag of another "
-            "one, move what is damaged elsewhere, or load with fallback=True"
+            f"cannot determine the newest checkpoint in {store.location}: {'; '.join(problems)}; pass the tag of "
+            "another one, move the damaged one elsewhere, or load with fallback=True"
         )
     return checkpoints[-1] if checkpoints else None
 
@@ -159,12 +159,12 @@ def _newest(store: Store) -> CheckpointInfo | None:
 def _list(store: Store) -> list[CheckpointInfo]:
     checkpoints, problems = _survey(store)
     for problem in problems:
-        warnings.warn(f"skipping a folder that is no usable checkpoint: {problem}", stacklevel=3)
+        warnings.warn(f"skipping an unusable checkpoint: {problem}", stacklevel=3)
     return checkpoints
 
 
 def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
-    """The complete checkpoints, oldest first, and why others are not; the whole manifest of the newest is intact."""
+    """Return the complete checkpoints, oldest first, and the problems of others; verifies the newest manifest fully."""
     found, problems = heads.read_heads(store)
     while found:
         tag = found[-1][0]

@@ -102,7 +102,7 @@ def _in_order_of_cutting(placements: "Sequence[Placement]", mesh_shape: Sequence
         waiting = [it for it in waiting if it[2] > 1]
         order += reversed(ready)
     if waiting:
-        raise ValueError(f"a DTensor with {tuple(placements)} on a mesh {tuple(mesh_shape)} has no known order of cuts")
+        raise ValueError(f"unknown sharding order of a DTensor with {tuple(placements)} on a mesh {tuple(mesh_shape)}")
     return order
 
 

@@ -180,10 +180,10 @@ def make_folders(path: str) -> None:
         return
     if os.path.islink(path):
         raise CheckpointError(
-            f"{path} is a link to {os.readlink(path)}, which is no folder; make it or remove the link"
+            f"{path} is a link to {os.readlink(path)}, which is not a folder; create it or remove the link"
         )
     if os.path.exists(path):
-        raise CheckpointError(f"{path} is no folder; choose another path")
+        raise CheckpointError(f"{path} is not a folder; choose another path")
     parent = os.path.dirname(path)
     make_folders(parent)
     with contextlib.suppress(FileExistsError):

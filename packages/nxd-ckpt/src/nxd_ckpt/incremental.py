@@ -65,8 +65,8 @@ class Base:
             self.check_files(store)
         except CheckpointError as error:
             raise CheckpointError(
-                f"checkpoint {self.tag!r}, of which this incremental save references data, is no longer what it was: "
-                f"{error}; save again"
+                f"checkpoint {self.tag!r}, whose data this incremental save references, has changed: {error}; save "
+                "again"
             ) from None
 
     def check_files(self, store: Store) -> None:
@@ -104,7 +104,7 @@ class _Fingerprints(NamedTuple):
 
 def _fingerprints_from(message: Any) -> _Fingerprints:
     digests, hashes = message
-    expect(all_are(str, [*digests, *(text for of_chunk in hashes for text in of_chunk)]), "hashes that are none")
+    expect(all_are(str, [*digests, *(text for of_chunk in hashes for text in of_chunk)]), "invalid hashes")
     return _Fingerprints(list(digests), [tuple(of_chunk) for of_chunk in hashes])
 
 
@@ -132,7 +132,9 @@ def find_increment(
     found = parsed(sent, _fingerprints_from, doing)
     for rank, (of_rank, fingerprints) in enumerate(zip(chunks, found, strict=True)):
         if not len(of_rank) == len(fingerprints.digests) == len(fingerprints.hashes):
-            raise CheckpointError(f"{doing} failed: rank {rank} hashed {len(fingerprints.digests)} chunks of its own")
+            raise CheckpointError(
+                f"{doing} failed: rank {rank} hashed {len(fingerprints.digests)} chunks, not {len(of_rank)}"
+            )
     digests = [fingerprints.digests for fingerprints in found]
     base: Base | None = None
 

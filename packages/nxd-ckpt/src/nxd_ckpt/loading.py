@@ -1,6 +1,6 @@
-"""`load`: every rank fills the tensors that it gives, from whatever layout they were saved in.
+"""`load`: every rank fills its own tensors, no matter in which layout they were saved.
 
-All ranks check everything first and agree on success; only then is the first destination changed.
+All ranks first check everything and agree that it succeeded; only then is any destination changed.
 """
 
 import os
@@ -38,10 +38,10 @@ class LoadedObjects:
 
     Attributes:
         tag: the checkpoint's name.
-        step: the step it was saved at, if that was given.
-        world_size: how many ranks saved it.
-        objects: what rank 0 gave to `save`.
-        rank_objects: what the rank of this number gave; None if it gave nothing or there was no such rank.
+        step: the step passed to `save`, if any.
+        world_size: number of ranks that saved it.
+        objects: the `objects` that rank 0 passed to `save`.
+        rank_objects: the `rank_objects` of the rank with this rank's number; None if it passed none or did not exist.
     """
 
     tag: str
@@ -53,7 +53,7 @@ class LoadedObjects:
 
 @dataclass(frozen=True, slots=True)
 class _LoadOptions:
-    """How to load; the same on all ranks."""
+    """The options of a load; equal on all ranks."""
 
     tag: str | None
     strict: bool
@@ -76,32 +76,32 @@ def load(
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> LoadedObjects:
-    """Fills tensors in place from a checkpoint, each rank reading only the bytes that it needs. Called by all ranks.
+    """Fills tensors in place from a checkpoint; each rank reads only the bytes that it needs. Call it on all ranks.
 
     Args:
-        path: the folder that was given to `save`.
-        tag: which checkpoint; default: the newest one.
-        into: what this rank wants of each logical tensor; the shards' memory is filled. Ranks may want different
-            names and any boxes, whatever the layout was when saving. All that `save` takes: modules are filled in
-            place, optimizers get the states that they lack, numbers in dicts and lists are replaced.
-        strict: the checkpoint must hold no tensor that no rank wants. Wanted tensors must be there in any case.
-        verify: compare the data with its checksums. Their unit is the block of 16 MiB, so a rank that wants a part of
-            a block reads the whole of it.
+        path: the folder passed to `save`.
+        tag: name of the checkpoint; default: the newest one.
+        into: this rank's destinations for each logical tensor; the shards' memory is filled. Ranks may request
+            different names and any boxes, whatever layout was saved. It takes everything that `save` takes: modules
+            are filled in place, optimizers get the states that they lack, numbers in dicts and lists are replaced.
+        strict: refuse a checkpoint with tensors that no rank asks for. Tensors that a rank asks for must always exist.
+        verify: compare the data with its checksums. They cover blocks of 16 MiB, so a rank that needs part of a block
+            reads all of it.
         convert_dtype: convert tensors that were saved with another dtype instead of refusing them.
-        fallback: if the newest checkpoint cannot be read, warn and take the one before it, and so on. Destinations may
-            have been filled in part by those that were skipped. Not with `tag`.
-        share_reads: of a box that several ranks want in the same type, only one reads it and sends it to the others
-            through `process_group`, which must be torch's. For storage that is slower than the network.
-        timeout: seconds that this rank waits for the others, each time it does, before it gives up; if None, those of
+        fallback: if the newest checkpoint cannot be read, warn and use the one before it, and so on. Skipped
+            checkpoints may have partially filled the destinations. Cannot be combined with `tag`.
+        share_reads: if several ranks need the same box in the same dtype, one of them reads it and sends it to the
+            others through `process_group`, which must be a torch process group. For storage slower than the network.
+        timeout: seconds to wait for the other ranks, at each step, before giving up; None: the value of
             `NXD_TIMEOUT`, else half an hour.
-        process_group: the ranks; default: torch's default group if initialised, else this process alone.
+        process_group: the ranks; default: torch's default group if initialized, else this process alone.
 
     Raises:
-        ValueError: the arguments of a rank are wrong or differ from the others'.
-        CheckpointError: there is no such checkpoint, it does not fit `into` (one error lists all differences of
-            name, shape and dtype), or files are missing, damaged or unreadable. All ranks raise, with the same text.
+        ValueError: a rank's arguments are invalid or differ from those of the others.
+        CheckpointError: there is no such checkpoint, it does not match `into` (one error lists all differences of
+            name, shape and dtype), or files are missing, damaged or unreadable. All ranks raise with the same text.
             Without `tag` and `fallback`, also if the manifest of any checkpoint is damaged: it may be the newest.
-            Only an error while reading, after all checks, can leave destinations filled in part.
+            Only an error while reading, after all checks, can leave destinations partially filled.
     """
     timeout = default_timeout() if timeout is None else timeout
     coordinator = coordinator_for(process_group, timeout)
@@ -121,7 +121,7 @@ def _load(
     process_group: "dist.ProcessGroup | Coordinator | None",
     timeout: float,
 ) -> tuple[LoadedObjects, list[str]]:
-    """Also returns what was wrong with newer checkpoints that were skipped."""
+    """Also returns the errors of newer checkpoints that were skipped."""
 
     def check_arguments() -> tuple[dict[str, Any], str]:
         check_timeout(timeout)
@@ -161,12 +161,12 @@ def _load(
             raise
         except CheckpointError as error:
             skipped.append(str(error))
-    listed = "".join(f"\n  {problem}" for problem in skipped) or " there is none"
+    listed = "".join(f"\n  {problem}" for problem in skipped) or " there are none"
     raise CheckpointError(f"no checkpoint in {store.location} could be loaded:{listed}")
 
 
 class _DoesNotFit(CheckpointError):
-    """The checkpoint is intact but does not fit the request: falling back to an older one would not help."""
+    """The checkpoint is intact but does not match the request, so falling back to an older one would not help."""
 
 
 def _load_tag(
@@ -219,21 +219,21 @@ def _values_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _checked(read: Callable[[], dict[str, Any]], state: TrainingState) -> dict[str, Any]:
-    """The values, of which there must be all that are asked for."""
+    """Return the values; all values in the request must exist."""
     values = read()
     if missing := [path for path in state.values if path not in values]:
-        raise CheckpointError(f"{missing[0]!r} is asked for, and is no tensor, but it is not among its values")
+        raise CheckpointError(f"the value {missing[0]!r} is asked for but not in the checkpoint")
     return values
 
 
 def _left_out(into: Mapping[str, Any], values: Mapping[str, Any], state: TrainingState) -> list[str]:
-    """The values that lie below what is asked for, but are not asked for."""
+    """Return the stored values below a requested key that are not requested themselves."""
     asked = tuple(f"{key}." for key in into)
     return [path for path in values if path.startswith(asked) and path not in state.values]
 
 
 def _put_back(state: TrainingState, values: Mapping[str, Any], rank_objects: Any) -> None:
-    """Give values, and the states of optimizers, to those that have them."""
+    """Hand the loaded values and optimizer states to their owners."""
     of_rank = rank_objects.get(PER_RANK, {}) if isinstance(rank_objects, dict) else {}
     for path, put in state.setters.items():
         here = of_rank if path in state.rank_values else values
@@ -263,7 +263,7 @@ def _check_same_load(asked: list[_LoadOptions]) -> None:
         if found != asked[0]:
             name = next(name for name in asdict(found) if getattr(found, name) != getattr(asked[0], name))
             raise ValueError(
-                f"ranks want different loads: {name} is {getattr(asked[0], name)!r} on rank 0 but "
+                f"ranks passed different arguments to load: {name} is {getattr(asked[0], name)!r} on rank 0 but "
                 f"{getattr(found, name)!r} on rank {rank}"
             )
 
@@ -276,9 +276,9 @@ def _check_fit(
     options: _LoadOptions,
     left_out: list[str],
 ) -> None:
-    """Compares names, shapes and dtypes over all ranks; a name is unexpected only if no rank at all wants it.
+    """Compares names, shapes and dtypes over all ranks; a name is unexpected only if no rank asks for it.
 
-    `left_out` are the values that this rank leaves out of what it asks for.
+    `left_out` lists the values that this rank does not ask for.
     """
     sent = gather_from_every_rank(
         coordinator,
@@ -312,12 +312,14 @@ def _check_fit(
         if unexpected or of_no_rank:
             problems.append("(pass strict=False to leave out what is not asked for)")
     if problems:
-        raise _DoesNotFit(f"{doing} failed: it does not fit what is asked for\n  " + "\n  ".join(problems))
+        raise _DoesNotFit(
+            f"{doing} failed: the checkpoint does not match what is asked for\n  " + "\n  ".join(problems)
+        )
 
 
 def _view_from(message: Any) -> tuple[str, list[str], list[str], list[str]]:
     save_id, names, differences, left_out = message
-    expect(all_are(str, (save_id, *names, *differences, *left_out)), "names that are no texts")
+    expect(all_are(str, (save_id, *names, *differences, *left_out)), "names that are not strings")
     return save_id, list(names), list(differences), list(left_out)
 
 
@@ -338,7 +340,7 @@ def _differences(checkpoint: Checkpoint, wanted: Mapping[str, ShardedTensor], *,
 
 
 def _layout(checkpoint: Checkpoint, name: str) -> str:
-    """How a stored tensor is cut."""
+    """Describe the dtype, shape and boxes of a stored tensor."""
     info, chunks = checkpoint.tensors[name], checkpoint.manifest.tensors[name].chunks
     boxes = ", ".join(str(chunk.box) for chunk in chunks[:3]) + (", ..." if len(chunks) > 3 else "")
     return f"{info.dtype} {list(info.global_shape)} as {boxes or 'nothing'}"

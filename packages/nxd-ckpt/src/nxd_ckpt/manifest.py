@@ -165,7 +165,8 @@ def extra_file_name(save_id: str, name: str) -> str:
     """
     if not isinstance(name, str) or _EXTRA_NAME.fullmatch(name) is None:
         raise ValueError(
-            f"the name {name!r} of an extra file is not allowed: use 1 to 100 letters, digits, and of _ . - (not first)"
+            f"the name {name!r} of an extra file is not allowed: use 1 to 100 letters, digits, _ . or - (. and - not "
+            "first)"
         )
     return f"extra/{save_id}-{name}"
 
@@ -207,7 +208,7 @@ def encode(manifest: Manifest) -> bytes:
     text = _first_line(manifest.head, len(rest)) + rest
     if len(text) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
-            f"the manifest has {len(text)} bytes, but may have {MAX_MANIFEST_BYTES}; pass large objects as extra files"
+            f"the manifest has {len(text)} bytes, the limit is {MAX_MANIFEST_BYTES}; pass large objects as extra files"
         )
     return text.replace(_NO_DIGEST, b'"digest":"' + hashlib.sha256(text).hexdigest().encode() + b'"', 1)
 
@@ -384,7 +385,7 @@ def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]
     _expect(dtype in ITEM_SIZES, f"dtype {dtype!r} of {name!r}")
     _expect(len(shape) <= MAX_DIMS and all(map(_is_size, shape)), f"shape {shape} of {name!r}")
     itemsize = ITEM_SIZES[dtype]
-    _expect(is_possible_shape(shape, itemsize), f"shape {list(shape)} of {name!r}, whose size no machine can count")
+    _expect(is_possible_shape(shape, itemsize), f"shape {list(shape)} of {name!r}, which is too large")
     num_bytes = math.prod(shape) * itemsize
     _expect(num_bytes <= all_bytes, f"shape {list(shape)} of {name!r}, {num_bytes} bytes, with files of {all_bytes}")
     chunks = []

@@ -1,7 +1,7 @@
-"""What ranks send one another: JSON, compressed. Others on a machine may write to a store, so nothing is unpickled.
+"""The messages between ranks: compressed JSON. Nothing is unpickled, since other programs may write to the store.
 
-A message is None, a bool, a number, text, or lists and dicts of them; tuples arrive as lists. Whoever expects more than
-that checks it: `parsed` turns what a rank sent into what it should be, or into an error that names the rank.
+A message is None, a bool, a number, a string, or lists and dicts of them; tuples arrive as lists. Callers that expect a
+specific structure check it: `parsed` converts each rank's message, or raises an error that names the rank.
 """
 
 import json
@@ -19,20 +19,20 @@ T = TypeVar("T")
 
 
 def encode_message(value: object) -> bytes:
-    """A value as bytes.
+    """Encode a value as bytes.
 
     Raises:
-        ValueError: JSON cannot hold it; says which part.
+        ValueError: JSON cannot represent it; names the part.
     """
     check_json(value, "a message to other ranks", nesting=-_ENVELOPES)
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode("ascii"), 1)
 
 
 def decode_message(data: bytes) -> Any:
-    """The value of a message.
+    """Return the value of a message.
 
     Raises:
-        ValueError: it is none, or larger than one can be.
+        ValueError: the bytes are not a message, or are larger than the limit.
     """
     unpacker = zlib.decompressobj()
     try:
@@ -41,28 +41,28 @@ def decode_message(data: bytes) -> Any:
             raise ValueError("it is cut off or too large")
         return json.loads(text)
     except (zlib.error, ValueError, RecursionError) as error:
-        raise ValueError(f"{len(data)} bytes are no message of a rank: {error}") from error
+        raise ValueError(f"{len(data)} bytes are not a message from a rank: {error}") from error
 
 
 def join(messages: Iterable[bytes]) -> bytes:
-    """Several messages as one: their sizes as a JSON list, a line break, and the messages."""
+    """Join messages into one: their sizes as a JSON list, a line break, and the messages."""
     messages = list(messages)
     return json.dumps([len(message) for message in messages]).encode() + b"\n" + b"".join(messages)
 
 
 def split(joined: bytes) -> list[bytes]:
-    """The messages that were joined.
+    """Split joined messages.
 
     Raises:
-        ValueError: these are none.
+        ValueError: the bytes are not joined messages.
     """
     header, _, rest = joined.partition(b"\n")
     try:
         sizes = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the sizes of joined messages are no JSON: {error}") from error
+        raise ValueError(f"the sizes of joined messages are not valid JSON: {error}") from error
     if not (isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)):
-        raise ValueError("the sizes of joined messages are no numbers")
+        raise ValueError("the sizes of joined messages are not a list of sizes")
     if sum(sizes) != len(rest):
         raise ValueError(f"joined messages have {len(rest)} bytes, expected {sum(sizes)}")
     messages, begin = [], 0
@@ -73,12 +73,12 @@ def split(joined: bytes) -> list[bytes]:
 
 
 def parsed(messages: Sequence[Any], parse: Callable[[Any], T], doing: str) -> list[T]:
-    """What each rank's message says, in rank order.
+    """Parse each rank's message, in rank order.
 
     Args:
-        messages: as they were received.
-        parse: checks one; raises ValueError, TypeError, KeyError or AttributeError where it is not as it should be.
-        doing: for the error.
+        messages: the received messages.
+        parse: function that parses one; raises ValueError, TypeError, KeyError or AttributeError if it is malformed.
+        doing: the operation, for the error.
 
     Raises:
         RanksLostError: a rank sent something else.
@@ -89,18 +89,18 @@ def parsed(messages: Sequence[Any], parse: Callable[[Any], T], doing: str) -> li
             found.append(parse(message))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RanksLostError(
-                f"{doing} failed: rank {rank} sent what is no message of this kind ({type(error).__name__}: {error}); "
-                "call the same on all ranks, with the same version of nxd-ckpt"
+                f"{doing} failed: rank {rank} sent an unexpected message ({type(error).__name__}: {error}); "
+                "make the same calls on all ranks, with the same version of nxd-ckpt"
             ) from error
     return found
 
 
 def expect(condition: bool, found: str) -> None:
-    """Raises ValueError with what was found, unless the condition holds."""
+    """Raise ValueError with the text `found`, unless the condition holds."""
     if not condition:
         raise ValueError(f"it has {found}")
 
 
 def all_are(kind: type, values: Iterable[object]) -> bool:
-    """Whether all values are of a type; a bool is no number."""
+    """Whether all values are of a type; a bool does not count as a number."""
     return all(isinstance(value, kind) and not isinstance(value, bool) for value in values)

@@ -155,8 +155,8 @@ def give_back(path: str, state: ModuleState, before: Mapping[str, torch.Tensor])
     if refused:
         raise CheckpointError(
             f"{path}.{plain_name(refused[0])} is in the state_dict of a {type(state.module).__name__}, but its "
-            "load_state_dict does not take it, so it is not loaded; give the module a load_state_dict (or hook) that "
-            "does, or leave the name out of its state_dict"
+            "load_state_dict does not accept it, so it was not loaded; give the module a load_state_dict (or hook) "
+            "that does, or leave the name out of its state_dict"
         )
 
 
@@ -199,6 +199,6 @@ def _check_made(content: Mapping[str, Any], own: Mapping[str, Any], parameters: 
     parts = [name for name, parameter in parameters.items() if id(parameter) not in saved and is_part(parameter)]
     if made and parts:
         raise ValueError(
-            f"{made[0]!r} is made by the module's state_dict, which leaves out {parts[0]!r}, a part of a tensor: which "
-            "part it has is not known; save the parameters themselves"
+            f"{made[0]!r} is created by the module's state_dict, which leaves out {parts[0]!r}, a shard of a tensor, "
+            "so it is unknown which part it holds; save the parameters themselves"
         )

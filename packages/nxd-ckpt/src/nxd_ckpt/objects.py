@@ -41,11 +41,11 @@ def check_json(value: object, where: str, *, nesting: int = 0) -> None:
             raise ValueError(f"{where} is {value!r}, which is not valid Unicode; pass bytes as numbers or hex digits")
     elif isinstance(value, int):
         if value.bit_length() > _MAX_INT_BITS:
-            raise ValueError(f"{where} is a number of {value.bit_length()} bits; pass one so large as text")
+            raise ValueError(f"{where} is a number of {value.bit_length()} bits; pass a number this large as a string")
     elif value is not None and not isinstance(value, float):
         raise ValueError(
-            f"{where} is a {type(value).__name__}, which JSON cannot hold; pass tensors in state, and of other "
-            "objects their numbers and strings"
+            f"{where} is a {type(value).__name__}, which JSON cannot hold; pass tensors in state, and the "
+            "numbers and strings of other objects"
         )
 
 
@@ -93,7 +93,7 @@ def encode(
 
     if isinstance(value, Mapping):
         if unusable := [key for key in value if not isinstance(key, str | int)]:
-            raise ValueError(f"{where} has the key {unusable[0]!r}; keys are strings or whole numbers")
+            raise ValueError(f"{where} has the key {unusable[0]!r}; use strings or integers as keys")
         pairs = [[key, inside(key, item)] for key, item in value.items()]
         if all(isinstance(key, str) for key, _ in pairs) and not (len(pairs) == 1 and pairs[0][0].startswith("$")):
             return dict(pairs)
@@ -134,7 +134,7 @@ def decode(encoded: Any, tensors: Mapping[str, Any], present: Any = None) -> Any
             return tuple(_decoded_items(items, tensors, present))
         case {"$dict": list(pairs)} if len(encoded) == 1:
             if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str | int) for pair in pairs):
-                raise CheckpointError(f"{str(pairs)[:100]} are no keys and values")
+                raise CheckpointError(f"{str(pairs)[:100]} is not a list of keys and values")
             return _decoded_mapping(pairs, tensors, present)
         case dict():
             return _decoded_mapping(encoded.items(), tensors, present)

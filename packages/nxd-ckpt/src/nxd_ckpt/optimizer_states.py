@@ -62,8 +62,8 @@ def check_state_dict(path: str, content: Any, shapes_of_parts: Container[tuple[i
         for key, value in state.items() if isinstance(state, Mapping) else ():
             if isinstance(value, torch.Tensor) and value.ndim and tuple(value.shape) in shapes_of_parts:
                 raise ValueError(
-                    f"'{path}.state.{index}.{key}' {list(value.shape)} is a state of a parameter that is a part of "
-                    "another, by its shape, and nothing says which part; pass the optimizer itself"
+                    f"'{path}.state.{index}.{key}' {list(value.shape)} has the shape of a parameter that is a part of "
+                    "another, and nothing says which part it is; pass the optimizer itself"
                 )
 
 
@@ -82,7 +82,9 @@ def state_holder(path: str, optimizer: Optimizer) -> Optimizer:
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return optimizer
     if not hasattr(optimizer, "optim"):
-        raise ValueError(f"{path!r} is a ZeroRedundancyOptimizer that has not stepped with its DDP yet; step first")
+        raise ValueError(
+            f"{path!r} is a ZeroRedundancyOptimizer that has not stepped with its DDP yet; take a step first"
+        )
     held: Optimizer = optimizer.optim
     return held
 
@@ -100,7 +102,7 @@ def states_of(path: str, optimizer: Optimizer) -> OptimizerStates:
     of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     if strangers := [it for it in optimizer.state if isinstance(it, torch.Tensor) and id(it) not in known]:
         raise ValueError(
-            f"{path!r} has a state of a tensor {list(strangers[0].shape)} that is in none of its groups; remove it"
+            f"{path!r} has state for a tensor {list(strangers[0].shape)} that is not in any of its groups; remove it"
         )
 
     def put(states: _States, of_none: Mapping[Any, Any], attributes: Mapping[str, Any]) -> None:
@@ -134,15 +136,15 @@ def _states_by_its_own(path: str, optimizer: Optimizer) -> OptimizerStates:
         given = optimizer.state_dict()
     except Exception as error:  # whatever an optimizer raises
         raise ValueError(
-            f"the state_dict of {path!r}, a {kind}, failed: {type(error).__name__}: {error}; pass what it keeps "
-            "on each rank yourself"
+            f"the state_dict of {path!r}, a {kind}, failed: {type(error).__name__}: {error}; save the state of each "
+            "rank yourself"
         ) from error
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = _indices_of(given, parameters)
     if indices is None:
         raise ValueError(
-            f"{path!r} is a {kind}, whose state_dict is not of torch's form (states by the indices of parameters), so "
-            "which of it belongs to which parameter is not known; pass the optimizer that it wraps, or give the class "
+            f"{path!r} is a {kind}, whose state_dict is not in torch's form (states by parameter index), so it is "
+            "unknown which states belong to which parameter; pass the optimizer that it wraps, or give the class "
             "sharded_state and its companions (see the README of nxd-ckpt)"
         )
     states = {p: dict(given["state"].get(index, {})) for index, p in zip(indices, parameters, strict=True)}
@@ -215,7 +217,7 @@ def fresh_states(path: str, optimizer: Optimizer) -> dict[torch.Tensor, dict[str
         optimizer.step()
     except Exception as error:  # whatever an optimizer raises
         raise ValueError(
-            f"{path!r} has no states yet, and a step with gradients of zero, which makes them, failed with "
+            f"{path!r} has no states yet, and a step with zero gradients to create them failed with "
             f"{type(error).__name__}: {error}; take a step before you load"
         ) from error
     finally:
@@ -246,7 +248,7 @@ def as_parameter_is_cut(path: str, name: str, part: Any, parameter: Any) -> Any:
     if is_cut(parameter):
         if part.numel() == 1:
             return part
-        held, shape = list(parameter.shape), "several ranks'"
+        held, shape = list(parameter.shape), "split over ranks"
     else:
         if not is_dtensor(parameter):
             return part
@@ -257,9 +259,9 @@ def as_parameter_is_cut(path: str, name: str, part: Any, parameter: Any) -> Any:
             return ShardedTensor(parameter.shape, [Shard(part, box.offsets)] if box.num_elements else [], part.dtype)
         held, shape = list(box.shape), str(list(parameter.shape))
     raise ValueError(
-        f"{path!r} is a plain {type(part).__name__} {list(part.shape)} of a parameter {shape} of which this rank holds "
-        f"{held}: what other ranks have of it is not known. Make it a DTensor, with Replicate() if all ranks have it "
-        "alike"
+        f"{path!r} is a plain {type(part).__name__} {list(part.shape)} for a parameter {shape} of which this rank "
+        f"holds {held}, so the other ranks' parts are unknown; make it a DTensor, with Replicate() if it is equal on "
+        "all ranks"
     )
 
 
@@ -314,7 +316,7 @@ def stored_options(path: str, names: list[list[str]], stored: Any) -> list[dict[
     if not isinstance(stored, list) or not all(
         isinstance(it, dict) and isinstance(it.get("params"), list) for it in stored
     ):
-        raise ValueError(f"the groups of {path!r} are not a list of groups with the names of their parameters")
+        raise ValueError(f"the stored groups of {path!r} are not a list of groups with parameter names")
     taken: list[dict[str, Any]] = []
     for index, group in enumerate(names):
         found = [it for it in stored if set(group) & set(it["params"])]
@@ -326,8 +328,8 @@ def stored_options(path: str, names: list[list[str]], stored: Any) -> list[dict[
         if any(it != options[0] for it in options):
             key = next(key for it in options for key in it if it[key] != options[0].get(key))
             raise ValueError(
-                f"group {index} of {path!r} has parameters that were in groups of different options: {key} was "
-                f"{[it.get(key) for it in options]}; make the optimizer with the groups that it had"
+                f"group {index} of {path!r} has parameters that were in groups with different options: {key} was "
+                f"{[it.get(key) for it in options]}; create the optimizer with the groups that it was saved with"
             )
         taken.append(options[0] if options else {})
     return taken

@@ -27,36 +27,36 @@ from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import Piece, Store, open_store
 from nxd_ckpt.stores.heads import check_files
 
-# Small reads are gathered until they are worth a system call or a request, and all of them until then are in memory.
-_CALL_BYTES = 2**21  # that fit into a processor's cache until they are hashed
+# Small reads are batched until they are worth a system call or a request; a batch is held in memory.
+_CALL_BYTES = 2**21  # fits into a processor's cache until it is hashed
 _REQUEST_BYTES = 16 * 2**20
 _BATCH_READS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Type and shape of one logical tensor in a checkpoint."""
+    """Dtype and shape of one logical tensor in a checkpoint."""
 
     dtype: torch.dtype
     global_shape: tuple[int, ...]
 
     @property
     def shape(self) -> torch.Size:
-        """`global_shape`, as a tensor would call it."""
+        """`global_shape` as a `torch.Size`."""
         return torch.Size(self.global_shape)
 
 
 class Checkpoint:
-    """One checkpoint, open for reading. Needs no process group; holds no file open.
+    """One checkpoint, open for reading. Needs no process group and keeps no file open.
 
     Attributes:
         tag: its name.
-        step: the step it was saved at, if that was given.
-        manifest: its complete description, down to each chunk's place and hashes.
-        mesh: the `mesh` given to `save`.
-        objects: the `objects` given to `save`.
-        rank_objects: each saving rank's rank_objects.
-        world_size: how many ranks saved it.
+        step: the `step` passed to `save`, if any.
+        manifest: its complete description, including the location and hashes of each chunk.
+        mesh: the `mesh` passed to `save`.
+        objects: the `objects` passed to `save`.
+        rank_objects: the `rank_objects` of each rank that saved.
+        world_size: number of ranks that saved it.
         tensors: dtype and global shape of every logical tensor.
     """
 
@@ -76,7 +76,7 @@ class Checkpoint:
             if entry.dtype not in DTYPE_OF_CODE:
                 raise CheckpointError(
                     f"{name!r} of checkpoint {tag!r} is {entry.dtype}, which torch {torch.__version__} lacks; "
-                    "use a newer one"
+                    "use a newer torch"
                 )
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(DTYPE_OF_CODE[entry.dtype], entry.global_shape) for name, entry in manifest.tensors.items()
@@ -93,10 +93,10 @@ class Checkpoint:
         return self.read_box(name, (0,) * len(shape), shape)
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Returns the box of this shape that begins at `offsets`, reading no more than it, or its blocks to verify it.
+        """Returns the box of this shape at `offsets`. Reads only the box, or the blocks that hold it to verify them.
 
         Raises:
-            ValueError: there is no tensor of this name, or the box does not lie inside it.
+            ValueError: there is no tensor of this name, or the box is not inside it.
             CheckpointError: a data file is missing or damaged.
         """
         info = self._info(name)
@@ -109,16 +109,16 @@ class Checkpoint:
                 f"the box with offsets {list(offsets)} and shape {list(shape)} does not lie inside {name!r} "
                 f"{list(info.global_shape)}"
             )
-        reads = self.locate({name: [box]})[name]  # before memory is taken for what the manifest only promises
+        reads = self.locate({name: [box]})[name]  # before allocating memory, as the manifest may be wrong
         tensor = torch.empty(box.shape, dtype=info.dtype, device="cpu")
         self.fill(self._transfers(name, Shard(tensor, box.offsets), reads[0]))
         return tensor
 
     def part(self, path: str) -> "CheckpointPart":
-        """The tensors below a path, such as those of a model that was saved as `{"model": model, ...}`.
+        """Return the tensors below a path, such as those of a model saved as `{"model": model, ...}`.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no tensors below the path.
         """
         names = {name.removeprefix(f"{path}."): name for name in self.tensors if name.startswith(f"{path}.")}
         if not names:
@@ -127,10 +127,10 @@ class Checkpoint:
         return CheckpointPart(self, names)
 
     def locate(self, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[list[PlannedRead]]]:
-        """Finds where every element of each box comes from, and checks that the files exist; takes no memory for them.
+        """Locates every element of each box and checks that the files exist; allocates no memory for the data.
 
         Raises:
-            CheckpointError: elements are not in the checkpoint, or files are missing or of a wrong size; lists all.
+            CheckpointError: elements are missing, or files are missing or have the wrong size; lists all of them.
         """
         found: dict[str, list[list[PlannedRead]]] = {name: [] for name in wanted}
         problems: list[str] = []
@@ -147,14 +147,14 @@ class Checkpoint:
 
     @property
     def extra(self) -> list[str]:
-        """Names of the files given to `save` as `extra`."""
+        """Names of the files passed to `save` as `extra`."""
         return list(self.manifest.extra)
 
     def read_extra(self, name: str) -> bytes:
-        """The content of a file given to `save` as `extra`, verified.
+        """Return the verified content of a file passed to `save` as `extra`.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is no file of this name.
             CheckpointError: it is missing or damaged.
         """
         if name not in self.manifest.extra:
@@ -170,10 +170,10 @@ class Checkpoint:
         return bytes(content)
 
     def plan(self, wanted: Mapping[str, Sequence[Shard]]) -> list[Transfer]:
-        """As `locate`, for the memory of shards; changes no destination.
+        """Plan reads into the memory of shards, as `locate` does for boxes; changes no destination.
 
         Raises:
-            CheckpointError: as `locate`.
+            CheckpointError: as for `locate`.
         """
         found = self.locate({name: [shard.box for shard in shards] for name, shards in wanted.items()})
         transfers = [
@@ -185,10 +185,10 @@ class Checkpoint:
         return sorted(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype, transfer.box))
 
     def fill(self, transfers: Sequence[Transfer]) -> None:
-        """Reads what was planned, file by file; the first time also each file's header, to verify it.
+        """Runs planned reads, file by file; the first read of a file also verifies its header.
 
         Raises:
-            CheckpointError: a file cannot be read or is damaged; destinations may be filled in part.
+            CheckpointError: a file cannot be read or is damaged; destinations may be partially filled.
         """
         transfers = with_overlaps(transfers) if self._verify else transfers
         for file, of_file in groupby(transfers, key=lambda transfer: transfer.chunk.file):
@@ -197,7 +197,7 @@ class Checkpoint:
             self._verified_headers.add(file)
 
     def damage(self) -> list[str]:
-        """Reads everything and says what is wrong with it, by file; an empty list if all is well."""
+        """Reads everything and returns the problems found, by file; an empty list if there are none."""
         problems: list[str] = []
         for file in self.manifest.files:
             try:
@@ -208,15 +208,15 @@ class Checkpoint:
         return problems
 
     def check_files(self) -> None:
-        """Checks that all files exist, with the right sizes.
+        """Checks that all files exist with the right sizes.
 
         Raises:
-            CheckpointError: names those that are not.
+            CheckpointError: a file is missing or has the wrong size; names all of them.
         """
         self._check_sizes(self.manifest.files)
 
     def _reads(self, transfers: Iterable[Transfer]) -> Iterator[Read]:
-        # Several tensors may lie in the same bytes, each with a shape and type of its own.
+        # Several tensors may share the same bytes, each with its own shape and dtype.
         for _, of_chunk in groupby(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype)):
             yield from reads_of_chunk(list(of_chunk), verify=self._verify)
 
@@ -251,7 +251,7 @@ class Checkpoint:
         ]
 
     def where(self, file: str) -> str:
-        """The full address of one of its files, for messages; it may lie with another checkpoint of the root."""
+        """Return the full path of one of its files, for messages; it may belong to another checkpoint in the root."""
         return self._store.where(self._tag_of(file), file)
 
     def _tag_of(self, file: str) -> str:
@@ -270,7 +270,7 @@ class Checkpoint:
             raise CheckpointError(f"data file {where} cannot be read: {error}") from error
 
     def _read_batches(self, tag: str, file: str, reads: Iterable[Read]) -> Generator[list[Read]]:
-        """The reads once they are done; where they are requests, the next ones are under way meanwhile."""
+        """Yield reads once they are done; in a remote store, the next batch is read in the meantime."""
 
         def read(batch: list[Read]) -> list[Read]:
             self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
@@ -294,18 +294,18 @@ class Checkpoint:
     def _info(self, name: str) -> TensorInfo:
         if not isinstance(name, str) or name not in self.tensors:
             raise ValueError(
-                f"checkpoint {self.tag!r} has no tensor {name!r}; it has {len(self.tensors)}, see .tensors"
+                f"checkpoint {self.tag!r} has no tensor {name!r}; it has {len(self.tensors)} tensors, see .tensors"
             )
         return self.tensors[name]
 
 
 @dataclass(frozen=True)
 class CheckpointPart:
-    """Tensors of a checkpoint, by other names.
+    """Tensors of a checkpoint under other names.
 
     Attributes:
-        checkpoint: that they are in.
-        names: what each is called there, by its name here.
+        checkpoint: the checkpoint that holds them.
+        names: the name in the checkpoint, by the name here.
     """
 
     checkpoint: Checkpoint
@@ -313,7 +313,7 @@ class CheckpointPart:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Dtype and global shape of each."""
+        """Dtype and global shape of each tensor."""
         return {name: self.checkpoint.tensors[full_name] for name, full_name in self.names.items()}
 
     def read(self, name: str) -> torch.Tensor:
@@ -329,14 +329,14 @@ def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None, *, v
     """Opens a checkpoint for reading in this process alone.
 
     Args:
-        path: the folder that was given to `save`.
-        tag: which one; default: the newest one.
-        verify: compare the data with its checksums; reads whole blocks of 16 MiB where less is asked for.
+        path: the folder passed to `save`.
+        tag: name of the checkpoint; default: the newest one.
+        verify: compare the data with its checksums; reads whole blocks of 16 MiB even if less is requested.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: there is no such checkpoint, or its manifest is damaged. Without a tag, also if that of any
-            other one is: it may be the newest.
+        CheckpointError: there is no such checkpoint, or its manifest is damaged. Without a tag, also if the manifest
+            of any other checkpoint is damaged: it may be the newest.
     """
     check_flags(verify=verify)
     store = open_store(path)
@@ -345,7 +345,7 @@ def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None, *, v
 
 
 def _batches(reads: Iterable[Read], most_bytes: int) -> Iterator[list[Read]]:
-    """Consecutive reads in lists that ascend and are small."""
+    """Group consecutive reads into small batches with ascending offsets."""
     batch: list[Read] = []
     num_bytes = end = 0
     for read in reads:

@@ -139,9 +139,9 @@ def _check_rules(keep_last: int, keep_every: int | None, keep_best: int, metric:
     if type(keep_best) is not int:
         raise ValueError(f"keep_best={keep_best!r} is not a number of checkpoints; use an int of 0 or more")
     if metric is not None and not isinstance(metric, str):
-        raise ValueError(f"metric={metric!r} is not the name of a metric; use a text such as 'loss', or None")
+        raise ValueError(f"metric={metric!r} is not the name of a metric; use a string such as 'loss', or None")
     if keep_best < 0 or (keep_best > 0) != (metric is not None):
-        raise ValueError(f"keep_best={keep_best} and metric={metric!r} do not fit: give both, or neither")
+        raise ValueError(f"keep_best={keep_best} and metric={metric!r} belong together: pass both or neither")
     if best not in ("lowest", "highest"):
         raise ValueError(f"best={best!r} is neither 'lowest' nor 'highest'")
 
@@ -153,7 +153,7 @@ def _is_complete(store: Store, tag: str) -> bool:
         check_digest(read_text(store, tag), store.where(tag))
         check_files(store, tag, head, head.files)
     except (CheckpointError, FileNotFoundError) as error:
-        warnings.warn(f"skipping a checkpoint that is not complete: {error}", stacklevel=4)
+        warnings.warn(f"skipping an incomplete checkpoint: {error}", stacklevel=4)
         return False
     return True
 

@@ -99,9 +99,9 @@ def _request_from(message: Any) -> _Request:
     tag, step, overwrite, compared, incremental = common
     expect(
         all_are(str, (save_id, tag, layout_digest, cached_plan, process, values_digest)),
-        f"a text that is none in {message!r:.200}",
+        f"a value that is not a string in {message!r:.200}",
     )
-    expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are no texts")
+    expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are not strings")
     common = (tag, step, overwrite, compared, incremental)
     return _Request(save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process, values_digest)
 
@@ -231,12 +231,12 @@ def prepare_save(
 
 def _values_from(message: Any) -> tuple[dict[str, Any], list[str]]:
     values, groups = message
-    expect(isinstance(values, dict) and all_are(str, groups), "values that are none")
+    expect(isinstance(values, dict) and all_are(str, groups), "invalid values")
     of_groups = [values.get(path) for path in groups]
     expect(
         all(isinstance(it, list) and all(isinstance(group, dict) for group in it) for it in of_groups)
         and all_are(list, (group.get("params") for it in of_groups for group in it or ())),
-        "groups of an optimizer that are none",
+        "invalid optimizer groups",
     )
     return values, list(groups)
 
@@ -262,7 +262,7 @@ def _with_rank_values(options: SaveOptions, state: TrainingState) -> SaveOptions
     """With what this rank alone has."""
     rank_objects = options.rank_objects
     if state.values and VALUES_FILE in (options.extra or {}):
-        raise ValueError(f"extra has a file {VALUES_FILE!r}, which is to hold the numbers of the state; rename it")
+        raise ValueError(f"extra has a file {VALUES_FILE!r}, a name reserved for the values of the state; rename it")
     if state.rank_values:
         if not isinstance(rank_objects, dict | None) or PER_RANK in (rank_objects or {}):
             raise ValueError(
@@ -308,7 +308,7 @@ def _check_earlier_saves(requests: list[_Request], coordinator: Coordinator) -> 
     failed = {save_id: text for request in requests for save_id, text in request.failed_saves.items()}
     settle(RankKey(coordinator.rank, coordinator.world_size), set(failed))
     if failed:
-        raise CheckpointError("; ".join(sorted(failed.values())) + "; this save has not begun")
+        raise CheckpointError("; ".join(sorted(failed.values())) + "; this save was not started")
 
 
 def _check_same_save(requests: list[_Request]) -> None:
@@ -316,6 +316,6 @@ def _check_same_save(requests: list[_Request]) -> None:
     for rank, request in enumerate(requests):
         if request.common != expected:
             raise ValueError(
-                f"ranks want different saves: (tag, step, overwrite, check_replicas, incremental) is {expected} on "
-                f"rank 0 but {request.common} on rank {rank}"
+                f"ranks passed different arguments to save: (tag, step, overwrite, check_replicas, incremental) is "
+                f"{expected} on rank 0 but {request.common} on rank {rank}"
             )

@@ -1,4 +1,4 @@
-"""`save`: prepare, write, commit, each step agreed on by all ranks before the next begins."""
+"""`save`: prepare, write and commit. All ranks agree on the success of each step before the next one starts."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ def _written_from(message: Any) -> _Written:
     of_chunks = [tuple(of_chunk) for of_chunk in hashes]
     entries = {name: ExtraEntry(file, tuple(of_file)) for name, (file, of_file) in extra.items()}
     texts = [*chain(*of_chunks), *(text for entry in entries.values() for text in (entry.file, *entry.hashes))]
-    expect(all_are(str, texts) and all_are(int, sizes.values()), "hashes or sizes that are none")
+    expect(all_are(str, texts) and all_are(int, sizes.values()), "invalid hashes or sizes")
     return _Written(of_chunks, entries, sizes)
 
 
@@ -75,35 +75,36 @@ def save(
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> None:
-    """Writes a checkpoint; when it returns, the checkpoint is complete and on the disk. Called by all ranks.
+    """Writes a checkpoint; when it returns, the checkpoint is complete and on disk. Call it on all ranks.
 
-    Boxes that several ranks hold alike are written once, the work spread over their holders. Tensors may change
-    again when it has returned.
+    Boxes held by several ranks are written once, with the work spread over their holders. Tensors may change again
+    after it returns.
 
     Args:
-        path: the folder for checkpoints, on a file system that all ranks share; made if missing.
+        path: the folder for checkpoints, on a file system that all ranks share; created if missing.
         tag: name of this checkpoint, such as "step-1000".
-        state: what this rank holds of each logical tensor; a plain tensor is a whole one. Ranks may hold different
-            names, but together every element of every tensor. Also modules, optimizers (with their module), torch's
-            DTensors, objects with a `state_dict`, numbers and strings (rank 0's count), `PerRank` values, and dicts
-            and lists of all these: see `nxd_ckpt.training_state`.
-        objects: small JSON-able things of the whole run; rank 0's count.
-        rank_objects: small JSON-able things of this rank alone, such as its position in the data.
-        extra: files to lie beside the tensors, by name, such as {"tokenizer.json": b"..."}; rank 0's count.
-        mesh: JSON-able description of the layout, for people and tools; rank 0's counts. Loading does not need it.
-        step: number that orders the checkpoints of this folder.
-        overwrite: replace a checkpoint of this tag; until the very end the old one stays valid.
-        check_replicas: refuse to save if ranks that hold the same box hold different bits: each hashes its copy.
-        incremental: reference the data that the newest checkpoint of the folder holds already instead of writing it
-            again, if that was saved so, too. Each rank hashes what it would write before it writes.
-        timeout: seconds that this rank waits for the others, each time it does, before it gives up; if None, those of
+        state: this rank's part of each logical tensor; a plain tensor is a whole one. Ranks may hold different names,
+            but together they must hold every element of every tensor. Also modules, optimizers (with their module),
+            torch's DTensors, objects with a `state_dict`, numbers and strings (those of rank 0 are saved), `PerRank`
+            values, and dicts and lists of all these: see `nxd_ckpt.training_state`.
+        objects: small JSON-serializable objects of the whole run; those of rank 0 are saved.
+        rank_objects: small JSON-serializable objects of this rank, such as its position in the data.
+        extra: files to store with the tensors, by name, such as {"tokenizer.json": b"..."}; those of rank 0 are saved.
+        mesh: JSON-serializable description of the layout, for people and tools; rank 0's is saved. Loading does not
+            need it.
+        step: number that orders the checkpoints in this folder.
+        overwrite: replace an existing checkpoint with this tag; the old one stays valid until the commit.
+        check_replicas: refuse to save if ranks that hold the same box hold different bits; each rank hashes its copy.
+        incremental: reference data that the newest checkpoint in the folder already holds instead of writing it
+            again, if that one was saved with `incremental`, too. Each rank hashes its data before it writes.
+        timeout: seconds to wait for the other ranks, at each step, before giving up; None: the value of
             `NXD_TIMEOUT`, else half an hour.
-        process_group: the ranks; default: torch's default group if initialised, else this process alone.
+        process_group: the ranks; default: torch's default group if initialized, else this process alone.
 
     Raises:
-        ValueError: the arguments of a rank are wrong or do not fit the others'; nothing was written.
+        ValueError: a rank's arguments are invalid or do not match those of the others; nothing was written.
         CheckpointError: a rank could not write or did not answer, replicas differ, or the tag is taken. All ranks
-            raise, with the same text; a checkpoint that was there before is untouched.
+            raise with the same text; an existing checkpoint is untouched.
     """
     timeout = default_timeout() if timeout is None else timeout
     coordinator = coordinator_for(process_group, timeout)
@@ -115,15 +116,16 @@ def save(
 
 
 def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: Coordinator) -> None:
-    """Writes and commits a prepared save. Called for all ranks.
+    """Writes and commits a prepared save. Call it for all ranks.
 
     Args:
-        task: from `prepare_save`.
-        write_tensors: writes the data file of `task.layout`, if that places anything, and returns its hashes.
-        coordinator: reaches the other ranks.
+        task: the result of `prepare_save`.
+        write_tensors: function that writes the data file of `task.layout`, unless that is empty, and returns its
+            hashes.
+        coordinator: the connection to the other ranks.
 
     Raises:
-        CheckpointError: as `save`.
+        CheckpointError: as for `save`.
     """
     transaction = task.transaction
     doing = f"saving checkpoint {task.options.tag!r} to {task.location}"
@@ -219,4 +221,4 @@ def _check_sizes(task: SaveTask, files: Mapping[str, int]) -> None:
         if found != expected:
             problems.append(f"{file} has {found} bytes, expected {expected}")
     if problems:
-        raise CheckpointError("written files are not what was written: " + "; ".join(problems))
+        raise CheckpointError("files are missing or have the wrong size after the write: " + "; ".join(problems))

@@ -55,8 +55,8 @@ def logical_parts(tensor: torch.Tensor, name: str, like: Any = None) -> dict[str
         return None
     if tuple(spec.local_shape) != tuple(tensor.shape):
         raise ValueError(
-            f"its shard_spec is of a tensor {list(spec.local_shape)}, but it is {list(tensor.shape)}; set the "
-            "shard_spec of what it is now"
+            f"its shard_spec is for a tensor {list(spec.local_shape)}, but its shape is {list(tensor.shape)}; set a "
+            "shard_spec for the current shape"
         )
     shards: dict[str, list[Shard]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -101,8 +101,8 @@ def check_known(tensor: torch.Tensor) -> None:
     if is_subclass(tensor):
         if is_part(tensor):
             raise ValueError(
-                f"a {type(tensor).__name__} {list(tensor.shape)} is marked as a part of another, and how that cuts "
-                "what it is made of is not known; make it a DTensor"
+                f"a {type(tensor).__name__} {list(tensor.shape)} is marked as a part of another tensor, and it is "
+                "unknown how that splits its inner tensors; make it a DTensor"
             )
         return
     if _spec_of(tensor) is not None:
@@ -111,13 +111,13 @@ def check_known(tensor: torch.Tensor) -> None:
     if (mark := _foreign_mark(tensor)) is not None:
         raise ValueError(
             f"a tensor {list(tensor.shape)} with {mark} is marked as a part of another, and nothing says which part; "
-            f"{advice} (num_partitions = 1 marks one that is whole)"
+            f"{advice} (num_partitions = 1 marks a whole tensor)"
         )
     kind = type(tensor)
     if kind not in _PLAIN_CLASSES and kind.__module__.split(".")[0] not in _PLAIN_PACKAGES:
         raise ValueError(
             f"a {kind.__name__} {list(tensor.shape)} may be a part of another tensor; {advice}, or pass its "
-            "as_subclass(torch.Tensor) if each rank has all of it"
+            "as_subclass(torch.Tensor) if each rank holds all of it"
         )
 
 
@@ -133,7 +133,7 @@ def check_layers(named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]) -
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
                 f"{name or 'it'} is FullyShardedDataParallel, whose flat parameters do not say what they hold; use "
-                "fully_shard (FSDP2), or pass what FSDP.state_dict() and FSDP.optim_state_dict() return"
+                "fully_shard (FSDP2), or pass the results of FSDP.state_dict() and FSDP.optim_state_dict()"
             )
         degree = getattr(module, "tensor_parallel_size", 1)
         if not isinstance(degree, int) or degree == 1:
@@ -141,15 +141,15 @@ def check_layers(named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]) -
         for own_name, parameter in module.named_parameters(recurse=False):
             if own_name.startswith("weight") and not is_part(parameter) and not is_dtensor(parameter):
                 raise ValueError(
-                    f"{name}.{own_name} is split over {degree} ranks but has lost its shard_spec, as copies have "
-                    "(deepcopy, to_empty, load_state_dict(assign=True)); copy it from the parameter it was made of"
+                    f"{name}.{own_name} is split over {degree} ranks but has lost its shard_spec, as copies do "
+                    "(deepcopy, to_empty, load_state_dict(assign=True)); copy it from the original parameter"
                 )
         for own_name, tensor in _belonging_to_weights(module):
             says_it = is_part(tensor) or is_dtensor(tensor) or getattr(tensor, "num_partitions", None) == 1
             if tensor.numel() > 1 and not says_it:
                 raise ValueError(
-                    f"{name}.{own_name} {list(tensor.shape)} belongs to a weight that {degree} ranks split, and does "
-                    "not say which part it is; set its shard_spec, or num_partitions = 1 if all ranks have it alike"
+                    f"{name}.{own_name} {list(tensor.shape)} belongs to a weight split over {degree} ranks and does "
+                    "not say which part it is; set its shard_spec, or num_partitions = 1 if it is equal on all ranks"
                 )
 
 

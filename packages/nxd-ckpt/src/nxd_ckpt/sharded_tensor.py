@@ -63,7 +63,7 @@ class ShardedTensor:
         if self.dtype not in CODE_OF_DTYPE:
             raise ValueError(f"{self.dtype} cannot be stored; use one of {', '.join(map(str, CODE_OF_DTYPE))}")
         if not is_possible_shape(self.global_shape, self.dtype.itemsize):
-            raise ValueError(f"global_shape={list(self.global_shape)} is of more bytes than can be counted; check it")
+            raise ValueError(f"global_shape={list(self.global_shape)} has more bytes than 63 bits can count; check it")
         for shard in self.shards:
             _check_shard(shard, self.global_shape)
 

@@ -55,7 +55,9 @@ def wants_from(message: Any) -> Wants:
     wants: dict[str, tuple[torch.dtype, list[Box]]] = {}
     for name, (code, boxes) in message.items():
         wants[name] = (DTYPE_OF_CODE[code], [Box(tuple(offsets), tuple(shape)) for offsets, shape in boxes])
-        expect(all(all_are(int, (*box.offsets, *box.shape)) for box in wants[name][1]), f"no boxes of {name!r:.200}")
+        expect(
+            all(all_are(int, (*box.offsets, *box.shape)) for box in wants[name][1]), f"invalid boxes of {name!r:.200}"
+        )
     return wants
 
 

@@ -65,8 +65,8 @@ def leave_default_group(reason: str) -> None:
 def _coordinator_of(process_group: "dist.ProcessGroup | None", timeout: float) -> "StoreCoordinator":
     if _is_fork_of_rank:
         raise RuntimeError(
-            f"process {os.getpid()} was forked from a rank, and cannot speak for it: save and load in the rank itself; "
-            "nxd_ckpt.open_checkpoint() reads anywhere"
+            f"process {os.getpid()} was forked from a rank and cannot act for it: save and load in the rank itself; "
+            "nxd_ckpt.open_checkpoint() works anywhere"
         )
     group = process_group if process_group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
@@ -172,8 +172,8 @@ class StoreCoordinator:
         try:
             message = encode_message((self._life, value))
         except ValueError as error:
-            self.abandon(f"cannot say what it has to: {error}")
-            raise RanksLostError(f"rank {self.rank} of {self.world_size} cannot say what it has to: {error}") from error
+            self.abandon(f"cannot send its message: {error}")
+            raise RanksLostError(f"rank {self.rank} of {self.world_size} cannot send its message: {error}") from error
         result: list[Any] = []
         here = f"{self._session}/{self._round}"  # before the thread, which an interrupt may leave behind
         self._round += 1
@@ -190,8 +190,8 @@ class StoreCoordinator:
         thread.join(self._timeout + _GRACE_SECONDS)
         if not result:
             raise RanksLostError(
-                f"rank {self.rank} of {self.world_size} heard nothing from the process that hosts the process group's "
-                f"store (rank 0, or its launcher) for {self._timeout:g} seconds: it is stopped or gone"
+                f"rank {self.rank} of {self.world_size} got no response from the process that hosts the process "
+                f"group's store (rank 0, or its launcher) for {self._timeout:g} seconds: it is stopped or gone"
             )
         if isinstance(result[0], RanksLostError):
             raise result[0]
@@ -226,7 +226,7 @@ class StoreCoordinator:
             self._store.delete_key(key)
         heard = [decode_message(data) for data in split(self._get(f"{here}/all"))]
         if len(heard) != self.world_size:
-            raise ValueError(f"{len(heard)} ranks are said to have answered")
+            raise ValueError(f"the store holds the messages of {len(heard)} ranks, expected {self.world_size}")
         self.lives = [_life_from(life) for life, _ in heard]
         return [value for _, value in heard]
 
@@ -271,9 +271,9 @@ class StoreCoordinator:
         try:
             rank, reason = json.loads(self._store.get(key))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"the store holds a farewell that is none: {error}") from error
+            raise ValueError(f"the store holds an invalid farewell: {error}") from error
         if type(rank) is not int or not isinstance(reason, str):
-            raise ValueError("the store holds a farewell that is none")
+            raise ValueError("the store holds an invalid farewell")
         return rank, reason
 
     def _farewell(self, reason: str) -> str:
@@ -311,7 +311,7 @@ class StoreCoordinator:
     def _get(self, key: str) -> bytes:
         count = self._store.get(key)
         if not count.isdigit():
-            raise ValueError(f"the store holds a message in {count[:100]!r} parts")
+            raise ValueError(f"the store holds an invalid number of message parts, {count[:100]!r}")
         return b"".join(self._store.get(f"{key}/part{number}") for number in range(int(count)))
 
 
@@ -328,7 +328,7 @@ def _life_from(message: Any) -> Life | None:
         return None
     place, pid, began = message
     if not (isinstance(place, str) and type(pid) is int and 0 < pid < 2**31 and isinstance(began, str)):
-        raise ValueError(f"a process is said to be {message!r}")
+        raise ValueError(f"invalid description of a process: {message!r}")
     return Life(place, pid, began)
 
 

@@ -35,8 +35,8 @@ def parts_of(value: Any) -> dict[str, Any]:
         return inner
     if box.shape[1:] != tuple(value.shape[1:]):
         raise ValueError(
-            f"a {type(local).__name__} {list(value.shape)} is cut into {list(box.shape)}; its parts can be saved whole "
-            "or cut along dimension 0"
+            f"a {type(local).__name__} {list(value.shape)} is split into {list(box.shape)}; it can only be saved whole "
+            "or split along dimension 0"
         )
     cut = _cut_along_rows(local)
     return {
@@ -59,8 +59,8 @@ def _cut_along_rows(tensor: torch.Tensor) -> set[str]:
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return {name for name in names if getattr(sliced, name).shape != getattr(tensor, name).shape}
     raise ValueError(
-        f"a {type(tensor).__name__} {list(tensor.shape)} is cut over ranks and cannot be sliced along dimension 0: how "
-        "its parts are cut is not known"
+        f"a {type(tensor).__name__} {list(tensor.shape)} is split over ranks and cannot be sliced along dimension 0, "
+        "so it is unknown how its inner tensors are split"
     )
 
 
@@ -70,6 +70,6 @@ def _rows(part: torch.Tensor, first: int, count: int, of: int) -> ShardedTensor:
     begin, total = first * each, of * each
     if begin.denominator != 1 or total.denominator != 1:
         raise ValueError(
-            f"a part {list(part.shape)} belongs to rows {first} to {first + count} of {of}, which is no border of it"
+            f"an inner tensor {list(part.shape)} cannot be split at rows {first} and {first + count} of {of}"
         )
     return ShardedTensor((int(total), *part.shape[1:]), [Shard(part, (int(begin), *(0,) * (part.ndim - 1)))])

@@ -151,10 +151,10 @@ class StoreTests:
 
     def test_tag_that_is_not_there_is_refused_with_those_that_are(self, root: str) -> None:
         """To load it or to pin it."""
-        _expect_refusal("no checkpoint 'x' in .*; there are: none", lambda: nxd_ckpt.pin(root, "x"))
+        _expect_refusal("no checkpoint 'x' in .*; available: none", lambda: nxd_ckpt.pin(root, "x"))
         _save_value(root, "t", 1)
 
-        _expect_refusal("no checkpoint 'x' in .*; there are: t", lambda: nxd_ckpt.load(root, "x", into={}))
+        _expect_refusal("no checkpoint 'x' in .*; available: t", lambda: nxd_ckpt.load(root, "x", into={}))
 
     def test_delete_takes_a_checkpoint_away_and_its_data(self, root: str) -> None:
         """The others stay."""

@@ -139,7 +139,7 @@ def take_apart(state: Any, stored: Stored | None = None, *, several_ranks: bool 
         ValueError: a part cannot be saved, or two have one name; names it.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(f"a {type(state).__name__} is no state; pass {{name: tensor, module, optimizer or number}}")
+        raise ValueError(f"the state is a {type(state).__name__}; pass {{name: tensor, module, optimizer or number}}")
     found = TrainingState()
     _Walk(found, state, stored, several_ranks=several_ranks).container("", state)
     return found
@@ -159,7 +159,7 @@ def read_values(content: bytes) -> dict[str, Any]:
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{VALUES_FILE} is no JSON: {error}") from None
+        raise CheckpointError(f"{VALUES_FILE} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{VALUES_FILE} holds a {type(values).__name__}; expected an object of paths")
     return values
@@ -279,8 +279,8 @@ class _Walk:
             self._add(path, boxes, first_holder=first_holder)
         elif present.global_shape != boxes.global_shape:
             raise ValueError(
-                f"{path!r} is of the shapes {list(present.global_shape)} and {list(boxes.global_shape)} by the specs "
-                "of several parameters"
+                f"{path!r} has the shapes {list(present.global_shape)} and {list(boxes.global_shape)} in the specs of "
+                "different parameters"
             )
         else:
             self._found.tensors[path] = ShardedTensor(boxes.global_shape, [*present.shards, *boxes.shards])
@@ -318,7 +318,7 @@ class _Walk:
         """A tensor to load a stored one into: the one that is there, if it fits."""
         info = self._stored.tensors.get(path) if self._stored is not None else None
         if info is None:
-            raise ValueError(f"{path!r} is referred to by its values, but the checkpoint has no such tensor")
+            raise ValueError(f"the checkpoint's values refer to the tensor {path!r}, which it does not have")
         shape = getattr(present, "global_shape", None) if isinstance(present, ShardedTensor) else None
         shape = tuple(present.shape) if isinstance(present, torch.Tensor) else shape
         if present is not None and (shape is None or (shape == info.global_shape and present.dtype == info.dtype)):
@@ -426,8 +426,8 @@ class _Walk:
             else:
                 if cut is not None and is_cut(parameter) and _holds(cut, _is_tensor):
                     raise ValueError(
-                        f"{own_path!r} is a {type(cut).__name__} of tensors, of a parameter that is a part of another: "
-                        "what other ranks have of it is not known; use an optimizer whose states are tensors"
+                        f"{own_path!r} is a {type(cut).__name__} of tensors for a parameter that is split over ranks, "
+                        "and the other ranks' parts are unknown; use an optimizer whose states are tensors"
                     )
                 self._nested(state_path, cut, partial(_set, state, key))
 
@@ -500,8 +500,8 @@ class _Walk:
     def _name_of(self, path: str, parameter: torch.Tensor) -> tuple[str, str]:
         if id(parameter) not in self._names:
             raise ValueError(
-                f"{path!r} has a parameter {list(parameter.shape)} that belongs to no module of the state; put its "
-                "model into the state, too"
+                f"{path!r} has a parameter {list(parameter.shape)} that does not belong to a module in the state; add "
+                "its model to the state"
             )
         return self._names[id(parameter)]
 
@@ -512,7 +512,7 @@ def _items(path: str, parts: Any) -> Iterator[tuple[Any, Any]]:
         return
     for key, part in parts.items():
         if not isinstance(key, str | int):
-            raise ValueError(f"{path or 'the state'} has the key {key!r}; keys are strings or whole numbers")
+            raise ValueError(f"{path or 'the state'} has the key {key!r}; use strings or integers as keys")
         yield key, part
 
 
@@ -563,7 +563,9 @@ def _encoded(path: str, value: Any) -> Any:
     """With small tensors as text."""
     if isinstance(value, torch.Tensor):
         if is_dtensor(value) or value.nbytes > _LARGEST_PER_RANK:
-            raise ValueError(f"{path!r} is a tensor of {value.nbytes} bytes; PerRank takes plain ones of at most 1 MiB")
+            raise ValueError(
+                f"{path!r} is a tensor of {value.nbytes} bytes; PerRank takes plain tensors of at most 1 MiB"
+            )
         raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         text = base64.b64encode(raw).decode()
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "base64": text}

@@ -267,7 +267,7 @@ def test_async_save_failure_that_nobody_waited_for_is_raised_by_the_next_save_on
 
     assert texts[0] == texts[1]
     assert texts[0].startswith("saving checkpoint 'taken' in the background has failed: ")
-    assert texts[0].endswith("this save has not begun")
+    assert texts[0].endswith("this save was not started")
 
 
 def test_async_save_that_lost_ranks_is_told_from_one_that_could_not_write(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_child_forked_from_a_rank_is_refused_and_the_rank_goes_on(ended):
     root, returncode, (output, errors) = ended["fork"]
 
     assert returncode == 0, errors
-    assert "was forked from a rank, and cannot speak for it: save and load in the rank itself" in output
+    assert "was forked from a rank and cannot act for it: save and load in the rank itself" in output
     assert value_of(root) == 2
 
 

@@ -103,6 +103,6 @@ def test_memory_of_several_processes_is_refused_on_all_ranks(call):
 
     for outcome in run_forked(rank_main, 2):
         assert outcome.error == (
-            "ValueError: path='memory://runs' is the memory of one process, but the 2 ranks are 2 processes; use a "
-            "folder that all of them see, or the URL of an object store"
+            "ValueError: path='memory://runs' is the memory of one process, but the 2 ranks run in 2 processes; use a "
+            "folder that all of them can access, or an object store URL"
         )

@@ -228,7 +228,7 @@ def test_deletion_of_the_base_at_any_call_of_a_save_leaves_it_whole_or_refused(o
 
         assert "second" not in errors
         if "first" in errors:
-            assert "checkpoint 't', of which this incremental save references data, is no longer" in errors["first"]
+            assert "checkpoint 't', whose data this incremental save references, has changed" in errors["first"]
         assert values(root) == ({} if "first" in errors else {"u": 2})
         ends.add("first" in errors)
         check_end(root)

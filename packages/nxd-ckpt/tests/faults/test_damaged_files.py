@@ -91,11 +91,11 @@ def test_newest_checkpoint_that_is_damaged_is_never_silently_the_older_one(root,
         path.unlink()
         {"named pipe": os.mkfifo, "folder": os.mkdir, "dangling link": lambda at: at.symlink_to("gone")}[damage](path)
 
-    with pytest.raises(CheckpointError, match=rf"the newest checkpoint in .* cannot be told: {path} .*fallback=True"):
+    with pytest.raises(CheckpointError, match=rf"cannot determine the newest checkpoint in .*: {path} .*fallback=True"):
         call(root)
 
     wanted = torch.zeros(4, 6)
-    with pytest.warns(UserWarning, match=f"no usable checkpoint: {path}"):
+    with pytest.warns(UserWarning, match=f"skipping an unusable checkpoint: {path}"):
         assert load(root, into={"w": wanted}, fallback=True).tag == "t"
     assert torch.equal(wanted, WHOLE)
 

@@ -55,7 +55,7 @@ def test_save_while_another_save_is_at_work_is_refused_and_leaves_that_alone(tmp
     def write_and_save_too(fd, content):
         if not inner:
             inner.append(None)
-            with pytest.raises(CheckpointError, match="another save is at work in") as error:
+            with pytest.raises(CheckpointError, match="another save is in progress in") as error:
                 save(tmp_path, "second", {"w": torch.ones(1)})
             inner[0] = error.value
         return write(fd, content)
@@ -75,7 +75,7 @@ def test_save_to_a_folder_that_ranks_do_not_share_is_refused_with_a_hint(tmp_pat
     outcomes = outcomes_on_threads(save_one, WORLD_SIZE)
 
     assert str(outcomes[0]).count("rank 1: ") == 1
-    assert "path must lie on a file system that all ranks share" in str(outcomes[0])
+    assert "path must be on a file system that all ranks share" in str(outcomes[0])
     assert list_checkpoints(tmp_path / "0") == []
 
 

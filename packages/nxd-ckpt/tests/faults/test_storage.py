@@ -91,9 +91,9 @@ def test_read_only_folder_is_loaded_from_but_not_saved_to(read_only):
 def test_save_into_what_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("not a folder")
 
-    with pytest.raises(CheckpointError, match=r"file is no folder; choose another path"):
+    with pytest.raises(CheckpointError, match=r"file is not a folder; choose another path"):
         save(tmp_path / "file", "t", SMALL)
-    with pytest.raises(CheckpointError, match=r"file is no folder; choose another path"):
+    with pytest.raises(CheckpointError, match=r"file is not a folder; choose another path"):
         save(tmp_path / "file" / "below", "t", SMALL)
 
     assert (tmp_path / "file").read_text() == "not a folder"
@@ -110,7 +110,9 @@ def test_concurrent_saves_of_one_tag_by_processes_one_wins_and_the_others_raise(
     winner = errors.index("")
     assert errors.count("") == 1
     for error in errors[:winner] + errors[winner + 1 :]:
-        assert "another save is at work in" in error or "t exists; choose another tag or pass overwrite=True" in error
+        assert (
+            "another save is in progress in" in error or "t exists; choose another tag or pass overwrite=True" in error
+        )
     assert open_checkpoint(tmp_path, "t").read("w").unique().item() == winner
 
 

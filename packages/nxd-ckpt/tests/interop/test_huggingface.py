@@ -137,7 +137,7 @@ def test_an_index_can_only_name_plain_files(tmp_path, file):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
 
-    with pytest.raises(CheckpointError, match="no plain file name"):
+    with pytest.raises(CheckpointError, match="not a plain file name"):
         open_hugging_face(tmp_path / "hf")
 
 
@@ -246,7 +246,7 @@ def test_weights_that_the_config_names_count_alone(tmp_path):
     assert read_whole(open_hugging_face(tmp_path), "w").tolist() == [0.0, 0.0]
 
     (tmp_path / "config.json").write_text('{"transformers_weights": "../named.safetensors"}')
-    with pytest.raises(CheckpointError, match=r"'\.\./named.safetensors', which is no plain name"):
+    with pytest.raises(CheckpointError, match=r"'\.\./named.safetensors', which is not the plain name"):
         open_hugging_face(tmp_path)
 
 
@@ -256,10 +256,10 @@ def test_weights_that_the_config_names_count_alone(tmp_path):
         ("pytorch_model.bin", "a pickle, which is not read; convert it with transformers"),
         ("pytorch_model.bin.index.json", "a pickle, which is not read; convert it with transformers"),
         ("adapter_config.json", "an adapter of PEFT"),
-        ("model_index.json", "a pipeline of diffusers"),
+        ("model_index.json", "a diffusers pipeline"),
         ("model.fp16.safetensors", "the variants fp16"),
         ("model.safetensors.index.bf16.json", "the variants bf16"),
-        ("consolidated.safetensors", "consolidated.safetensors; give the file itself"),
+        ("consolidated.safetensors", "consolidated.safetensors; pass the file itself"),
         ("llama.gguf", "llama.gguf, which is not read"),
     ],
 )
@@ -304,7 +304,7 @@ def test_a_model_that_is_there_is_never_overwritten(tmp_path):
 def test_a_size_that_is_none_is_refused(tmp_path, size):
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
 
-    with pytest.raises(ValueError, match=r"no size|too small"):
+    with pytest.raises(ValueError, match=r"is not a size|too small"):
         write_hugging_face(open_hugging_face(tmp_path), tmp_path / "hf", max_shard_size=size)
 
 

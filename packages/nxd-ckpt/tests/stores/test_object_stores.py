@@ -39,7 +39,9 @@ def test_commit_of_two_saves_of_one_tag_first_wins_and_the_other_raises(object_r
     first, second = begun(object_root, A, overwrite=overwrite), begun(object_root, B, overwrite=overwrite)
 
     second.commit(b"of the second")
-    with pytest.raises(CheckpointError, match="t was saved or deleted by another process while this save was at work"):
+    with pytest.raises(
+        CheckpointError, match="t was saved or deleted by another process while this save was in progress"
+    ):
         first.commit(b"of the first")
     first.end()
     second.end()

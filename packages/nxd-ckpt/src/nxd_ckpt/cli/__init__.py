@@ -1,4 +1,4 @@
-"""The console script `nxd-ckpt`: look at checkpoints, check, compare and convert them, and keep their folder tidy."""
+"""The console script `nxd-ckpt`: inspect, verify, compare and convert checkpoints, and clean up their folder."""
 
 from nxd_ckpt.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`nxd-ckpt convert`: from any format to any other."""
+"""`nxd-ckpt convert`: converts a checkpoint from any format to any other."""
 
 import fnmatch
 import os
@@ -30,8 +30,8 @@ from nxd_ckpt.interop.source import Progress, TensorSource, num_bytes
 TargetKind = Literal["nxd", "hf", "dcp", "neuronx-v1", "neuronx-v2"]
 TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
 
-_PREFIXES_OF_TRAINING = ("optimizer/", "optimizer_state_dict/", "rng/")  # of nxd-trainer, and from NeuronX
-_STATE_OF_PARAMETER = re.compile(r"(?:.*\.)?state\.(.+)\.[^.]+")  # of nested states, and of torch's
+_PREFIXES_OF_TRAINING = ("optimizer/", "optimizer_state_dict/", "rng/")  # as nxd-trainer and NeuronX name them
+_STATE_OF_PARAMETER = re.compile(r"(?:.*\.)?state\.(.+)\.[^.]+")  # in nested states and torch's state dicts
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -41,19 +41,19 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint goes, and in which format; what a format has no use for is left unset.
+    """Where to write a checkpoint and in which format; options that do not apply to the format stay unset.
 
     Args:
-        path: a folder; for our own format also a URL.
+        path: a folder; for the nxd format also a URL.
         kind: the format.
         tag: name of the checkpoint in the folder, for nxd and neuronx-v2.
-        dtype: type that floating-point tensors are converted to.
-        step: for nxd.
-        max_shard_size: for hf.
-        sharding: for neuronx.
-        tensor_parallel_size: for neuronx.
-        stages: pipeline ranks by pattern of names, for neuronx; others are on rank 0.
-        xser: for neuronx.
+        dtype: dtype to convert floating-point tensors to.
+        step: step number, for nxd.
+        max_shard_size: largest size of a file, for hf.
+        sharding: how tensors are split over tensor-parallel ranks, for neuronx.
+        tensor_parallel_size: number of tensor-parallel ranks, for neuronx.
+        stages: pipeline rank by name pattern, for neuronx; names that match no pattern go to rank 0.
+        xser: whether each tensor gets its own file, for neuronx.
     """
 
     path: str
@@ -69,10 +69,10 @@ class Target:
 
 
 def convert(place: Place, target: Target, *, include: list[str], exclude: list[str]) -> Report:
-    """Converts one checkpoint, one tensor in memory at a time.
+    """Converts one checkpoint, with one tensor in memory at a time.
 
     Raises:
-        ValueError: something is missing that the target needs, or it is there already.
+        ValueError: an option that the target format needs is missing, or the target already exists.
         CheckpointError: the source cannot be read.
     """
     _check(target)
@@ -83,18 +83,18 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
         with progress_bar("convert", total) as advance:
             _write(source, target, found, advance)
     data = {"from": found.kind, "to": target.kind, "target": target.path, "num_tensors": len(source.tensors)}
-    line = f"wrote {len(source.tensors)} tensors, {human_size(total)} as they were, to {target.path} as {target.kind}"
+    line = f"wrote {len(source.tensors)} tensors ({human_size(total)} as stored) to {target.path} as {target.kind}"
     lines = [line]
     if left_out:
         lines.append(
-            f"left out {len(left_out)} tensors of training, such as {left_out[0]}, which no model has; --include '*' "
-            "writes them, too"
+            f"left out {len(left_out)} training tensors, such as {left_out[0]}, which are not part of the model; "
+            "pass --include '*' to write them too"
         )
     return Report({**data, "bytes_read": total, "left_out": left_out}, lines)
 
 
 def _states_of_training(names: Collection[str]) -> list[str]:
-    """The tensors of optimizers and random generators, by the names that nxd-ckpt, its trainers and torch give them."""
+    """Return the optimizer and random state tensors, by the names that nxd-ckpt, its trainers and torch use."""
 
     def is_state(name: str) -> bool:
         match = _STATE_OF_PARAMETER.fullmatch(name)
@@ -108,7 +108,7 @@ def _check(target: Target) -> None:
     if target.kind in ("nxd", "neuronx-v2") and not target.tag:
         raise ValueError(f"--to {target.kind} needs --target-tag, the checkpoint's name in {target.path}")
     if target.kind.startswith("neuronx") and target.sharding is None:
-        raise ValueError(f"--to {target.kind} needs --sharding llama, or a JSON file, to know how ranks share tensors")
+        raise ValueError(f"--to {target.kind} needs --sharding llama, or a JSON file, to split tensors over ranks")
     if is_remote(target.path) and target.kind != "nxd":
         raise ValueError(f"{target.path} is a URL; write {target.kind} to a folder and copy that")
 
@@ -119,7 +119,7 @@ def _write(source: TensorSource, target: Target, found: Opened, progress: Progre
         write_hugging_face(
             source, target.path, dtype=target.dtype, max_shard_size=target.max_shard_size, progress=progress
         )
-        # What is there already, the user has put there.
+        # Files that already exist were put there by the user.
         missing = [name for name in companions if not os.path.lexists(os.path.join(target.path, name))]
         write_companions({name: companions[name] for name in missing}, target.path)
     elif target.kind == "dcp":
@@ -145,14 +145,14 @@ def _write(source: TensorSource, target: Target, found: Opened, progress: Progre
 
 
 def _companions(found: Opened) -> Mapping[str, bytes]:
-    """The files of tokenizer, template and generation that lie beside the tensors."""
+    """Return the tokenizer, chat template and generation config files next to the tensors."""
     if found.checkpoint is not None:
         return companions_in(found.checkpoint)
     return read_companions(found.path) if found.kind == "hf" and os.path.isdir(found.path) else {}
 
 
 def _extra(found: Opened) -> Mapping[str, bytes]:
-    """What else a checkpoint of ours gets: all extra files of another one, or the companions of a model."""
+    """Return the extra files for an nxd checkpoint: those of the source, or a model's companion files."""
     if found.checkpoint is None:
         return as_extra(_companions(found))
     return {name: found.checkpoint.read_extra(name) for name in found.checkpoint.extra}

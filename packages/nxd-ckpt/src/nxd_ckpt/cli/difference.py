@@ -1,4 +1,4 @@
-"""`nxd-ckpt diff`: the differences between two checkpoints of any formats."""
+"""`nxd-ckpt diff` compares two checkpoints of any formats."""
 
 import math
 from typing import Any
@@ -16,9 +16,9 @@ from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_box
 def diff(
     first: Place, second: Place, *, rtol: float | None, atol: float | None, include: list[str], exclude: list[str]
 ) -> Report:
-    """Compares names, shapes, types and values: bit by bit, or with a tolerance, which lets types differ.
+    """Compares names, shapes, dtypes and values: bit by bit, or with a tolerance, in which case dtypes may differ.
 
-    Tensors are compared in parts of 16 MiB, or whole where a format cannot be read in parts.
+    Tensors are compared in parts of 16 MiB, or whole if a format cannot be read in parts.
 
     Raises:
         CheckpointError: one of them cannot be read.
@@ -81,13 +81,13 @@ def _compare(
 
 
 def _larger(so_far: float, values: torch.Tensor) -> float:
-    """The largest of these and of those before, NaN left out: it says nothing of how far values are."""
+    """Return the larger of the maximum so far and these values, ignoring NaN, which is not a distance."""
     values = values[~values.isnan()]
     return so_far if not values.numel() else max(float(values.max()), -math.inf if math.isnan(so_far) else so_far)
 
 
 def _relative(gaps: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Gaps as parts of the larger of the two magnitudes; from 0 to 2."""
+    """Divide gaps by the larger of the two magnitudes; the result is from 0 to 2."""
     return torch.where(gaps == 0, 0.0, gaps / torch.maximum(_widened(a).abs(), _widened(b).abs()))
 
 
@@ -101,17 +101,17 @@ def _differ_in_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _are_far(a: torch.Tensor, b: torch.Tensor, gaps: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    """Infinities are near to themselves alone, and NaN to NaN."""
+    """Mark elements outside the tolerance. An infinity is close only to itself, and NaN only to NaN."""
     a, b = _widened(a), _widened(b)
     alike = (a == b) & (gaps == 0) | a.isnan() & b.isnan() | a.isinf() & (a == b)
     return ~(alike | (gaps <= atol + rtol * b.abs()) & b.isfinite())
 
 
 def _gaps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The distance of each element, float64; that of integers of one type is not rounded to 0."""
+    """Return each element's distance as float64; a distance of integers of one dtype is never rounded to 0."""
     if a.dtype == b.dtype and not (a.is_floating_point() or a.is_complex()):
         x, y = (tensor.reshape(-1).view(_STANDS_FOR_BOOL.get(tensor.dtype, tensor.dtype)).numpy() for tensor in (a, b))
-        distance = np.maximum(x, y) - np.minimum(x, y)  # of signed integers it may overflow, and is right as unsigned
+        distance = np.maximum(x, y) - np.minimum(x, y)  # signed integers may overflow; the view as unsigned is right
         return torch.from_numpy(distance.view(f"u{distance.itemsize}").astype(np.float64)).reshape(a.shape)
     return (_widened(a) - _widened(b)).abs()
 
@@ -129,8 +129,8 @@ def _describe(difference: dict[str, Any]) -> str:
         return f"{what} differ: {a} and {b}"
     gap, relative = difference["largest_gap"], difference["largest_relative_gap"]
     return (
-        f"{difference['elements']} of {difference['of']} elements differ, by at most {gap}, at most {relative:.3g} of "
-        "the larger of the two"
+        f"{difference['elements']} of {difference['of']} elements differ, by at most {gap}, at most {relative:.3g} "
+        "relative to the larger value"
         if isinstance(relative, float)
         else f"{difference['elements']} of {difference['of']} elements differ, by at most {gap}"
     )

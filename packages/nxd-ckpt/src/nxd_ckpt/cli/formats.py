@@ -1,4 +1,4 @@
-"""Finding out which kind of checkpoint a path is, and opening it."""
+"""Detects the format of a checkpoint and opens it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of any kind; `checkpoint` if it is one of ours, else `path` on this machine."""
+    """A checkpoint of any format: `checkpoint` is set for nxd, `path` (on this machine) for the others."""
 
     kind: SourceKind
     source: TensorSource
@@ -32,20 +32,20 @@ class Opened:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether a part of a tensor costs no more than that part."""
+        """Whether reading part of a tensor reads no more than that part."""
         return self.checkpoint is not None or self.source.is_mapped
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint lies, and what must be known to read it.
+    """Where a checkpoint is, and the options needed to read it.
 
     Args:
         path: a folder, a file, or a URL.
-        tag: which checkpoint of the folder; default: the newest, or the only one.
-        kind: its format; default: found out.
-        sharding: how ranks' tensors fit together, for NeuronX.
-        parameter_names: order of the optimizer's parameters, for NeuronX.
+        tag: name of the checkpoint in the folder; default: the newest, or the only one.
+        kind: its format; default: detected.
+        sharding: how tensors are split over ranks, for NeuronX.
+        parameter_names: parameter names in the optimizer's order, for NeuronX.
         trust_user_content: whether its pickles may run code, for NeuronX.
     """
 
@@ -59,11 +59,11 @@ class Place:
 
 @contextmanager
 def opened(place: Place) -> Iterator[Opened]:
-    """Opens a checkpoint of any kind. Those of others that lie behind a URL are copied to this machine first.
+    """Opens a checkpoint of any format. A foreign checkpoint at a URL is first copied to this machine.
 
     Raises:
-        ValueError: something is missing that this kind needs.
-        CheckpointError: there is none, or it is damaged.
+        ValueError: an option that this format needs is missing.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     kind = place.kind or _detect(place.path, place.tag)
     if kind == "nxd":
@@ -76,13 +76,13 @@ def opened(place: Place) -> Iterator[Opened]:
 
 
 def boxes_to_read(info: TensorInfo, *, whole: bool) -> Iterable[Box]:
-    """All of a tensor, in parts of 16 MiB unless it has to be read whole."""
+    """Return boxes that cover a tensor, of 16 MiB each unless it has to be read whole."""
     shape = info.global_shape
     return [Box.whole(shape)] if whole else blocks_of(shape, row_major_strides(shape), info.dtype.itemsize)
 
 
 def root_and_tag(path: str, tag: str | None) -> tuple[str, str | None]:
-    """What `open_checkpoint` takes, also for a path that is a checkpoint's own folder."""
+    """Return the arguments of `open_checkpoint`, also for the path of a checkpoint's own folder."""
     if tag is None and os.path.isfile(os.path.join(path, "manifest.json")):
         root, found = os.path.split(os.path.abspath(path))
         return root, found
@@ -90,10 +90,10 @@ def root_and_tag(path: str, tag: str | None) -> tuple[str, str | None]:
 
 
 def read_sharding(text: str) -> Mapping[str, Sharding]:
-    """The sharding that `--sharding` names: "llama", or a JSON file {pattern: {"dim": 0, "stride": 1, ...}}.
+    """Return the sharding given by `--sharding`: "llama", or a JSON file {pattern: {"dim": 0, "stride": 1, ...}}.
 
     Raises:
-        ValueError: the file is not of that form.
+        ValueError: the file does not have that form.
     """
     if text == "llama":
         return LLAMA
@@ -105,42 +105,42 @@ def read_sharding(text: str) -> Mapping[str, Sharding]:
 
 
 def read_stages(path: str) -> Mapping[str, int]:
-    """What `--stages` names: a JSON file {pattern of names: pipeline rank}.
+    """Read the JSON file given by `--stages`: {name pattern: pipeline rank}.
 
     Raises:
-        ValueError: the file is not of that form.
+        ValueError: the file does not have that form.
     """
     content = read_json(path)
     if isinstance(content, dict) and all(type(stage) is int and stage >= 0 for stage in content.values()):
         return content
-    raise ValueError(f'{path} is not of the form {{"pattern": 0}}, with a pipeline rank for each pattern')
+    raise ValueError(f'{path} must have the form {{"pattern": 0}}, with a pipeline rank for each pattern')
 
 
 def read_parameter_names(path: str) -> Sequence[str] | Mapping[int, Sequence[str]]:
-    """What `--parameter-names` names: a JSON list of names, or {pipeline rank: list of names}.
+    """Read the JSON file given by `--parameter-names`: a list of names, or {pipeline rank: list of names}.
 
     Raises:
-        ValueError: the file is not of that form.
+        ValueError: the file does not have that form.
     """
     content = read_json(path)
     if _is_list_of_names(content):
         return content
     if isinstance(content, dict) and all(map(str.isdecimal, content)) and all(map(_is_list_of_names, content.values())):
         return {int(rank): names for rank, names in content.items()}
-    raise ValueError(f'{path} is neither a list of names nor of the form {{"0": ["name"]}}')
+    raise ValueError(f'{path} must be a list of names or have the form {{"0": ["name"]}}')
 
 
 def read_json(path: str) -> Any:
-    """A JSON file's content.
+    """Return the content of a JSON file.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the file is not valid JSON.
     """
     with open(path, encoding="utf-8") as file:
         try:
             return json.load(file)
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
+            raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def _detect(path: str, tag: str | None) -> SourceKind:
@@ -164,18 +164,18 @@ def _detect(path: str, tag: str | None) -> SourceKind:
     ):
         return "neuronx"
     if found := other_kind(folder):
-        raise CheckpointError(f"{folder} holds no checkpoint of a known kind, but {found}")
+        raise CheckpointError(f"{folder} does not contain a checkpoint in a known format, but {found}")
     if not names:
-        raise CheckpointError(f"{path} holds no checkpoint; it is empty")
+        raise CheckpointError(f"{path} does not contain a checkpoint; it is empty")
     raise CheckpointError(
-        f"{path} holds no checkpoint of a known kind ({', '.join(SOURCE_KINDS)}); give the folder of one"
+        f"{path} does not contain a checkpoint in a known format ({', '.join(SOURCE_KINDS)}); pass its folder"
     )
 
 
 def _open_foreign(kind: SourceKind, path: str, place: Place) -> TensorSource:
     if kind == "neuronx":
         if place.sharding is None:
-            raise ValueError(f"{place.path} holds ranks' files of NeuronX; give --sharding llama, or a JSON file")
+            raise ValueError(f"{place.path} is a sharded NeuronX checkpoint; pass --sharding llama or a JSON file")
         return open_neuronx(
             path,
             place.tag,

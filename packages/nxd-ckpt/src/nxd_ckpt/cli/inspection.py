@@ -1,4 +1,4 @@
-"""`nxd-ckpt inspect`: the content of a checkpoint, as a tree; and `nxd-ckpt list`: the checkpoints of a folder."""
+"""`nxd-ckpt inspect` shows a checkpoint's contents as a tree; `nxd-ckpt list` lists the checkpoints in a folder."""
 
 import re
 import time
@@ -16,15 +16,15 @@ from nxd_ckpt.reader import Checkpoint
 _WRITER = re.compile(r".*-(\d+)-\d+\.safetensors")
 _SEPARATOR = re.compile(r"(?<=[./])")
 
-# A part of the tree: parts of it by name, or a tensor's description.
+# A node of the tree: its children by name, or a tensor's description.
 Node = dict[str, Any]
 
 
 def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
-    """Describes one checkpoint; below `depth` levels the tree is summed up.
+    """Describes one checkpoint; tree levels below `depth` are summarized.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     with opened(place) as found:
         tensors = describe_tensors(found)
@@ -42,14 +42,14 @@ def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
     lines = [*head, f"size: {human_size(total)}", ""]
     lines += table(_tree_rows(as_tree(tensors), depth=depth) or [("no tensors",)])
     if "files" in data:
-        owners = {file: f"of {tag}" for file, tag in data["references"].items()}
+        owners = {file: f"in {tag}" for file, tag in data["references"].items()}
         rows: list[tuple[str, ...]] = [(it, human_size(size), owners.get(it, "")) for it, size in data["files"].items()]
         lines += ["", *table(rows or [("no files",)])]
     return Report(data, lines)
 
 
 def list_folder(path: str) -> Report:
-    """The complete checkpoints of a folder, oldest first.
+    """List the complete checkpoints in a folder, oldest first.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -67,7 +67,7 @@ def list_folder(path: str) -> Report:
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What there is to say of a checkpoint besides its tensors."""
+    """Describe a checkpoint, without its tensors."""
     manifest = checkpoint.manifest
     return {
         "tag": checkpoint.tag,
@@ -83,7 +83,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def describe_tensors(found: Opened) -> dict[str, dict[str, Any]]:
-    """Type, shape, bytes of each tensor, and for ours which ranks wrote it."""
+    """Return the dtype, shape and bytes of each tensor, and for nxd checkpoints the ranks that wrote it."""
     entries = {}
     for name, info in found.source.tensors.items():
         entry = {"dtype": str(info.dtype).removeprefix("torch."), "shape": list(info.global_shape)}
@@ -97,7 +97,7 @@ def describe_tensors(found: Opened) -> dict[str, dict[str, Any]]:
 
 
 def as_tree(tensors: Mapping[str, Mapping[str, Any]]) -> Node:
-    """Tensors by the parts of their names."""
+    """Arrange tensors in a tree by the parts of their names."""
     root: Node = {}
     for name, entry in tensors.items():
         *parents, last = _SEPARATOR.split(name)
@@ -128,7 +128,7 @@ def _tree_rows(node: Node, *, depth: int | None, level: int = 0) -> list[tuple[s
 
 
 def sum_up(node: Node) -> tuple[int, int]:
-    """How many tensors there are below, and their bytes."""
+    """Return the number of tensors at and below a node, and their total bytes."""
     if is_tensor(node):
         return 1, node["bytes"]
     parts = [sum_up(child) for child in node.values()]
@@ -136,12 +136,12 @@ def sum_up(node: Node) -> tuple[int, int]:
 
 
 def is_tensor(node: Node) -> bool:
-    """Whether this is a tensor's description, not a part of the tree."""
+    """Whether a node is a tensor's description."""
     return not isinstance(node.get("bytes", {}), dict)
 
 
 def _ranges(ranks: list[int]) -> str:
-    """Such as "rank 0" or "ranks 0-3,6"."""
+    """Format ranks as "rank 0" or "ranks 0-3,6"."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
@@ -153,7 +153,7 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for people."""
+    """Format a value for people."""
     if isinstance(value, float):
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
     if isinstance(value, list):

@@ -21,7 +21,7 @@ from nxd_ckpt.cli.upkeep import collect_garbage, delete_one, retain_newest, set_
 from nxd_ckpt.cli.verification import verify
 from nxd_ckpt.errors import CheckpointError, printable
 
-_EXIT_CODES = "exit codes: 0 good or done, 1 damaged (verify) or different (diff), 2 a mistake, or it cannot be told"
+_EXIT_CODES = "exit codes: 0 success, 1 damaged (verify) or different (diff), 2 bad arguments or unreadable checkpoint"
 _EXIT_INTERRUPTED = 130
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
-    if sys.stdout is None:  # closed by the caller, who wants the exit code alone
+    if sys.stdout is None:  # closed by the caller, who only wants the exit code
         return
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -58,7 +58,7 @@ def _print(text: str) -> None:
 
 
 def _finite(data: Any) -> Any:
-    """JSON has no NaN and no infinities: they are text, such as "nan"."""
+    """JSON has no NaN or infinities, so they become text, such as "nan"."""
     if isinstance(data, dict):
         return {key: _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -76,7 +76,7 @@ def _one_line(message: str) -> str:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="nxd-ckpt", description="Look at, check, compare and convert checkpoints.", epilog=_EXIT_CODES
+        prog="nxd-ckpt", description="Inspect, verify, compare and convert checkpoints.", epilog=_EXIT_CODES
     )
     parser.add_argument("--version", action="version", version=f"nxd-ckpt {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -97,20 +97,20 @@ def _version() -> str:
     try:
         return version("nxd-ckpt")
     except PackageNotFoundError:
-        return "of a source tree that is not installed"
+        return "(running from source, not installed)"
 
 
 def _add_list(commands: Any) -> None:
-    parser = commands.add_parser("list", help="the complete checkpoints of a folder, oldest first")
+    parser = commands.add_parser("list", help="list the complete checkpoints in a folder, oldest first")
     parser.add_argument("path", help="folder of checkpoints, or a URL")
     parser.set_defaults(run=lambda options: list_folder(options.path))
 
 
 def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser("inspect", help="what is in a checkpoint: tree, shapes, sizes, who wrote what")
+    parser = commands.add_parser("inspect", help="show a checkpoint's contents: tree, shapes, sizes, writing ranks")
     _add_place(parser)
     parser.add_argument(
-        "--depth", type=_number_of_levels, metavar="N", help="levels of the tree; what is below is summed up"
+        "--depth", type=_number_of_levels, metavar="N", help="tree levels to show; deeper levels are summarized"
     )
     parser.set_defaults(run=lambda options: inspect_checkpoint(_place(options), depth=options.depth))
 
@@ -118,25 +118,25 @@ def _add_inspect(commands: Any) -> None:
 def _add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
-        help="is a checkpoint whole",
-        description="Checks the manifest's digest, that every element has its place, and the files' sizes.",
-        epilog="exit codes: 0 good, 1 damaged, 2 it cannot be told",
+        help="check that a checkpoint is complete and undamaged",
+        description="Checks the manifest's digest, that every element of every tensor is stored, and the file sizes.",
+        epilog="exit codes: 0 good, 1 damaged, 2 the checkpoint could not be checked",
     )
     parser.add_argument("path", help="folder of checkpoints, one checkpoint's folder, or a URL")
-    parser.add_argument("--tag", help="which checkpoint; the newest if unset")
-    parser.add_argument("--deep", action="store_true", help="read everything and compare it with its checksums")
+    parser.add_argument("--tag", help="checkpoint to verify; default: the newest")
+    parser.add_argument("--deep", action="store_true", help="read all data and verify its checksums")
     parser.set_defaults(run=lambda options: verify(options.path, options.tag, deep=options.deep))
 
 
 def _add_diff(commands: Any) -> None:
     parser = commands.add_parser(
-        "diff", help="what differs between two checkpoints", epilog="exit codes: 0 equal, 1 different, 2 a mistake"
+        "diff", help="compare two checkpoints", epilog="exit codes: 0 equal, 1 different, 2 error"
     )
-    parser.add_argument("first", help="folder of checkpoints, or of one, of any format")
-    parser.add_argument("second", help="likewise")
-    parser.add_argument("--first-tag", metavar="TAG", help="which checkpoint of the first folder; the newest if unset")
-    parser.add_argument("--second-tag", metavar="TAG", help="likewise of the second")
-    parser.add_argument("--rtol", type=_tolerance, help="relative tolerance; bit by bit if unset, as --atol")
+    parser.add_argument("first", help="folder of checkpoints, or one checkpoint of any format")
+    parser.add_argument("second", help="same as for first")
+    parser.add_argument("--first-tag", metavar="TAG", help="checkpoint in the first folder; default: the newest")
+    parser.add_argument("--second-tag", metavar="TAG", help="checkpoint in the second folder; default: the newest")
+    parser.add_argument("--rtol", type=_tolerance, help="relative tolerance; default without --atol: compare bits")
     parser.add_argument("--atol", type=_tolerance, help="absolute tolerance")
     _add_sharding(parser)
     _add_selection(parser)
@@ -144,79 +144,84 @@ def _add_diff(commands: Any) -> None:
 
 
 def _add_page(commands: Any) -> None:
-    parser = commands.add_parser("page", help="one HTML file: tree, sizes, histograms of values, who wrote what")
+    parser = commands.add_parser("page", help="write an HTML page: tree, sizes, value histograms, writing ranks")
     _add_place(parser)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="file to write")
     parser.set_defaults(run=lambda options: write_page(_place(options), options.output))
 
 
 def _add_convert(commands: Any) -> None:
-    parser = commands.add_parser("convert", help="from any format to any other")
+    parser = commands.add_parser("convert", help="convert a checkpoint to another format")
     _add_place(parser)
-    parser.add_argument("target", help="folder to write to; for nxd also a URL")
+    parser.add_argument("target", help="folder to write to, or a URL for nxd")
     parser.add_argument("--to", required=True, choices=TARGET_KINDS, help="format to write")
     parser.add_argument("--target-tag", metavar="TAG", help="name of the new checkpoint, for nxd and neuronx-v2")
     parser.add_argument("--step", type=int, help="step of the new checkpoint, for nxd")
-    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point tensors; as stored if unset")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of files, for hf (default: 5GB)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, for neuronx")
-    parser.add_argument("--stages", metavar="FILE", help="JSON {pattern of names: pipeline rank}, for neuronx")
-    parser.add_argument("--xser", action="store_true", help="a file for each tensor, for neuronx")
-    parser.add_argument("--parameter-names", metavar="FILE", help="JSON list in the optimizer's order, of neuronx")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of floating-point tensors; default: as stored")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, for hf (default: 5GB)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks, for neuronx")
+    parser.add_argument("--stages", metavar="FILE", help="JSON file {name pattern: pipeline rank}, for neuronx")
+    parser.add_argument("--xser", action="store_true", help="write each tensor to its own file, for neuronx")
     parser.add_argument(
-        "--trust-user-content", action="store_true", help="let the pickled user content of neuronx run code"
+        "--parameter-names", metavar="FILE", help="JSON list of names in the optimizer's order, for a neuronx source"
+    )
+    parser.add_argument(
+        "--trust-user-content", action="store_true", help="allow pickled user content of a neuronx source to run code"
     )
     _add_selection(parser)
     parser.set_defaults(run=_convert)
 
 
 def _add_upkeep(commands: Any) -> None:
-    parser = commands.add_parser("gc", help="free what dead saves and deletions have left")
+    parser = commands.add_parser("gc", help="delete the remains of failed saves and deletions")
     parser.add_argument("path", help="folder of checkpoints, or a URL")
-    parser.add_argument("--dry-run", action="store_true", help="only list it")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
     parser.set_defaults(run=lambda options: collect_garbage(options.path, dry_run=options.dry_run))
     for name, text, run in (
-        ("delete", "remove one checkpoint", delete_one),
-        ("pin", "keep a checkpoint from deletion", partial(set_pinned, to=True)),
-        ("unpin", "end that", partial(set_pinned, to=False)),
+        ("delete", "delete a checkpoint", delete_one),
+        ("pin", "protect a checkpoint from deletion", partial(set_pinned, to=True)),
+        ("unpin", "allow a pinned checkpoint to be deleted", partial(set_pinned, to=False)),
     ):
         parser = commands.add_parser(name, help=text)
         parser.add_argument("path", help="folder of checkpoints, or a URL")
-        parser.add_argument("tag", help="which checkpoint")
+        parser.add_argument("tag", help="name of the checkpoint")
         parser.set_defaults(run=lambda options, run=run: run(options.path, options.tag))
 
 
 def _add_removal(commands: Any) -> None:
     parser = commands.add_parser(
         "retain",
-        help="remove the checkpoints that no rule keeps",
-        description="The newest and pinned ones stay in any case, and those that are not complete.",
+        help="delete checkpoints that no rule keeps",
+        description="Never deletes the newest checkpoint, pinned ones, or incomplete ones.",
     )
     parser.add_argument("path", help="folder of checkpoints, or a URL")
-    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="keep so many of the newest")
-    parser.add_argument("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of this")
-    parser.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep so many of the best by --metric")
-    parser.add_argument("--metric", metavar="NAME", help="a number in the metrics that were saved along, such as loss")
-    parser.add_argument("--best", choices=("lowest", "highest"), default="lowest", help="of --metric")
+    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="keep the N newest")
+    parser.add_argument("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of N")
+    parser.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N best by --metric")
+    parser.add_argument("--metric", metavar="NAME", help="name of a saved metric, such as loss")
+    parser.add_argument("--best", choices=("lowest", "highest"), default="lowest", help="which --metric is best")
     rules = ("keep_last", "keep_every", "keep_best", "metric", "best")
     parser.set_defaults(run=lambda it: retain_newest(it.path, **{name: getattr(it, name) for name in rules}))
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="folder of checkpoints, or of one, of any format; or a URL")
-    parser.add_argument("--tag", help="which checkpoint; the newest if unset")
-    parser.add_argument("--from", dest="kind", choices=SOURCE_KINDS, help="its format; found out if unset")
+    parser.add_argument("path", help="folder of checkpoints, one checkpoint of any format, or a URL")
+    parser.add_argument("--tag", help="checkpoint to use; default: the newest")
+    parser.add_argument("--from", dest="kind", choices=SOURCE_KINDS, help="its format; default: detected")
     _add_sharding(parser)
 
 
 def _add_sharding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sharding", metavar="FILE", help='"llama", or JSON {pattern: {"dim": 0, "stride": 1}}, for neuronx'
+        "--sharding", metavar="FILE", help='"llama", or a JSON file {pattern: {"dim": 0, "stride": 1}}, for neuronx'
     )
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    for name, text in (("include", "take only names that match, such as 'model.*'"), ("exclude", "leave out names")):
+    for name, text in (
+        ("include", "use only names that match, such as 'model.*'"),
+        ("exclude", "skip names that match"),
+    ):
         parser.add_argument(f"--{name}", action="append", default=[], metavar="PATTERN", help=f"{text}; repeatable")
 
 
@@ -232,7 +237,7 @@ def _number_of_levels(text: str) -> int:
     return int(text)
 
 
-# argparse names a type in "invalid ... value".
+# argparse shows the name of the type in "invalid ... value".
 _tolerance.__name__, _number_of_levels.__name__ = "tolerance", "number of levels"
 
 

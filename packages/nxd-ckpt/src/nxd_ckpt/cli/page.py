@@ -1,6 +1,6 @@
-"""`nxd-ckpt page`: a checkpoint as one HTML file, to look at in a browser or to send: tree, sizes, histograms, places.
+"""`nxd-ckpt page` writes one HTML file to view in a browser or send: the tree, sizes, histograms and files.
 
-The file needs nothing else and runs nothing: what comes from a checkpoint is escaped, and there is no script in it.
+The file is self-contained and has no scripts; all text from the checkpoint is escaped.
 """
 
 import html
@@ -33,9 +33,9 @@ rect { fill: #4a7ab5 }
 
 
 def write_page(place: Place, output: str) -> Report:
-    """Writes the page of a checkpoint of any format; a file of that name is replaced once the page is complete.
+    """Writes the page of a checkpoint of any format; an existing file is replaced once the page is complete.
 
-    Every element is read once, in parts of 16 MiB; tensors of formats that cannot be read in parts are read whole.
+    Every element is read once, in parts of 16 MiB; if a format cannot be read in parts, tensors are read whole.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -66,7 +66,7 @@ def _replace(output: str, text: str) -> None:
 
 
 def _values(source: TensorSource, name: str, *, whole: bool) -> dict[str, Any]:
-    """Least and largest finite value, how many are not finite, how many are 0, and a histogram between the former."""
+    """Return the smallest and largest finite values, a histogram between them, and the non-finite and zero counts."""
     info = source.tensors[name]
     least, largest, odd, zeros = math.inf, -math.inf, 0, 0
     for part in _parts(source, name, whole=whole):
@@ -93,7 +93,7 @@ def _values(source: TensorSource, name: str, *, whole: bool) -> dict[str, Any]:
 
 
 def _parts(source: TensorSource, name: str, *, whole: bool) -> Iterator[torch.Tensor]:
-    """All elements, flat and as float64; of complex ones the magnitudes."""
+    """Yield all elements, flat and as float64; complex elements as their magnitudes."""
     for box in boxes_to_read(source.tensors[name], whole=whole):
         part = read_box(source, name, box)
         yield (part.abs() if part.is_complex() else part).to(torch.float64).reshape(-1)
@@ -113,7 +113,7 @@ def _page(place: Place, found: Opened, tensors: Mapping[str, dict[str, Any]]) ->
     yield "</table>\n<h2>Tensors</h2>\n"
     yield from _tree(as_tree(tensors), level=0)
     if found.checkpoint is not None:
-        yield "<h2>Files</h2>\n<table><tr><th>file</th><th>size</th><th>lies with</th></tr>\n"
+        yield "<h2>Files</h2>\n<table><tr><th>file</th><th>size</th><th>stored in</th></tr>\n"
         for file, size in files.items():
             lies_with = found.checkpoint.manifest.references.get(file, found.checkpoint.tag)
             yield f'<tr><td class="name">{_escaped(file)}</td><td>{human_size(size)}</td>'

@@ -1,4 +1,4 @@
-"""A progress bar on stderr, if there is a terminal and tqdm (the extra `cli`) is installed; else nothing."""
+"""A progress bar on stderr, if it is a terminal and tqdm (the extra `cli`) is installed; otherwise nothing."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from nxd_ckpt.errors import printable
 
 @contextmanager
 def progress_bar(doing: str, total_bytes: int) -> Iterator[Callable[[str, int], None]]:
-    """Yields what is to be called with a name and the bytes done with it."""
+    """Yields a function to call with each name and its number of bytes when it is done."""
     try:
         from tqdm import tqdm  # noqa: PLC0415
     except ImportError:

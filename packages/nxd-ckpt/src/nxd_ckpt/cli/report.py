@@ -23,7 +23,7 @@ class Report:
 
 
 def human_size(num_bytes: int) -> str:
-    """Such as "1.5 GiB"."""
+    """Format bytes as "1.5 GiB"."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -33,17 +33,17 @@ def human_size(num_bytes: int) -> str:
 
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows with their columns aligned."""
+    """Format rows with aligned columns."""
     texts = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in texts]
 
 
 def check_folder(path: str) -> None:
-    """So that a name that was mistyped is an error and neither an empty list nor a new folder.
+    """Checks that a local folder exists, so that a typo is an error, not an empty list or a new folder.
 
     Raises:
-        CheckpointError: there is no such folder on this machine.
+        CheckpointError: the folder does not exist on this machine.
     """
     local = path.removeprefix("file://")
     if not is_remote(local) and not os.path.isdir(local):

@@ -1,4 +1,4 @@
-"""`nxd-ckpt retain`, `delete`, `gc`, `pin` and `unpin`: keeping a folder of checkpoints tidy."""
+"""`nxd-ckpt retain`, `delete`, `gc`, `pin` and `unpin` clean up a folder of checkpoints."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,10 +8,10 @@ from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 
 
 def collect_garbage(path: str, *, dry_run: bool) -> Report:
-    """Removes, or only lists, the remains of dead saves and deletions.
+    """Removes, or only lists, the remains of failed saves and deletions.
 
     Raises:
-        CheckpointError: there is no such folder, or a save is at work.
+        CheckpointError: there is no such folder, or a save is in progress.
     """
     check_folder(path)
     found = gc(path, dry_run=dry_run)
@@ -35,10 +35,10 @@ def set_pinned(path: str, tag: str, *, to: bool) -> Report:
 
 
 def retain_newest(path: str, **rules: Any) -> Report:
-    """Removes the checkpoints that no rule keeps; the rules are those of `nxd_ckpt.retain`.
+    """Removes the checkpoints that no rule keeps; takes the rules of `nxd_ckpt.retain`.
 
     Raises:
-        ValueError: a rule makes no sense.
+        ValueError: a rule is invalid.
         CheckpointError: there is no such folder.
     """
     check_folder(path)

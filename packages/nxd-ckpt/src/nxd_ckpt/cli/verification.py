@@ -1,4 +1,4 @@
-"""`nxd-ckpt verify`: checks that a checkpoint is whole, and with `--deep`, that every byte is as saved."""
+"""`nxd-ckpt verify` checks that a checkpoint is complete, and with `--deep`, that every byte is as saved."""
 
 import dataclasses
 import os
@@ -19,11 +19,11 @@ from nxd_ckpt.stores import Store, check_tag, open_store
 
 
 def verify(path: str, tag: str | None, *, deep: bool) -> Report:
-    """Checks one of our checkpoints: the manifest's digest, every element's place, the files' sizes; deep, all bytes.
+    """Checks an nxd checkpoint: the manifest's digest, that every element is stored, file sizes; if deep, all bytes.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: it cannot be told, as there is no such checkpoint, or it cannot be read at all.
+        CheckpointError: there is no such checkpoint, or it cannot be read at all.
     """
     root, found = root_and_tag(path, tag)
     store = open_store(root)
@@ -32,7 +32,7 @@ def verify(path: str, tag: str | None, *, deep: bool) -> Report:
     try:
         checkpoint = open_checkpoint(root, found)
     except CheckpointError as error:
-        # Without a tag it may be that there is none; with one, the manifest is there and says nothing usable.
+        # Without a tag there may be no checkpoint; with a tag, the manifest exists but is unusable.
         if found is None or isinstance(error.__cause__, OSError) or "upgrade" in str(error):
             raise
         return _report(found, 0, [str(error)], deep=deep)
@@ -46,12 +46,12 @@ def _report(tag: str, num_bytes: int, problems: list[str], *, deep: bool) -> Rep
     data = {"tag": tag, "deep": deep, "good": not problems, "bytes": num_bytes, "problems": problems}
     if problems:
         return Report(data, [f"{tag}: damaged", *problems], EXIT_DIFFERENT)
-    how = "every byte matches its checksum" if deep else "all files are there; --deep would compare their content"
+    how = "every byte matches its checksum" if deep else "all files are present; use --deep to check their content"
     return Report(data, [f"{tag}: good, {human_size(num_bytes)}; {how}"], EXIT_GOOD)
 
 
 def _shallow_problems(checkpoint: Checkpoint) -> list[str]:
-    """Problems found by planning to read everything, and in the extra files, which are small."""
+    """Find problems by planning to read everything and by reading the extra files, which are small."""
     everything = {name: [Box.whole(info.global_shape)] for name, info in checkpoint.tensors.items()}
     problems = []
     try:
@@ -74,7 +74,7 @@ def _deep_problems(store: Store, checkpoint: Checkpoint) -> list[str]:
 
 
 def _by_file(manifest: Manifest) -> dict[str, Manifest]:
-    """What the manifest says of each file, so that files of many ranks are not each looked up in all of it."""
+    """Split the manifest by file, so that checking a file does not search the whole manifest."""
     chunks: dict[str, dict[str, list[Chunk]]] = {file: {} for file in manifest.files}
     for name, entry in manifest.tensors.items():
         for chunk in entry.chunks:
@@ -91,9 +91,9 @@ def _by_file(manifest: Manifest) -> dict[str, Manifest]:
 
 
 def _header_problems(file: str, part: Checkpoint) -> list[str]:
-    """What a header says is nothing to our readers, who only verify its checksum where there is one, but to others.
+    """Compare a file's header with the manifest. Our readers only verify its checksum, but other readers rely on it.
 
-    In a file of an earlier save there is also what this checkpoint does not reference.
+    Files of earlier saves are skipped, since they may also hold tensors that this checkpoint does not reference.
     """
     path = part.where(file)
     if not file.startswith(f"data/{part.save_id}") or not path.endswith(".safetensors") or not os.path.isfile(path):
@@ -108,11 +108,11 @@ def _header_problems(file: str, part: Checkpoint) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     found = {key: (stored.info.dtype, stored.info.global_shape, stored.begin) for key, stored in header.items()}
-    return [] if found == expected else [f"the header of {path} does not say what the manifest does"]
+    return [] if found == expected else [f"the header of {path} does not match the manifest"]
 
 
 def _as_read(code: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Type and shape that `read_header` gives for what a data file's header has of a tensor."""
+    """Return the dtype and shape that `read_header` returns for a tensor stored with this code and shape."""
     if code == "F4" and shape:
         return DTYPE_OF_CODE[code], shape
     stored, stored_shape = in_safetensors(code, shape)

@@ -53,7 +53,7 @@ class NxdCheckpointIO:
             CheckpointError: it cannot be written.
         """
         if storage_options is not None:
-            raise ValueError(f"storage_options={storage_options!r} mean nothing to NxdCheckpointIO; leave them out")
+            raise ValueError(f"NxdCheckpointIO does not support storage_options={storage_options!r}; leave them out")
         tensors: dict[str, torch.Tensor] = {}
         content: dict[str, Any] = {}
         for key, value in checkpoint.items():
@@ -132,14 +132,14 @@ def _described(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         pairs = []
         for key, part in value.items():
             if not isinstance(key, str | int):
-                raise ValueError(f"{path} has the key {key!r} of type {type(key).__name__}; use texts or numbers")
+                raise ValueError(f"{path} has the key {key!r} of type {type(key).__name__}; use strings or numbers")
             pairs.append([key, _described(part, f"{path}.{key}", tensors)])
         return ["dict", pairs]
     if isinstance(value, list | tuple):
         parts = [_described(part, f"{path}.{number}", tensors) for number, part in enumerate(value)]
         return ["tuple" if isinstance(value, tuple) else "list", parts]
     raise ValueError(
-        f"{path} is a {type(value).__name__}, which could only be read back by running code; use numbers, texts, "
+        f"{path} is a {type(value).__name__}, which could only be read back by running code; use numbers, strings, "
         "tensors, and dicts and lists of them"
     )
 

@@ -93,8 +93,8 @@ def _checked_size(file: "str | IO[bytes]", what: str) -> int:
     unpacked = sum(entry.file_size for entry in entries)
     if unpacked > num_bytes or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointError(
-            f"{what} has {num_bytes} bytes and would unpack to {unpacked}: torch.save compresses nothing, so it is not "
-            "what torch.save wrote; save it again"
+            f"{what} has {num_bytes} bytes and would unpack to {unpacked}: torch.save compresses nothing, so it did "
+            "not write this file; save it again"
         )
     return num_bytes
 
@@ -123,13 +123,13 @@ class _Claims:
         size = self._size(content, 0)
         if size.values > max(_LEAST_MOST_VALUES, _MOST_VALUES_PER_BYTE * self._num_bytes):
             raise CheckpointError(
-                f"{self._what} has {self._num_bytes} bytes and holds {size.values} values, the same ones again and "
-                "again; no checkpoint is like that"
+                f"{self._what} has {self._num_bytes} bytes but holds {size.values} values by repeating the same ones; "
+                "it is not a checkpoint"
             )
         if size.tensor_bytes > _MOST_REPEATED_BYTES + _MOST_TIMES_SHARED * self._num_bytes:
             raise CheckpointError(
-                f"{self._what} has {self._num_bytes} bytes and holds tensors of {size.tensor_bytes}, the same memory "
-                "again and again; save contiguous tensors"
+                f"{self._what} has {self._num_bytes} bytes but holds tensors of {size.tensor_bytes} bytes that share "
+                "the same memory; save contiguous tensors"
             )
 
     def _size(self, value: Any, nesting: int) -> _Size:
@@ -151,8 +151,8 @@ class _Claims:
         claimed, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
         if claimed > stored + _MOST_REPEATED_BYTES:
             raise CheckpointError(
-                f"{self._what} holds a tensor {list(tensor.shape)} of {claimed} bytes in memory of {stored}; save a "
-                "contiguous one"
+                f"{self._what} holds a tensor {list(tensor.shape)} of {claimed} bytes in {stored} bytes of memory; "
+                "save a contiguous one"
             )
         return claimed
 
@@ -160,5 +160,5 @@ class _Claims:
 def _reason(message: str) -> str:
     refused = _REFUSED.search(message)
     if refused:
-        return f"asks for {refused[1]}, which could run code, and is refused; nothing of it was run"
-    return "holds pickled objects that are refused, or is damaged; nothing of it was run"
+        return f"asks for {refused[1]}, which could run code, and is refused; none of its code was run"
+    return "holds pickled objects that are refused, or is damaged; none of its code was run"

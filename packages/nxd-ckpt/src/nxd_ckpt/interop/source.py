@@ -133,7 +133,7 @@ class Selection:
     def __post_init__(self) -> None:
         if self.source.tensors and not self.tensors:
             raise ValueError(
-                f"none of the {len(self.source.tensors)} tensors is left after include={list(self.include)}, "
+                f"none of the {len(self.source.tensors)} tensors remain after include={list(self.include)}, "
                 f"exclude={list(self.exclude)}"
             )
 

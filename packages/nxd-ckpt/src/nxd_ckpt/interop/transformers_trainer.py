@@ -90,7 +90,7 @@ class NxdCheckpoints:
     def _nxd_check(self: Any) -> None:
         if self.is_deepspeed_enabled:
             raise ValueError(
-                "DeepSpeed keeps states of its own; use its checkpoints, by Trainer without NxdCheckpoints"
+                "DeepSpeed manages its own states; use its checkpoints, with Trainer and without NxdCheckpoints"
             )
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             raise ValueError(

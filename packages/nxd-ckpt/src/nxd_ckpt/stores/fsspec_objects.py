@@ -62,7 +62,7 @@ def put_if_unchanged(fs: Any, key: str, content: bytes, seen: str | None) -> Non
             if found is not None and fs.cat_file(key) == content:
                 return  # it was written, but the answer got lost and the client tried again
         if found != seen:
-            raise FileExistsError(f"{key} was written by somebody else meanwhile") from error
+            raise FileExistsError(f"{key} was changed by another writer in the meantime") from error
         raise
 
 

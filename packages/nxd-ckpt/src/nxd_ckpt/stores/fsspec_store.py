@@ -51,7 +51,11 @@ class FsspecStore:
         try:
             self.fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except ImportError as error:
-            remedy = f"pip install 'nxd-ckpt[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else "install what it names"
+            remedy = (
+                f"pip install 'nxd-ckpt[{_EXTRAS[scheme]}]'"
+                if scheme in _EXTRAS
+                else "install the package that it names"
+            )
             raise ImportError(f"path={url!r} cannot be opened: {error}; {remedy}") from error
 
     @property
@@ -120,8 +124,8 @@ class FsspecStore:
                     raise CheckpointError(f"the file ends at byte {start + len(content)}, {missing} bytes early")
                 if len(content) > end - start:  # these may be of another place in the file
                     raise CheckpointError(
-                        f"the store answered with more bytes than were asked for: {len(content)} for {end - start}; it "
-                        "must obey ranges"
+                        f"the store returned more bytes than requested: {len(content)} instead of {end - start}; it "
+                        "must honor byte ranges"
                     )
                 for piece in span:
                     piece.destination[:] = memoryview(content)[piece.offset - start : _end(piece) - start]
@@ -328,8 +332,8 @@ class FsspecSave:
         except FileExistsError:
             self._owns_files = True
             raise CheckpointError(
-                f"{self._store.location}/{self._tag} was saved or deleted by another process while this save was at "
-                "work; that one counts, so choose another tag or save again"
+                f"{self._store.location}/{self._tag} was saved or deleted by another process while this save was in "
+                "progress; that change stays, so choose another tag or save again"
             ) from None
         with contextlib.suppress(OSError):  # what stays is only space, or a hint
             self._store.note_latest(self._tag)

@@ -213,8 +213,8 @@ class PosixSave:
         """See `SaveTransaction.write_file`: into the staging folder."""
         if not os.path.isdir(self._staged):
             raise CheckpointError(
-                f"{self._staged} is not here, though rank 0 made it; path must lie on a file system that all "
-                "ranks share"
+                f"{self._staged} does not exist on this rank, although rank 0 created it; path must be on a file "
+                "system that all ranks share"
             )
         path = os.path.join(self._staged, file)
         if not os.path.isdir(os.path.dirname(path)):
@@ -358,7 +358,7 @@ def _take_lock(root: str) -> int | None:
     try:
         return lock(os.path.join(staging, _LOCK_NAME))
     except BlockingIOError:
-        raise CheckpointError(f"another save is at work in {root}; wait for it or use another folder") from None
+        raise CheckpointError(f"another save is in progress in {root}; wait for it or use another folder") from None
 
 
 def _move_to_trash(root: str, path: str) -> str:

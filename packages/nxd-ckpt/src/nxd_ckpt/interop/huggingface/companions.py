@@ -101,8 +101,8 @@ def check_lies_in(file: Path, folder: Path) -> None:
     target = Path(os.path.realpath(file))
     if not any(target.is_relative_to(it) for it in roots):
         raise ValueError(
-            f"{file} is a symbolic link that leads out of {folder}, to {target}; a folder's files are copied, and a "
-            "link may name any file of this machine. Put the file itself there"
+            f"{file} is a symbolic link that points outside {folder}, to {target}; the folder's files are copied, and "
+            "a link may point to any file of this machine, so put the file itself there"
         )
 
 
@@ -114,7 +114,7 @@ def write_companions(files: Mapping[str, bytes], folder: str | os.PathLike[str])
     """
     for name, content in files.items():
         if not is_companion(name):
-            raise ValueError(f"{name!r} is no name of a tokenizer's or processor's file")
+            raise ValueError(f"{name!r} is not the name of a tokenizer or processor file")
         file = Path(folder) / name
         file.parent.mkdir(exist_ok=True)  # of additional chat templates
         file.write_bytes(content)
@@ -139,7 +139,7 @@ def companions_in(checkpoint: Checkpoint) -> dict[str, bytes]:
     num_bytes = sum(manifest.files[manifest.extra[name].file] for name in stored.values())
     if num_bytes > MAX_COMPANION_BYTES:
         raise ValueError(
-            f"checkpoint {checkpoint.tag!r} holds {num_bytes:,} bytes as the files of a tokenizer, more than the "
-            f"{MAX_COMPANION_BYTES:,} that are read; it is damaged, or not what it seems"
+            f"checkpoint {checkpoint.tag!r} holds {num_bytes:,} bytes of tokenizer files, more than the limit of "
+            f"{MAX_COMPANION_BYTES:,}; it is damaged, or not what it seems"
         )
     return {name: checkpoint.read_extra(extra) for name, extra in stored.items()}

@@ -108,7 +108,7 @@ def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> di
         code, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if code not in DTYPE_OF_CODE or code == "C128":
             raise _UnknownType(
-                f"{name!r} has the type {code!r}, for which torch {torch.__version__} has none; known are "
+                f"{name!r} has the type {code!r}, for which torch {torch.__version__} has no dtype; use one of "
                 f"{', '.join(it for it in DTYPE_OF_CODE if it != 'C128')}"
             )
         if not _are_sizes((*shape, begin, end)) or math.prod(size or 1 for size in shape) >= _SIZE_LIMIT:
@@ -116,7 +116,7 @@ def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> di
         dtype = DTYPE_OF_CODE[code]
         if code == "F4":  # of which torch counts pairs
             if not shape or shape[-1] % 2:
-                raise _UnknownType(f"{name!r} has the type 'F4' and the shape {list(shape)}, no pairs as torch needs")
+                raise _UnknownType(f"{name!r} has the type 'F4' and the shape {list(shape)}; torch needs an even size")
             shape = (*shape[:-1], shape[-1] // 2)
         if end - begin != Box.whole(shape).num_elements * dtype.itemsize:
             raise ValueError(f"{name!r} {code} {list(shape)} cannot be the bytes {begin} to {end}")
@@ -129,7 +129,7 @@ def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> di
             )
         position += tensor.num_bytes
     if position != file_size:
-        raise ValueError(f"its tensors end at byte {position}, the file at {file_size}")
+        raise ValueError(f"its tensors end at byte {position}, but the file at {file_size}")
     return tensors
 
 

@@ -88,8 +88,8 @@ def _chosen_by_config(folder: str) -> str | None:
         isinstance(chosen, str) and (_FILE_NAME.fullmatch(chosen) or _INDEX_NAME.fullmatch(chosen))
     ):
         raise CheckpointError(
-            f"{os.path.join(folder, CONFIG_FILE)} says that the weights are in {chosen!r}, which is no plain name of a "
-            "safetensors file or its index"
+            f"{os.path.join(folder, CONFIG_FILE)} says that the weights are in {chosen!r}, which is not the plain name "
+            "of a safetensors file or its index"
         )
     return chosen
 
@@ -97,7 +97,7 @@ def _chosen_by_config(folder: str) -> str | None:
 def _nothing_to_open(folder: str) -> str:
     """Why a folder cannot be opened: what it has instead, and what to do."""
     if not os.path.isdir(folder):
-        return f"{folder!r} does not exist" if not os.path.lexists(folder) else f"{folder!r} is no folder or file"
+        return f"{folder!r} does not exist" if not os.path.lexists(folder) else f"{folder!r} is not a folder or file"
     found = other_kind(folder)
     return f"{folder} holds neither {INDEX_FILE} nor {SINGLE_FILE}" + (f", but {found}" if found else "")
 
@@ -113,7 +113,7 @@ def other_kind(folder: str) -> str:
     if "adapter_config.json" in names:
         found = "an adapter of PEFT; load it into its base model, or merge it there first"
     elif "model_index.json" in names:
-        found = "a pipeline of diffusers, of several models; give the file of one, such as one in its folder unet"
+        found = "a diffusers pipeline of several models; pass the file of one, such as one in its folder unet"
     elif pickles:
         found = (
             f"{pickles[0]}, a pickle, which is not read; convert it with transformers: "
@@ -121,11 +121,11 @@ def other_kind(folder: str) -> str:
         )
     elif variants:
         found = (
-            f"the variants {', '.join(variants)}, of which transformers takes one by variant=; rename the files of the "
-            "one that is meant, or give its file"
+            f"the variants {', '.join(variants)}, which transformers selects with variant=; rename the files of the "
+            "one you want, or pass its file"
         )
     elif others:
-        found = f"{', '.join(others[:3])}; give the file itself"
+        found = f"{', '.join(others[:3])}; pass the file itself"
     elif files:
         found = f"{files[0]}, which is not read; convert it to safetensors"
     return found
@@ -144,10 +144,10 @@ def _read_indexed(folder: str, name: str) -> dict[str, dict[str, StoredTensor]]:
     if found != expected:
         problems = [f"{name!r} should be in {file} but is not" for name, file in sorted(expected - found)]
         problems += [
-            f"{name!r} is in {file}, of which the index knows nothing" for name, file in sorted(found - expected)
+            f"{name!r} is in {file}, but the index does not list it" for name, file in sorted(found - expected)
         ]
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointError(f"{index} does not fit the files:\n  " + "\n  ".join(problems[:8]) + more)
+        raise CheckpointError(f"{index} does not match the files:\n  " + "\n  ".join(problems[:8]) + more)
     return {os.path.join(folder, file): tensors for file, tensors in files.items()}
 
 
@@ -160,7 +160,7 @@ def _read_index(path: str) -> dict[str, str]:
         weight_map = json.loads(text)["weight_map"]
         for name, file_name in weight_map.items():
             if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
-                raise ValueError(f"it says that {name!r} is in {file_name!r}, which is no plain file name")
+                raise ValueError(f"it says that {name!r} is in {file_name!r}, which is not a plain file name")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
     return dict(weight_map)

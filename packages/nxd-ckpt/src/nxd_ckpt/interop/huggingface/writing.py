@@ -83,7 +83,7 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())
         if match is None:
-            raise ValueError(f"{size!r} is no size; expected a number and a unit, such as 500MB or 5GiB")
+            raise ValueError(f"{size!r} is not a size; expected a number and a unit, such as 500MB or 5GiB")
         power = " KMGT".index(match[2].upper() or " ")
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if size < 1:

@@ -94,7 +94,9 @@ def placed_dcp_tensors(
         for name in saved.tensors:
             match = _DCP_NAME.fullmatch(name)
             if match is None:
-                warnings.warn(f"leaving out {name!r} of the optimizer, which is no state of a parameter", stacklevel=4)
+                warnings.warn(
+                    f"leaving out {name!r} of the optimizer, which is not the state of a parameter", stacklevel=4
+                )
                 continue
             holder = holders.get(match["name"], Rank(0, 0, 0, 0))
             rank = Rank(int(match["pp"] or holder.pp), 0, int(match["tp"] or 0), 0)
@@ -124,7 +126,7 @@ def _placed(
     for rank, entry in entries:
         shape = shapes.get((entry.parameter, rank.pp, rank.ep, rank.tp))
         if shape is None:
-            raise CheckpointError(f"the optimizer has state of {entry.parameter!r}, but the model of {rank} lacks it")
+            raise CheckpointError(f"the optimizer has state for {entry.parameter!r}, but the model of {rank} lacks it")
         for name, part in _place(entry, shape, rank, sharding, degrees):
             parts.setdefault(f"{OPTIMIZER_PREFIX}{name}/{entry.key}", []).append(part)
     return parts
@@ -184,8 +186,8 @@ def _place(
         held = Box((rank.dp * local_shape[0],) + (0,) * (len(shape) - 1), local_shape)
     if local_shape != shape and not (entry.is_row_shard and local_shape[1:] == shape[1:]):
         raise CheckpointError(
-            f"{entry.key!r} of {entry.parameter!r} is {list(local_shape)} on {rank}, the parameter {list(shape)}; "
-            "do parameter_names have the optimizer's order?"
+            f"{entry.key!r} of {entry.parameter!r} is {list(local_shape)} on {rank}, but the parameter is "
+            f"{list(shape)}; are parameter_names in the optimizer's order?"
         )
     for placement in found:
         common = placement.local.intersect(held)

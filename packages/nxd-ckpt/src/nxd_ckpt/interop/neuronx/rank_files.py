@@ -75,11 +75,11 @@ def _complete(folder: str, entries: Iterable[tuple[re.Match[str] | None, str]]) 
             numbers = {axis: int(number or 0) for axis, number in match.groupdict(default="0").items()}
             rank = Rank(numbers["pp"], numbers.get("ep", 0), numbers["tp"], numbers["dp"])
             if rank in files:
-                raise CheckpointError(f"{folder} holds two files of {rank}: {files[rank]} and {path}")
+                raise CheckpointError(f"{folder} holds two files for {rank}: {files[rank]} and {path}")
             files[rank] = path
     missing = list(islice(_missing(files), 4))
     if missing:
-        raise CheckpointError(f"{folder} is not complete: there is no file of {'; '.join(map(str, missing))}")
+        raise CheckpointError(f"{folder} is incomplete: there is no file of {'; '.join(map(str, missing))}")
     return dict(sorted(files.items()))
 
 

@@ -50,8 +50,8 @@ class _NeuronxCheckpoint:
             if known is not part and not same_bits(known.tensor, part.tensor):
                 raise CheckpointError(
                     f"{name!r} {part.box} differs between {known.rank} and {part.rank}: it is not the same on all "
-                    "ranks; say in `sharding` how it is split. Fused or copied heads are no even split: give "
-                    "`Pieces`, or load them into the model that was saved"
+                    "ranks; declare in `sharding` how it is split. For fused or copied heads, which are not split "
+                    "evenly, give `Pieces`, or load them into the model that was saved"
                 )
         return [Shard(part.tensor, box.offsets) for box, part in first.items()]
 
@@ -151,14 +151,14 @@ def _v2_folder(path: str, tag: str | None) -> str:
         tags = complete_tags(path)
         if len(tags) != 1:
             there = ", ".join(tags) or "none"
-            raise CheckpointError(f"{path} holds {len(tags)} complete checkpoints ({there}); give the tag of one")
+            raise CheckpointError(f"{path} holds {len(tags)} complete checkpoints ({there}); pass the tag of one")
         folder = os.path.join(path, tags[0])
     else:
         folder = os.path.join(path, check_tag(tag))
     if not _is_complete(folder):
         raise CheckpointError(
-            f"{folder} is no complete checkpoint: it needs the markers {BEGUN_MARKER!r} and {DONE_MARKER!r}, of which "
-            "the last is written when everything else is there"
+            f"{folder} is not a complete checkpoint: it needs the markers {BEGUN_MARKER!r} and {DONE_MARKER!r}; the "
+            "latter is written last"
         )
     return folder
 
@@ -209,7 +209,7 @@ def _left_out_user_content(folder: str) -> Any:
     if _has_user_content(folder):
         warnings.warn(
             f"leaving out {os.path.join(folder, USER_CONTENT)}: it can run any code when it is read; if you wrote it, "
-            "say that you trust the user content",
+            "pass trust_user_content=True (--trust-user-content)",
             stacklevel=3,
         )
     return None
@@ -221,7 +221,7 @@ def _tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
         raise CheckpointError(f"a model's state is a {type(state).__name__}, expected a dict of tensors")
     others = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor) and value is not None]
     if others:
-        warnings.warn(f"leaving out what is no tensor: {', '.join(others)}", stacklevel=4)
+        warnings.warn(f"leaving out values that are not tensors: {', '.join(others)}", stacklevel=4)
     tensors = [(str(name), value) for name, value in state.items() if isinstance(value, torch.Tensor)]
     for name, tensor in tensors:
         check_storable(repr(name), tensor)

@@ -35,7 +35,7 @@ class Split:
             value = getattr(self, name)
             may_be_none = name != "stride"
             if not (value is None and may_be_none) and (type(value) is not int or value < least):
-                raise ValueError(f"{name}={value!r} of a Split is not a number of at least {least}")
+                raise ValueError(f"{name}={value!r} of a Split is not an integer of at least {least}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def local_shape_of(name: str, global_shape: tuple[int, ...], rule: Sharding, at:
             if shape[dim] % count and not padded:
                 raise ValueError(
                     f"{name!r} {list(global_shape)}: {count} ranks or chunks do not divide dimension {dim}; "
-                    "use another degree, or give Split(global_size=) to pad"
+                    "use another degree, or pass Split(global_size=) to pad"
                 )
             shape[dim] = -(-shape[dim] // count) * (rule.stride if dim == rule.dim else 1)
     return tuple(shape)

@@ -84,10 +84,10 @@ def write_neuronx(
     if tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} is not a number of ranks; use 1 or more")
     if (tag is None) == (layout == "v2"):
-        raise ValueError("layout='v2' needs a tag, layout='v1' has none")
+        raise ValueError("layout='v2' needs a tag, layout='v1' takes none")
     folder = os.path.abspath(path) if tag is None else os.path.join(os.path.abspath(path), check_tag(tag))
     if os.path.isdir(folder) and os.listdir(folder):
-        raise ValueError(f"{folder} is there already and not empty; remove it or choose another place")
+        raise ValueError(f"{folder} already exists and is not empty; remove it or choose another place")
     plans = _plan(source, sharding, tensor_parallel_size, pipeline_stage_of, dtype)
     make_folders(folder)
     if layout == "v2":
@@ -116,7 +116,7 @@ def _plan(
     fused = {name: rule for name, rule in sharding.items() if isinstance(rule, Pieces)}
     taken = {whole for rule in fused.values() for whole in rule.global_shapes}
     if lacking := sorted(taken - set(source.tensors)):
-        raise ValueError(f"the sharding is made of {', '.join(lacking)}, which the source lacks")
+        raise ValueError(f"the sharding refers to {', '.join(lacking)}, which the source lacks")
     names = [*fused, *(name for name in source.tensors if name not in taken)]
     stages = {name: stage_of(name) for name in names}
     plans: dict[Rank, list[_LocalPlan]] = {
@@ -140,8 +140,8 @@ def _check_shape(source: TensorSource, placement: Placement) -> None:
     stored = source.tensors[placement.name].global_shape
     if placement.global_shape != stored:
         raise ValueError(
-            f"{placement.name!r} is {list(stored)}, the sharding is for {list(placement.global_shape)}; "
-            "give global_size= where ranks hold padding"
+            f"{placement.name!r} is {list(stored)}, but the sharding is for {list(placement.global_shape)}; "
+            "pass global_size= if ranks hold padding"
         )
 
 

@@ -78,7 +78,7 @@ class _TorchDcpFolder:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if len(content) != part.length:
             raise CheckpointError(
-                f"{path} ends early: {name!r} should be {part.length} bytes from byte {part.offset} on"
+                f"{path} ends early: {name!r} should be {part.length} bytes starting at byte {part.offset}"
             )
         return load_torch_stream(io.BytesIO(content), f"{name!r} in {path}")
 
@@ -182,9 +182,9 @@ def _describe(metadata: Metadata) -> tuple[dict[str, TensorInfo], dict[str, list
             boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
             numbers = [*info.global_shape, *(number for box in boxes for number in (*box.offsets, *box.shape))]
             if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError(f"{name!r} has sizes or places that are no numbers")
+                raise ValueError(f"{name!r} has sizes or offsets that are not non-negative integers")
             if not is_possible_shape(info.global_shape, info.dtype.itemsize):
-                raise ValueError(f"{name!r} has the shape {list(info.global_shape)}, whose size no machine can count")
+                raise ValueError(f"{name!r} has the shape {list(info.global_shape)}, which is too large")
             if not all(box.fits_in(info.global_shape) for box in boxes):
                 raise ValueError(f"{name!r} {list(info.global_shape)} has a part outside of it")
             parts[name] = [_part(name, box, places[MetadataIndex(name, box.offsets)]) for box in boxes]
@@ -200,7 +200,7 @@ def _part(name: str, box: Box | None, place: Any) -> _Part:
             f"{name!r} was written with the extensions {place.transform_descriptors}; only plain files are read"
         )
     if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
-        raise ValueError(f"{name!r} is said to be in {file!r}, which is no plain name of a .distcp file")
+        raise ValueError(f"{name!r} is listed in {file!r}, which is not the plain name of a .distcp file")
     if not all(type(number) is int and number >= 0 for number in (offset, length)):
-        raise ValueError(f"{name!r} is said to be {length!r} bytes from byte {offset!r} on")
+        raise ValueError(f"{name!r} is listed as {length!r} bytes starting at byte {offset!r}")
     return _Part(box, file, offset, length)

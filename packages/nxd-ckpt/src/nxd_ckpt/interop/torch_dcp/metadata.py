@@ -54,7 +54,7 @@ def read_metadata(folder: str) -> Metadata:
     path = os.path.join(folder, METADATA_FILE)
     if not os.path.isfile(path):
         raise CheckpointError(
-            f"{folder} holds no {METADATA_FILE}; torch writes it last, so there is no whole checkpoint"
+            f"{folder} holds no {METADATA_FILE}; torch writes it last, so there is no complete checkpoint"
         )
     if os.path.getsize(path) > MAX_METADATA_BYTES:
         raise CheckpointError(f"{path} has more than {MAX_METADATA_BYTES} bytes")
@@ -63,7 +63,7 @@ def read_metadata(folder: str) -> Metadata:
     try:
         found = _MetadataUnpickler(io.BytesIO(content)).load()
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} {error}, and is refused or damaged; nothing of it was run") from error
+        raise CheckpointError(f"{path} {error}, and is refused or damaged; none of its code was run") from error
     except Exception as error:  # a damaged pickle can make its classes raise anything
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(found, Metadata):
