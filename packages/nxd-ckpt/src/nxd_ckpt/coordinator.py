@@ -1,6 +1,6 @@
 """Communication between the ranks of one save or load: gather small objects, and fail together.
 
-Three ways to have ranks: a torch process group, a world of one, or any object with the three members of `Coordinator`.
+Ranks can be a torch process group, a single process, or any object with the three members of `Coordinator`.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,17 +27,17 @@ class Coordinator(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns every rank's value, in rank order; raises when a rank is gone.
+        """Returns every rank's value, in rank order; raises if a rank is gone.
 
-        Values are what JSON can hold; tuples may come back as lists.
+        Values must be JSON-serializable; tuples may come back as lists.
         """
 
 
 class ThisProcess:
-    """The only rank there is, also where torch.distributed has more."""
+    """A world of one rank, even if torch.distributed has more."""
 
     rank = 0
     world_size = 1
@@ -50,15 +50,15 @@ class ThisProcess:
 def coordinator_for(
     process_group: "dist.ProcessGroup | Coordinator | None", timeout: float | None = None
 ) -> Coordinator:
-    """None means torch's default process group if there is one, else a world of one.
+    """Return the coordinator of a process group. None means torch's default group if initialized, else a world of one.
 
     Args:
-        process_group: the ranks; a Coordinator is returned as it is.
-        timeout: seconds to wait for other ranks of a process group; the default one if it is none, so that these can
-            hear of it when all arguments are checked.
+        process_group: the ranks; a Coordinator is returned unchanged.
+        timeout: seconds to wait for other ranks of a process group; if it is invalid, the default is used, so that the
+            other ranks can be told when all arguments are checked.
 
     Raises:
-        ValueError: it is neither a group nor a Coordinator, or this process is not a member of it.
+        ValueError: it is neither a group nor a Coordinator, or this process is not a member of the group.
     """
     if isinstance(process_group, Coordinator):
         return process_group
@@ -76,7 +76,7 @@ def coordinator_for(
 
 @contextmanager
 def abandoned_on_error(coordinator: Coordinator) -> Iterator[None]:
-    """What ends the block early, an interrupt for example, is told to the ranks that may still wait for this one."""
+    """Reports an exception that leaves the block, such as an interrupt, to ranks that may wait for this one."""
     try:
         yield
     except BaseException as error:
@@ -87,10 +87,10 @@ def abandoned_on_error(coordinator: Coordinator) -> Iterator[None]:
 
 @contextmanager
 def announced_to_waiting_ranks() -> Iterator[None]:
-    """For a program's work between calls of this package: an error that ends it is told to all ranks.
+    """Reports an error in a program's work between calls of this package to all ranks.
 
-    Ranks of torch's default process group that wait for this one, now or later, then raise as fast as if its process
-    had ended, which it may do late or not at all. Until this rank saves or loads again.
+    Ranks of torch's default process group that wait for this one, now or later, then raise as quickly as if its process
+    had ended, although it may end late or never. This holds until this rank saves or loads again.
     """
     try:
         yield
@@ -113,7 +113,7 @@ def on_every_rank(
 
 
 def on_rank_zero(coordinator: Coordinator, doing: str, action: Callable[[], Result]) -> Result:
-    """Runs `action` on rank 0 alone and gives every rank its result, which JSON can hold, or its error."""
+    """Runs `action` only on rank 0 and gives every rank its JSON-serializable result, or its error."""
     results = gather_from_every_rank(coordinator, doing, action if coordinator.rank == 0 else lambda: None)
     return results[0]  # type: ignore[return-value]
 
@@ -121,9 +121,9 @@ def on_rank_zero(coordinator: Coordinator, doing: str, action: Callable[[], Resu
 def gather_from_every_rank(
     coordinator: Coordinator, doing: str, action: Callable[[], Result], *, error_type: type[Exception] = CheckpointError
 ) -> list[Result]:
-    """Runs `action` on every rank and returns what all of them returned, in rank order; raises as `on_every_rank`.
+    """Runs `action` on every rank and returns all results in rank order; raises the errors of `on_every_rank`.
 
-    What is returned is what JSON can hold; tuples may come back as lists.
+    Results must be JSON-serializable; tuples may come back as lists.
     """
     result: Result | None = None
     cause: Exception | None = None
@@ -149,7 +149,7 @@ def _listed(failures: list[tuple[int, str]], world_size: int) -> str:
     if world_size == 1:
         return f": {failures[0][1]}"
     texts = {failure for _, failure in failures}
-    if len(failures) > 1 and len(texts) == 1:  # as of a disk that is full for all of them
+    if len(failures) > 1 and len(texts) == 1:  # such as a disk that is full for all of them
         return f" on {len(failures)} of {world_size} ranks: {texts.pop()}"
     lines = [f"  rank {rank}: {failure}" for rank, failure in failures[:8]]
     if len(failures) > 8:
@@ -158,7 +158,7 @@ def _listed(failures: list[tuple[int, str]], world_size: int) -> str:
 
 
 def _describe(error: Exception) -> str:
-    """Own errors speak for themselves; of others the type is part of the message. Names of files may be no Unicode."""
+    """Format an error; for errors of other packages include the type. File names in it may not be valid Unicode."""
     own = isinstance(error, CheckpointError) or type(error) is ValueError
     text = str(error) if own else f"{type(error).__name__}: {error}"
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""Plans which rank writes which box, and from which stored chunks a wanted box is read.
+"""Plans which rank writes which box, and from which stored chunks a requested box is read.
 
 Pure functions of plain descriptions: no tensors, no files, no torch.distributed. Every rank computes the same save plan
-from the same gathered descriptions, and a thousand ranks can be planned for in one process.
+from the same gathered descriptions, and one process can plan for a thousand ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ class TensorDescription(NamedTuple):
 
     Attributes:
         dtype: its name in safetensors.
-        global_shape: the shape of all of it.
-        boxes: what this rank holds.
-        of_first_holder: the first rank that holds a box writes it, so that tensors that belong together, such as
-            statistics of batches, come from one rank where replicas differ.
+        global_shape: the shape of the whole tensor.
+        boxes: the boxes that this rank holds.
+        of_first_holder: whether the first rank that holds a box writes it, so that related tensors, such as batch
+            statistics, come from one rank if replicas differ.
     """
 
     dtype: str
@@ -58,13 +58,13 @@ class SavePlan:
 def plan_save(
     descriptions: Sequence[Mapping[str, TensorDescription]], *, max_write_bytes: int | None = None
 ) -> SavePlan:
-    """Gives every distinct box to one of its holders, so that all ranks write about the same number of bytes.
+    """Assigns every distinct box to one of its holders, so that all ranks write about the same number of bytes.
 
-    Boxes that several ranks hold and that are larger than a block are split, so that all holders can help.
+    Boxes held by several ranks and larger than a block are split, so that all holders can help.
 
     Args:
-        descriptions: what each rank holds, in rank order.
-        max_write_bytes: cut what is written into slabs of no more than that, or single rows that are larger.
+        descriptions: the tensors that each rank holds, in rank order.
+        max_write_bytes: split writes into slabs of at most this size; single rows may be larger.
 
     Raises:
         ValueError: ranks disagree on a dtype or shape, or elements of a tensor are held by no rank; lists all of them.
@@ -81,7 +81,7 @@ def plan_save(
 
 
 def plan_read(wanted: Box, chunks: Iterable[Chunk]) -> tuple[list[PlannedRead], list[Box]]:
-    """Finds each wanted element in exactly one chunk; also returns the boxes that no chunk holds."""
+    """Finds each requested element in exactly one chunk; also returns the boxes that no chunk holds."""
     reads: list[PlannedRead] = []
     left = [wanted] if wanted.num_elements else []
     for chunk in chunks:
@@ -107,7 +107,7 @@ class _HeldTensor(NamedTuple):
 def _gather_holders(
     descriptions: Sequence[Mapping[str, TensorDescription]],
 ) -> tuple[dict[str, _HeldTensor], dict[str, str]]:
-    """Every tensor, its boxes sorted, and one problem per tensor on which the ranks disagree."""
+    """Return every tensor with its boxes sorted, and one problem per tensor on which the ranks disagree."""
     held: dict[str, _HeldTensor] = {}
     problems: dict[str, str] = {}
     for rank, description in enumerate(descriptions):
@@ -131,9 +131,10 @@ def _gather_holders(
 
 
 def _share_out(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
-    """Boxes with one holder, or of the first one, leave no choice.
+    """Assigns boxes to writers.
 
-    Of the others each goes, largest first, to the holder with least to do.
+    Boxes with a single holder, or for the first holder, are fixed. Each of the others goes, largest first, to the
+    holder with the least to write.
     """
     shared: list[tuple[PlannedWrite, list[int]]] = []
     writes: list[list[PlannedWrite]] = [[] for _ in range(world_size)]
@@ -178,8 +179,8 @@ def _split(box: Box, itemsize: int, num_holders: int) -> Iterator[Box]:
 
 
 def _slabs(box: Box, parts: int) -> Iterator[Box]:
-    """So many parts of a box along its outermost dimension, each of which lies together in memory; fewer if that is
-    not long enough.
+    """Split a box along its outermost dimension into `parts` slabs, each contiguous in memory; fewer if the dimension
+    is too short.
     """
     outermost = next((dim for dim, size in enumerate(box.shape) if size > 1), 0)
     length = box.shape[outermost] if box.shape else 1

@@ -1,6 +1,6 @@
-"""Keeping and deleting checkpoints: done by one process, and never inside a save.
+"""Keeps and deletes checkpoints: called by one process, never inside a save.
 
-Only complete checkpoints count. A checkpoint's manifest is deleted first, so an interrupted deletion leaves no half
+Only complete checkpoints count. A checkpoint's manifest is deleted first, so an interrupted deletion leaves no partial
 checkpoint, only files that `gc` finds.
 """
 
@@ -22,11 +22,11 @@ DEAD_AFTER = 86_400.0
 
 
 def delete(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Removes one checkpoint: it is gone as a whole at once, then its space is freed.
+    """Deletes one checkpoint atomically, then frees its space.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: there is no such checkpoint, the folder is not one, or it is pinned.
+        CheckpointError: there is no such checkpoint, the folder is not a checkpoint, or it is pinned.
     """
     store = open_store(path)
     read_head(store, check_tag(tag))
@@ -39,7 +39,7 @@ def delete(path: "str | os.PathLike[str]", tag: str) -> None:
 
 
 def pin(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Keeps a checkpoint from `retain` and `delete`, until `unpin`, also when it is overwritten.
+    """Protects a checkpoint from `retain` and `delete` until `unpin`, even if it is overwritten.
 
     Raises:
         ValueError: the tag is not allowed.
@@ -51,7 +51,7 @@ def pin(path: "str | os.PathLike[str]", tag: str) -> None:
 
 
 def unpin(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Ends `pin`; does nothing where there is none.
+    """Removes the pin of a tag; does nothing if it is not pinned.
 
     Raises:
         ValueError: the tag is not allowed.
@@ -68,24 +68,24 @@ def retain(
     metric: str | None = None,
     best: Literal["lowest", "highest"] = "lowest",
 ) -> list[str]:
-    """Removes the complete checkpoints that no rule keeps. Pinned ones and the newest one always stay.
+    """Deletes the complete checkpoints that no rule keeps. Pinned checkpoints and the newest one are always kept.
 
-    Those with files that are missing or of a wrong size are not complete: a warning names them, and they stay as well.
+    Checkpoints with missing files or files of the wrong size are incomplete: they are kept, and a warning names them.
 
     Args:
         path: the folder of checkpoints.
-        keep_last: how many of the newest to keep.
-        keep_every: keep also those whose step is a multiple of this.
-        keep_best: how many of those with the best value of `metric` to keep as well. Those that lack it, or where it
-            is not finite, are never among them; of equals the newer counts as better.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep checkpoints whose step is a multiple of this.
+        keep_best: number of checkpoints with the best value of `metric` to keep as well. Checkpoints without a finite
+            value are never among them; of equal ones the newer counts as better.
         metric: name of a number in `objects["metrics"]` of each save.
-        best: whether low or high values of it are good.
+        best: whether the lowest or highest values are best.
 
     Returns:
-        The removed tags, oldest first.
+        The deleted tags, oldest first.
 
     Raises:
-        ValueError: a rule makes no sense, or would remove the newest checkpoint.
+        ValueError: a rule is invalid, or would delete the newest checkpoint.
     """
     _check_rules(keep_last, keep_every, keep_best, metric, best)
     store, checkpoints = open_store(path), list_checkpoints(path)
@@ -108,20 +108,20 @@ def retain(
 
 
 def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: float = DEAD_AFTER) -> list[Garbage]:
-    """Frees the remains of saves and deletions that died; no checkpoint and no foreign file is touched.
+    """Removes the remains of failed saves and deletions; checkpoints and foreign files are not touched.
 
     Args:
         path: the folder of checkpoints.
-        dry_run: only find it.
-        dead_after: in object stores, and on file systems without locks, a dead save cannot be told from one at work.
-            There, only files that have not changed for so many seconds are taken: more than any save needs.
+        dry_run: only find them.
+        dead_after: in object stores, and on file systems without locks, a failed save looks like one in progress.
+            There, only files that have not changed for this many seconds are removed; use more than any save takes.
 
     Returns:
-        What was found, with sizes.
+        The files and folders found, with their sizes.
 
     Raises:
         ValueError: `dead_after` is not a number of at least 0, or `dry_run` is not a bool.
-        CheckpointError: a save is at work in this folder.
+        CheckpointError: a save is in progress in this folder.
     """
     check_flags(dry_run=dry_run)
     if type(dead_after) not in (int, float) or not dead_after >= 0:
@@ -147,7 +147,7 @@ def _check_rules(keep_last: int, keep_every: int | None, keep_best: int, metric:
 
 
 def _is_complete(store: Store, tag: str) -> bool:
-    """Whether its manifest and the sizes of its files are right; says so where they are not."""
+    """Whether a checkpoint's manifest and file sizes are right; warns if they are not."""
     try:
         head = read_head(store, tag)
         check_digest(read_text(store, tag), store.where(tag))
@@ -159,7 +159,7 @@ def _is_complete(store: Store, tag: str) -> bool:
 
 
 def _delete_if_unchanged(store: Store, info: CheckpointInfo) -> bool:
-    """Leaves alone what was overwritten since it was judged: it may be the newest now."""
+    """Deletes a checkpoint unless it was overwritten since it was listed: it may be the newest now."""
     try:
         if read_head(store, info.tag).save_id != info.save_id:
             return False
@@ -170,6 +170,6 @@ def _delete_if_unchanged(store: Store, info: CheckpointInfo) -> bool:
 
 
 def _best(checkpoints: Sequence[CheckpointInfo], metric: str, *, highest: bool) -> list[CheckpointInfo]:
-    """Those with a finite value, best first; `checkpoints` are oldest first."""
+    """Return the checkpoints with a finite value, best first; `checkpoints` are oldest first."""
     candidates = [info for info in reversed(checkpoints) if math.isfinite(info.metrics.get(metric, math.nan))]
     return sorted(candidates, key=lambda info: info.metrics[metric], reverse=highest)

@@ -1,7 +1,7 @@
-"""Prepares a save: checks it, agrees on it among the ranks, and plans one rank's part of it; writes nothing.
+"""Prepares a save: checks the arguments, compares them among the ranks, and plans one rank's writes; writes nothing.
 
-A `SaveTask` is plain data and can be pickled: a task prepared in one process can run in another one, which needs only
-the tensors of `task.layout` and a way to reach the other ranks.
+A `SaveTask` is plain data and can be pickled: a task prepared in one process can run in another, which needs only the
+tensors of `task.layout` and a way to reach the other ranks.
 """
 
 import json
@@ -33,7 +33,7 @@ from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state, tensors_of
 from nxd_ckpt.stores import SaveTransaction, check_processes, check_tag, open_store, process_of
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, take_apart, values_file
 
-# A part of a tensor is stored under its name with its box behind; a name of that form could be taken for one.
+# Parts of tensors are stored as the name followed by the box, so tensor names must not have that form.
 _RESERVED_NAME = re.compile(r"|__metadata__|.*\[\d+:\d+(,\d+:\d+)*\]", re.DOTALL)
 
 
@@ -59,14 +59,14 @@ class SaveTask:
     Attributes:
         save_id: unique to this save, the same on all ranks.
         location: the store's folder, for messages.
-        transaction: the store's side of it, not begun.
-        layout: what this rank writes; its tensors are needed when the task is run.
-        plan: what all ranks write.
-        options: this rank's; `rank_objects` of all ranks are in `all_rank_objects`.
-        all_rank_objects: by rank number.
-        replica_hashes: of this rank's copies of what others write; empty unless they are to be compared.
-        digests: the XXH3-128 of what all ranks write, by name and box; empty unless the save is an incremental one.
-        base: what is not written but referenced, on rank 0; see `incremental.py`.
+        transaction: the store's transaction, not begun yet.
+        layout: the file that this rank writes; its tensors are needed when the task runs.
+        plan: the writes of all ranks.
+        options: this rank's options; the `rank_objects` of all ranks are in `all_rank_objects`.
+        all_rank_objects: the `rank_objects` by rank number.
+        replica_hashes: hashes of this rank's copies of boxes that others write; empty unless they are compared.
+        digests: the XXH3-128 of the boxes that all ranks write, by name and box; empty unless the save is incremental.
+        base: the data that is referenced instead of written, on rank 0; see `incremental.py`.
     """
 
     save_id: str
@@ -124,7 +124,7 @@ class _CachedPlan(NamedTuple):
     layout: FileLayout
 
 
-# Plans of the last layout, per rank: a run saves the same tensors again and again. Ranks are threads in some tests.
+# The plan of the last layout, per rank, since a run saves the same tensors repeatedly. In some tests ranks are threads.
 _cache: dict[tuple[int, int], _CachedPlan] = {}
 _NO_PLAN = _CachedPlan("", SavePlan({}, ()), FileLayout(b"", (), 0))
 
@@ -136,16 +136,16 @@ def prepare_save(
     coordinator: Coordinator,
     check: Callable[[], None],
 ) -> tuple[SaveTask, dict[str, ShardedTensor]]:
-    """Checks the arguments, compares them among the ranks, and plans who writes what. Called by all ranks.
+    """Checks the arguments, compares them among the ranks, and plans the writes. Call it on all ranks.
 
-    `check` checks what the caller has of its own; what it raises is raised on all ranks, too.
+    `check` checks the caller's own arguments; its errors are raised on all ranks.
 
     Returns:
         This rank's task, and the state with every value as a ShardedTensor.
 
     Raises:
-        ValueError: the arguments of a rank are wrong or do not fit the others'; on every rank alike.
-        CheckpointError: an earlier save in the background has failed on any rank and was not waited for.
+        ValueError: a rank's arguments are invalid or do not match the others'; raised on every rank.
+        CheckpointError: an earlier background save failed on a rank and was never waited for.
     """
     sharded: dict[str, ShardedTensor] = {}
     descriptions: dict[str, TensorDescription] = {}
@@ -169,7 +169,7 @@ def prepare_save(
             save_id=uuid.uuid4().hex,
             common=(options.tag, options.step, options.overwrite, options.check_replicas, options.incremental),
             rank_objects=options.rank_objects,
-            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # hashed here, and never loaded
+            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # only hashed, never loaded
             cached_plan=cached.digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
             process=process,
@@ -209,7 +209,7 @@ def prepare_save(
     if options.incremental:
         doing = f"finding what has changed since the checkpoint before {options.tag!r}"
         increment, hashes = find_increment(store, cached.plan, tensors_of(sharded), coordinator, doing)
-        if options.check_replicas:  # also of what will not be written
+        if options.check_replicas:  # including the data that will not be written
             on_every_rank(coordinator, doing, lambda: check_replicas(cached.plan, replica_hashes, hashes))
         layout = lay_out(increment.plan.writes[coordinator.rank], increment.plan.tensors)
     task = SaveTask(
@@ -242,7 +242,7 @@ def _values_from(message: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _merged(of_ranks: Sequence[tuple[dict[str, Any], list[str]]]) -> dict[str, Any]:
-    """The values of all ranks, which have different parts of a model: each is that of the first rank that has it."""
+    """Merge the values of ranks with different parts of a model: the first rank that has a value provides it."""
     merged: dict[str, Any] = {}
     for values, _ in of_ranks:
         merged = {**values, **merged}
@@ -252,14 +252,14 @@ def _merged(of_ranks: Sequence[tuple[dict[str, Any], list[str]]]) -> dict[str, A
 
 
 def _without_empty_parts(values: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Without empty lists and dicts of ranks that have nothing where others have tensors."""
+    """Drop a rank's empty lists and dicts at paths where other ranks have tensors."""
     empty = [path for path, value in values.items() if isinstance(value, list | dict) and not value]
     filled = {path for path in empty if any(name.startswith(f"{path}.") for name in tensors)}
     return {path: value for path, value in values.items() if path not in filled}
 
 
 def _with_rank_values(options: SaveOptions, state: TrainingState) -> SaveOptions:
-    """With what this rank alone has."""
+    """Add the `PerRank` values to this rank's objects."""
     rank_objects = options.rank_objects
     if state.values and VALUES_FILE in (options.extra or {}):
         raise ValueError(f"extra has a file {VALUES_FILE!r}, a name reserved for the values of the state; rename it")
@@ -304,7 +304,7 @@ def _describe(tensor: ShardedTensor, *, of_first_holder: bool) -> TensorDescript
 
 
 def _check_earlier_saves(requests: list[_Request], coordinator: Coordinator) -> None:
-    """Errors of saves in the background are raised here if nobody waited for those, on all ranks and once."""
+    """Raises the errors of background saves that were never waited for, once and on all ranks."""
     failed = {save_id: text for request in requests for save_id, text in request.failed_saves.items()}
     settle(RankKey(coordinator.rank, coordinator.world_size), set(failed))
     if failed:

@@ -37,12 +37,12 @@ class ShardedTensor:
 
     Args:
         global_shape: shape of the logical (unsharded, unpadded) tensor.
-        shards: what this rank holds of it, possibly nothing.
+        shards: the boxes that this rank holds, possibly none.
         dtype: needed only when `shards` is empty.
 
     Raises:
-        ValueError: a shard lies outside of `global_shape`, dtypes differ or cannot be stored.
-        TypeError: sizes or offsets are not whole numbers.
+        ValueError: a shard is outside of `global_shape`, or dtypes differ or cannot be stored.
+        TypeError: sizes or offsets are not integers.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ def as_sharded_state(state: "Mapping[str, ShardedTensor | torch.Tensor]") -> dic
 
 
 def tensors_of(state: Mapping[str, ShardedTensor]) -> Callable[[str, Box], torch.Tensor]:
-    """Finds this rank's elements of a name and box, as a view."""
+    """Return a function that finds this rank's elements of a name and box, as a view."""
 
     def tensor_of(name: str, box: Box) -> torch.Tensor:
         shard = next(shard for shard in state[name].shards if shard.box.contains(box))

@@ -1,8 +1,8 @@
-"""What a trainer has, nested in dicts and lists, as named tensors and values: modules, optimizers, numbers.
+"""Converts a trainer's state (modules, optimizers and numbers, nested in dicts and lists) to named tensors and values.
 
-A tensor's name is its path, joined by dots: `{"model": {"weight": ...}}` has "model.weight", and so has a module with
-that parameter under "model". A part without any tensor, such as a number or the state of a scheduler, is one value at
-its path. Values are JSON in a file of the checkpoint.
+A tensor's name is its path, joined by dots: `{"model": {"weight": ...}}` has "model.weight", and so does a module with
+that parameter under "model". A part without tensors, such as a number or a scheduler's state, is one value at its path.
+Values are stored as JSON in a file of the checkpoint.
 """
 
 import base64
@@ -51,20 +51,20 @@ from nxd_ckpt.tensor_subclasses import is_subclass, parts_of
 
 VALUES_FILE = "values.json"  # among the extra files
 PER_RANK = "state"  # key of rank_objects
-_ONE_TENSOR = {"$tensor": ""}  # a value that is nothing but a tensor
+_ONE_TENSOR = {"$tensor": ""}  # a value that is a single tensor
 _MASTER = "master_weight"  # the key of a state that is the parameter's value in another dtype
 _LARGEST_PER_RANK = 2**20  # bytes
-_LARGEST_BUFFER = 2**20  # bytes; of the tensors in a state_dict, nothing says which are parameters
+_LARGEST_BUFFER = 2**20  # bytes; a state_dict does not say which of its tensors are parameters
 
 
 @dataclass
 class PerRank:
-    """A value that is another one on each rank, such as the state of a random generator or the position in the data.
+    """A value that differs between ranks, such as the state of a random generator or the position in the data.
 
     Attributes:
         value: numbers, strings, lists and dicts of them, small tensors; or an object with `state_dict` and
-            `load_state_dict`. `load` puts here what the rank of the same number saved, and changes nothing if there
-            was none.
+            `load_state_dict`. `load` sets it to the value saved by the rank with the same number, and changes nothing
+            if there was no such rank.
     """
 
     value: Any
@@ -72,18 +72,18 @@ class PerRank:
 
 @dataclass
 class TrainingState:
-    """A nested state, taken apart.
+    """A nested state, split into tensors and values.
 
     Attributes:
-        tensors: by name; on the memory of the state.
-        may_differ: names of tensors that replicas may have differently, such as buffers.
-        of_first_holder: to be saved from one rank together: those that may differ, and small bare tensors, some
-            of which may be buffers.
-        values: by path; those of the first rank that has them count.
-        groups: the paths of values that are groups of an optimizer, whose parameters may be on several ranks.
-        rank_values: by path; of this rank.
-        setters: by path, puts a loaded value where it belongs.
-        finish: to be called in this order when tensors are filled and values are set.
+        tensors: the tensors by name; they share the memory of the state.
+        may_differ: names of tensors that may differ between replicas, such as buffers.
+        of_first_holder: names of tensors to save from a single rank: those that may differ, and small bare tensors,
+            some of which may be buffers.
+        values: the values by path; the first rank that has a value provides it.
+        groups: the paths of values that are optimizer groups, whose parameters may be on several ranks.
+        rank_values: this rank's `PerRank` values by path.
+        setters: functions that store a loaded value in the state, by path.
+        finish: functions to call, in order, after tensors are filled and values are set.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -96,13 +96,13 @@ class TrainingState:
     finish: list[Callable[[], None]] = field(default_factory=list)
 
 
-@dataclass  # not frozen, for what it caches
+@dataclass  # not frozen, because of its cached properties
 class Stored:
-    """What a checkpoint has that is to be loaded.
+    """The contents of a checkpoint to load.
 
     Attributes:
-        tensors: type and shape of each.
-        values: reads its values, by path.
+        tensors: dtype and shape of each tensor.
+        values: function that reads the values, by path.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -128,15 +128,15 @@ class Stored:
 
 
 def take_apart(state: Any, stored: Stored | None = None, *, several_ranks: bool = False) -> TrainingState:
-    """The tensors and values of a nested state.
+    """Split a nested state into its tensors and values.
 
     Args:
-        state: what was given to `save` or to `load`.
-        stored: what is to be loaded: where an optimizer lacks a state, one is made for it. None to save.
-        several_ranks: whether other ranks may have other parts: tensors that may be parts are refused then.
+        state: the state passed to `save` or `load`.
+        stored: the checkpoint to load, to create states that an optimizer lacks; None to save.
+        several_ranks: whether other ranks may hold other parts; then tensors that may be unmarked parts are refused.
 
     Raises:
-        ValueError: a part cannot be saved, or two have one name; names it.
+        ValueError: a part cannot be saved, or two have the same name; names it.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is a {type(state).__name__}; pass {{name: tensor, module, optimizer or number}}")
@@ -146,15 +146,15 @@ def take_apart(state: Any, stored: Stored | None = None, *, several_ranks: bool 
 
 
 def values_file(values: Mapping[str, Any]) -> dict[str, bytes]:
-    """The extra file that holds the values; none without any."""
+    """Return the extra file that holds the values; an empty dict if there are none."""
     return {VALUES_FILE: json.dumps(values).encode()} if values else {}
 
 
 def read_values(content: bytes) -> dict[str, Any]:
-    """The values in such a file.
+    """Return the values in such a file.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: it does not hold values.
     """
     try:
         values = json.loads(content)
@@ -166,9 +166,9 @@ def read_values(content: bytes) -> dict[str, Any]:
 
 
 class _Walk:
-    """Through a state, adding to `found` what is there.
+    """Walks through a state and adds its tensors and values to `found`.
 
-    A part has the path `root` and then `name`: relative names of logical tensors begin at `root`.
+    A part's path is `root` followed by `name`; relative names of logical tensors start at `root`.
     """
 
     def __init__(
@@ -182,12 +182,12 @@ class _Walk:
 
     @cached_property
     def _names(self) -> dict[int, tuple[str, str]]:
-        """The path of its module and the name in it, by the parameter's id; looked up where there is an optimizer."""
+        """The path of a parameter's module and its name there, by the parameter's id; only needed for optimizers."""
         return {id(it): (path, name) for path, module in _modules(self._state) for name, it in named_parameters(module)}
 
     @cached_property
     def _parts_by_place(self) -> dict[Any, nn.Parameter]:
-        """Looked for once, where there is the `state_dict` of a module."""
+        """The parameters that are parts, looked up once, if the state has a module's `state_dict`."""
         return parts_by_place()
 
     def container(self, path: str, parts: Any) -> None:
@@ -227,7 +227,7 @@ class _Walk:
 
     @cached_property
     def _parts_by_name(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of parameters of the state's modules that are parts."""
+        """The shapes of the module parameters in the state that are parts, by name."""
         named = [it for _, module in _modules(self._state) for it in named_parameters(module)]
         return {name: tuple(parameter.shape) for name, parameter in named if is_cut(parameter)}
 
@@ -273,7 +273,7 @@ class _Walk:
             self._found.of_first_holder.add(path)
 
     def _boxes(self, path: str, boxes: ShardedTensor, *, first_holder: bool = False) -> None:
-        """Boxes of a logical tensor, to which other parameters may add theirs."""
+        """Add boxes of a logical tensor; other parameters may add more boxes to it."""
         present = self._found.tensors.get(path)
         if path not in self._of_parts or not isinstance(present, ShardedTensor):
             self._add(path, boxes, first_holder=first_holder)
@@ -294,7 +294,7 @@ class _Walk:
             self._found.setters[path] = set_value
 
     def _nested(self, path: str, value: Any, set_value: Callable[[Any], None]) -> None:
-        """A value that is replaced as a whole; tensors in it are named by their paths, and one alone by its own."""
+        """Add a value that is replaced as a whole; tensors in it are named by their paths."""
         tensors: dict[str, Any] = {}
         skeleton = encode(value, path, _is_tensor, tensors)
         check_json(skeleton, path)
@@ -307,7 +307,7 @@ class _Walk:
             if self._stored.holds(path):
                 self._value(path, skeleton)
             self._found.finish.append(lambda: set_value(decode(stored, tensors, value)))
-        elif isinstance(value, Mapping | list) and self._stored.holds_below(path):  # as earlier versions wrote it
+        elif isinstance(value, Mapping | list) and self._stored.holds_below(path):  # written by an earlier version
             self.container(path, value)
         else:
             self._value(path, skeleton)  # which the checkpoint lacks
@@ -315,7 +315,7 @@ class _Walk:
             self._tensor(path, name, tensor, first_holder=True)
 
     def _room(self, path: str, present: Any) -> Any:
-        """A tensor to load a stored one into: the one that is there, if it fits."""
+        """Return a tensor to load a stored one into: the present one if it matches, otherwise a new one."""
         info = self._stored.tensors.get(path) if self._stored is not None else None
         if info is None:
             raise ValueError(f"the checkpoint's values refer to the tensor {path!r}, which it does not have")
@@ -385,7 +385,7 @@ class _Walk:
         states: dict[torch.Tensor, dict[str, Any]],
         names: Mapping[torch.Tensor, tuple[str, str]],
     ) -> dict[torch.Tensor, dict[str, Any]]:
-        """States to be filled: what there is, and room for what is stored; empty where nothing is, as torch has it."""
+        """Return the states to fill: present ones, and new ones for stored states; empty if nothing is stored."""
         assert self._stored is not None
         tensors_of, values_of = self._stored.tensors_by_owner, self._stored.values_by_owner
         in_parts = {owner.rpartition(".")[0] for owner in tensors_of if owner not in self._stored.values()}
@@ -395,7 +395,7 @@ class _Walk:
         }
         stored = {*tensors_of, *values_of, *in_parts}
         for parameter, found in prefixes.items():
-            if found and not any(prefix in stored for _, prefix in found):  # it had no gradient yet
+            if found and not any(prefix in stored for _, prefix in found):  # the parameter had no gradient yet
                 states[parameter] = {}
         if any(prefix in in_parts and not states[p] for p, found in prefixes.items() for _, prefix in found):
             states = states | fresh_states(path, optimizer)
@@ -403,7 +403,7 @@ class _Walk:
             state = states[parameter]
             for logical, prefix in prefixes[parameter]:
                 for key, info in tensors_of.get(prefix, {}).items():
-                    if key != _MASTER or key in state:  # of an optimizer that keeps master weights, as this does not
+                    if key != _MASTER or key in state:  # saved by an optimizer with master weights, unlike this one
                         state[key] = destination_of(state.get(key), info, parameter, optimizer, name, logical)
                 for key in values_of.get(prefix, {}):
                     if _is_tensor(state.get(key)) or key not in state:
@@ -413,7 +413,7 @@ class _Walk:
     def _parameter_state(
         self, path: str, named: tuple[str, str], key: str, parameter: torch.Tensor, state: dict[str, Any]
     ) -> None:
-        """One state of a parameter, which each logical tensor in it has."""
+        """Add one state of a parameter, for each logical tensor in the parameter."""
         (root, name), part = named, state[key]
         own_path = _joined(_state_path(path, root, name), key)
         for logical in logical_names(parameter, name):
@@ -432,7 +432,7 @@ class _Walk:
                 self._nested(state_path, cut, partial(_set, state, key))
 
     def _sharded_optimizer(self, path: str, optimizer: Any) -> None:
-        """An optimizer whose states are spread over replicas, and which says itself what this rank has."""
+        """Add an optimizer whose states are spread over replicas and which reports what this rank holds."""
         others = {"": dict(optimizer.other_state())}
         others_path = _joined(path, "attributes")
         if self._stored is not None:
@@ -445,7 +445,7 @@ class _Walk:
             self._found.finish.append(lambda: optimizer.settle_state(others[""]))
 
     def _stored_keys(self, path: str, parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The states of a parameter in the checkpoint, for its optimizer to make room."""
+        """Return the states of a parameter in the checkpoint, so that its optimizer can allocate them."""
         assert self._stored is not None
         root, name = self._name_of(path, parameter)
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -458,7 +458,7 @@ class _Walk:
         return found
 
     def _sharded_entries(self, path: str, entries: Any) -> None:
-        """What `sharded_state` of an optimizer returns."""
+        """Add the entries that an optimizer's `sharded_state` returns."""
         for entry in entries:
             root, name = self._name_of(path, entry.parameter)
             shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
@@ -478,7 +478,7 @@ class _Walk:
                     self._add(scalar_path, entry.scalar)
 
     def _groups(self, path: str, optimizer: Optimizer) -> None:
-        """The options of an optimizer's groups, with the names of their parameters."""
+        """Add the options of an optimizer's groups, with the names of their parameters."""
         names: list[list[str]] = []
         for group in optimizer.param_groups:
             places = [(it, *self._name_of(path, it)) for it in group["params"]]
@@ -525,19 +525,19 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _holds_objects(part: Any) -> bool:
-    """Whether there is anything in it besides keys, numbers and text."""
+    """Whether a part contains anything besides keys, numbers and strings."""
     return _holds(part, lambda it: not (it is None or isinstance(it, bool | int | float | str)))
 
 
 def _holds(part: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether anything wanted is in nested dicts, lists and tuples."""
+    """Whether `wanted` is true for anything in nested dicts, lists and tuples."""
     if not isinstance(part, Mapping | list | tuple):
         return wanted(part)
     return any(_holds(it, wanted) for it in (part.values() if isinstance(part, Mapping) else part))
 
 
 def _state_path(path: str, root: str, logical: str) -> str:
-    """Where the states of a logical tensor are."""
+    """Return the path of the states of a logical tensor."""
     return _joined(path, f"state.{_joined(root, logical)}")
 
 
@@ -546,12 +546,12 @@ def _is_tensor(part: Any) -> bool:
 
 
 def _holds_more_than_tensors(part: Any) -> bool:
-    """Whether there are modules, optimizers and their like in it."""
+    """Whether a part contains modules, optimizers or other objects with a state."""
     return _holds(part, lambda it: not _is_tensor(it) and (isinstance(it, PerRank) or hasattr(it, "state_dict")))
 
 
 def _modules(state: Any, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a state, with their paths."""
+    """Yield the modules in a state with their paths."""
     if isinstance(state, nn.Module):
         yield path, state
     elif isinstance(state, Mapping | list | tuple):
@@ -560,7 +560,7 @@ def _modules(state: Any, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _encoded(path: str, value: Any) -> Any:
-    """With small tensors as text."""
+    """Return the value with small tensors encoded as text."""
     if isinstance(value, torch.Tensor):
         if is_dtensor(value) or value.nbytes > _LARGEST_PER_RANK:
             raise ValueError(

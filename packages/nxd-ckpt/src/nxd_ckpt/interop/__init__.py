@@ -1,10 +1,9 @@
 """Import and export of other formats: Hugging Face folders, torch distributed checkpoints, NeuronX Distributed layouts.
 
-Every format is read as a `TensorSource`: names, shapes and types at once, the elements when they are asked for. So any
-of them can be written as any other, with no more than one tensor in memory, and none of them is ever unpickled without
-restrictions.
+Every format is read as a `TensorSource`: names, shapes and dtypes at once, elements on demand. So any format can be
+converted to any other with at most one tensor in memory, and nothing is unpickled without restrictions.
 
-torch's distributed checkpoints are imported when they are first used: they bring in as much again as torch itself.
+The module for torch's distributed checkpoints is imported on first use: it imports as much again as torch itself.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""What an `accelerate.Accelerator` has, as a state for `save`, `async_save` and `load`.
+"""The state of an `accelerate.Accelerator`, for `save`, `async_save` and `load`.
 
     save("runs", "step-10", accelerator_state(accelerator), step=10)
     load("runs", into=accelerator_state(accelerator))
 
-Nothing of Accelerate is imported here.
+This module does not import Accelerate.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from nxd_ckpt.training_state import PerRank
 
 
 class _Step:
-    """The number of steps in which gradients were accumulated."""
+    """The number of gradient accumulation steps so far."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -26,14 +26,14 @@ class _Step:
 
 
 def accelerator_state(accelerator: Any) -> dict[str, Any]:
-    """What was given to `accelerator.prepare` and `register_for_checkpointing`, the random generators, and the step.
+    """Return the objects passed to `accelerator.prepare` and `register_for_checkpointing`, the RNG states and the step.
 
-    As `accelerator.save_state` would save it, but for any number of ranks. A single model is named `model`, several are
-    `models.0`, `models.1`; so are optimizers, schedulers and data loaders. Data loaders count if they are made with
-    `use_stateful_dataloader`; the position of others is lost, as it is with `save_state`.
+    This is the state that `accelerator.save_state` saves, but for any number of ranks. A single model is named `model`,
+    several are `models.0`, `models.1`; optimizers, schedulers and data loaders likewise. Data loaders are included if
+    created with `use_stateful_dataloader`; the position of others is lost, as with `save_state`.
 
     Args:
-        accelerator: after `prepare`.
+        accelerator: the accelerator, after `prepare`.
     """
     schedulers = [getattr(scheduler, "scheduler", scheduler) for scheduler in accelerator._schedulers]
     stateful = [it for it in accelerator._dataloaders if getattr(it, "use_stateful_dataloader", False)]

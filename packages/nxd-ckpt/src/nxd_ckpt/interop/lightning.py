@@ -1,8 +1,8 @@
 """Lightning's `CheckpointIO` for its own strategies: `Trainer(plugins=[NxdCheckpointIO()])`.
 
-Lightning hands over one nested dict per checkpoint, with whole tensors on the first rank. It becomes a checkpoint of
-this package, whose tensors have their path in it as a name, and a description of all else in JSON. Nothing of it is
-ever unpickled. The strategy of `nxd_lightning` has an own one, which writes shards.
+Lightning passes one nested dict per checkpoint, with whole tensors on the first rank. It becomes a checkpoint of this
+package: tensors are named by their path in the dict, and everything else is described in JSON. Nothing is ever
+unpickled. The strategy of `nxd_lightning` has its own `CheckpointIO`, which writes shards.
 """
 
 import json
@@ -24,10 +24,10 @@ _MAY_BE_LEFT_OUT = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 class NxdCheckpointIO:
-    """Writes and reads the checkpoints of a Trainer, each of them a folder, complete or absent.
+    """Writes and reads the checkpoints of a Trainer; each is a folder that is either complete or absent.
 
     Args:
-        incremental: reference what the newest checkpoint of the same folder holds already, such as frozen weights.
+        incremental: reference data that the newest checkpoint in the same folder already holds, such as frozen weights.
 
     Raises:
         ImportError: Lightning is not installed.
@@ -40,13 +40,13 @@ class NxdCheckpointIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: "str | os.PathLike[str]", storage_options: Any = None
     ) -> None:
-        """Writes a checkpoint by this process alone, replacing one of the same path.
+        """Writes a checkpoint from this process alone, replacing one at the same path.
 
         Args:
-            checkpoint: nested dicts, lists and tuples of tensors, numbers and texts. Hyperparameters that are
-                something else are left out with a warning.
-            path: the folder to become the checkpoint.
-            storage_options: none are known.
+            checkpoint: nested dicts, lists and tuples of tensors, numbers and strings. Hyperparameters of other types
+                are left out with a warning.
+            path: the folder for the checkpoint.
+            storage_options: must be None.
 
         Raises:
             ValueError: it holds something that could only be read back by running code; names it.
@@ -79,15 +79,15 @@ class NxdCheckpointIO:
     def load_checkpoint(
         self, path: "str | os.PathLike[str]", map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The dict of a checkpoint, its tensors on the CPU; Lightning moves them.
+        """Return the dict of a checkpoint with its tensors on the CPU; Lightning moves them.
 
         Args:
-            path: of the checkpoint.
-            map_location: where tensors go, if it is a device or its name.
-            weights_only: taken for Lightning; nothing that is read here can run code.
+            path: the path of the checkpoint.
+            map_location: the device for tensors, if it is a device or its name.
+            weights_only: ignored; nothing that is read here can run code.
 
         Raises:
-            CheckpointError: there is none of this class's, or it is damaged.
+            CheckpointError: there is no checkpoint written by this class, or it is damaged.
         """
         checkpoint = open_checkpoint(*os.path.split(os.fspath(path)))
         if _CONTENT not in checkpoint.extra:
@@ -100,15 +100,15 @@ class NxdCheckpointIO:
             raise CheckpointError(f"{_CONTENT} of {os.fspath(path)} cannot be used: {error}") from error
 
     def remove_checkpoint(self, path: "str | os.PathLike[str]") -> None:
-        """Deletes a checkpoint; its data stays as long as others reference it."""
+        """Deletes a checkpoint; data that other checkpoints reference stays."""
         delete(*os.path.split(os.fspath(path)))
 
     def teardown(self) -> None:
-        """Nothing is kept open."""
+        """Does nothing; no file is kept open."""
 
 
 def _checkpoint_io() -> Any:
-    """Lightning's abstract class, which asks for nothing but to be known as a base."""
+    """Return Lightning's abstract class, which only needs to be registered as a base."""
     try:
         from lightning.pytorch.plugins.io import CheckpointIO  # noqa: PLC0415
     except ImportError:
@@ -120,7 +120,7 @@ def _checkpoint_io() -> Any:
 
 
 def _described(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A value as JSON: plain ones as they are, others as [kind, content]. Tensors are put into `tensors`."""
+    """Encode a value as JSON: plain values unchanged, others as [kind, content]. Tensors are added to `tensors`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):

@@ -1,8 +1,8 @@
-"""Reading files that torch pickled, without running code from them unless they are trusted.
+"""Reads files that torch pickled without running code from them, unless they are trusted.
 
-torch's restricted unpickler knows tensors, numbers, strings and containers; a format may add a few plain classes of
-its own. Anything else that a file asks for is refused before it is called. What a file claims is compared with the
-bytes that it has: whoever reads it later goes through all values and all elements.
+torch's restricted unpickler knows tensors, numbers, strings and containers; a format may add a few plain classes.
+Anything else that a file asks for is refused before it is called. The number of values and elements is compared with
+the file's size, since later code iterates over all of them.
 """
 
 import os
@@ -21,13 +21,13 @@ Extra = tuple[Callable[..., Any] | type, str]
 """A class and the full name under which a file may ask for it."""
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
-_MOST_REPEATED_BYTES = 1 << 24  # of elements that lie in the same memory, as after `expand`
-_MOST_TIMES_SHARED = 64  # that tensors may share the bytes of the file, as tied ones do
+_MOST_REPEATED_BYTES = 1 << 24  # bytes of elements that share memory, as after `expand`
+_MOST_TIMES_SHARED = 64  # how often tensors may share the file's bytes, as tied ones do
 _MOST_VALUES_PER_BYTE, _LEAST_MOST_VALUES = 4, 1 << 20
 
 
 def load_torch_file(path: str, extra: Sequence[Extra] = ()) -> Any:
-    """What `torch.save` wrote; tensors are views of the mapped file where its format allows (torch 1.6 and later).
+    """Load a file written by `torch.save`; tensors are views of the mapped file if its format allows (torch 1.6+).
 
     Raises:
         CheckpointError: the file is missing, damaged, or asks for something that is not allowed.
@@ -38,7 +38,7 @@ def load_torch_file(path: str, extra: Sequence[Extra] = ()) -> Any:
 
 
 def load_trusted_torch_file(path: str) -> Any:
-    """What `torch.save` wrote, without restrictions: the file can run any code.
+    """Load a file written by `torch.save` without restrictions: the file can run any code.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -50,7 +50,7 @@ def load_trusted_torch_file(path: str) -> Any:
 
 
 def load_torch_stream(stream: IO[bytes], what: str, extra: Sequence[Extra] = ()) -> Any:
-    """As `load_torch_file`, from an open file into memory; `what` names it in messages."""
+    """Load an open file into memory, like `load_torch_file`; `what` names it in messages."""
     return _load(stream, what, extra, mmap=False)
 
 
@@ -73,9 +73,9 @@ def _load(file: "str | IO[bytes]", what: str, extra: Sequence[Extra], *, mmap: b
 
 
 def _checked_size(file: "str | IO[bytes]", what: str) -> int:
-    """How many bytes a file has; raises CheckpointError where it is an archive that would unpack to more.
+    """Return the size of a file; raise CheckpointError if it is an archive that would unpack to more bytes.
 
-    torch compresses nothing, and gives each entry bytes of its own.
+    torch compresses nothing, and its archive entries do not share bytes.
     """
     if isinstance(file, str):
         num_bytes = os.path.getsize(file)
@@ -85,7 +85,7 @@ def _checked_size(file: "str | IO[bytes]", what: str) -> int:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-    except Exception:  # no archive, as of torch before 1.6, or a damaged one, of which torch says more
+    except Exception:  # not an archive (torch before 1.6), or a damaged one, for which torch gives a better error
         entries = []
     finally:
         if not isinstance(file, str):
@@ -100,26 +100,26 @@ def _checked_size(file: "str | IO[bytes]", what: str) -> int:
 
 
 class _Size(NamedTuple):
-    """What somebody goes through who reads a value: the values in it, and the bytes of its tensors."""
+    """The cost of iterating over a value: the number of values in it, and the bytes of its tensors."""
 
     values: int = 0
     tensor_bytes: int = 0
 
 
 class _Claims:
-    """Compares the values that a file was read into with its bytes.
+    """Compares the values read from a file with the file's size.
 
     Args:
-        what: names the file.
-        num_bytes: that it has.
+        what: the file's name, for messages.
+        num_bytes: the file's size.
     """
 
     def __init__(self, what: str, num_bytes: int) -> None:
         self._what, self._num_bytes = what, num_bytes
-        self._sizes: dict[int, _Size] = {}  # of containers, by their identity: the same one can be in many places
+        self._sizes: dict[int, _Size] = {}  # sizes of containers by identity, since one can appear in many places
 
     def check(self, content: Any) -> None:
-        """Raise CheckpointError where the values, or the elements of tensors, are many times more than the bytes."""
+        """Raise CheckpointError if the values or tensor elements far exceed the file's bytes."""
         size = self._size(content, 0)
         if size.values > max(_LEAST_MOST_VALUES, _MOST_VALUES_PER_BYTE * self._num_bytes):
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Writing any source as a checkpoint of this package, without having it in memory.
+"""Writes any source as a checkpoint of this package without holding it in memory.
 
-`save` needs all tensors at once. Tensors of mapped files are passed unchanged. The others, and those whose type
-changes, are first put into a temporary file next to the checkpoints, whose pages the system writes back and drops.
+`save` needs all tensors at once. Tensors of mapped files are passed unchanged. The others, and those whose dtype
+changes, are first copied to a temporary file next to the checkpoints, whose pages the system writes back and drops.
 """
 
 import mmap
@@ -34,16 +34,16 @@ def save_source(
     extra: Mapping[str, bytes] | None = None,
     progress: Progress = ignore_progress,
 ) -> None:
-    """Writes a source as the checkpoint `tag`, with `source.objects` as its objects. Called by one process alone.
+    """Writes a source as the checkpoint `tag`, with `source.objects` as its objects. Call it in one process.
 
-    Memory: one part of one tensor. Disk, besides the result: as much again for a while, unless the source is mapped
-    (Hugging Face, NeuronX) and keeps its type.
+    Memory: one part of one tensor. Disk, besides the result: temporarily the same size again, unless the source is
+    mapped (Hugging Face, NeuronX) and keeps its dtype.
 
     Args:
-        source: what to write.
+        source: the tensors to write.
         path: as for `save`.
         tag: as for `save`.
-        dtype: type that floating-point tensors are converted to; default: as stored.
+        dtype: dtype to convert floating-point tensors to; default: as stored.
         step: as for `save`.
         overwrite: as for `save`.
         extra: as for `save`.
@@ -86,7 +86,7 @@ def save_source(
 def _scratch_tensors(
     path: "str | os.PathLike[str]", infos: Mapping[str, TensorInfo]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Tensors whose memory is a temporary file that has no name and ends with the process at the latest."""
+    """Yield tensors backed by an unnamed temporary file, which disappears with the process at the latest."""
     begins: dict[str, int] = {}
     size = 0
     for name, info in infos.items():
@@ -96,7 +96,7 @@ def _scratch_tensors(
         yield {name: torch.empty(info.global_shape, dtype=info.dtype, device="cpu") for name, info in infos.items()}
         return
     with tempfile.TemporaryFile(dir=_scratch_folder(os.fspath(path))) as file:
-        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a SIGBUS later
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk raises an error here instead of a SIGBUS later
         memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
         yield {
             name: memory[begins[name] : begins[name] + num_bytes(info)].view(info.dtype).reshape(info.global_shape)
@@ -105,7 +105,7 @@ def _scratch_tensors(
 
 
 def _scratch_folder(path: str) -> str | None:
-    """On the disk of the checkpoints, which has room for them, and is not memory as temporary folders can be."""
+    """Return a folder on the checkpoints' disk, which has space for them; temporary folders may be in memory."""
     if is_remote(path):
         return None
     folder = os.path.abspath(path)

@@ -18,7 +18,7 @@ from nxd_ckpt.reader import Checkpoint, TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
 
 Progress = Callable[[str, int], None]
-"""Called with a tensor's name and its bytes when it is done."""
+"""Called with a tensor's name and its size in bytes when it is done."""
 
 
 class TensorSource(Protocol):
@@ -26,18 +26,18 @@ class TensorSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Type and shape of every tensor."""
+        """Dtype and shape of every tensor."""
 
     @property
     def objects(self) -> Any:
-        """JSON-able things that were saved along, None if there are none."""
+        """JSON-serializable objects saved with the tensors; None if there are none."""
 
     @property
     def is_mapped(self) -> bool:
-        """Whether shards are views of mapped files, so that holding all of them takes no memory of its own."""
+        """Whether shards are views of mapped files, so that holding all of them takes no extra memory."""
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        """Parts of one tensor that hold all elements of the box, and perhaps more; where they overlap they are equal.
+        """Return parts of a tensor that cover the box and possibly more; overlapping parts are equal there.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -65,12 +65,12 @@ def fill(source: TensorSource, name: str, box: Box, destination: torch.Tensor) -
 
 
 def read_whole(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A whole tensor on the CPU, contiguous: the file's memory if that is possible, else new memory.
+    """Return a whole, contiguous tensor on the CPU: a view of the mapped file if possible, otherwise a new tensor.
 
     Args:
-        source: where it comes from.
-        name: which one.
-        dtype: type to convert to, see `converted`; default: as stored.
+        source: the source of the tensor.
+        name: the tensor's name.
+        dtype: dtype to convert to, see `converted`; default: as stored.
 
     Raises:
         CheckpointError: elements are missing or cannot be read.
@@ -88,7 +88,7 @@ def read_whole(source: TensorSource, name: str, dtype: torch.dtype | None = None
 
 
 def read_box(source: TensorSource, name: str, box: Box) -> torch.Tensor:
-    """A box of a tensor on the CPU; all of it as `read_whole`."""
+    """Return a box of a tensor on the CPU; a box of the whole tensor is read by `read_whole`."""
     info = source.tensors[name]
     if box.shape == info.global_shape:
         return read_whole(source, name)
@@ -98,31 +98,31 @@ def read_box(source: TensorSource, name: str, box: Box) -> torch.Tensor:
 
 
 def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The type in which a tensor is written: only floating-point ones are converted, so counts and masks stay.
+    """Return the dtype in which a tensor is written: only floating-point tensors are converted, not counts and masks.
 
-    So do scales and numbers of four bits, which mean nothing alone.
+    Scales and 4-bit numbers, which are meaningless on their own, are not converted either.
     """
     is_number = stored.is_floating_point and CODE_OF_DTYPE.get(stored) not in OPAQUE
     return wanted if wanted is not None and is_number else stored
 
 
 def num_bytes(info: TensorInfo) -> int:
-    """Size of a whole tensor."""
+    """Return the size of a whole tensor in bytes."""
     return Box.whole(info.global_shape).num_elements * info.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Some of a source's tensors.
+    """A subset of a source's tensors.
 
     Args:
-        source: where they come from.
-        include: shell patterns of which a name must match one; empty: all names.
-        exclude: shell patterns of which a name must match none.
-        without: names that are left out as well.
+        source: the source of the tensors.
+        include: shell patterns; a name must match at least one; empty: all names.
+        exclude: shell patterns; a name must not match any.
+        without: names to leave out as well.
 
     Raises:
-        ValueError: there are tensors, and none is left.
+        ValueError: the source has tensors, but none remain.
     """
 
     source: TensorSource
@@ -139,7 +139,7 @@ class Selection:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Type and shape of the chosen tensors."""
+        """Dtype and shape of the selected tensors."""
         return {
             name: info
             for name, info in self.source.tensors.items()
@@ -150,7 +150,7 @@ class Selection:
 
     @property
     def objects(self) -> Any:
-        """All of the source's."""
+        """All objects of the source."""
         return self.source.objects
 
     @property
@@ -182,7 +182,7 @@ class _CheckpointSource:
 
 
 def from_checkpoint(checkpoint: Checkpoint) -> TensorSource:
-    """A checkpoint of this package; only what is asked for is read."""
+    """Return a checkpoint of this package as a source; only the requested elements are read."""
     return _CheckpointSource(checkpoint)
 
 
@@ -191,6 +191,6 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one type and shape have the same bits, NaN and -0.0 included."""
+    """Whether two tensors of the same dtype and shape have the same bits, including NaN and -0.0."""
     a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in (a, b))
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

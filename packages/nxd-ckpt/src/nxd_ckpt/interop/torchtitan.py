@@ -1,7 +1,7 @@
-"""torchtitan's checkpointer on this package's format: a mixin in front of its `CheckpointManager`.
+"""torchtitan's checkpointer with this package's format: a mixin for its `CheckpointManager`.
 
-torchtitan gives torch's distributed checkpoint a folder, and finds checkpoints by the files that torch leaves there.
-The mixin adds a storage to these calls, and finds and removes checkpoints by this package's manifests.
+torchtitan passes a folder to torch's distributed checkpoint, and finds checkpoints by the files that torch writes. The
+mixin adds a storage to these calls, and finds and removes checkpoints by this package's manifests.
 """
 
 import os
@@ -20,10 +20,10 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class NxdCheckpoints:
-    """`class Checkpoints(NxdCheckpoints, CheckpointManager)`, of `torchtitan.components.checkpoint`.
+    """`class Checkpoints(NxdCheckpoints, CheckpointManager)`, with `torchtitan.components.checkpoint`'s manager.
 
-    Its configuration counts as before. `keep_latest_k` checkpoints are kept besides the one being saved. What is saved
-    or loaded in Hugging Face's format, and what torch's own storage has written, torchtitan treats itself.
+    Its configuration still applies. `keep_latest_k` checkpoints are kept besides the one being saved. Checkpoints in
+    Hugging Face's format, and those written by torch's own storage, are handled by torchtitan itself.
     """
 
     folder: str
@@ -40,7 +40,7 @@ class NxdCheckpoints:
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Saves as torchtitan's own does, and returns what that does. The save before has ended."""
+        """Saves and returns like torchtitan's own method. The previous save has finished."""
         if to_hf:
             return super().dcp_save(  # type: ignore[misc]
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -67,7 +67,7 @@ class NxdCheckpoints:
         )
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads as torchtitan's own does."""
+        """Loads like torchtitan's own method."""
         if from_hf or os.path.isfile(os.path.join(checkpoint_id, ".metadata")):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)  # type: ignore[misc]
             return
@@ -76,10 +76,10 @@ class NxdCheckpoints:
             self.states["model"].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The highest step of a complete checkpoint, -1 without any."""
+        """Return the highest step of a complete checkpoint, or -1 if there are none."""
         found = [_STEP.fullmatch(info.tag) for info in list_checkpoints(folder or self.folder)]
         of_others: int = super()._find_load_step(folder)  # type: ignore[misc]
         return max([of_others, *(int(match[1]) for match in found if match)])
 
     def _purge_stale_checkpoints(self) -> None:
-        """Nothing: what is old was removed before the save, which may still be under way."""
+        """Does nothing: old checkpoints were removed before the save, which may still be in progress."""

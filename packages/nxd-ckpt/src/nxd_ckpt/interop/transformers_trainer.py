@@ -5,9 +5,9 @@
     trainer = MyTrainer(model, args, train_dataset=data)
     trainer.train(resume_from_checkpoint=True)
 
-When a checkpoint is written is as `save_strategy` and `save_steps` say, and how many stay as `save_total_limit`. A
-callback is not enough for that: it cannot tell the Trainer at which step and which data to go on. So the methods that
-write, read and choose the best are overridden.
+`save_strategy` and `save_steps` set when checkpoints are written, `save_total_limit` how many are kept. A callback is
+not enough for that: it cannot tell the Trainer from which step and data to resume. So the methods that write, read and
+choose the best checkpoint are overridden.
 """
 
 import os
@@ -36,16 +36,16 @@ _TAG = re.compile(r"checkpoint-\d+")
 
 
 class NxdCheckpoints:
-    """To be named before `Trainer` among the bases of a class.
+    """A mixin to list before `Trainer` among the bases of a class.
 
-    Checkpoints lie in `args.output_dir`, with tags such as "checkpoint-500". They hold model, optimizer, scheduler, the
-    scaler of float16, the random generators of each rank, and the Trainer's own state with that of its callbacks; data
-    is skipped by the Trainer as usual. They do not hold what the script has at hand: config, tokenizer and arguments.
-    The best checkpoint is kept and loaded as the arguments say. DeepSpeed, which keeps states of its own, is refused.
+    Checkpoints are stored in `args.output_dir`, with tags such as "checkpoint-500". They hold the model, optimizer,
+    scheduler, float16 scaler, the random generators of each rank, and the state of the Trainer and its callbacks; the
+    Trainer skips data as usual. They do not hold the config, tokenizer and arguments, which the script already has. The
+    best checkpoint is kept and loaded according to the arguments. DeepSpeed manages its own states and is refused.
 
     Attributes:
-        nxd_background: write them while training goes on.
-        nxd_incremental: reference what the checkpoint before holds already, such as frozen weights.
+        nxd_background: write checkpoints while training continues.
+        nxd_incremental: reference data that the previous checkpoint already holds, such as frozen weights.
     """
 
     nxd_background: bool = False
@@ -57,17 +57,17 @@ class NxdCheckpoints:
     _nxd_last: tuple[str, str] = ("", "")
 
     def train(self: Any, resume_from_checkpoint: "str | bool | None" = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`.
+        """Train like `Trainer.train`.
 
         Args:
             resume_from_checkpoint: True for the newest checkpoint in `args.output_dir`, a tag, or a path that ends with
                 a tag there.
-            args: further ones of `Trainer.train`.
-            kwargs: likewise.
+            args: other positional arguments of `Trainer.train`.
+            kwargs: other keyword arguments of `Trainer.train`.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or it does not fit; or the last one could not be written.
-            ValueError: the arguments ask for what these checkpoints cannot do.
+            CheckpointError: there is no such checkpoint, or it does not match; or the last one could not be written.
+            ValueError: the arguments request something that these checkpoints do not support.
         """
         self._nxd_check()
         self._nxd_tag = None
@@ -100,7 +100,7 @@ class NxdCheckpoints:
 
     @contextmanager
     def _nxd_limit_of_checkpoints(self: Any) -> Iterator[None]:
-        """Keeps `save_total_limit` from the Trainer, which removes folders whose data other checkpoints reference."""
+        """Hides `save_total_limit` from the Trainer, which would remove folders that other checkpoints reference."""
         self._nxd_limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             yield
@@ -135,7 +135,7 @@ class NxdCheckpoints:
         return state
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        """Called by the Trainer when it is time for a checkpoint."""
+        """Called by the Trainer when a checkpoint is due."""
         self._nxd_finish()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -156,7 +156,7 @@ class NxdCheckpoints:
             self._nxd_drop(root, tag)
 
     def _nxd_note_best(self: Any, root: str, tag: str) -> None:
-        """In the Trainer's state, as it does itself; the one that is saved now is not complete yet."""
+        """Record the best checkpoint in the Trainer's state; the one being saved is not complete yet."""
         step = getattr(self.state, "best_global_step", None)
         if step and self.args.save_strategy != "no":
             best = f"checkpoint-{step}"
@@ -169,7 +169,7 @@ class NxdCheckpoints:
                 self.state.best_model_checkpoint = os.path.join(root, best)
 
     def _nxd_note_callbacks(self: Any) -> None:
-        """The states of callbacks such as early stopping, in the Trainer's state."""
+        """Record the states of callbacks, such as early stopping, in the Trainer's state."""
         from transformers.trainer_callback import ExportableState  # noqa: PLC0415
 
         states: dict[str, list[Any]] = {}
@@ -207,12 +207,12 @@ class NxdCheckpoints:
         load(*os.path.split(self.state.best_model_checkpoint), into={"model": self._nxd_state()["model"]}, strict=False)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: the model is loaded with its optimizer, once both are prepared."""
+        """Does nothing: the model is loaded together with its optimizer once both are prepared."""
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: "str | None") -> None:
         if checkpoint is not None and self._nxd_tag is not None:
             state = self._nxd_state()
-            del state["random"]  # when the data is skipped
+            del state["random"]  # loaded when the data is skipped
             if "scaler" in state and not self._nxd_has_scaler():  # it was not saved in float16
                 del state["scaler"]
             load(self.args.output_dir, self._nxd_tag, into=state, strict=not self.args.save_only_model)
@@ -230,7 +230,7 @@ class NxdCheckpoints:
 
 
 def _trainer_state(state: Any) -> bytes:
-    """What `TrainerState.save_to_json` would write."""
+    """Return the content that `TrainerState.save_to_json` writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, _TRAINER_STATE)
         state.save_to_json(path)

@@ -1,8 +1,8 @@
 """Operations on object stores beyond plain reads and puts: conditional puts, multipart uploads, uniform errors.
 
-S3 makes a put depend on what is there by itself (If-None-Match, If-Match), Google Cloud Storage for new objects; for
-`memory://` a lock of this process does. Elsewhere it is a look followed by a put: of two at the very same moment both
-may succeed, and the later one counts.
+S3 supports conditional puts (If-None-Match, If-Match), Google Cloud Storage for new objects; `memory://` uses a lock of
+this process. Other stores check first and then put: of two puts at the same moment both may succeed, and the later one
+counts.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
 
-# A manifest is put in one request: conditions on uploads in parts are not supported everywhere.
+# A manifest is put in one request: not every store supports conditions on multipart uploads.
 _ONE_REQUEST = {"chunksize": 5 * 2**30}
 
 _UPLOAD_PART_BYTES = 16 * 2**20
@@ -33,12 +33,12 @@ def os_errors() -> Iterator[None]:
 
 
 def protocols_of(fs: Any) -> set[str]:
-    """The URL schemes that a file system goes by, such as `{"s3", "s3a"}`."""
+    """Return the URL schemes of a file system, such as `{"s3", "s3a"}`."""
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
 def version_of(fs: Any, key: str) -> str | None:
-    """A text that differs whenever the object does; None if there is no such object."""
+    """Return a string that changes whenever the object does; None if there is no such object."""
     try:
         info = fs.info(key)
         return str(info["ETag"]) if "ETag" in info else hashlib.sha256(fs.cat_file(key)).hexdigest()
@@ -50,7 +50,7 @@ def put_if_unchanged(fs: Any, key: str, content: bytes, seen: str | None) -> Non
     """Writes the object if its `version_of` is still `seen`.
 
     Raises:
-        FileExistsError: it is not.
+        FileExistsError: it has changed.
         OSError: it could not be written, or it is not known whether it was.
     """
     try:
@@ -60,7 +60,7 @@ def put_if_unchanged(fs: Any, key: str, content: bytes, seen: str | None) -> Non
         with os_errors():
             found = version_of(fs, key)
             if found is not None and fs.cat_file(key) == content:
-                return  # it was written, but the answer got lost and the client tried again
+                return  # it was written, but the response was lost and the client retried
         if found != seen:
             raise FileExistsError(f"{key} was changed by another writer in the meantime") from error
         raise

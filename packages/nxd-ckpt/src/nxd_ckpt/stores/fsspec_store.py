@@ -1,12 +1,12 @@
 """A checkpoint root in an object store, through the fsspec file system of its URL: `memory://`, `s3://`, `gs://`, ...
 
     <root>/<tag>/manifest.json, <root>/<tag>/data/..., <root>/<tag>/extra/...
-    <root>/.pins/<tag>    says that this checkpoint is pinned
-    <root>/.holds/<save_id>   the data files of other checkpoints that a save under way is about to reference
+    <root>/.pins/<tag>    marks this tag as pinned
+    <root>/.holds/<save_id>   the data files of other checkpoints that a save in progress is about to reference
     <root>/LATEST         the tag that was committed last, for people; nothing here reads it
 
-Nothing can be renamed here: files are written under their final keys, and the put of the manifest makes them a
-checkpoint (`FsspecSave`). Of this package, this file alone imports fsspec.
+Object stores have no rename: files are written under their final keys, and the put of the manifest turns them into a
+checkpoint (`FsspecSave`). Only this file of the package imports fsspec.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ _PINS_FOLDER = ".pins"
 _HOLDS_FOLDER = ".holds"
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
-# fsspec takes some of these for patterns or options, and object stores ask to avoid the others.
+# fsspec interprets some of these as patterns or options, and object stores advise against the others.
 _UNSAFE_IN_KEYS = re.compile(r"[*?\[\]{}#%\"<>|^~`]|::")
 
 _REQUEST_BYTES = 16 * 2**20
 _PARALLEL_REQUESTS = 8
 _PARALLEL_HEADS = 64
-_MAX_GAP = 64 * 2**10  # reading these bytes along is faster than another request
+_MAX_GAP = 64 * 2**10  # reading a gap this large is faster than another request
 
 
 class FsspecStore:
     """A folder in an object store. Objects of this class can be pickled.
 
     Raises:
-        ValueError: no file system of fsspec goes by this scheme.
+        ValueError: fsspec has no file system for this scheme.
         ImportError: the package for this scheme is not installed.
     """
 
@@ -68,10 +68,10 @@ class FsspecStore:
         return f"{self.location}/{tag}/{file}"
 
     def key(self, tag: str, file: str = MANIFEST_NAME) -> str:
-        """The address of a file as the file system takes it.
+        """Return the key of a file in the file system.
 
         Raises:
-            ValueError: object stores do not take this tag.
+            ValueError: the tag is not allowed in an object store.
         """
         if _UNSAFE_IN_KEYS.search(f"{tag}/{file}"):
             raise ValueError(
@@ -131,17 +131,17 @@ class FsspecStore:
                     piece.destination[:] = memoryview(content)[piece.offset - start : _end(piece) - start]
 
     def delete(self, tag: str) -> None:
-        """See `Store.delete`: the manifest, then those files it spoke of that nobody else references."""
+        """See `Store.delete`: removes the manifest, then the files it listed that are not referenced elsewhere."""
         places = places_of(read_head(self, tag), tag)
         with os_errors():
             self.fs.rm_file(self.key(tag))
         self.remove_unused(places)
 
     def remove_unused(self, places: Mapping[str, str]) -> None:
-        """Removes those files that nobody references.
+        """Removes the files that are not referenced.
 
         Args:
-            places: by file, under which tag it lies.
+            places: the tag under which each file is stored, by file.
         """
         for place, files in by_place(places.keys() - files_in_use(self, places), places).items():
             self.remove_files(place, files)
@@ -155,7 +155,7 @@ class FsspecStore:
         return found
 
     def set_held(self, save_id: str, files: Collection[str]) -> None:
-        """Notes the data files that a save holds; of no files, removes the note."""
+        """Records the data files that a save holds; with no files, removes the record."""
         key = f"{self._root}/{_HOLDS_FOLDER}/{save_id}"
         with os_errors():
             if files:
@@ -183,12 +183,12 @@ class FsspecStore:
                     self.fs.rm_file(pin)
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
-        """See `Store.garbage`: what no manifest speaks of and is older than `dead_after`."""
+        """See `Store.garbage`: files that no manifest lists and that are older than `dead_after`."""
         found = self._dead_holds(dead_after=dead_after, delete=delete)
         for tag in self._folders():
-            files = self.files(tag)  # before the manifest, which may appear meanwhile
+            files = self.files(tag)  # before reading the manifest, which may appear in the meantime
             unknown = self._unknown(tag, files)
-            # Twice: a save may take over from a checkpoint that is deleted meanwhile.
+            # Twice: a save may take over files from a checkpoint that is deleted in the meantime.
             places = dict.fromkeys(unknown, tag)
             used = files_in_use(self, places) | files_in_use(self, places)
             dead = [file for file in unknown if file not in used and self._is_older(tag, file, dead_after)]
@@ -208,7 +208,7 @@ class FsspecStore:
         return found
 
     def files(self, tag: str) -> dict[str, int]:
-        """Names and sizes of all files under a tag that this package could have written, whether it is complete."""
+        """Return names and sizes of all files under a tag that this package could have written, complete or not."""
         found = {}
         for folder in FILE_FOLDERS:
             with os_errors(), contextlib.suppress(FileNotFoundError):
@@ -217,14 +217,14 @@ class FsspecStore:
         return {file: size for file, size in sorted(found.items()) if is_file_name(file)}
 
     def remove_files(self, tag: str, files: Collection[str]) -> None:
-        """Frees the space of files; those that are not there any more are fine."""
+        """Removes files; ones that no longer exist are ignored."""
         doomed = [self.key(tag, file) for file in self.files(tag) if file in files]
         if doomed:
             with os_errors(), contextlib.suppress(FileNotFoundError):
                 self.fs.rm(doomed)
 
     def note_latest(self, tag: str) -> None:
-        """Leaves the hint `LATEST`."""
+        """Writes the hint `LATEST`."""
         with os_errors():
             self.fs.pipe_file(f"{self._root}/LATEST", f"{tag}\n".encode())
 
@@ -246,7 +246,7 @@ class FsspecStore:
         return True
 
     def _unknown(self, tag: str, files: Collection[str]) -> list[str]:
-        """Those of the files that no manifest speaks of; none where the manifest is damaged."""
+        """Return the files that the manifest does not list; an empty list if the manifest is damaged."""
         try:
             known = read_head(self, tag).files
         except FileNotFoundError:
@@ -270,7 +270,7 @@ def _end(piece: Piece) -> int:
 
 
 def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Groups pieces that are fetched by one request each, cutting those that are too large for one."""
+    """Groups pieces by request, splitting those that are too large for one."""
     span: list[Piece] = []
     for piece in pieces:
         for start in range(0, piece.destination.nbytes, _REQUEST_BYTES):
@@ -320,13 +320,13 @@ class FsspecSave:
         return self._store.file_size(self._tag, file)
 
     def commit(self, manifest: bytes) -> None:
-        """See `SaveTransaction.commit`: of several saves of a tag at once one wins.
+        """See `SaveTransaction.commit`: if several saves use a tag at once, one wins.
 
         Raises:
-            CheckpointError: it was another one.
+            CheckpointError: another save won.
         """
         replaced = self._files_to_replace()
-        self._owns_files = False  # if the put fails half-way, nobody knows whether a manifest speaks of them
+        self._owns_files = False  # if the put fails halfway, the manifest may or may not list them
         try:
             put_if_unchanged(self._store.fs, self._manifest_key, manifest, self._seen)
         except FileExistsError:
@@ -335,7 +335,7 @@ class FsspecSave:
                 f"{self._store.location}/{self._tag} was saved or deleted by another process while this save was in "
                 "progress; that change stays, so choose another tag or save again"
             ) from None
-        with contextlib.suppress(OSError):  # what stays is only space, or a hint
+        with contextlib.suppress(OSError):  # a failure only wastes space or leaves an old hint
             self._store.note_latest(self._tag)
             self._store.remove_unused(replaced)
 

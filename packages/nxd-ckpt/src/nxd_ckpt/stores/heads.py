@@ -1,7 +1,7 @@
-"""Reads the first lines of manifests, which say how new checkpoints are and which files they need.
+"""Reads the first lines of manifests, which hold a checkpoint's age and the files that it needs.
 
-They are small whatever the checkpoints hold, so looking through a folder costs little for each checkpoint in it. Where
-the first line is not enough, as with a manifest of an earlier version or a damaged one, the whole text is read.
+They are small no matter how large the checkpoint is, so listing a folder is cheap. If the first line is not enough, as
+with a damaged manifest or one of an earlier version, the whole text is read.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ _LONG_HEAD_BYTES = 2**24
 
 
 def read_heads(store: Store) -> tuple[list[tuple[str, ManifestHead]], list[str]]:
-    """Tags and heads of all checkpoints, oldest first, and why others cannot be used; those deleted meanwhile are
-    neither.
+    """Return tags and heads of all checkpoints, oldest first, and the problems of unusable ones. Checkpoints that are
+    deleted in the meantime are in neither list.
 
     Raises:
         OSError: the storage fails.
@@ -35,10 +35,10 @@ def read_heads(store: Store) -> tuple[list[tuple[str, ManifestHead]], list[str]]
 
 
 def read_head(store: Store, tag: str) -> ManifestHead:
-    """The head of one manifest.
+    """Return the head of one manifest.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such manifest.
         CheckpointError: it is damaged or cannot be read.
     """
     try:
@@ -46,18 +46,18 @@ def read_head(store: Store, tag: str) -> ManifestHead:
         beginning = _beginning(store, tag, min(num_bytes, HEAD_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(store.where(tag)) from None
-    except (OSError, CheckpointError):  # read whole, it says why
+    except (OSError, CheckpointError):  # reading it whole gives the reason
         return read_manifest(store, tag).head
     return _head_of(store, tag, beginning, num_bytes)
 
 
 def read_manifest(store: Store, tag: str) -> Manifest:
-    """A whole manifest, every field checked; raises as `read_head`."""
+    """Return a whole manifest with every field checked; raises the errors of `read_head`."""
     return decode(read_text(store, tag), store.where(tag))
 
 
 def read_text(store: Store, tag: str) -> bytes:
-    """The text of a manifest as it is; raises as `read_head`."""
+    """Return the raw text of a manifest; raises the errors of `read_head`."""
     try:
         return store.read_manifest(tag)
     except FileNotFoundError:
@@ -67,10 +67,10 @@ def read_text(store: Store, tag: str) -> bytes:
 
 
 def check_files(store: Store, tag: str, checkpoint: Manifest | ManifestHead, files: Iterable[str]) -> None:
-    """Checks that files of a checkpoint exist, with the right sizes.
+    """Checks that files of a checkpoint exist with the right sizes.
 
     Raises:
-        CheckpointError: names those that are not.
+        CheckpointError: a file is missing or has the wrong size; names all of them.
     """
     problems = []
     for file in files:
@@ -97,7 +97,7 @@ def _head_of(store: Store, tag: str, beginning: bytes, num_bytes: int | None) ->
         try:
             head = decode_head(_beginning(store, tag, min(num_bytes, _LONG_HEAD_BYTES)), num_bytes)
         except (OSError, CheckpointError):
-            head = None  # read whole, it says why
+            head = None  # reading it whole gives the reason
     return head or read_manifest(store, tag).head
 
 

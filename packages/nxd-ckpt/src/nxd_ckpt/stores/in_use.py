@@ -1,9 +1,9 @@
-"""Which data files of a root are in use by checkpoints, or by saves under way, that do not lie with them.
+"""Finds the data files of a root that are in use by other checkpoints or by saves in progress.
 
-A file's name is unique to the save that wrote it, so a file is in use wherever its name stands in a manifest; that is
-looked for in the text, since one that is damaged may be mended. Whoever deletes first takes his own manifest away, and
-then asks here. An incremental save first says which files it holds, and then looks whether the checkpoint that they
-belong to is still there. So one of the two sees the other, and no file is removed that somebody goes on to reference.
+A file's name is unique to the save that wrote it, so a file is in use if its name appears in any manifest. The text is
+searched, since a damaged manifest may be repaired. A deletion first removes its own manifest and then checks here. An
+incremental save first records which files it holds and then checks that their checkpoint still exists. So one of the
+two sees the other, and no file is removed that a save goes on to reference.
 """
 
 import re
@@ -20,28 +20,28 @@ _VERSION = re.compile(rb'"format":"nxd-ckpt","version":(\d+),')
 
 
 def places_of(head: ManifestHead, tag: str) -> dict[str, str]:
-    """Under which tag each file of a checkpoint lies."""
+    """Return the tag under which each file of a checkpoint is stored."""
     return {file: head.references.get(file, tag) for file in head.files}
 
 
 def files_in_use(store: Store, places: Mapping[str, str]) -> set[str]:
-    """Those of the files that a save under way holds, or that a checkpoint needs.
+    """Return the files that a save in progress holds or a checkpoint needs.
 
     Args:
         store: the root.
-        places: by file, under which tag it lies.
+        places: the tag under which each file is stored, by file.
 
     Raises:
         OSError: the storage fails.
     """
-    held = store.held() if places else set()  # before the manifests, as a save lets go when its own is there
+    held = store.held() if places else set()  # before the manifests, as a save drops its hold once its own exists
     return (held & places.keys()) | files_in_manifests(store, places)
 
 
 def files_in_manifests(store: Store, places: Mapping[str, str]) -> set[str]:
-    """Those of the files that a manifest speaks of; arguments as for `files_in_use`.
+    """Return the files that a manifest lists; takes the arguments of `files_in_use`.
 
-    A manifest that cannot be read may speak of all of them; a warning names it.
+    An unreadable manifest may list all of them; a warning names it.
 
     Raises:
         OSError: the storage fails.
@@ -65,7 +65,7 @@ def files_in_manifests(store: Store, places: Mapping[str, str]) -> set[str]:
 
 
 def by_place(files: Collection[str], places: Mapping[str, str]) -> dict[str, list[str]]:
-    """The files under each tag."""
+    """Group the files by tag."""
     found: dict[str, list[str]] = {}
     for file in files:
         found.setdefault(places[file], []).append(file)
@@ -73,6 +73,6 @@ def by_place(files: Collection[str], places: Mapping[str, str]) -> dict[str, lis
 
 
 def _can_reference(beginning: bytes) -> bool:
-    """Whether its version allows that: most manifests need not be read further than that."""
+    """Whether a manifest's version allows references: most manifests need not be read further."""
     version = _VERSION.search(beginning, 0, _VERSION_BYTES)
     return version is None or int(version[1]) != VERSION_ALONE

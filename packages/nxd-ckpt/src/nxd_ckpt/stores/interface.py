@@ -1,8 +1,8 @@
-"""The interface to storage that saving and loading need.
+"""The storage interface for saving and loading.
 
 A checkpoint is a tag, a manifest and files named relative to the tag, such as `data/<name>` and `extra/<name>`. A store
-knows nothing of what they contain. Names come from a validated manifest or from this package: stores need not check
-them again, but must not follow links that were put in their place.
+does not know their contents. Names come from a validated manifest or from this package, so stores need not check them
+again, but they must not follow links put in place of files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,9 +15,9 @@ class Capabilities:
     """The capabilities of a kind of storage.
 
     Attributes:
-        other_processes: what another process on this machine writes lands in the same place.
-        other_files: other programs can read and write there, also files that belong to no checkpoint of this package.
-        remote: a read is a request that is waited for, so several are made as one, and the next one ahead.
+        other_processes: whether other processes on this machine share the storage.
+        other_files: whether other programs can read and write there, including files that are not checkpoints.
+        remote: whether a read is a request with latency, so that reads are batched and issued ahead.
     """
 
     other_processes: bool
@@ -27,7 +27,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`destination.nbytes` bytes of a file from byte `offset` on, and the writable memory that they go to."""
+    """A range of a file, `destination.nbytes` bytes starting at byte `offset`, and the writable memory to fill."""
 
     offset: int
     destination: memoryview
@@ -42,25 +42,25 @@ class Garbage:
 
 
 class SaveTransaction(Protocol):
-    """One save on its way. Every rank has one of the same tag and save id; the one that commits is the leader.
+    """One save in progress. Every rank has one with the same tag and save id; the rank that commits is the leader.
 
-    Order of calls: `begin` and perhaps `hold` (leader), then `write_file` on any rank and from any process, then
-    `file_size` and `commit` (leader), and `end` on every rank in any case. It can be pickled before `begin`, to write
-    from another process.
+    Order of calls: `begin` and optionally `hold` (leader), then `write_file` on any rank and from any process, then
+    `file_size` and `commit` (leader), and always `end` on every rank. It can be pickled before `begin`, to write from
+    another process.
     """
 
     def begin(self) -> None:
-        """Gets ready for files, clearing what dead saves have left.
+        """Prepares for writing files and clears the remains of failed saves.
 
         Raises:
-            CheckpointError: the tag is taken, or another save is at work.
+            CheckpointError: the tag is taken, or another save is in progress.
         """
 
     def hold(self, files: Collection[str]) -> None:
-        """Keeps data files of other checkpoints from being removed, until `end`; see `in_use.py`.
+        """Protects data files of other checkpoints from removal until `end`; see `in_use.py`.
 
         Raises:
-            OSError: that cannot be noted.
+            OSError: the hold cannot be recorded.
         """
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
@@ -69,29 +69,29 @@ class SaveTransaction(Protocol):
         Args:
             file: its name.
             parts: its content.
-            num_bytes: of all parts together, for storage that makes room first.
+            num_bytes: total size of all parts, for storage that allocates space first.
 
         Raises:
             OSError: it cannot be written.
-            CheckpointError: the place made by `begin` is not to be seen from here.
+            CheckpointError: this process cannot see the location created by `begin`.
         """
 
     def file_size(self, file: str) -> int:
-        """Bytes of a file written by any rank.
+        """Return the size in bytes of a file written by any rank.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
         """
 
     def commit(self, manifest: bytes) -> None:
-        """Makes the files a checkpoint under the tag. All or nothing, also in a crash.
+        """Turns the files into a checkpoint under the tag, atomically, even in a crash.
 
         Raises:
             CheckpointError: the tag is taken.
         """
 
     def end(self) -> None:
-        """Removes what was not committed, on the leader; does nothing elsewhere."""
+        """Removes uncommitted files, on the leader; does nothing on other ranks."""
 
 
 class Store(Protocol):
@@ -103,68 +103,68 @@ class Store(Protocol):
 
     @property
     def location(self) -> str:
-        """The folder, as messages call it and as `open_store` finds it again."""
+        """The folder, as shown in messages and accepted by `open_store`."""
 
     def where(self, tag: str, file: str = "manifest.json") -> str:
-        """The full address of a file, for messages."""
+        """Return the full path or URL of a file, for messages."""
 
     def tags(self) -> list[str]:
-        """Names of what looks like a checkpoint (it has a manifest), in no meaningful order."""
+        """Return the names of everything that has a manifest, in no meaningful order."""
 
     def beginnings(self, num_bytes: int) -> Iterator[tuple[str, bytes, int | None]]:
-        """The first bytes of the manifest of each tag, and its size if that is known; none where it cannot be read."""
+        """Yield each tag with the first bytes of its manifest (empty if unreadable) and its size if known."""
 
     def read_manifest(self, tag: str) -> bytes:
-        """The manifest as it was committed.
+        """Return the manifest as it was committed.
 
         Raises:
-            FileNotFoundError: there is no checkpoint of this tag.
-            CheckpointError: it is larger than a manifest can be.
+            FileNotFoundError: there is no checkpoint with this tag.
+            CheckpointError: it is larger than the limit for manifests.
         """
 
     def file_size(self, tag: str, file: str) -> int:
-        """Bytes of a file.
+        """Return the size in bytes of a file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
         """
 
     def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
-        """Fills the memory of all pieces, which are given by ascending offset and do not overlap.
+        """Fills the memory of all pieces, which must have ascending offsets and not overlap.
 
         Raises:
-            CheckpointError: the file ends before a piece does.
+            CheckpointError: the file ends inside or before a piece.
         """
 
     def delete(self, tag: str) -> None:
-        """Takes a checkpoint away: as a whole at once, manifest first; its space is free when this returns.
+        """Deletes a checkpoint atomically, manifest first; its space is free when this returns.
 
-        Its data files that others reference stay, and those that it alone referenced go.
+        Data files that other checkpoints reference stay; files that only this one referenced are removed.
 
         Raises:
             CheckpointError: its manifest is damaged.
         """
 
     def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> SaveTransaction:
-        """A transaction for one save; nothing is changed before its `begin`."""
+        """Return a transaction for one save; nothing changes before its `begin`."""
 
     def held(self) -> set[str]:
-        """The data files that saves under way hold; also those of dead saves, until they are cleared."""
+        """Return the data files held by saves in progress, and by failed saves until those are cleared."""
 
     def pinned(self) -> set[str]:
-        """The tags that are pinned; a tag can be so without a checkpoint."""
+        """Return the pinned tags; a tag can be pinned without a checkpoint."""
 
     def set_pinned(self, tag: str, *, to: bool) -> None:
-        """Pins a tag (True) or ends that (False). A pin outlives the checkpoint of its tag."""
+        """Pins (True) or unpins (False) a tag. A pin outlives the checkpoint of its tag."""
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
-        """The remains of saves and deletions that died; removes them if asked to.
+        """Return the remains of failed saves and deletions, and optionally remove them.
 
         Args:
-            dead_after: where a save under way cannot be told from a dead one, seconds since a file changed after which
-                it belongs to a dead one.
-            delete: free its space as well.
+            dead_after: seconds without a change after which a file counts as the remains of a failed save, if the
+                storage cannot tell a failed save from one in progress.
+            delete: whether to remove them.
 
         Raises:
-            CheckpointError: a save is at work, where that can be told.
+            CheckpointError: a save is in progress, if the storage can tell.
         """

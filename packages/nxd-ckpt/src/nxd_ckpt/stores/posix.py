@@ -3,14 +3,14 @@
     <root>/<tag>/manifest.json, <root>/<tag>/data/...   a checkpoint
     <root>/.staging/lock, <root>/.staging/<save_id>/    a save that is not committed yet
     <root>/.staging/<save_id>.holds                     the data of other checkpoints that it is about to reference
-    <root>/<tag>/retired.json, <root>/<tag>/data/...    a deleted checkpoint, of whose data others reference some
-    <root>/.trash/                                      a checkpoint on its way out
-    <root>/.pins/<tag>                                  says that this tag is pinned
+    <root>/<tag>/retired.json, <root>/<tag>/data/...    a deleted checkpoint whose data is partly still referenced
+    <root>/.trash/                                      checkpoints being removed
+    <root>/.pins/<tag>                                  marks this tag as pinned
     <root>/LATEST                                       the tag committed last, for people; nothing here reads it
 
-A new checkpoint appears by one rename of its folder. One that is overwritten changes by one rename of its manifest: the
-new data files, whose names are unique to the save, are moved next to the old ones first. What the files contain is not
-known here, except for the names above.
+A new checkpoint appears by one rename of its folder. Overwriting one takes one rename of its manifest: the new data
+files, whose names are unique to the save, are moved next to the old ones first. This module does not know the contents
+of the files, except for the names above.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class PosixStore:
             read_vectored(fd, [(piece.offset, piece.destination) for piece in pieces])
 
     def delete(self, tag: str) -> None:
-        """See `Store.delete`: the manifest is renamed, then what nobody else references is removed."""
+        """See `Store.delete`: the manifest is renamed, then unreferenced files are removed."""
         places = places_of(read_head(self, tag), tag)
         places |= dict.fromkeys(_data_files(os.path.join(self.location, tag)), tag)
         os.rename(self.where(tag), self.where(tag, _RETIRED_NAME))
@@ -113,7 +113,7 @@ class PosixStore:
             self._remove_files(place, doomed.get(place, []))
 
     def _remove_files(self, tag: str, files: Collection[str]) -> None:
-        """Removes data files under a tag: of a deleted checkpoint by one rename, once it is the last of them."""
+        """Removes data files under a tag; the last ones of a deleted checkpoint are removed by one rename."""
         folder = os.path.join(self.location, tag)
         if _is_retired(folder) and _data_files(folder) <= set(files):
             with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -145,7 +145,7 @@ class PosixStore:
             return set()
 
     def set_pinned(self, tag: str, *, to: bool) -> None:
-        """See `Store.set_pinned`; on the disk when this returns."""
+        """See `Store.set_pinned`; durable when this returns."""
         folder = own_folder(self.location, _PINS_FOLDER)
         make_folders(folder)
         with contextlib.suppress(FileExistsError, FileNotFoundError):
@@ -157,7 +157,7 @@ class PosixStore:
         sync_folder(folder)
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
-        """See `Store.garbage`: staging, trash, and files in checkpoints that no manifest speaks of."""
+        """See `Store.garbage`: staging, trash, and files in checkpoints that no manifest lists."""
         root = self.location
         if not os.path.isdir(root):
             return []
@@ -165,14 +165,14 @@ class PosixStore:
         try:
             paths = [*_in_folder(root, _STAGING_FOLDER), *_in_folder(root, _TRASH_FOLDER)]
             paths += _orphans(self, nothing_at_work=held is not None)
-            if held is None:  # a save may be at work
+            if held is None:  # a save may be in progress
                 paths = [path for path in paths if time.time() - _last_change(path) >= dead_after]
             found = [Garbage(path, sum(os.lstat(file).st_size for file in _files_in(path))) for path in paths]
             doomed = [_move_to_trash(root, path) for path in paths] if delete else []
         finally:
             if held is not None:
                 unlock(held)
-        for path in doomed:  # takes its time, and no save should find the lock taken meanwhile
+        for path in doomed:  # slow, so the lock is released first
             remove(path)
         return found
 
@@ -192,11 +192,11 @@ class PosixSave:
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """See `SaveTransaction.begin`: takes the root's lock and makes the staging folder."""
+        """See `SaveTransaction.begin`: takes the root's lock and creates the staging folder."""
         self._lock = _take_lock(self._root)
         self._begun = True
         self._check_target()
-        if self._lock is not None:  # no other process is saving, so anything there belongs to a save that died
+        if self._lock is not None:  # no other process is saving, so anything there belongs to a failed save
             _clear(self._staging, keep=_LOCK_NAME)
             _clear(own_folder(self._root, _TRASH_FOLDER))
         os.makedirs(os.path.join(self._staged, "data"))
@@ -262,7 +262,7 @@ class PosixSave:
             raise CheckpointError(f"{self._target} exists; choose another tag or pass overwrite=True")
 
     def _remove_what_was_replaced(self, manifest: bytes) -> None:
-        """All files in the folder that neither the new manifest speaks of nor another checkpoint's."""
+        """Removes all files in the folder that neither the new manifest nor another checkpoint lists."""
         replaced = _data_files(self._target) - file_names_in(manifest)
         places = dict.fromkeys(replaced, os.path.basename(self._target))
         for file in replaced - files_in_use(self._store, places):
@@ -272,7 +272,7 @@ class PosixSave:
 
 
 def _may_exist(path: str) -> bool:
-    """False only if nothing of this name is there: what cannot be looked at, or is no file, may be a damaged one."""
+    """Return False only if nothing of this name exists: a path that cannot be read may be a damaged file."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -283,13 +283,13 @@ def _may_exist(path: str) -> bool:
 
 
 def _file_folders(checkpoint: str) -> list[str]:
-    """The folders with files that a checkpoint has; links elsewhere are none."""
+    """Return a checkpoint's folders of files; links are ignored."""
     folders = [os.path.join(checkpoint, name) for name in FILE_FOLDERS]
     return [folder for folder in folders if os.path.isdir(folder) and not os.path.islink(folder)]
 
 
 def _publish(staged: str, target: str) -> None:
-    """Makes the staged folder a checkpoint by one rename."""
+    """Turns the staged folder into a checkpoint by one rename."""
     for folder in _file_folders(staged):
         sync_folder(folder)
     sync_folder(staged)
@@ -310,14 +310,14 @@ def _replace(staged: str, target: str) -> None:
 
 
 def _data_files(checkpoint: str) -> set[str]:
-    """The files below a checkpoint's folder that this package could have written, by relative path."""
+    """Return the files below a checkpoint's folder that this package could have written, as relative paths."""
     folders = _file_folders(checkpoint)
     files = {f"{os.path.basename(folder)}/{name}" for folder in folders for name in os.listdir(folder)}
     return {file for file in files if is_file_name(file)}
 
 
 def _is_retired(checkpoint: str) -> bool:
-    """Whether this is what others reference of a checkpoint that was deleted."""
+    """Whether this is a deleted checkpoint that others still reference."""
     there = {name: os.path.isfile(os.path.join(checkpoint, name)) for name in (_RETIRED_NAME, MANIFEST_NAME)}
     return there[_RETIRED_NAME] and not there[MANIFEST_NAME]
 
@@ -330,7 +330,7 @@ def _clear(folder: str, keep: str = "") -> None:
 
 
 def _note_latest(root: str, tag: str) -> None:
-    """Leaves the hint; one that cannot be left is no error, and it need not outlive a crash. Called under the lock."""
+    """Writes the LATEST hint. A failure is not an error, and the hint need not survive a crash. Needs the lock."""
     scratch = os.path.join(root, _STAGING_FOLDER, _LATEST_NAME)
     with contextlib.suppress(OSError):
         fd = own_file(scratch)
@@ -346,7 +346,7 @@ def _note_latest(root: str, tag: str) -> None:
 
 
 def _take_lock(root: str) -> int | None:
-    """The root's lock, which a save holds as long as it is at work; None where the file system has no locks.
+    """Take the root's lock, which a save holds while it is in progress; None if the file system has no locks.
 
     Raises:
         CheckpointError: another process holds it.
@@ -354,7 +354,7 @@ def _take_lock(root: str) -> int | None:
     make_folders(root)
     staging = own_folder(root, _STAGING_FOLDER)
     if not os.path.isdir(staging):
-        os.makedirs(staging, exist_ok=True)  # need not outlive a crash, so no fsync
+        os.makedirs(staging, exist_ok=True)  # need not survive a crash, so no fsync
     try:
         return lock(os.path.join(staging, _LOCK_NAME))
     except BlockingIOError:
@@ -362,7 +362,7 @@ def _take_lock(root: str) -> int | None:
 
 
 def _move_to_trash(root: str, path: str) -> str:
-    """Takes a file or folder out of sight by one rename, and returns where it is now."""
+    """Moves a file or folder to the trash by one rename and returns its new path."""
     trash = own_folder(root, _TRASH_FOLDER)
     if os.path.dirname(path) == trash:
         return path
@@ -379,16 +379,16 @@ def _in_folder(root: str, name: str) -> list[str]:
 
 
 def _orphans(store: PosixStore, *, nothing_at_work: bool) -> list[str]:
-    """Files that no checkpoint needs: left by overwriting saves and deletions that died. A deleted checkpoint of which
-    nothing is needed is one path.
+    """Return files that no checkpoint needs, left by failed overwrites and deletions. A deleted checkpoint without any
+    needed file is one path.
     """
     tags = [name for name in sorted(os.listdir(store.location)) if is_tag(name)]
     retired = [tag for tag in tags if _is_retired(os.path.join(store.location, tag))]
     unknown = {tag: _unknown_files(store, tag) for tag in (*store.tags(), *retired)}
     places = {file: tag for tag, of_tag in unknown.items() for file in of_tag}
-    if nothing_at_work:  # what dead saves held is free
+    if nothing_at_work:  # holds of failed saves no longer count
         used = files_in_manifests(store, places)
-    else:  # twice: a save may take over from a checkpoint that is deleted meanwhile
+    else:  # twice: a save may take over files from a checkpoint that is deleted in the meantime
         used = files_in_use(store, places) | files_in_use(store, places)
     found = []
     for tag, of_tag in unknown.items():
@@ -400,7 +400,7 @@ def _orphans(store: PosixStore, *, nothing_at_work: bool) -> list[str]:
 
 
 def _unknown_files(store: PosixStore, tag: str) -> list[str]:
-    """Files of which the manifest, if there is one, does not speak; none where it is damaged."""
+    """Return files that the manifest, if any, does not list; an empty list if the manifest is damaged."""
     known: Collection[str] = ()
     try:
         known = read_head(store, tag).files
@@ -412,7 +412,7 @@ def _unknown_files(store: PosixStore, tag: str) -> list[str]:
 
 
 def _files_in(path: str) -> Iterator[str]:
-    """The file itself, or all files under a folder."""
+    """Yield the file itself, or all files under a folder."""
     if not os.path.isdir(path) or os.path.islink(path):
         yield path
         return

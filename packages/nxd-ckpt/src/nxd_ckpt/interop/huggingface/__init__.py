@@ -1,6 +1,6 @@
-"""Folders as the Hugging Face hub has them: `model.safetensors`, or several files and `model.safetensors.index.json`.
+"""Folders in the format of the Hugging Face hub: `model.safetensors`, or several files with an index.
 
-The tensors, and in `companions` the files of tokenizers; the caller copies the configuration.
+Handles the tensors, and in `companions` the tokenizer files; the caller copies the configuration.
 """
 
 from nxd_ckpt.interop.huggingface.reading import open_hugging_face

@@ -1,7 +1,7 @@
-"""The files that a model needs besides config and weights: of its tokenizer, chat template, processor and generation.
+"""The files that a model needs besides config and weights: tokenizer, chat template, processor, generation config.
 
-They lie beside a model in its folder, and travel inside a checkpoint as its extra files. Folders and checkpoints may
-come from strangers: a file has one of the names that such files have, and is never looked for outside of either.
+They are stored next to a model in its folder, and in a checkpoint as extra files. Folders and checkpoints may be
+untrusted: only files with known names are read, and never from outside the folder or checkpoint.
 """
 
 import os
@@ -14,8 +14,8 @@ from nxd_ckpt.reader import Checkpoint
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
-# Files that `save_pretrained` of tokenizers writes: what has an effect on a tokenizer.json, and all others. Names are
-# these alone: what is called "token", or "tokens.json", may be a password.
+# Files that a tokenizer's `save_pretrained` writes: first those that affect a tokenizer.json, then all others. No other
+# names are allowed: a file called "token" or "tokens.json" may hold a password.
 _BESIDE_TOKENIZER_JSON = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -34,22 +34,22 @@ _TOKENIZER_FILES = (
     "vocab.bpe",
     "merges.txt",
 )
-# And what models and processors have besides weights.
+# Other files of models and processors besides weights.
 _OTHER_FILES = (GENERATION_CONFIG_FILE, "*preprocessor_config.json", "processor_config.json")
 _NAME = re.compile(r"(additional_chat_templates/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,60}")
-MAX_COMPANION_BYTES = 256 * 2**20  # of all files; the largest tokenizers have some 50 MB
+MAX_COMPANION_BYTES = 256 * 2**20  # for all files together; the largest tokenizers have about 50 MB
 
-_EXTRA = "model-"  # before their names among a checkpoint's extra files, which have no folders
+_EXTRA = "model-"  # prefix of their names among a checkpoint's extra files, which have no folders
 _FOLDER, _FOLDER_IN_EXTRA = "additional_chat_templates/", "additional_chat_templates-"
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of this name lies beside models: of a tokenizer, a processor, or the generation config."""
+    """Whether a file name belongs to a tokenizer, a processor, or the generation config."""
     return is_of_tokenizer(name) or _matches(name, _OTHER_FILES)
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether a file of this name is a tokenizer's, or a chat template."""
+    """Whether a file name belongs to a tokenizer or a chat template."""
     return _matches(name, _TOKENIZER_FILES)
 
 
@@ -60,17 +60,17 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def read_companions(source: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The files of tokenizer, processor and generation that lie beside a model, no matter how it is stored.
+    """Read the tokenizer, processor and generation config files next to a model, no matter how it is stored.
 
     Args:
-        source: a folder; or the one file of a tokenizer, which brings along what lies beside it of the tokenizer.
+        source: a folder; or a single tokenizer file, in which case the tokenizer files next to it are included.
 
     Returns:
-        Their contents, by their names in the folder.
+        The contents, by file name in the folder.
 
     Raises:
-        ValueError: one is a link that leads out of the folder, so that a file of this machine would be carried away; or
-            they are too large to be what they are called.
+        ValueError: a file is a link that points outside the folder, which could copy any file of this machine; or the
+            files are larger than tokenizer files can be.
     """
     path = Path(source)
     folder = path.parent if path.is_file() else path
@@ -95,7 +95,7 @@ def read_companions(source: str | os.PathLike[str]) -> dict[str, bytes]:
 
 
 def check_lies_in(file: Path, folder: Path) -> None:
-    """Raise ValueError for a symbolic link that leads out of a folder; in the hub's cache, out of the repository's."""
+    """Raise ValueError for a symbolic link that points outside a folder or, in the hub's cache, its repository."""
     root = Path(os.path.realpath(folder))
     roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     target = Path(os.path.realpath(file))
@@ -107,29 +107,29 @@ def check_lies_in(file: Path, folder: Path) -> None:
 
 
 def write_companions(files: Mapping[str, bytes], folder: str | os.PathLike[str]) -> None:
-    """Write what `read_companions` has read into an existing folder.
+    """Write the files returned by `read_companions` to an existing folder.
 
     Raises:
-        ValueError: a name is of no such file.
+        ValueError: a name is not that of such a file.
     """
     for name, content in files.items():
         if not is_companion(name):
             raise ValueError(f"{name!r} is not the name of a tokenizer or processor file")
         file = Path(folder) / name
-        file.parent.mkdir(exist_ok=True)  # of additional chat templates
+        file.parent.mkdir(exist_ok=True)  # for additional chat templates
         file.write_bytes(content)
 
 
 def as_extra(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files as the extra ones of a checkpoint."""
+    """Return the files as extra files of a checkpoint."""
     return {_EXTRA + name.replace(_FOLDER, _FOLDER_IN_EXTRA): content for name, content in files.items()}
 
 
 def companions_in(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The files of the tokenizer, the chat template and generation that a checkpoint holds.
+    """Return the tokenizer, chat template and generation config files in a checkpoint.
 
     Raises:
-        ValueError: they are too large to be that.
+        ValueError: they are larger than such files can be.
         CheckpointError: they are damaged.
     """
     stored = {name.removeprefix(_EXTRA): name for name in checkpoint.extra if name.startswith(_EXTRA)}

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: read with every field checked, and written.
+"""Reads (with every field checked) and writes the header of a safetensors file.
 
-An 8-byte little-endian length, that many bytes of JSON, then the elements of all tensors without holes.
+The format: an 8-byte little-endian length, that many bytes of JSON, then the elements of all tensors without gaps.
 """
 
 import json
@@ -36,12 +36,12 @@ _OTHER_KINDS = {  # by their first bytes
 
 
 class _UnknownType(Exception):
-    """A tensor of a sound file that torch cannot hold."""
+    """A tensor of a valid file has a type that torch does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file; its first element lies at byte `begin` of the file."""
+    """One tensor of a file; its first element is at byte `begin` of the file."""
 
     info: TensorInfo
     begin: int
@@ -49,10 +49,10 @@ class StoredTensor:
 
 
 def read_header(path: str) -> dict[str, StoredTensor]:
-    """The tensors of a file, whose size has been checked.
+    """Return the tensors of a file after checking its size.
 
     Raises:
-        CheckpointError: there is no such file, or it is not a whole safetensors file.
+        CheckpointError: there is no such file, or it is not a complete safetensors file.
     """
     try:
         with regular_file(path) as file:
@@ -76,10 +76,10 @@ def read_header(path: str) -> dict[str, StoredTensor]:
 
 
 def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file that holds these tensors in this order.
+    """Return the header of a file that holds these tensors in this order.
 
     Raises:
-        ValueError: a name cannot be in a safetensors file, or the header would be too long to be read back.
+        ValueError: a name is not allowed in a safetensors file, or the header would be too long to read back.
     """
     if refused := [name for name in tensors if name == _METADATA or not is_unicode(name)]:
         raise ValueError(f"{refused[0]!r} cannot be a name in a safetensors file; leave it out")
@@ -114,7 +114,7 @@ def _parse(content: dict[str, Any], *, payload_begin: int, file_size: int) -> di
         if not _are_sizes((*shape, begin, end)) or math.prod(size or 1 for size in shape) >= _SIZE_LIMIT:
             raise ValueError(f"{name!r} has the shape {list(shape)} and the bytes {begin} to {end}")
         dtype = DTYPE_OF_CODE[code]
-        if code == "F4":  # of which torch counts pairs
+        if code == "F4":  # torch counts pairs of these
             if not shape or shape[-1] % 2:
                 raise _UnknownType(f"{name!r} has the type 'F4' and the shape {list(shape)}; torch needs an even size")
             shape = (*shape[:-1], shape[-1] // 2)

@@ -1,6 +1,6 @@
-"""Opening a Hugging Face folder: which file holds which tensor, and the tensors as views of the mapped files.
+"""Opens a Hugging Face folder: finds the file of each tensor, and returns tensors as views of the mapped files.
 
-Which files count is as transformers has it: those that the config names, else one file, else several and their index.
+Files are chosen as in transformers: those that the config names, else a single file, else several with an index.
 """
 
 import json
@@ -46,7 +46,7 @@ class _HuggingFaceFolder:
             self._memory[path] = _map_file(path)
         content = self._memory[path][stored.begin : stored.begin + stored.num_bytes]
         if stored.begin % stored.info.dtype.itemsize:
-            content = content.clone()  # processors and torch want elements at multiples of their size
+            content = content.clone()  # processors and torch need aligned elements
         tensor = content.view(stored.info.dtype).reshape(stored.info.global_shape)
         return [Shard(tensor, (0,) * tensor.ndim)]
 
@@ -54,10 +54,10 @@ class _HuggingFaceFolder:
 def open_hugging_face(folder: "str | os.PathLike[str]") -> TensorSource:
     """Opens the tensors of a Hugging Face folder, or of a single safetensors file. All headers are read and checked.
 
-    The files must not change while the result or a tensor of it is in use.
+    The files must not change while the result or one of its tensors is in use.
 
     Raises:
-        CheckpointError: there is no model, the index and the files contradict one another, or a file is damaged.
+        CheckpointError: there is no model, the index and the files do not match, or a file is damaged.
     """
     path = os.fspath(folder)
     if os.path.isfile(path):
@@ -77,7 +77,7 @@ def holds_model(folder: str) -> bool:
 
 
 def _chosen_by_config(folder: str) -> str | None:
-    """The file, or index, that the config's `transformers_weights` names; transformers reads no other then."""
+    """Return the file or index named by the config's `transformers_weights`; transformers then reads no other file."""
     try:
         with open(os.path.join(folder, CONFIG_FILE), "rb") as file:
             config = json.loads(file.read(MAX_INDEX_BYTES))
@@ -95,7 +95,7 @@ def _chosen_by_config(folder: str) -> str | None:
 
 
 def _nothing_to_open(folder: str) -> str:
-    """Why a folder cannot be opened: what it has instead, and what to do."""
+    """Return why a folder cannot be opened: what it has instead, and what to do."""
     if not os.path.isdir(folder):
         return f"{folder!r} does not exist" if not os.path.lexists(folder) else f"{folder!r} is not a folder or file"
     found = other_kind(folder)
@@ -103,7 +103,7 @@ def _nothing_to_open(folder: str) -> str:
 
 
 def other_kind(folder: str) -> str:
-    """What a folder has that looks like a model but is not read, and what to do; "" if there is no such thing."""
+    """Describe files that look like a model but cannot be read, and what to do; "" if there are none."""
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     pickles = [name for name in names if name in _PICKLES]
     variants = sorted({match[1] for name in names if (match := _VARIANT.fullmatch(name))} - {"index"})
@@ -167,7 +167,7 @@ def _read_index(path: str) -> dict[str, str]:
 
 
 def _map_file(path: str) -> torch.Tensor:
-    """The bytes of a file as a tensor that must not be written to."""
+    """Map a file as a read-only tensor of bytes."""
     with open(path, "rb") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of memory that is not writable
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=torch.uint8)

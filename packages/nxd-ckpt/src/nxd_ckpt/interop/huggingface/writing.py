@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder, one tensor in memory at a time."""
+"""Writes a Hugging Face folder with one tensor in memory at a time."""
 
 import json
 import os
@@ -28,23 +28,24 @@ def write_hugging_face(
     max_shard_size: int | str = "5GB",
     progress: Progress = ignore_progress,
 ) -> list[str]:
-    """Writes all tensors of a source as `transformers` and `safetensors` read them.
+    """Writes all tensors of a source in the format that `transformers` and `safetensors` read.
 
-    Memory: the largest tensor. Files have their names when all are written, the index last. Until then theirs end in
-    ".unfinished": who fails removes them, and the next to write there removes those of a process that was killed.
+    Memory: the largest tensor. Files end in ".unfinished" until all are written, and are then renamed, the index last.
+    A failed call removes its unfinished files; those of a killed process are removed by the next call.
 
     Args:
-        source: what to write; names are kept.
-        folder: made if missing.
-        dtype: type that floating-point tensors are converted to; default: as stored.
-        max_shard_size: most bytes of tensors in one file, such as "5GB" or "500MiB"; a larger tensor has its own file.
-        progress: called after each tensor has been written.
+        source: the tensors to write; names are kept.
+        folder: the folder to write to; created if missing.
+        dtype: dtype to convert floating-point tensors to; default: as stored.
+        max_shard_size: maximum bytes of tensors in one file, such as "5GB" or "500MiB"; a larger tensor gets its own
+            file.
+        progress: function called after each tensor is written.
 
     Returns:
         The names of the files written, the index last.
 
     Raises:
-        ValueError: the folder holds a model already, or a part of one, or `max_shard_size` is not a size.
+        ValueError: the folder already holds a model or part of one, or `max_shard_size` is not a size.
         CheckpointError: the source cannot be read.
     """
     path = os.path.abspath(folder)
@@ -75,10 +76,10 @@ def write_hugging_face(
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes, from a number or from text such as "5GB" (10**9) or "500MiB" (2**20).
+    """Return the bytes of a number or a string such as "5GB" (10**9) or "500MiB" (2**20).
 
     Raises:
-        ValueError: it is no size above 0.
+        ValueError: it is not a size above 0.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())
@@ -92,7 +93,7 @@ def parse_size(size: int | str) -> int:
 
 
 def _share_out(infos: Mapping[str, TensorInfo], limit: int) -> list[dict[str, TensorInfo]]:
-    """Tensors in their order, file after file; in a file large element sizes come first, so that all are aligned."""
+    """Assign tensors to files in order; within a file, large element sizes come first, so that all are aligned."""
     parts: list[dict[str, TensorInfo]] = [{}]
     used = 0
     for name, info in infos.items():
@@ -123,12 +124,12 @@ def _write_tensors(
 
 @contextmanager
 def _unfinished_files_removed(folder: str) -> Iterator[None]:
-    """Those of an earlier attempt now, and those that are made inside if it fails."""
+    """Remove unfinished files of an earlier attempt now, and those of this one if it fails."""
     _remove_unfinished(folder)
     try:
         yield
     except BaseException:
-        with suppress(OSError):  # the failure itself says more
+        with suppress(OSError):  # the original error matters more
             _remove_unfinished(folder)
         raise
 

@@ -1,6 +1,6 @@
-"""The checkpoint layouts of NeuronX Distributed: `save_checkpoint`'s folders (v2) and `parallel_layers.save`'s (v1).
+"""The checkpoint layouts of NeuronX Distributed: the folders of `save_checkpoint` (v2) and `parallel_layers.save` (v1).
 
-They hold each rank's tensors, but not how these fit together: `Split` and `Pieces` describe that.
+They hold each rank's tensors, but not how they form whole tensors: `Split` and `Pieces` describe that.
 """
 
 from nxd_ckpt.interop.neuronx.reading import complete_tags, open_neuronx, read_user_content

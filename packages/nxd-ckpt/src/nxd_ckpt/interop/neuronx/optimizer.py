@@ -1,8 +1,8 @@
-"""The optimizer's state of NeuronX Distributed, as parts of whole tensors named "optimizer/<parameter>/<key>".
+"""The optimizer state of NeuronX Distributed, as parts of whole tensors named "optimizer/<parameter>/<key>".
 
-Without ZeRO-1 it is that of torch's optimizers, split as the parameters are. With ZeRO-1 each data-parallel rank holds
-rows of it: torch-xla's `ZeroRedundancyOptimizer` cuts a rank's parameter along dimension 0, padded at the end. With
-`use_zero1_dcp` the rows of all of them are one tensor of a torch distributed checkpoint, which names the parameter.
+Without ZeRO-1 it is the state of torch's optimizers, split like the parameters. With ZeRO-1 each data-parallel rank
+holds rows of it: torch-xla's `ZeroRedundancyOptimizer` splits a rank's parameter along dimension 0, padded at the end.
+With `use_zero1_dcp` the rows of all ranks form one tensor of a torch distributed checkpoint, which names the parameter.
 """
 
 import re
@@ -26,7 +26,7 @@ MASTER_KEY = "master_weight"
 _ZERO1_STATE = "base_state"
 _ZERO1_MASTERS = "sharded_master_weights"
 
-# As in "base_state.layer.weight.exp_avg|pp-0001|tp-0003"; a rank is left out where there is one alone.
+# As in "base_state.layer.weight.exp_avg|pp-0001|tp-0003"; a rank is left out if there is only one.
 _DCP_NAME = re.compile(r"base_state\.(?P<name>.+)\.(?P<key>[^.|]+)(?:\|pp-(?P<pp>\d+))?(?:\|tp-(?P<tp>\d+))?")
 _DCP_GROUP = re.compile(r"param_groups\.(?P<group>\d{1,4})\.(?P<key>.+)")
 
@@ -35,7 +35,7 @@ ParameterNames = Sequence[str] | Mapping[int, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class _StateTensor:
-    """One tensor of the optimizer's state of one rank."""
+    """One tensor of one rank's optimizer state."""
 
     parameter: str
     key: str
@@ -50,13 +50,13 @@ def placed_optimizer_tensors(
     degrees: Degrees,
     parameter_names: ParameterNames,
 ) -> dict[str, list[Part]]:
-    """The parts of each whole tensor of the optimizer's state.
+    """Return the parts of each whole tensor of the optimizer state.
 
     Args:
         states: each rank's `state_dict`.
         model: the model's tensors, for the shapes of parameters.
         sharding: how parameters are split.
-        degrees: ranks of tensor and expert parallelism.
+        degrees: the tensor and expert parallel sizes.
         parameter_names: the parameters in the optimizer's order.
 
     Raises:
@@ -75,16 +75,16 @@ def placed_optimizer_tensors(
 def placed_dcp_tensors(
     saved: TensorSource, model: Sequence[LocalTensor], sharding: Mapping[str, Sharding], degrees: Degrees
 ) -> dict[str, list[Part]]:
-    """As `placed_optimizer_tensors`, of what `save_checkpoint(use_zero1_dcp=True)` left in the folder `optim`.
+    """Return the parts of each tensor that `save_checkpoint(use_zero1_dcp=True)` wrote to the folder `optim`.
 
     Args:
         saved: that folder; its tensors are read.
         model: the model's tensors, for the shapes of parameters.
         sharding: how parameters are split.
-        degrees: ranks of tensor and expert parallelism.
+        degrees: the tensor and expert parallel sizes.
 
     Raises:
-        CheckpointError: a parameter is not the model's, or its state has another shape.
+        CheckpointError: a parameter is not in the model, or its state has another shape.
     """
     holders: dict[str, Rank] = {}
     for local in model:
@@ -106,7 +106,7 @@ def placed_dcp_tensors(
 
 
 def dcp_parameter_groups(saved: TensorSource) -> list[dict[str, Any]]:
-    """The hyperparameters of the groups in what `placed_dcp_tensors` reads, without the parameters' numbers."""
+    """Return the hyperparameters of the groups in a folder for `placed_dcp_tensors`, without parameter numbers."""
     groups: dict[int, dict[str, Any]] = {}
     for name, value in (saved.objects or {}).items():
         match = _DCP_GROUP.fullmatch(name)
@@ -133,10 +133,10 @@ def _placed(
 
 
 def parameter_groups(states: Mapping[Rank, Any]) -> Any:
-    """The hyperparameters of the first rank's groups, without the parameters' numbers.
+    """Return the hyperparameters of the first rank's groups, without parameter numbers.
 
     Raises:
-        CheckpointError: they are no list.
+        CheckpointError: the groups are not a list.
     """
     rank, state = next(iter(states.items()))
     groups = state.get("param_groups", [])
@@ -174,7 +174,7 @@ def _state_tensors(state: Any, names: Sequence[str], rank: Rank) -> Iterator[_St
 def _place(
     entry: _StateTensor, shape: tuple[int, ...], rank: Rank, sharding: Mapping[str, Sharding], degrees: Degrees
 ) -> Iterator[tuple[str, Part]]:
-    """Scalars such as a count of steps belong to each whole tensor of a fused parameter, as they are."""
+    """Yield the parts of an entry. Scalars such as step counts are copied to each whole tensor of a fused parameter."""
     tensor, local_shape = entry.tensor, tuple(entry.tensor.shape)
     found = placements_of(entry.parameter, shape, rank, sharding, degrees)
     if not local_shape:

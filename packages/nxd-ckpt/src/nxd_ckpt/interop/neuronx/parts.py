@@ -1,4 +1,4 @@
-"""From the tensors of ranks to parts of whole tensors."""
+"""Maps the tensors of ranks to parts of whole tensors."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -36,17 +36,17 @@ def check_storable(what: str, tensor: torch.Tensor) -> None:
     """Refuses tensors that a checkpoint cannot hold.
 
     Raises:
-        CheckpointError: names it with `what`.
+        CheckpointError: the tensor cannot be stored; names it with `what`.
     """
     if tensor.dtype not in CODE_OF_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
         raise CheckpointError(f"{what} is {tensor.dtype}, {tensor.layout} on {tensor.device}, and cannot be stored")
 
 
 def place(tensors: Iterable[LocalTensor], sharding: Mapping[str, Sharding], degrees: Degrees) -> dict[str, list[Part]]:
-    """The parts of each whole tensor, views of the ranks' tensors.
+    """Return the parts of each whole tensor, as views of the ranks' tensors.
 
     Raises:
-        ValueError: the sharding does not fit a tensor.
+        ValueError: the sharding does not match a tensor.
     """
     parts: dict[str, list[Part]] = {}
     for local in tensors:
@@ -60,6 +60,6 @@ def place(tensors: Iterable[LocalTensor], sharding: Mapping[str, Sharding], degr
 def placements_of(
     name: str, shape: tuple[int, ...], rank: Rank, sharding: Mapping[str, Sharding], degrees: Degrees
 ) -> list[Placement]:
-    """Where one rank's tensor belongs."""
+    """Return the positions of one rank's tensor in whole tensors."""
     at = dataclasses.replace(degrees, tp_rank=rank.tp, ep_rank=rank.ep)
     return placements(name, shape, sharding_of(name, sharding), at)

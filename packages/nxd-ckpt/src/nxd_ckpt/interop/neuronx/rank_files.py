@@ -1,4 +1,4 @@
-"""Names of the files in which each rank wrote what it had, for both layouts and their older spellings."""
+"""Names of the files that each rank writes, for both layouts and their older spellings."""
 
 import os
 import re
@@ -21,7 +21,7 @@ _V1_ENTRY = re.compile(r"tp_rank_(?P<tp>\d+)(?:_pp_rank_(?P<pp>\d+))?(?:_dp_rank
 
 @dataclass(frozen=True, order=True)
 class Rank:
-    """A place in the mesh of a NeuronX Distributed run."""
+    """A position in the mesh of a NeuronX Distributed run."""
 
     pp: int
     ep: int
@@ -33,7 +33,7 @@ class Rank:
 
 
 def v2_files(folder: str) -> dict[Rank, str]:
-    """The rank files in `<tag>/model` or `<tag>/optim`; empty if there is no such folder.
+    """Return the rank files in `<tag>/model` or `<tag>/optim`; empty if there is no such folder.
 
     Raises:
         CheckpointError: a rank's file is missing.
@@ -43,7 +43,7 @@ def v2_files(folder: str) -> dict[Rank, str]:
 
 
 def v1_files(folder: str) -> dict[Rank, str]:
-    """The rank files below the folder given to `parallel_layers.save`, plain or xser; empty if there are none.
+    """Return the rank files below the folder passed to `parallel_layers.save`, plain or xser; empty if there are none.
 
     Raises:
         CheckpointError: a rank's file is missing.
@@ -58,13 +58,13 @@ def v1_files(folder: str) -> dict[Rank, str]:
 
 
 def v2_name(rank: Rank, *, has_experts: bool = False) -> str:
-    """Name of a rank's file in the v2 layout."""
+    """Return the name of a rank's file in the v2 layout."""
     expert = f"_ep_rank_{rank.ep:02d}" if has_experts else ""
     return f"dp_rank_{rank.dp:02d}{expert}_tp_rank_{rank.tp:02d}_pp_rank_{rank.pp:02d}.pt"
 
 
 def v1_name(rank: Rank) -> str:
-    """Name of a rank's folder (plain) or skeleton file (xser) in the v1 layout."""
+    """Return the name of a rank's folder (plain) or skeleton file (xser) in the v1 layout."""
     return f"tp_rank_{rank.tp:02d}_pp_rank_{rank.pp:02d}"
 
 
@@ -84,7 +84,7 @@ def _complete(folder: str, entries: Iterable[tuple[re.Match[str] | None, str]]) 
 
 
 def _missing(files: Mapping[Rank, str]) -> Iterator[Rank]:
-    """Ranks of the smallest mesh that has all of these. Made one by one, as a name can claim any number."""
+    """Yield the ranks missing from the smallest mesh that has all of these; lazily, as names can have any number."""
     size = {axis: 1 + max((getattr(rank, axis) for rank in files), default=-1) for axis in ("pp", "ep", "tp", "dp")}
     for pp in range(size["pp"]):
         for ep in range(size["ep"]):

@@ -1,7 +1,7 @@
-"""Opening a NeuronX Distributed checkpoint: all ranks' files as one set of whole tensors, none of them in memory.
+"""Opens a NeuronX Distributed checkpoint: all ranks' files as one set of whole tensors, without loading them.
 
 Tensors that should be equal on all ranks are compared bit by bit, so an undeclared sharding raises an error instead of
-giving one rank's values.
+returning one rank's values.
 """
 
 import os
@@ -58,7 +58,7 @@ class _NeuronxCheckpoint:
 
 @dataclass(frozen=True)
 class _Contents:
-    """Where the pieces of one checkpoint lie, whatever the layout."""
+    """The contents of one checkpoint, in either layout."""
 
     model: Mapping[Rank, Mapping[str, Any]]
     optimizer: Mapping[Rank, Any]
@@ -74,23 +74,23 @@ def open_neuronx(
     parameter_names: Sequence[str] | Mapping[int, Sequence[str]] | None = None,
     trust_user_content: bool = False,
 ) -> TensorSource:
-    """Opens a v2 or v1 checkpoint, plain or xser. Files are unpickled with restrictions and nothing in them is run.
+    """Opens a v2 or v1 checkpoint, plain or xser. Files are unpickled with restrictions, and no code in them is run.
 
-    The files must not change while the result or a tensor of it is in use.
+    The files must not change while the result or one of its tensors is in use.
 
     Args:
-        path: v2: the folder of the tags, or one tag's folder; v1: the folder that was given to `parallel_layers.save`.
-        tag: v2: which one; default: the only complete one.
-        sharding: how each tensor is split, by name or shell pattern, such as `LLAMA`; what is not named must be equal
+        path: v2: the folder of the tags, or one tag's folder; v1: the folder passed to `parallel_layers.save`.
+        tag: v2: name of the checkpoint; default: the only complete one.
+        sharding: how each tensor is split, by name or shell pattern, such as `LLAMA`; all other tensors must be equal
             on all ranks.
-        parameter_names: names of the parameters in the optimizer's order, one list, or one for each pp rank. Given,
-            the optimizer's state is read as well, of ZeRO-1 too, as "optimizer/<name>/<key>". What was saved with
-            `use_zero1_dcp` has the names itself, and is read with or without them.
-        trust_user_content: read the user content. It is unpickled without restrictions and can run any code: only for
-            files that you wrote. Without, it is not opened, and left out with a warning.
+        parameter_names: parameter names in the optimizer's order, as one list or one per pp rank. If given, the
+            optimizer state, including that of ZeRO-1, is read as well, as "optimizer/<name>/<key>". State saved with
+            `use_zero1_dcp` contains the names and is read with or without them.
+        trust_user_content: read the user content. It is unpickled without restrictions and can run any code: use it
+            only for files that you wrote. Otherwise the user content is left out with a warning.
 
     Raises:
-        ValueError: the sharding does not fit a tensor, or the tag is not allowed.
+        ValueError: the sharding does not match a tensor, or the tag is not allowed.
         CheckpointError: there is no complete checkpoint, or a file is missing, damaged or not allowed.
     """
     folder = os.fspath(path)
@@ -118,23 +118,23 @@ def open_neuronx(
 
 
 def complete_tags(path: "str | os.PathLike[str]") -> list[str]:
-    """The tags of a v2 folder that have both markers, in alphabetical order."""
+    """Return the tags of a v2 folder that have both markers, in alphabetical order."""
     folder = os.fspath(path)
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(name for name in names if _is_complete(os.path.join(folder, name)))
 
 
 def read_user_content(path: "str | os.PathLike[str]", tag: str, *, trust: bool = False) -> Any:
-    """The `user_content` of a v2 checkpoint, None if there is none.
+    """Return the `user_content` of a v2 checkpoint, or None if it has none.
 
     Args:
         path: the folder of the tags.
-        tag: which one.
-        trust: needed to read it, as it is unpickled without restrictions and can run any code.
+        tag: name of the checkpoint.
+        trust: must be True to read it, as it is unpickled without restrictions and can run any code.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: it is there and not trusted, or is damaged.
+        CheckpointError: it exists but is not trusted, or is damaged.
     """
     folder = os.path.join(path, check_tag(tag))
     if not trust and _has_user_content(folder):
@@ -216,7 +216,7 @@ def _left_out_user_content(folder: str) -> Any:
 
 
 def _tensors(state: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of one rank's model; what else a module put into its state is left out with a warning."""
+    """Return the tensors of one rank's model; other values in a module's state are left out with a warning."""
     if not isinstance(state, dict):
         raise CheckpointError(f"a model's state is a {type(state).__name__}, expected a dict of tensors")
     others = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor) and value is not None]
@@ -244,7 +244,7 @@ def _agreed_info(name: str, parts: Sequence[Part]) -> TensorInfo:
 
 
 def _jsonable(objects: dict[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of the things that are there."""
+    """Keep the objects that JSON can represent; others are left out with a warning."""
     kept = {}
     for key, value in objects.items():
         try:

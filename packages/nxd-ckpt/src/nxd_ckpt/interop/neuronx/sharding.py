@@ -1,6 +1,6 @@
-"""How the tensors of tensor-parallel (and expert-parallel) ranks make up the tensors of the whole model.
+"""Describes how the tensors of tensor-parallel (and expert-parallel) ranks form the tensors of the whole model.
 
-Only integers; files and memory are in `reading.py` and `writing.py`.
+Only integer arithmetic; files and memory are in `reading.py` and `writing.py`.
 """
 
 import fnmatch
@@ -12,17 +12,17 @@ from nxd_ckpt.boxes import Box
 
 @dataclass(frozen=True)
 class Split:
-    """Even shards along one dimension; a tensor's name stays.
+    """Even shards along one dimension; a tensor's name stays the same.
 
     Args:
-        dim: dimension that the tensor-parallel ranks share; None: each of them has all of it.
-        stride: how many matrices are fused along `dim`. The whole dimension is cut into `stride * tp` chunks, and a
-            rank holds every tp-th one: 2 for gate and up, 3 for a fused QKV of as many K and V as Q heads.
-        global_size: size of `dim` in the whole tensor, where ranks hold padding behind it, as of a vocabulary.
-        expert_dim: dimension that the expert-parallel ranks share.
+        dim: dimension split over the tensor-parallel ranks; None: each rank holds the whole tensor.
+        stride: number of matrices fused along `dim`. The whole dimension is split into `stride * tp` chunks, and a
+            rank holds every tp-th one: 2 for gate and up, 3 for a fused QKV with as many K and V as Q heads.
+        global_size: size of `dim` in the whole tensor, if ranks hold padding at its end, as for a vocabulary.
+        expert_dim: dimension split over the expert-parallel ranks.
 
     Raises:
-        ValueError: one of them is no such number.
+        ValueError: an argument is not an integer, or too small.
     """
 
     dim: int | None
@@ -50,11 +50,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Any layout, said box by box: fused tensors of different sizes, repeated KV heads, permuted heads.
+    """Any layout, described box by box: fused tensors of different sizes, repeated KV heads, permuted heads.
 
     Args:
-        local_shape: shape of each rank's tensor; what no piece holds is padding.
-        global_shapes: the whole tensors that it is made of, by name.
+        local_shape: shape of each rank's tensor; elements in no piece are padding.
+        global_shapes: shapes of the whole tensors that it is made of, by name.
         by_tp_rank: the pieces of each tensor-parallel rank.
     """
 
@@ -65,7 +65,7 @@ class Pieces:
 
 Sharding = Split | Pieces
 
-# Names as Hugging Face has them, gate and up fused as the Llama examples of the library do.
+# Hugging Face names, with gate and up fused as in the library's Llama examples.
 LLAMA: Mapping[str, Split] = {
     "*embed_tokens.weight": Split(0),
     "*lm_head.weight": Split(0),
@@ -84,7 +84,7 @@ _EVERYWHERE = Split(None)
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Ranks of tensor and expert parallelism, and the place of one of them."""
+    """The tensor and expert parallel sizes, and one rank in them."""
 
     tp_size: int
     tp_rank: int
@@ -94,7 +94,7 @@ class Degrees:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A box of a rank's tensor and where it lies in the whole one."""
+    """A box of a rank's tensor and its position in the whole tensor."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -103,17 +103,17 @@ class Placement:
 
 
 def sharding_of(name: str, sharding: Mapping[str, Sharding]) -> Sharding:
-    """The entry for this name, else the first pattern that matches it, else: equal on all ranks."""
+    """Return the entry for this name, else that of the first matching pattern, else "equal on all ranks"."""
     if name in sharding:
         return sharding[name]
     return next((rule for pattern, rule in sharding.items() if fnmatch.fnmatchcase(name, pattern)), _EVERYWHERE)
 
 
 def placements(name: str, local_shape: tuple[int, ...], rule: Sharding, at: Degrees) -> list[Placement]:
-    """Where the elements of one rank's tensor belong; padding belongs nowhere.
+    """Return the positions of one rank's tensor in whole tensors; padding has none.
 
     Raises:
-        ValueError: the rule does not fit the tensor or the number of ranks.
+        ValueError: the rule does not match the tensor or the number of ranks.
     """
     if isinstance(rule, Pieces):
         return _place_pieces(name, local_shape, rule, at)
@@ -128,10 +128,10 @@ def placements(name: str, local_shape: tuple[int, ...], rule: Sharding, at: Degr
 
 
 def local_shape_of(name: str, global_shape: tuple[int, ...], rule: Sharding, at: Degrees) -> tuple[int, ...]:
-    """Shape of a rank's tensor, padding included: what `placements` needs to go the other way.
+    """Return the shape of a rank's tensor, including padding: the inverse of `placements`.
 
     Raises:
-        ValueError: the tensor cannot be sharded like that.
+        ValueError: the tensor cannot be sharded by this rule.
     """
     if isinstance(rule, Pieces):
         return tuple(rule.local_shape)

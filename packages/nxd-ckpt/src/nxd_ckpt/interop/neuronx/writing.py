@@ -1,4 +1,4 @@
-"""Writing v1 and v2 layouts, plain or xser, so that the existing library loads them."""
+"""Writes the v1 and v2 layouts, plain or xser, for the existing library to load."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ from nxd_ckpt.stores import check_tag
 
 @dataclass(frozen=True, slots=True)
 class _LocalPlan:
-    """One tensor of one rank: its shape, type and where its elements come from."""
+    """One tensor of one rank: its shape, dtype and the source of its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,21 +64,21 @@ def write_neuronx(
     Memory: plain, the model of one rank; xser, the largest tensor of one rank.
 
     Args:
-        source: what to write.
-        path: v2: the folder of the tags; v1: the folder to give to `parallel_layers.load`.
-        tag: v2 only, and needed there.
-        sharding: how each tensor is split, by name or pattern. `Pieces`, whose key is the rank's own name of the fused
-            tensor, take their whole tensors from the source.
-        tensor_parallel_size: ranks to split for.
-        pipeline_stage_of: the pipeline rank that holds a tensor, by the rank's name of it.
-        layout: "v2" is `save_checkpoint`'s, "v1" is `parallel_layers.save`'s.
-        xser: a file for each tensor.
-        dtype: type that floating-point tensors are converted to; default: as stored.
-        user_content: v2 only; plain values to be returned by the library's `load_checkpoint`.
-        progress: called after each tensor of each rank.
+        source: the tensors to write.
+        path: v2: the folder of the tags; v1: the folder to pass to `parallel_layers.load`.
+        tag: name of the checkpoint; required for v2, not allowed for v1.
+        sharding: how each tensor is split, by name or pattern. The key of `Pieces` is the ranks' name of the fused
+            tensor; its whole tensors come from the source.
+        tensor_parallel_size: number of ranks to split over.
+        pipeline_stage_of: function from a tensor's name on the ranks to the pipeline rank that holds it.
+        layout: "v2" is the layout of `save_checkpoint`, "v1" that of `parallel_layers.save`.
+        xser: whether each tensor gets its own file.
+        dtype: dtype to convert floating-point tensors to; default: as stored.
+        user_content: plain values that the library's `load_checkpoint` returns; v2 only.
+        progress: function called after each tensor of each rank.
 
     Raises:
-        ValueError: the sharding does not fit, the tag is not allowed, or a checkpoint is there already.
+        ValueError: the sharding does not match, the tag is not allowed, or a checkpoint already exists.
         CheckpointError: the source cannot be read.
     """
     if tensor_parallel_size < 1:

@@ -1,7 +1,7 @@
-"""The xser variant: a skeleton in which references stand for tensors, and a file for each tensor.
+"""The xser variant: a skeleton with references instead of tensors, and a file for each tensor.
 
-`<path>` is the skeleton, `<path>.tensors/tensor_<i>.pt` are the tensors, `<path>.info.pt` gives their types and shapes
-(v2 only, and not in old ones).
+`<path>` is the skeleton, `<path>.tensors/tensor_<i>.pt` are the tensors, `<path>.info.pt` has their dtypes and shapes
+(v2 only, and missing in old checkpoints).
 """
 
 import os
@@ -21,11 +21,11 @@ _MODULE = "torch_xla.utils.serialization"
 _CLASS = "TensorReference"
 _EXPERT_RANK = re.compile(r"ep_rank_\d+")
 
-_PythonPickler: Any = pickle._Pickler  # written in Python, it lets globals be renamed
+_PythonPickler: Any = pickle._Pickler  # the pure Python pickler, which allows renaming globals
 
 
 class TensorReference:
-    """Stands for the tensor of this number. Pickled and read under the name of torch-xla's class, without torch-xla."""
+    """A reference to a tensor by number. Pickled and read under the name of torch-xla's class, without torch-xla."""
 
     __slots__ = ("tid",)
 
@@ -37,7 +37,7 @@ class TensorReference:
 
 
 def load_rank_file(path: str) -> Any:
-    """What a rank saved, xser or not: nested containers of tensors (views of mapped files) and plain values.
+    """Load a rank's file, xser or not: nested containers of tensors (views of mapped files) and plain values.
 
     Raises:
         CheckpointError: a file is missing, damaged or asks for something that is not allowed.
@@ -68,12 +68,13 @@ def load_rank_file(path: str) -> Any:
 
 
 def _tensor_file(path: str, number: int, info: dict[Any, Any]) -> str:
-    """Where a tensor of a rank lies: what all expert-parallel ranks have alike, only the first of them has written.
+    """Return the file of a rank's tensor. Tensors equal on all expert-parallel ranks are written only by the first one.
 
     Args:
-        path: of the rank's skeleton.
-        number: of the tensor.
-        info: of the rank's tensors by number, which says of each whether it is an expert's: those lie with each rank.
+        path: the path of the rank's skeleton.
+        number: the tensor's number.
+        info: descriptions of the rank's tensors by number, including whether each belongs to an expert; tensors of
+            experts are stored with each rank.
     """
     folder, name = os.path.split(path)
     file = os.path.join(path + TENSORS_SUFFIX, f"tensor_{number}.pt")
@@ -85,7 +86,7 @@ def _tensor_file(path: str, number: int, info: dict[Any, Any]) -> str:
 
 
 def save_skeleton(content: Any, stream: IO[bytes]) -> dict[int, torch.Tensor]:
-    """Writes the skeleton of nested containers, and returns the tensors that it refers to, to be written as well."""
+    """Writes the skeleton of nested containers, and returns the tensors that it refers to, for the caller to write."""
     tensors: dict[int, torch.Tensor] = {}
 
     def refer(tensor: torch.Tensor) -> TensorReference:
@@ -107,14 +108,14 @@ class _SkeletonPickler(_PythonPickler):
 
 
 def _pickle_module() -> Any:
-    """What `torch.save` takes for a module like `pickle`."""
+    """Return a module that `torch.save` can use in place of `pickle`."""
     module: Any = ModuleType("pickle_of_skeletons")
     module.Pickler = _SkeletonPickler
     return module
 
 
 class _NestedTooDeepError(Exception):
-    """Containers that hold themselves end here, too."""
+    """Containers are nested too deep, or contain themselves."""
 
 
 def _replace(content: Any, kind: type, replace: Any, *, nesting: int = 0) -> Any:
