@@ -196,7 +196,7 @@ def change_metadata(folder: Path, change) -> None:
         (_StorageInfo("../x.distcp", 0, 9), "is not the plain name"),
         (_StorageInfo("/etc/x.distcp", 0, 9), "is not the plain name"),
         (_StorageInfo("passwd", 0, 9), "is not the plain name"),
-        (_StorageInfo("__0_0.distcp", -1, 9), "bytes from byte -1"),
+        (_StorageInfo("__0_0.distcp", -1, 9), "bytes starting at byte -1"),
         (_StorageInfo("__0_0.distcp", 0, 9, ["zstd"]), "extensions"),
         (collections.OrderedDict(), "relative_path"),
     ],
