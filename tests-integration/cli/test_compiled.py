@@ -110,7 +110,7 @@ def test_experts_of_a_model_without_any_are_refused(checkpoints, nxd):
     result = nxd("generate", str(checkpoints), "--compiled", "--nproc", "2", "--expert-parallel-size", "2")
 
     assert result.returncode != 0
-    assert "expert_parallel_size=2 is for models with experts" in result.stderr
+    assert "expert_parallel_size=2 needs a model with experts" in result.stderr
     assert "Traceback" not in result.stderr
 
 

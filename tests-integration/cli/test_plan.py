@@ -39,7 +39,7 @@ def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(pl
     for shown in (
         "optimizer state",
         "nxd.neuronx_distributed_config(",
-        "sent by a rank in a step: TP",
+        "sent per rank and step: TP",
         "CoreAttention",
     ):
         assert shown in done.stdout
@@ -97,7 +97,7 @@ def test_a_degree_that_does_not_divide_fails_before_any_cluster_is_asked(plan):
 def test_too_little_memory_is_said_with_the_amount_and_what_would_help(plan):
     done = plan("--devices", "1", "--memory-gib", "0.0001", "--rejected")
     assert done.returncode == 2
-    assert "more than the 0.1 MiB that can be used" in done.stderr
+    assert "more than the usable 0.1 MiB" in done.stderr
     assert "more devices" in done.stderr
     assert "too much" in done.stdout
 
@@ -107,7 +107,7 @@ def test_too_little_memory_is_said_with_the_amount_and_what_would_help(plan):
     ("arguments", "message"),
     [
         (["--devices", "0"], "num_devices=0 must be 1 or more"),
-        (["--devices", "1", "--device", "gpu"], "device 'gpu' is not known"),
+        (["--devices", "1", "--device", "gpu"], "unknown device 'gpu'"),
         (["--devices", "1", "--schedule", "2f2b"], "schedule='2f2b'"),
         (["--devices", "1", "--sequence-length", "0"], "sequence_length=0 must be 1 or more"),
         (["--devices", "1", "--tensor-parallel-size", "0"], "tensor_parallel_size=0 must be 1 or more"),

@@ -47,7 +47,7 @@ def test_known_command_whose_package_is_missing_says_what_to_install(monkeypatch
         main(["plan", "--top", "3"])
 
     assert end.value.code == 2
-    assert capsys.readouterr().err == "nxd plan: it is in nxd-plan, which is not installed; pip install nxd-plan\n"
+    assert capsys.readouterr().err == "nxd plan: needs nxd-plan, which is not installed; pip install nxd-plan\n"
 
 
 @pytest.mark.skipif(not (PACKAGES / "nxd-trainer").exists(), reason="only nxd-cli is here")

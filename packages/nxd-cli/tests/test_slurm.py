@@ -43,7 +43,7 @@ def test_variables_that_are_set_stay():
             {"SLURM_STEP_NUM_TASKS": "2"},
             "SLURM_STEP_NUM_TASKS=2 without SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST",
         ),
-        (TASK | {"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS='two' is no number"),
+        (TASK | {"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS='two' is not a number"),
     ],
 )
 def test_half_a_task_says_what_is_missing(environ, message):
@@ -59,8 +59,8 @@ def test_half_a_task_says_what_is_missing(environ, message):
         (TASK, "use --nproc 4"),
         (
             {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
-            "start it by srun, whose tasks are the ranks (SLURM_NTASKS=4, but this process is no task of srun: it has "
-            "no SLURM_STEP_NUM_TASKS), or use --nproc 4 on one host",
+            "start it with srun, whose tasks are the ranks (SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS is not set, so "
+            "srun did not start this process), or use --nproc 4 on one host",
         ),
     ],
 )

@@ -22,7 +22,9 @@ def test_numbers_given_replace_those_of_the_device_and_none_does_not():
 
 
 def test_an_unknown_device_is_named_with_the_nearest_one_and_all_there_are():
-    with pytest.raises(ValueError, match=r"'h10' is not known; did you mean 'h100'\? There are trn1, trn2, inf2, h100"):
+    with pytest.raises(
+        ValueError, match=r"unknown device 'h10'; did you mean 'h100'\? Use one of trn1, trn2, inf2, h100"
+    ):
         find_device("h10")
 
 

@@ -77,7 +77,7 @@ def test_without_a_file_the_sizes_that_are_not_given_are_named():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ([1], "holds a list"),
         ({**CONTENT, "model_type": "lama"}, "model.type=lama is no language model that transformers knows; did you"),
         ({**CONTENT, "model_type": "vit"}, "model.type=vit is no language model"),

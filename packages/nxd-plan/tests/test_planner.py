@@ -82,9 +82,9 @@ def test_contexts_on_xla_need_heads_that_split_and_one_stage():
 
     cut = Degrees(1, 1, False, True, 1, "none", context_parallel_size=4)
     assert rejections(4, cut) == []
-    assert "cannot split 6 query heads and 6 key heads" in rejections(6, cut)[0]
+    assert "cannot split the 6 query heads and 6 key heads" in rejections(6, cut)[0]
     staged = Degrees(1, 2, False, True, 1, "none", context_parallel_size=2)
-    assert "pipeline stages do not cut sequences on trn2" in rejections(4, staged)[0]
+    assert "trn2 does not combine context and pipeline parallelism" in rejections(4, staged)[0]
 
 
 def test_every_feasible_combination_of_degrees_is_among_the_layouts(plan_of_four):
@@ -208,10 +208,10 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
     assert not plan.best
     nearest = min(misfit.memory.peak for misfit in plan.misfits)
     text = describe_misfit(plan, Degrees(checkpointing="none"))
-    assert f"{(nearest - 90_000) / 2**20:.1f} MiB more than the 0.1 MiB that can be used" in text
-    assert "leave --checkpointing open" in text
+    assert f"{(nearest - 90_000) / 2**20:.1f} MiB more than the usable 0.1 MiB" in text
+    assert "leave out --checkpointing" in text
     states = min(plan.misfits, key=lambda misfit: misfit.memory.peak).memory.states
-    assert f"so at least {math.ceil(states / 90_000)} times as many" in text
+    assert f"at least {math.ceil(states / 90_000)} times as many devices" in text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be 1 or more"),
         ({"pipeline_parallel_size": -2}, "pipeline_parallel_size=-2 must be 1 or more"),
         ({"microbatch_size": 0}, "microbatch_size=0 must be 1 or more"),
-        ({"checkpointing": "selective"}, "checkpointing='selective' is not known; use none or full"),
+        ({"checkpointing": "selective"}, "unknown checkpointing='selective'; use none or full"),
         ({"tensor_parallel_size": 1, "sequence_parallel": True}, "and tensor_parallel_size=1; give"),
     ],
 )

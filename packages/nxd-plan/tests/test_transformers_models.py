@@ -150,7 +150,7 @@ def test_what_an_architecture_refuses_is_a_rejected_layout_with_its_reason(model
 def test_a_model_that_looks_at_values_is_refused_with_a_reason(model_of, monkeypatch):
     layer = transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer
     monkeypatch.setattr(layer, "forward", lambda self, hidden, *args, **kwargs: hidden * hidden.sum().item())
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM does not run on tensors without values, by which a plan is"):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM does not run on meta tensors, which planning needs"):
         make_plan(job(model_of("qwen3"), 1))
 
 
@@ -190,7 +190,9 @@ def test_a_model_of_text_and_more_is_planned_and_has_a_recipe_by_its_folder_only
     config.save_pretrained(tmp_path)
     model = planned_model(tmp_path)
     planned = only(make_plan(job(model, 1), Degrees(1, 1, False, False, 1, "none"), top=1))
-    with pytest.raises(ValueError, match="model_type=gemma3 is a model of text and more, which a recipe names by a"):
+    with pytest.raises(
+        ValueError, match="model_type=gemma3 is a multimodal model, which a recipe can name only by its"
+    ):
         recipe(job(model, 1), planned.layout)
 
 
@@ -266,7 +268,7 @@ def test_models_with_experts_are_planned_with_them_shared_out(model_of):
     [
         ("mixtral", {"expert_parallel_size": 3}, "expert_parallel_size=3 does not divide the 4 experts of a layer"),
         ("mixtral", {"expert_parallel_size": 4}, "ep=4 x etp=1 = 4 does not divide dp x cp x tp = 2"),
-        ("qwen3", {"expert_parallel_size": 2}, "expert_parallel_size=2 is for models with experts"),
+        ("qwen3", {"expert_parallel_size": 2}, "expert_parallel_size=2 needs a model with experts"),
     ],
 )
 def test_experts_that_cannot_be_shared_out_are_refused_by_name(model_of, model_type, degrees, reason):

@@ -1,4 +1,4 @@
-"""The command `nxd` and what its commands share: ranks that are started, errors of the user, what is shown."""
+"""The `nxd` command and the helpers that its commands share: launching ranks, user errors and output."""
 
 from nxd_cli.dispatch import main
 

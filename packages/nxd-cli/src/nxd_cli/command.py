@@ -1,4 +1,4 @@
-"""What commands share: errors of the user, arguments that are unknown, and the number of ranks."""
+"""Helpers that commands share: user errors, unknown arguments, and the number of ranks."""
 
 import argparse
 import importlib
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """An error that the user can correct: shown as one line, without a traceback."""
+    """An error that the user can fix: shown as one line, without a traceback."""
 
 
 def reports_user_errors(call: Callable[[], T]) -> T:
-    """Call something whose errors are for the user to correct, and the same on every rank.
+    """Call a function whose errors the user can fix and that are the same on every rank.
 
-    These are ValueError, OSError, FloatingPointError, and classes that say so of themselves by `user_can_mend`.
+    These errors are ValueError, OSError, FloatingPointError, and classes with a true `user_can_mend` attribute.
     """
     try:
         return call()
@@ -32,20 +32,20 @@ def reports_user_errors(call: Callable[[], T]) -> T:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command; ends the process at a mistake, with the nearest flag for an unknown one."""
+    """Parse a command's options; a mistake ends the process, and an unknown flag gets the nearest one as a hint."""
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = re.findall(r"--[a-z][a-z-]+", parser.format_help())
         near = get_close_matches(unknown[0].partition("=")[0], flags, 1)
-        hint = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists what there is"
+        hint = f"did you mean {near[0]}?" if near else f"`{parser.prog} --help` lists the flags"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return options
 
 
 def started_ranks(nproc: int | None, command: str, arguments: Sequence[str]) -> int | None:
-    """Start the ranks that `--nproc` asks for, each with the same command line, and give their exit code.
+    """Start the ranks that `--nproc` asks for, each with the same command line, and return their exit code.
 
-    None in a rank, or where none were asked for.
+    Returns None in a rank, or if `--nproc` was not given.
     """
     if nproc is None or is_launched():
         return None
@@ -54,13 +54,13 @@ def started_ranks(nproc: int | None, command: str, arguments: Sequence[str]) -> 
 
 
 def check_nproc(nproc: int) -> None:
-    """Raise ValueError for a number of ranks that cannot be started."""
+    """Raise ValueError if so many ranks cannot be started."""
     if nproc < 1:
         raise ValueError(f"--nproc {nproc} must be 1 or more")
 
 
 def check_own_process(nproc: int | None, command: str) -> None:
-    """Raise ValueError where a command that starts its own workers runs in several ranks, or with none."""
+    """Raise ValueError if a command that starts its own workers runs under a launcher, or with a bad `--nproc`."""
     if is_launched():
         raise ValueError(
             f"{command} starts its own worker processes; give --nproc instead of starting it with torchrun"
@@ -70,7 +70,7 @@ def check_own_process(nproc: int | None, command: str) -> None:
 
 
 def leave_mesh() -> None:
-    """End the process groups, if there are any: their threads must not be alive when the interpreter ends."""
+    """Destroy the process groups, if there are any: their threads must not be alive when the interpreter exits."""
     if "nxd_state" in sys.modules:
         from nxd_state import destroy_model_parallel  # noqa: PLC0415
 
@@ -78,28 +78,28 @@ def leave_mesh() -> None:
 
 
 def add_nproc(parser: argparse.ArgumentParser, *more_names: str) -> None:
-    """Add `--nproc`, which `started_ranks` obeys."""
+    """Add `--nproc`, the flag that `started_ranks` reads."""
     parser.add_argument(
         "--nproc",
         *more_names,
         type=int,
         metavar="N",
-        help="start N ranks on this machine; unset: this process, or torchrun's ranks",
+        help="start N ranks on this machine; if unset, this process or torchrun's ranks",
     )
 
 
 def import_named(name: str, key: str = "") -> Any:
-    """The object that "module:name" stands for; modules are also looked up in the working directory.
+    """Import the object that "module:name" names; modules are also looked up in the working directory.
 
-    It runs the module. So the name must come from the person at the command line, never from a checkpoint or any
-    other untrusted source.
+    This runs the module, so the name must come from the person at the command line, never from a checkpoint or
+    another untrusted source.
 
     Args:
-        name: such as "my_models:make".
-        key: that it was given under, for messages, such as "model.factory".
+        name: the object's name, such as "my_models:make".
+        key: the key it was given under, such as "model.factory"; for messages.
 
     Raises:
-        ValueError: it cannot be imported.
+        ValueError: the object cannot be imported.
     """
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:

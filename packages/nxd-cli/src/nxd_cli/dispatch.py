@@ -1,4 +1,4 @@
-"""Runs the command that the first word names, and ends the process with its exit code."""
+"""Runs the command that the first argument names, and ends the process with its exit code."""
 
 import argparse
 import os
@@ -15,13 +15,13 @@ from nxd_cli.launch import end_with_launcher, is_launched, remove_torchrun_folde
 from nxd_cli.output import usable_streams
 
 EXIT_MISTAKE = 2
-EXIT_NO_READER = 128 + 13  # as of a process that SIGPIPE ends
+EXIT_NO_READER = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's exit code: 0, 2 for a user's mistake, 143 after a signal.
+    """Run one command and return the process's exit code: 0, 2 for a user's mistake, 143 after a signal.
 
-    Where the reader of its output has gone, such as `head`, the process ends at once, with 141.
+    If the reader of its output has exited, as `head` does, the process exits at once with 141.
     """
     with usable_streams():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -34,18 +34,18 @@ def _run(arguments: list[str]) -> int:
         os.environ.update(reports_user_errors(lambda: slurm_environment(os.environ)))
         if is_launched():
             end_with_launcher()
-            if name != "run":  # whose script may write its errors there
+            if name != "run":  # its script may write its errors there
                 remove_torchrun_folders()
         code = command(rest)
         sys.stdout.flush()
     except UserError as mistake:
-        # Every rank makes the same mistake; one rank of each host says so.
+        # Every rank makes the same mistake; one rank per host reports it.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"nxd {name}: {mistake}", file=sys.stderr)
         leave_mesh()
         return EXIT_MISTAKE
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich ends so, with 1, where its reader has gone
+        if isinstance(end.__context__, BrokenPipeError):  # rich exits with 1 when its reader is gone
             os._exit(EXIT_NO_READER)
         raise
     except Exception as error:
@@ -56,7 +56,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _find(name: str) -> Callable[[Sequence[str]], int]:
-    """The command of a name; ends the process, with 2, where there is none, and after `--help`."""
+    """Load the command with this name; exits with 2 if there is none, and with 0 after `--help`."""
     installed = installed_commands()
     if name not in installed:
         parser = argparse.ArgumentParser(
@@ -68,7 +68,7 @@ def _find(name: str) -> Callable[[Sequence[str]], int]:
             commands.add_parser(known, help=summary, add_help=False)
         parser.parse_args([name] if name else [])
         package = COMMANDS[name].package
-        parser.exit(EXIT_MISTAKE, f"nxd {name}: it is in {package}, which is not installed; pip install {package}\n")
+        parser.exit(EXIT_MISTAKE, f"nxd {name}: needs {package}, which is not installed; pip install {package}\n")
     command: Callable[[Sequence[str]], int] = installed[name].load()
     return command
 
@@ -77,20 +77,20 @@ def _version() -> str:
     try:
         return version("nxd-cli")
     except PackageNotFoundError:
-        return "of a source tree that is not installed"
+        return "(source tree that is not installed)"
 
 
 def _reader_is_gone() -> bool:
-    """Whether it was this process's output that could not be written; sockets have readers as well."""
+    """Whether stdout is what could not be written: a broken pipe may also come from a socket."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _fail_at_once(error: Exception) -> NoReturn:
-    """Show the failure, then end without tearing anything down.
+    """Show the failure, then exit without tearing anything down.
 
-    Peers learn of the failure only when this process is gone, so the cause is printed before what follows from it.
+    Peers learn of the failure only when this process is gone, so the cause is printed before its consequences.
     """
     code = 1
     if is_launched():

@@ -1,7 +1,7 @@
-"""Launching ranks: started here on this machine, by torchrun, or as a task of a Slurm step.
+"""Launches ranks: on this machine by this module, by torchrun, or as tasks of a Slurm step.
 
-Under torchrun or Slurm nothing is started: the process is a rank already. Slurm (`srun --ntasks-per-node=8 nxd train
-...`) identifies a task by variables of its own; they are translated to torchrun's, which torch.distributed reads.
+Under torchrun or Slurm nothing is started: the process already is a rank. Slurm (`srun --ntasks-per-node=8 nxd train
+...`) identifies a task by its own variables; they are translated to torchrun's, which torch.distributed reads.
 """
 
 import ctypes
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
     from nxd_state import StoreServer
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
-LAUNCHER_PID = "NXD_LAUNCHER_PID"  # variable of the ranks that are started here
-PEERS_SECRET = "NXD_PEERS_SECRET"  # as nxd_elastic.peers.keeper has it, whose import takes as long as that of torch
+LAUNCHER_PID = "NXD_LAUNCHER_PID"  # set in the ranks that are started here
+PEERS_SECRET = "NXD_PEERS_SECRET"  # same as in nxd_elastic.peers.keeper, which imports torch and so takes seconds
 
 _LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-SECONDS_TO_END = 20.0  # for the other ranks once one has failed: they hear of it at once, and say what they did
-SECONDS_TO_STOP = 60.0  # for the other ranks once a signal has killed one that did not handle it yet
+SECONDS_TO_END = 20.0  # for the other ranks once one has failed: they learn of it at once, and report what they did
+SECONDS_TO_STOP = 60.0  # for the other ranks once a signal has killed one that had no handler yet
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def is_launched() -> bool:
-    """Whether this process is a rank that torchrun (or another launcher that sets RANK) has started."""
+    """Whether this process is a rank started by torchrun or another launcher that sets RANK."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch_ranks(nproc: int, command: Sequence[str]) -> int:
     """Run a command on `nproc` ranks of this machine and wait for them.
 
-    The ranks meet through a key-value store that this process serves on the loopback interface, and to processes of
-    this user only. SIGTERM and Ctrl-C are handed on to them. When a rank fails, the others have some seconds to end as
-    well, and are then killed.
+    The ranks meet through a key-value store that this process serves on the loopback interface, only to processes of
+    this user. SIGTERM and Ctrl-C are forwarded to them. When a rank fails, the others have a few seconds to exit and
+    are then killed.
 
     Returns:
-        Exit code: 0, 143 after a signal, a rank's own exit code if it is more than 1, else 1.
+        The exit code: 0, 143 after a signal, a rank's own exit code if it is more than 1, else 1.
 
     Raises:
         OSError: a process could not be started.
@@ -63,7 +63,7 @@ def launch_ranks(nproc: int, command: Sequence[str]) -> int:
                 command,
                 environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)},
             )
-        # Imported now: it takes seconds, in which the ranks do the same. Until then they wait for the connection.
+        # Imported now: it takes seconds, while the ranks import the same. Their connections wait until then.
         from nxd_state import StoreServer  # noqa: PLC0415
 
         with StoreServer(listener) as store:
@@ -71,7 +71,7 @@ def launch_ranks(nproc: int, command: Sequence[str]) -> int:
 
 
 def _environment(nproc: int, port: int) -> dict[str, str]:
-    """The variables that torchrun would set, but for those that tell the ranks apart."""
+    """The variables that torchrun would set, except those that differ between ranks."""
     own = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -89,17 +89,17 @@ def _environment(nproc: int, port: int) -> dict[str, str]:
     }
     overridable = {
         "OMP_NUM_THREADS": str(threads_per_rank(nproc)),
-        PEERS_SECRET: secrets.token_hex(),  # in the store other users of this machine could read it
+        PEERS_SECRET: secrets.token_hex(),  # other users of this machine could read it from the store
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
     return overridable | dict(os.environ) | own
 
 
 def threads_per_rank(nproc: int) -> int:
-    """How many threads each of `nproc` ranks of this machine should compute with; at least 1.
+    """How many threads each of `nproc` ranks on this machine should compute with; at least 1.
 
-    The cores that this process may use, less those that other programs keep busy, divided among the ranks: threads that
-    wait for a core hold up all others of their rank, which costs many times more than the core brings.
+    The cores that this process may use, minus those that other programs keep busy, divided among the ranks: a thread
+    that waits for a core holds up all other threads of its rank, which costs many times what the core would gain.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     free = cores - round(os.getloadavg()[0])
@@ -107,7 +107,7 @@ def threads_per_rank(nproc: int) -> int:
 
 
 def _cores_of_container() -> float:
-    """The cores that a container may use at a time (cgroup v2), such as 1.5; infinity without a limit."""
+    """The number of cores that the container may use (cgroup v2), such as 1.5; infinity without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return float(quota) / float(period)
@@ -117,8 +117,8 @@ def _cores_of_container() -> float:
 
 @contextmanager
 def own_threads() -> Iterator[None]:
-    """While this lasts, compute with as many threads as `threads_per_rank` gives, unless OMP_NUM_THREADS says so."""
-    import torch  # noqa: PLC0415 - takes seconds, and the launcher does without
+    """Inside, torch computes with `threads_per_rank` threads, unless OMP_NUM_THREADS is set."""
+    import torch  # noqa: PLC0415 - takes seconds, and the launcher does not need it
 
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
@@ -130,13 +130,13 @@ def own_threads() -> Iterator[None]:
 
 
 class _Ranks:
-    """The processes of the ranks, in the order of their ranks. A context manager: what runs at its end is killed.
+    """The processes of the ranks, in rank order. A context manager: processes still running at its exit are killed.
 
-    Signals that come meanwhile are handed on; the third one kills.
+    Signals that arrive inside are forwarded; the third one kills.
 
     Attributes:
-        ended: gives each rank whose process has ended, in that order.
-        signals: that have come.
+        ended: the ranks whose processes have ended, in that order.
+        signals: the signals received so far.
     """
 
     def __init__(self) -> None:
@@ -158,14 +158,14 @@ class _Ranks:
             signal.signal(number, handler)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the next rank; in a session of its own, or it would get a Ctrl-C of the terminal as well."""
+        """Start the next rank in its own session; otherwise it would also get the terminal's Ctrl-C."""
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         rank = len(self.processes)
         self.processes.append(process)
         threading.Thread(target=self._await_end, args=(rank,), daemon=True).start()
 
     def kill(self) -> list[int]:
-        """Kill what still runs, with the processes that it has started; returns the ranks that did."""
+        """Kill the ranks that still run, with the processes they have started; returns these ranks."""
         running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
         for rank in running:
             with suppress(ProcessLookupError):
@@ -186,7 +186,7 @@ class _Ranks:
 
 
 def _wait(ranks: _Ranks, store: "StoreServer") -> int:
-    """Wait for all ranks, and say which one failed first; returns the exit code."""
+    """Wait for all ranks and report which one failed first; returns the exit code."""
     from nxd_state import EXIT_PEER_FAILED, FAILURE_SHOWN  # noqa: PLC0415 - it loads torch
 
     codes: dict[int, int] = {}
@@ -207,7 +207,7 @@ def _wait(ranks: _Ranks, store: "StoreServer") -> int:
         if code == 0 or (ranks.signals and code == EXIT_STOPPED):
             continue
         if ranks.signals and -code in (*ranks.signals, signal.SIGTERM):
-            # It had no handler yet. A rank that had one, or that was in code that swallows a Ctrl-C, waits for it.
+            # This rank had no handler yet. Ranks that had one, or ran code that swallows Ctrl-C, wait for it.
             give_up = give_up or time.monotonic() + SECONDS_TO_STOP
             continue
         if not failed:
@@ -242,17 +242,17 @@ def _signal_name(number: int) -> str:
 
 
 def end_with_launcher() -> None:
-    """On Linux, have this rank killed as soon as the process that started it has ended, for whatever reason.
+    """On Linux, have this rank killed as soon as the process that started it ends, for whatever reason.
 
-    Otherwise the ranks of a killed launcher would keep training unnoticed, and keep the run's folder locked. A
-    checkpoint that is being written is then discarded, and the one before it is intact.
+    Otherwise the ranks of a killed launcher would keep training unnoticed and keep the run's folder locked. A
+    checkpoint that is being written is discarded; the one before it stays intact.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if LAUNCHER_PID in os.environ:
         try:
             os.kill(int(os.environ[LAUNCHER_PID]), 0)
-        except ProcessLookupError:  # it ended before that
+        except ProcessLookupError:  # it ended before the call above
             os._exit(EXIT_STOPPED)
 
 
@@ -262,9 +262,9 @@ _SECONDS_OF_A_START = 600.0  # torchrun makes its folder before the first rank r
 
 
 def remove_torchrun_folders() -> None:
-    """Remove the folder for logs that torchrun has made for its ranks and never removes, unless it holds a file.
+    """Remove the log folder that torchrun creates for its ranks and never removes, unless it holds a file.
 
-    Those that torchruns of the past have left are removed as well: empty ones of this user that no process names.
+    Folders left by earlier torchruns are removed too: this user's empty ones that no process refers to.
     """
     error_file = os.environ.pop(_ERROR_FILE, "")
     if error_file:
@@ -272,7 +272,7 @@ def remove_torchrun_folders() -> None:
         for level in (folder, *folder.parents):
             if not any(it.name.startswith(_TORCHRUN_FOLDER) for it in (level, *level.parents)):
                 break
-            with suppress(OSError):  # of other ranks as well, the last of which removes it
+            with suppress(OSError):  # other ranks share it; the last one removes it
                 level.rmdir()
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{_TORCHRUN_FOLDER}*"):
@@ -293,7 +293,7 @@ def _is_left_over(folder: Path) -> bool:
 
 
 def _environments() -> Iterator[bytes]:
-    """With which the processes that this user may ask were started."""
+    """The environments of all processes that this user may read, as they were at their start."""
     for file in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it has ended, or is another user's
             yield file.read_bytes()
@@ -304,17 +304,17 @@ _OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB
 
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would set, for a task of a Slurm step with several tasks; else nothing.
+    """The variables that torchrun would set, for a task of a Slurm step with several tasks; else an empty dict.
 
-    Variables that are set already are left out, so that a job script can overrule any of them.
+    Variables that are already set are left out, so that a job script can override any of them.
 
     Raises:
-        ValueError: variables of the step are missing, or cannot be read.
+        ValueError: variables of the step are missing or malformed.
     """
-    remedy = "start it by srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+    remedy = "start it with srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
     num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not num_tasks.isdecimal():
-        raise ValueError(f"SLURM_STEP_NUM_TASKS={num_tasks!r} is no number of tasks; {remedy}")
+        raise ValueError(f"SLURM_STEP_NUM_TASKS={num_tasks!r} is not a number of tasks; {remedy}")
     if "RANK" in environ or int(num_tasks) < 2:
         return {}
     missing = [name for name in _OF_A_TASK if name not in environ]
@@ -325,20 +325,20 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "MASTER_ADDR": first_host(environ["SLURM_STEP_NODELIST"]),
-        # Every task comes to the same port, and jobs that share a node to different ones.
+        # All tasks of a job get the same port; jobs that share a node get different ones.
         "MASTER_PORT": str(FIRST_PORT + int(environ["SLURM_JOB_ID"]) % NUM_PORTS),
     }
     return {name: value for name, value in told.items() if name not in environ}
 
 
 def advice_on_ranks(nproc: int, environ: Mapping[str, str]) -> str:
-    """How to start so many ranks, for messages: by srun within a job of Slurm that has several tasks."""
+    """How to start this many ranks, for messages: with srun inside a Slurm job that has several tasks."""
     num_tasks = environ.get("SLURM_NTASKS", "1")
     if num_tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
         return f"use --nproc {nproc}"
     return (
-        f"start it by srun, whose tasks are the ranks (SLURM_NTASKS={num_tasks}, but this process is no task of srun: "
-        f"it has no SLURM_STEP_NUM_TASKS), or use --nproc {nproc} on one host"
+        f"start it with srun, whose tasks are the ranks (SLURM_NTASKS={num_tasks}, but SLURM_STEP_NUM_TASKS is not "
+        f"set, so srun did not start this process), or use --nproc {nproc} on one host"
     )
 
 
@@ -350,5 +350,5 @@ def first_host(nodelist: str) -> str:
     """
     found = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodelist)
     if found is None:
-        raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r} is no node list; set MASTER_ADDR to the first host's name")
+        raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list; set MASTER_ADDR to the first host")
     return "".join(part or "" for part in found.groups())

@@ -1,7 +1,7 @@
-"""The streams of a command: there even where the caller has closed them, and without what would steer a terminal.
+"""The standard streams of a command: open even if the caller closed them, and free of terminal control characters.
 
-File names, column names, keys and templates of strangers come into messages; their control characters could move the
-cursor, recolour what was said before, or set the title of the terminal's window.
+Messages contain file names, column names, keys and templates of strangers; their control characters could move the
+cursor, recolor earlier output, or set the title of the terminal window.
 """
 
 import os
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-_LINE_UP = "\x1b[A"  # tqdm moves so between its bars, in writes of their own
+_LINE_UP = "\x1b[A"  # tqdm moves between its bars with it, in separate writes
 
 
 def printable(text: str) -> str:
-    """A text for a terminal: what is no printable character, line end or tab, is escaped as Python does."""
+    """A text for a terminal: all but printable characters, line ends and tabs is escaped as Python does."""
     if text.isprintable():
         return text
     return "".join(it if it.isprintable() or it in "\n\t" else repr(it)[1:-1] for it in text)
@@ -22,16 +22,16 @@ def printable(text: str) -> str:
 
 @contextmanager
 def usable_streams() -> Iterator[None]:
-    """Open what the caller has closed of the standard streams, and have all that goes to standard error be printable.
+    """Open the standard streams that the caller has closed, and make everything written to standard error printable.
 
-    A closed one reads and writes nothing. Without it, the next file or socket would get its number. As
-    `hold_standard_streams` of nxd-state, whose import takes as long as that of torch.
+    A stream opened here reads and writes nothing. Otherwise the next file or socket would get its descriptor. Same as
+    `hold_standard_streams` of nxd-state, which imports torch and so takes seconds.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
@@ -40,13 +40,13 @@ def usable_streams() -> Iterator[None]:
 
 
 class _PrintableStream:
-    """Passes on to a stream what is printable of a text; tqdm's moves pass as they are."""
+    """Writes text to a stream with control characters escaped; tqdm's cursor moves pass unchanged."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text, which may begin with a return to the beginning of the line."""
+        """Write a text, which may begin with carriage returns."""
         body = text.lstrip("\r")
         is_a_move = not body.replace(_LINE_UP, "").strip("\r\n ")
         self._stream.write(text if is_a_move else text[: len(text) - len(body)] + printable(body))

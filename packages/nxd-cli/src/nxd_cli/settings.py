@@ -9,10 +9,10 @@ _TRUE_OR_FALSE = ("true", "false", "0", "1")
 def take_settings(
     arguments: Sequence[str], flags: Collection[str], switches: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """The arguments without the recipe's keys, and those keys as `key=value`.
+    """Split the arguments into those without the recipe's keys, and these keys as `key=value`.
 
-    A key may come as `--train.steps 100`, `--train.steps=100` or `train.steps=100`, and one that is true or false also
-    as `--data.chat`. What is no key is taken along: the recipe knows best which one was meant.
+    A key may be given as `--train.steps 100`, `--train.steps=100` or `train.steps=100`, and a boolean one also as
+    `--data.chat`. Unknown keys are kept: the recipe knows best which key was meant.
     """
     remaining: list[str] = []
     settings: list[str] = []

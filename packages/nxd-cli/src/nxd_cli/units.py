@@ -1,20 +1,20 @@
-"""Numbers as a person reads them: times, memory and counts."""
+"""Formats numbers for people: times, memory and counts."""
 
 
 def show_duration(seconds: float) -> str:
-    """As in "0:07", "12:34" or "1:02:03"."""
+    """Format a duration, as in "0:07", "12:34" or "1:02:03"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_seconds(seconds: float) -> str:
-    """Three digits, as in "0.0417 s", or "21.8 s" from ten on."""
+    """Format seconds with three digits, as in "0.0417 s", or as "21.8 s" from ten on."""
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.3g} s"
 
 
 def show_memory(num_bytes: float) -> str:
-    """As in "1.4 GiB", below one "512 MiB", below ten of these "1.4 MiB"."""
+    """Format bytes, as in "1.4 GiB", "512 MiB" below 1 GiB, or "1.4 MiB" below 10 MiB."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     mib = num_bytes / 2**20
@@ -22,7 +22,7 @@ def show_memory(num_bytes: float) -> str:
 
 
 def show_count(count: float) -> str:
-    """As in "950", "12.3k", "4.10M" or "1.20B"."""
+    """Format a count, as in "950", "12.3k", "4.10M" or "1.20B"."""
     for limit, divisor, form in ((1e3, 1, "{:.0f}"), (1e6, 1e3, "{:.1f}k"), (1e9, 1e6, "{:.2f}M")):
         if count < limit:
             return form.format(count / divisor)

@@ -1,6 +1,6 @@
-"""Planning a training job without its cluster: the layouts that fit, their memory and messages, and the time of a step.
+"""Plans a training job without its cluster: the layouts that fit, their memory and messages, and the step time.
 
-The real mesh, layers, partition and schedules run in one process, on tensors without memory. Nothing is trained here.
+The real mesh, layers, partition and schedules run in one process on meta tensors. Nothing is trained here.
 """
 
 from nxd_plan.devices import DEVICES, Device, find_device

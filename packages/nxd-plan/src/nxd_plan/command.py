@@ -1,4 +1,4 @@
-"""`nxd plan`: finds the layouts of a training job that fit on a cluster, and the quickest of them."""
+"""`nxd plan`: finds the layouts of a training job that fit a cluster, and the fastest of them."""
 
 import argparse
 import sys
@@ -15,62 +15,78 @@ MODEL_FLAGS = {
     "intermediate_size": "width inside the MLP",
     "num_hidden_layers": "decoder layers",
     "num_attention_heads": "query heads",
-    "num_key_value_heads": "key/value heads; as many as query heads if unset",
-    "max_position_embeddings": "longest sequence the model is made for",
+    "num_key_value_heads": "key/value heads; if unset, same as query heads",
+    "max_position_embeddings": "longest sequence that the model supports",
 }
-DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # the field of a device, how many of its units that is, what it is
-    "memory_gib": ("memory_bytes", 2**30, "memory of a device, GiB"),
-    "tflops": ("flops", 1e12, "peak of a device, TFLOP/s"),
-    "memory_bandwidth_gb": ("memory_bandwidth", 1e9, "bandwidth of its memory, GB/s"),
-    "intra_host_gb": ("intra_host_bandwidth", 1e9, "what a device sends to others of its host, GB/s"),
-    "inter_host_gb": ("inter_host_bandwidth", 1e9, "what a device sends to other hosts, GB/s"),
+DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # field of a device, flag's unit, help
+    "memory_gib": ("memory_bytes", 2**30, "memory per device, GiB"),
+    "tflops": ("flops", 1e12, "peak per device, TFLOP/s"),
+    "memory_bandwidth_gb": ("memory_bandwidth", 1e9, "memory bandwidth per device, GB/s"),
+    "intra_host_gb": ("intra_host_bandwidth", 1e9, "send bandwidth from a device to others on its host, GB/s"),
+    "inter_host_gb": ("inter_host_bandwidth", 1e9, "send bandwidth from a device to other hosts, GB/s"),
 }
 YES_NO = {"yes": True, "no": False}
-DTYPES = ("bfloat16", "float32")  # those of the recipes' dtypes for which devices have a speed
+DTYPES = ("bfloat16", "float32")  # the recipe dtypes that devices list a speed for
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nxd plan",
-        description="Try every layout of a model over a number of devices, without any of them: of a Llama, or of any "
-        "causal language model of transformers that `nxd train` trains. Sizes, memory and messages come from the real "
-        "layers; times are estimates to compare layouts by.",
+        description="Try every layout of a model over a number of devices, without needing the devices. The model is a "
+        "Llama, or any causal language model of transformers that `nxd train` can train. Sizes, memory and messages "
+        "come from the real layers; times are estimates for comparing layouts.",
     )
     parser.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="a Hugging Face config.json, its folder, or checkpoints"
+        "model",
+        nargs="?",
+        type=Path,
+        metavar="MODEL",
+        help="a Hugging Face config.json, its folder, or a checkpoint folder",
     )
     job = parser.add_argument_group("the job")
-    job.add_argument("--device", required=True, help="trn1, trn2, inf2, h100 or cpu (numbers cited from memory)")
-    job.add_argument("--devices", required=True, type=int, metavar="N", help="how many of them: one rank on each")
     job.add_argument(
-        "--sequence-length", type=int, metavar="N", help="tokens in a sequence; 4096, or the model's limit"
+        "--device", required=True, help="trn1, trn2, inf2, h100 or cpu (numbers cited from memory, not measured)"
     )
-    job.add_argument("--global-batch-size", type=int, default=1024, metavar="N", help="sequences in a step; 1024")
-    job.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights; bfloat16")
-    job.add_argument("--schedule", default="1f1b", help="of pipelines, by its name in nxd-pipeline; 1f1b")
+    job.add_argument("--devices", required=True, type=int, metavar="N", help="number of devices, one rank on each")
+    job.add_argument(
+        "--sequence-length", type=int, metavar="N", help="tokens per sequence (default: 4096, or the model's limit)"
+    )
+    job.add_argument(
+        "--global-batch-size", type=int, default=1024, metavar="N", help="sequences per step (default: 1024)"
+    )
+    job.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights (default: bfloat16)")
+    job.add_argument("--schedule", default="1f1b", help="pipeline schedule, as named in nxd-pipeline (default: 1f1b)")
     _add_degrees(parser)
-    model = parser.add_argument_group("the model, instead of a config.json or before it")
+    model = parser.add_argument_group("the model, instead of a config.json or overriding its values")
     for name, text in MODEL_FLAGS.items():
         model.add_argument(_flag(name), type=int, metavar="N", help=text)
-    device = parser.add_argument_group("numbers that replace those of the device")
+    device = parser.add_argument_group("overrides of the device's numbers")
     for name, (_, _, text) in DEVICE_FLAGS.items():
         device.add_argument(_flag(name), type=float, metavar="X", help=text)
     device.add_argument("--devices-per-host", type=int, metavar="N", help="devices that share a host")
-    output = parser.add_argument_group("what is shown")
-    output.add_argument("--top", type=int, default=10, metavar="N", help="how many of the quickest layouts; 10")
-    output.add_argument("--rejected", action="store_true", help="also the layouts that do not fit, and why")
-    output.add_argument("--json", action="store_true", help="all of the plan as JSON (bytes, seconds), not the table")
-    output.add_argument("--recipe", type=Path, metavar="FILE", help="write the quickest as a recipe (.toml or .json)")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--top", type=int, default=10, metavar="N", help="number of fastest layouts to show (default: 10)"
+    )
+    output.add_argument("--rejected", action="store_true", help="also show the layouts that do not fit, and why")
+    output.add_argument(
+        "--json", action="store_true", help="print the whole plan as JSON (bytes, seconds) instead of the table"
+    )
+    output.add_argument(
+        "--recipe", type=Path, metavar="FILE", help="write the fastest layout as a recipe (.toml or .json)"
+    )
     return parser
 
 
 def _add_degrees(parser: argparse.ArgumentParser) -> None:
-    degrees = parser.add_argument_group("degrees that are not to be chosen")
+    degrees = parser.add_argument_group("fixed degrees, instead of trying all")
     degrees.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks that split each layer")
     degrees.add_argument(
-        "--pipeline-parallel-size", type=int, metavar="N", help="ranks that the layers are distributed over"
+        "--pipeline-parallel-size", type=int, metavar="N", help="ranks that the layers are split into stages over"
     )
-    degrees.add_argument("--context-parallel-size", type=int, metavar="N", help="ranks that each sequence is cut over")
+    degrees.add_argument(
+        "--context-parallel-size", type=int, metavar="N", help="ranks that each sequence is split over"
+    )
     degrees.add_argument(
         "--expert-parallel-size", type=int, metavar="N", help="ranks that the experts of a layer are distributed over"
     )
@@ -78,12 +94,16 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
         "--expert-tensor-parallel-size",
         type=int,
         metavar="N",
-        help="ranks that split each expert: 1, or those of layers",
+        help="ranks that split each expert: 1, or the tensor-parallel size",
     )
-    degrees.add_argument("--sequence-parallel", choices=YES_NO, help="split activations along the sequence, above TP 1")
-    degrees.add_argument("--zero1", choices=YES_NO, help="shard optimizer states; yes with bfloat16 if unset")
-    degrees.add_argument("--microbatch-size", type=int, metavar="N", help="sequences in a microbatch; 1, 2, 4 or 8")
-    degrees.add_argument("--checkpointing", choices=("none", "full"), help="compute layers again in backward")
+    degrees.add_argument(
+        "--sequence-parallel", choices=YES_NO, help="split activations along the sequence; needs TP > 1"
+    )
+    degrees.add_argument("--zero1", choices=YES_NO, help="shard optimizer states (default with bfloat16: yes)")
+    degrees.add_argument(
+        "--microbatch-size", type=int, metavar="N", help="sequences per microbatch (default: try 1, 2, 4 and 8)"
+    )
+    degrees.add_argument("--checkpointing", choices=("none", "full"), help="recompute layers in backward")
 
 
 def _flag(name: str) -> str:
@@ -91,7 +111,7 @@ def _flag(name: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan, and show the quickest layouts with the config of the first."""
+    """Plan, and show the fastest layouts with the config of the first."""
     options = parse(_parser(), arguments)
     from nxd_plan import config_call, make_plan, recipe, save_recipe  # noqa: PLC0415
     from nxd_plan.planner import activation_modes  # noqa: PLC0415
@@ -114,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
     first = plan.best[0]
     if not options.json:
         print(render_table(plan))
-        print(f"\nthe quickest: {render_detail(first, activation_modes(job, first.layout))}")
+        print(f"\nthe fastest: {render_detail(first, activation_modes(job, first.layout))}")
         print(f"\n{config_call(job, first.layout)}")
     if options.recipe is not None:
         written = reports_user_errors(lambda: save_recipe(recipe(job, first.layout), options.recipe))

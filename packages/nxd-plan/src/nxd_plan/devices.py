@@ -1,9 +1,9 @@
-"""The devices that a plan can be made for: their compute, memory and bandwidths.
+"""The devices that a plan can be made for: their FLOP/s, memory and bandwidths.
 
-The documents named below were cited from memory, and nothing here was measured: compare with them before a decision
-hangs on a number, and replace it by `find_device(..., flops=...)` or the flags of `nxd plan`.
+The documents named below were cited from memory, and nothing here was measured: check them before a decision depends on
+a number, and override it with `find_device(..., flops=...)` or the flags of `nxd plan`.
 
-A device is what one rank runs on: a GPU, a NeuronCore (of Trainium2 a logical one, which is two), a process.
+A device is what one rank runs on: a GPU, a NeuronCore (on Trainium2 a logical one, which is two), or a process.
 """
 
 import math
@@ -20,16 +20,16 @@ class Device:
     """Nominal numbers of one device.
 
     Attributes:
-        name: for messages.
-        memory_bytes: that it holds.
+        name: the device's name, for messages.
+        memory_bytes: size of its memory.
         flops: peak FLOP/s of dense matrix products, by dtype ("bfloat16", "float32").
         memory_bandwidth: bytes/s between its memory and its arithmetic units.
-        intra_host_bandwidth: bytes/s that it sends to the others of its host.
+        intra_host_bandwidth: bytes/s that it sends to other devices on its host.
         inter_host_bandwidth: bytes/s that it sends to other hosts: its share of the host's network.
-        devices_per_host: that share a host.
+        devices_per_host: number of devices that share a host.
 
     Raises:
-        ValueError: a number is not positive, or infinite.
+        ValueError: a number is not positive or not finite.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Device:
         numbers |= {f"flops of {dtype}": rate for dtype, rate in self.flops.items()}
         wrong = [f"{name}={number}" for name, number in numbers.items() if not 0 < number < math.inf]
         if wrong:
-            raise ValueError(f"device {self.name}: {', '.join(wrong)} must be positive, and finite")
+            raise ValueError(f"device {self.name}: {', '.join(wrong)} must be positive and finite")
 
     def flops_of(self, dtype: str) -> float:
         """Peak FLOP/s for a dtype.
 
         Raises:
-            ValueError: nothing is known of that dtype.
+            ValueError: the device lists no FLOP/s for this dtype.
         """
         if dtype not in self.flops:
             raise ValueError(f"device {self.name} has no FLOP/s for {dtype}; use one of {', '.join(self.flops)}")
@@ -60,11 +60,11 @@ class Device:
 
 
 def trn1() -> Device:
-    """One of 32 NeuronCores-v2 of a trn1.32xlarge.
+    """One of the 32 NeuronCores-v2 of a trn1.32xlarge.
 
     A Trainium chip has two, 32 GiB at 820 GiB/s, 190 TFLOP/s (bfloat16) and 47.5 TFLOP/s (float32); the host has 800
     Gb/s of EFA (AWS Neuron documentation, "Trainium Architecture" and "Trn1/Trn1n Architecture"). Trainium has four
-    NeuronLink-v2, where Inferentia2 has two with 192 GiB/s per chip: so 384 GiB/s, a derived number.
+    NeuronLink-v2 links, and Inferentia2 has two with 192 GiB/s per chip, so 384 GiB/s is a derived number.
     """
     return Device(
         name="trn1",
@@ -78,7 +78,7 @@ def trn1() -> Device:
 
 
 def trn2() -> Device:
-    """One of 64 logical NeuronCores (two physical NeuronCores-v3 each) of a trn2.48xlarge.
+    """One of the 64 logical NeuronCores (two physical NeuronCores-v3 each) of a trn2.48xlarge.
 
     A Trainium2 chip has four, 96 GiB at 2.9 TB/s, 667 TFLOP/s (bfloat16), 181 TFLOP/s (float32) and 1.28 TB/s of
     NeuronLink-v3 (AWS Neuron documentation, "Trainium2 Architecture"); the host has 3.2 Tb/s of EFA (Amazon EC2, page
@@ -96,7 +96,7 @@ def trn2() -> Device:
 
 
 def inf2() -> Device:
-    """One of 24 NeuronCores-v2 of an inf2.48xlarge.
+    """One of the 24 NeuronCores-v2 of an inf2.48xlarge.
 
     An Inferentia2 chip has two, 32 GiB at 820 GiB/s, 190 TFLOP/s (bfloat16), 47.5 TFLOP/s (float32) and 192 GiB/s of
     NeuronLink-v2 (AWS Neuron documentation, "Inf2 Architecture"); the host has 100 Gb/s of network (Amazon EC2, page of
@@ -114,10 +114,10 @@ def inf2() -> Device:
 
 
 def h100() -> Device:
-    """One of 8 H100 SXM of a host.
+    """One of the 8 H100 SXM of a host.
 
-    80 GB at 3.35 TB/s, 989 TFLOP/s (bfloat16, dense), 67 TFLOP/s (float32), NVLink of 900 GB/s in both directions
-    together (NVIDIA H100 data sheet); a network of 400 Gb/s for each GPU (NVIDIA DGX H100 data sheet).
+    80 GB at 3.35 TB/s, 989 TFLOP/s (bfloat16, dense), 67 TFLOP/s (float32), NVLink with 900 GB/s for both directions
+    together (NVIDIA H100 data sheet); 400 Gb/s of network per GPU (NVIDIA DGX H100 data sheet).
     """
     return Device(
         name="h100",
@@ -131,9 +131,10 @@ def h100() -> Device:
 
 
 def cpu() -> Device:
-    """One of 4 processes of a laptop or a small server.
+    """One of 4 processes on a laptop or a small server.
 
-    Round numbers, of no maker: 4 GiB, 100 GFLOP/s, 10 GB/s of memory, messages at 2 GB/s, 10 Gb/s of network for all.
+    Round numbers of no particular machine: 4 GiB, 100 GFLOP/s, 10 GB/s of memory bandwidth, messages at 2 GB/s, and
+    10 Gb/s of network shared by all.
     """
     return Device(
         name="cpu",
@@ -150,21 +151,21 @@ DEVICES = MappingProxyType({make.__name__: make for make in (trn1, trn2, inf2, h
 
 
 def find_device(name: str, **numbers: float | None) -> Device:
-    """A device by its name, with some of its numbers replaced.
+    """Return the device with this name, with some of its numbers replaced.
 
     Args:
         name: one of `DEVICES`, in any case.
-        **numbers: fields of `Device` to replace, where not None; `flops` for every dtype.
+        **numbers: fields of `Device` to replace where not None; `flops` applies to every dtype.
 
     Raises:
-        ValueError: no such device, or a number that is not positive.
+        ValueError: there is no such device, or a number is not positive.
     """
     if name.lower() not in DEVICES:
         near = get_close_matches(name.lower(), DEVICES, n=1)
         raise ValueError(
-            f"device {name!r} is not known; "
+            f"unknown device {name!r}; "
             + (f"did you mean {near[0]!r}? " if near else "")
-            + f"There are {', '.join(DEVICES)}; for another one give the nearest of them, and numbers of your own"
+            + f"Use one of {', '.join(DEVICES)}; for other hardware, name the closest one and override its numbers"
         )
     device = DEVICES[name.lower()]()
     given = {key: number for key, number in numbers.items() if number is not None}

@@ -1,4 +1,4 @@
-"""The degrees at which the experts of a model can be distributed over ranks, and the refusal of others."""
+"""The degrees at which a model's experts can be distributed over ranks; other degrees are rejected."""
 
 import math
 
@@ -9,10 +9,10 @@ from nxd_plan.layout import Degrees, Job
 
 
 def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[ParallelDegrees]:
-    """The degrees to try: those that divide the experts and the ranks; of whole experts, and split as other layers are.
+    """The degrees to try: those that divide experts and ranks, with whole experts or experts split as other layers are.
 
     Raises:
-        ValueError: experts are to be split, and cannot be.
+        ValueError: `fixed` splits experts that cannot be split so.
     """
     size, of_expert = fixed.expert_parallel_size, fixed.expert_tensor_parallel_size
     experts = job.model.num_experts
@@ -26,7 +26,7 @@ def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[
         return [ParallelDegrees(tensor_parallel_size)]
     sizes = divisors(math.gcd(experts, job.num_devices)) if size is None else [size]
     of_experts = sorted({1, tensor_parallel_size}, reverse=True) if of_expert is None else [of_expert]
-    # Tensor-parallel ranks with the same whole experts hold more than those that split them: only where asked for.
+    # Tensor-parallel ranks that hold the same whole experts need more memory than if they split them: only on request.
     return [
         ParallelDegrees(tensor_parallel_size, ep=ep, etp=etp)
         for ep in sizes
@@ -36,16 +36,16 @@ def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[
 
 
 def check_experts(job: Job, expert_parallel_size: int) -> None:
-    """Refuse to split the experts of layers where that cannot be.
+    """Reject an expert-parallel size that the model does not support.
 
     Raises:
-        ValueError: the model has none, or the ranks do not divide them, or the device is none for that.
+        ValueError: the model has no experts with an expert-parallel plan, or the size does not divide their number.
     """
     experts = job.model.num_experts
     if not experts:
         raise ValueError(
-            f"expert_parallel_size={expert_parallel_size} is for models with experts that have an expert-parallel "
-            "plan, and this one has none; leave it out"
+            f"expert_parallel_size={expert_parallel_size} needs a model with experts and an expert-parallel "
+            "plan, which this one does not have; leave it out"
         )
     if experts % expert_parallel_size:
         raise ValueError(

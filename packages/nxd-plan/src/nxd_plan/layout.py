@@ -1,4 +1,4 @@
-"""The job to plan, its possible layouts over ranks, and the layouts that arithmetic rules out."""
+"""The job to plan, its possible layouts over ranks, and the layouts that simple arithmetic rules out."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,25 +15,25 @@ from nxd_plan.model import PlannedModel
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 CHECKPOINTING = ("none", "full")
-ON_XLA = ("trn1", "trn2", "inf2")  # which has one graph for all ranks, so no rank can compute other blocks or tokens
-SHORTEST_CONTEXT = 8192  # positions of a rank below which cutting sequences is not tried by itself
+ON_XLA = ("trn1", "trn2", "inf2")  # XLA has one graph for all ranks, so ranks cannot compute different blocks or tokens
+SHORTEST_CONTEXT = 8192  # positions per rank below which context parallelism is tried only on request
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, of which only the layout is open.
+    """A training job; only its layout is still to be chosen.
 
     Attributes:
-        model: to be trained.
-        device: what each rank runs on.
-        num_devices: ranks.
-        sequence_length: tokens in a sequence.
-        global_batch_size: sequences in a step, over all ranks.
-        dtype: of the weights.
-        schedule: of pipelines, by its name in nxd-pipeline.
+        model: the model to train.
+        device: the device that each rank runs on.
+        num_devices: number of devices, which is the number of ranks.
+        sequence_length: tokens per sequence.
+        global_batch_size: sequences per step, over all ranks.
+        dtype: dtype of the weights.
+        schedule: the pipeline schedule, by its name in nxd-pipeline.
 
     Raises:
-        ValueError: a number is not positive, the sequence is longer than the model is made for, or a name is unknown.
+        ValueError: a number is not positive, the sequence is longer than the model supports, or a name is unknown.
     """
 
     model: PlannedModel
@@ -51,37 +51,36 @@ class Job:
         longest = self.model.max_positions
         if longest is not None and self.sequence_length > longest:
             raise ValueError(
-                f"sequence_length={self.sequence_length} is more than max_position_embeddings={longest}, for which "
-                "the model is made; lower it"
+                f"sequence_length={self.sequence_length} is more than max_position_embeddings={longest}; lower it"
             )
         if self.schedule not in TRAINING_SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} does not train; use one of {', '.join(TRAINING_SCHEDULES)}")
+            raise ValueError(f"schedule={self.schedule!r} cannot train; use one of {', '.join(TRAINING_SCHEDULES)}")
         self.device.flops_of(self.dtype_name)
 
     @property
     def dtype_name(self) -> str:
-        """Such as "bfloat16"."""
+        """The name of the dtype, such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The choices fixed in advance; None leaves one open.
+    """The degrees fixed in advance; None leaves a degree open.
 
     Attributes:
         tensor_parallel_size: ranks that split each layer.
         pipeline_parallel_size: ranks that the layers are distributed over.
-        sequence_parallel: activations split along the sequence, where ranks split layers.
-        zero1: optimizer states sharded over the replicas.
-        microbatch_size: sequences in a microbatch.
+        sequence_parallel: whether ranks that split layers also split activations along the sequence.
+        zero1: whether optimizer states are sharded over the replicas.
+        microbatch_size: sequences per microbatch.
         checkpointing: "none" or "full".
-        context_parallel_size: ranks that each sequence is cut over.
+        context_parallel_size: ranks that each sequence is split over.
         expert_parallel_size: ranks that the experts of a layer are distributed over.
         expert_tensor_parallel_size: ranks that split each expert: `tensor_parallel_size`, or 1.
 
     Raises:
-        ValueError: a size is not positive, the form of checkpointing is unknown, or sequence parallelism is asked for
-            where no ranks split a layer.
+        ValueError: a size is not positive, the kind of checkpointing is unknown, sequence parallelism is requested
+            without tensor parallelism, or experts are split over another number of ranks than the layers.
     """
 
     tensor_parallel_size: int | None = None
@@ -98,12 +97,12 @@ class Degrees:
         for name in (it.name for it in fields(self) if it.name.endswith("_size")):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"{name}={size} must be 1 or more; leave it out to have it chosen")
+                raise ValueError(f"{name}={size} must be 1 or more; leave it out to let the planner choose")
         if self.checkpointing not in (None, *CHECKPOINTING):
-            raise ValueError(f"checkpointing={self.checkpointing!r} is not known; use {' or '.join(CHECKPOINTING)}")
+            raise ValueError(f"unknown checkpointing={self.checkpointing!r}; use {' or '.join(CHECKPOINTING)}")
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
-                "sequence_parallel splits activations over tensor-parallel ranks, and tensor_parallel_size=1; give "
+                "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size=1; use "
                 "tensor_parallel_size=2 or more, or leave one of them out"
             )
         of_experts, of_layers = self.expert_tensor_parallel_size, self.tensor_parallel_size
@@ -119,9 +118,9 @@ class Layout:
     """One way to train the model on the ranks.
 
     Attributes:
-        degrees: of all axes, with the replicas.
-        microbatch_size: sequences in a microbatch.
-        num_microbatches: of a replica in a step.
+        degrees: the degrees of all axes, including the replicas.
+        microbatch_size: sequences per microbatch.
+        num_microbatches: microbatches per replica and step.
         checkpointing: "none" or "full".
     """
 
@@ -131,7 +130,7 @@ class Layout:
     checkpointing: str
 
     def as_dict(self) -> dict[str, int | bool | str]:
-        """All of it, by the names that recipes and configs have."""
+        """The layout as a dict, under the names that recipes and configs use."""
         degrees = self.degrees
         return {
             **{name: getattr(degrees, axis) for axis, name in SIZES.items()},
@@ -154,21 +153,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout, or a group of them, that cannot be."""
+    """A layout, or a group of layouts, that is not possible, with the reason."""
 
     what: str
     reason: str
 
 
 def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
-    """The degrees to try: divisors of the ranks within one host, since layers exchange activations all the time."""
+    """The degrees to try: divisors of the number of ranks, within one host since layers exchange activations often."""
     if fixed.tensor_parallel_size is not None:
         return [fixed.tensor_parallel_size]
     return [size for size in divisors(job.num_devices) if size <= job.device.devices_per_host]
 
 
 def context_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[int]:
-    """The degrees to try: divisors of the ranks that are left, as long as each rank's part is long."""
+    """The degrees to try: divisors of the remaining ranks that leave each rank a long enough part of a sequence."""
     if fixed.context_parallel_size is not None:
         return [fixed.context_parallel_size]
     sizes = divisors(max(1, job.num_devices // degrees.tp))
@@ -176,7 +175,7 @@ def context_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -
 
 
 def pipeline_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[int]:
-    """The degrees to try: divisors of the ranks that are left, up to the number of layers."""
+    """The degrees to try: divisors of the remaining ranks, up to the number of layers."""
     if fixed.pipeline_parallel_size is not None:
         return [fixed.pipeline_parallel_size]
     sizes = divisors(max(1, job.num_devices // (degrees.tp * degrees.cp)))
@@ -187,14 +186,14 @@ def pipeline_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) 
 
 
 def local_length(sequence_length: int, degrees: ParallelDegrees) -> int:
-    """Positions of each context-parallel rank, filled up so that tensor-parallel ranks can share them."""
+    """Positions per context-parallel rank, padded so that tensor-parallel ranks can split them evenly."""
     if degrees.cp == 1:
         return sequence_length
     return SequenceCut(sequence_length, degrees.cp, multiple=degrees.tp).local_length
 
 
 def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list[bool]:
-    """Whether to split activations along the sequence: what to try."""
+    """The choices of sequence parallelism to try."""
     if tensor_parallel_size == 1:
         return [False]
     return [False, True] if fixed.sequence_parallel is None else [fixed.sequence_parallel]
@@ -203,17 +202,17 @@ def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list
 def layouts_on(
     job: Job, fixed: Degrees, degrees: ParallelDegrees, choices: Sequence[bool]
 ) -> Iterator[Layout | Rejected]:
-    """All layouts with these degrees, by ascending microbatches, and why others with these degrees are none.
+    """Yield all layouts with these degrees, by ascending microbatch size, and the rejected ones with their reasons.
 
     Args:
-        job: to be planned.
-        fixed: degrees that are not to be chosen.
-        degrees: on all ranks.
-        choices: of sequence parallelism.
+        job: the job to plan.
+        fixed: the degrees fixed in advance.
+        degrees: the degrees over all ranks.
+        choices: the choices of sequence parallelism.
     """
     what = degrees.describe()
     if degrees.cp > 1 and degrees.pp > 1 and job.device.name in ON_XLA:
-        yield Rejected(what, f"pipeline stages do not cut sequences on {job.device.name}; use one of the two")
+        yield Rejected(what, f"{job.device.name} does not combine context and pipeline parallelism; use one of them")
         return
     if job.global_batch_size % degrees.dp:
         below = job.global_batch_size // degrees.dp * degrees.dp
@@ -248,7 +247,7 @@ def layouts_on(
 
 
 def _zero1_choices(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[bool]:
-    """Half-precision weights learn by their float32 masters, which ZeRO-1 brings."""
+    """The choices of ZeRO-1 to try; half-precision weights need the float32 master weights that ZeRO-1 adds."""
     if fixed.zero1 is not None:
         return [fixed.zero1]
     if job.dtype.itemsize < 4:

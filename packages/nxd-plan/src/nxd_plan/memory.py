@@ -1,4 +1,4 @@
-"""The memory of each pipeline rank, by kind, from a profile of the model's parts and the order of the schedule."""
+"""Computes each pipeline rank's memory, by kind, from a profile of the model's parts and the schedule's order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from nxd_plan.profile import Profile
 from nxd_plan.stages import StageParts
 
 FLOAT32_BYTES = 4
-MOMENTS = 2  # of AdamW
-MESSAGES_UNDER_WAY = 2  # of each stage, between sending and receiving them
+MOMENTS = 2  # AdamW's
+MESSAGES_UNDER_WAY = 2  # in flight per stage
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank: each kind at its largest, and all at once.
+    """Bytes on one rank: the maximum of each kind, and the peak of the total.
 
     Attributes:
-        parameters: of this rank's stages.
-        gradients: of all of them, in the dtype in which they are accumulated.
-        optimizer_state: both moments of AdamW, and master weights; with ZeRO-1 this replica's part.
-        buckets: for gradients on their way to the other replicas, and for messages between stages.
-        activations: kept from forward to backward, of all microbatches at once, without those of the head.
-        logits: kept by norm, head and loss, of all microbatches at once.
-        temporaries: what forward or backward of one part of the model needs beyond all this.
-        peak: the most at any time. No more than the sum of the others, which need not be at their largest together.
+        parameters: parameters of this rank's stages.
+        gradients: gradients of all these parameters, in the dtype they are accumulated in.
+        optimizer_state: both moments of AdamW, and master weights; with ZeRO-1 this replica's shard.
+        buckets: buffers for gradients on their way to the other replicas, and for messages between stages.
+        activations: activations kept from forward to backward, over all microbatches in flight, without the head's.
+        logits: tensors kept by norm, head and loss, over all microbatches in flight.
+        temporaries: further memory that forward or backward of one part of the model needs.
+        peak: the maximum at any time. At most the sum of the others, whose maxima need not coincide.
     """
 
     parameters: int
@@ -42,7 +42,7 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """The memory that does not depend on the batch."""
+        """The bytes that do not depend on the batch."""
         return self.parameters + self.gradients + self.optimizer_state + self.buckets
 
 
@@ -52,11 +52,11 @@ def rank_memories(
     """The memory of every pipeline rank.
 
     Args:
-        layout: to be planned.
-        stages: of the pipeline.
-        profile: of one microbatch on one rank.
-        schedule: with the layout's microbatches, or so many fewer that no more of them would be kept at once.
-        itemsize: bytes of an element of the weights.
+        layout: the layout to plan.
+        stages: the pipeline's stages.
+        profile: the profile of one microbatch on one rank.
+        schedule: the schedule of the layout's microbatches, or of fewer if more would not raise the number in flight.
+        itemsize: bytes per element of the weights.
     """
     kept = [_Kept.of(stage, profile) for stage in stages]
     in_flight = peak_in_flight(schedule, [ActivationSize(it.total, it.until_weights) for it in kept])
@@ -80,14 +80,14 @@ def rank_memories(
 
 @dataclass(frozen=True)
 class _Kept:
-    """Bytes that one microbatch leaves on a stage.
+    """Bytes that one microbatch keeps on a stage between forward and backward.
 
     Attributes:
-        before_layers: the embedding's, or what is received.
-        layers: of all layers.
-        head: of norm, head and loss.
-        total: of all three.
-        until_weights: with the gradients that the backward of weights needs, where that comes later by itself.
+        before_layers: tensors of the embedding, or the tensors received.
+        layers: tensors of all layers.
+        head: tensors of norm, head and loss.
+        total: the sum of these three.
+        until_weights: the total plus the gradients that a separate, later backward of the weights needs.
     """
 
     before_layers: int
@@ -98,8 +98,8 @@ class _Kept:
 
     @classmethod
     def of(cls, stage: StageParts, profile: Profile) -> "_Kept":
-        # Later stages receive what the embedding's part makes: hidden states and rotary tables. What a stage sends is
-        # kept until its gradient comes back.
+        # Later stages receive the outputs of the embedding part: hidden states and rotary tables. A stage keeps the
+        # tensors that it sends until their gradients come back.
         before = profile.embedding.forward.kept
         layers = sum(profile.layers[kind].forward.kept for kind in stage.layers)
         head = profile.head.forward.kept if stage.has_head else 0
@@ -136,10 +136,10 @@ def _rank_memory(
         buckets = (of_others if replicas > 1 else 0) + (of_experts if layout.degrees.expert_replicas > 1 else 0)
     else:
         state = MOMENTS * parameters
-        buckets = 0  # in them lie the gradients themselves
+        buckets = 0  # the gradients themselves are in the buckets
     if layout.degrees.pp > 1:
         buckets += len(stages) * MESSAGES_UNDER_WAY * profile.embedding.forward.kept
-    # The gradients of the first microbatch come one by one, while activations go, unless there is room for them.
+    # The first microbatch's gradients are allocated one by one while activations are freed, unless buffers exist.
     come_late = layout.num_microbatches == 1 and (layout.degrees.zero1 or replicas == 1)
     peaks = [
         _above_states(stage, own, profile, gradient_itemsize if come_late else 0)
@@ -161,13 +161,13 @@ def _rank_memory(
 
 
 def _above_states(stage: StageParts, kept: _Kept, profile: Profile, late_gradient_itemsize: int) -> int:
-    """The most that one microbatch needs at any time, on a stage that does nothing else.
+    """The peak bytes of one microbatch on a stage that does nothing else.
 
     Args:
-        stage: whose passes these are.
-        kept: by the microbatch.
-        profile: of the parts.
-        late_gradient_itemsize: bytes of each element of gradients that are not there before; 0 where all are.
+        stage: the stage that runs the microbatch.
+        kept: the bytes that the microbatch keeps.
+        profile: the profile of the model's parts.
+        late_gradient_itemsize: bytes per gradient element allocated during backward; 0 if allocated before.
     """
     head, embedding = profile.head, profile.embedding
     layers = [profile.layers[kind] for kind in stage.layers]

@@ -1,7 +1,7 @@
-"""The interface of models for a plan, and its implementation for our own Llama; for others see `transformers_model`.
+"""The interface of models to plan, and its implementation for our own Llama; for others see `transformers_model`.
 
-A model is made of what comes before its decoder layers, the layers, and what comes after them. Layers of one kind have
-the same class and parameters of the same shapes, so that one of each is enough to know them all.
+A model consists of its decoder layers and the modules before and after them. Layers of one kind have the same class and
+parameters of the same shapes, so one layer of each kind represents them all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,88 +15,88 @@ from torch import nn
 
 
 class PlannedModel(Protocol):
-    """A causal language model to be planned. Everything that it makes is on the meta device."""
+    """A causal language model to plan. All tensors that it creates are on the meta device."""
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """The kind of each decoder layer: kinds are numbered as they come."""
+        """The kind of each decoder layer; kinds are numbered in order of first appearance."""
 
     @property
     def layers_path(self) -> str:
-        """Of the list of decoder layers, such as "model.layers"."""
+        """The path of the list of decoder layers, such as "model.layers"."""
 
     @property
     def layer_class(self) -> type[nn.Module] | None:
-        """Of the layers between which a pipeline is cut; None where the model tells."""
+        """The class of the layers between which pipeline stages are cut; None if the model's structure tells."""
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """What its forward takes; each is tokens, `[batch, seq]`."""
+        """The arguments of its forward; each is a tensor of tokens, `[batch, seq]`."""
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the model is made for; None if it does not say."""
+        """The longest sequence that the model supports; None if unknown."""
 
     @property
     def activation_modes(self) -> tuple[str, ...]:
-        """Names of `profile.CHECKPOINTING` that the model knows."""
+        """The names in `profile.CHECKPOINTING` that the model supports."""
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer that can be distributed over ranks; 0 if there are none."""
+        """Experts per layer that can be distributed over ranks; 0 if there are none."""
 
     def outline(self) -> nn.Module:
-        """The model with all its layers, to be cut into stages."""
+        """Return the model with all its layers, to be cut into stages."""
 
     def on_rank(self, dtype: torch.dtype, *, sequence_parallel: bool) -> nn.Module:
-        """This tensor-parallel rank's part of the model, with one layer of each kind, in their order.
+        """Return this tensor-parallel rank's part of the model, with one layer of each kind, in order.
 
         Raises:
-            ValueError: the model cannot be split so.
+            ValueError: the model cannot be split this way.
         """
 
     def check_context(self) -> None:
-        """Refuse what cannot be trained with its sequences cut.
+        """Reject a model that cannot be trained with context parallelism.
 
         Raises:
-            ValueError: the model is such a one.
+            ValueError: the model does not support it.
         """
 
     def recipe_section(self) -> dict[str, Any]:
-        """`[model]` of a recipe that trains it.
+        """Return the `[model]` section of a recipe that trains it.
 
         Raises:
-            ValueError: a recipe cannot say it.
+            ValueError: a recipe cannot describe the model.
         """
 
     def spec(self, dtype: torch.dtype, *, sequence_parallel: bool) -> ModelSpec:
-        """The model as it is trained."""
+        """Return the spec of the model as it is trained."""
 
     def config_lines(self, dtype_name: str) -> list[str]:
-        """Python that makes its config, and what else the other lines of Python name."""
+        """Return Python lines that create its config and the other objects that the generated code refers to."""
 
     def model_arguments(self, dtype_name: str, *, sequence_parallel: bool) -> list[str]:
-        """In Python, what follows the first argument of `initialize_parallel_model(nxd_config, ...)`."""
+        """Return, as Python, the further arguments of `initialize_parallel_model(nxd_config, ...)`."""
 
 
 def first_of_kinds(kinds: Sequence[int]) -> list[int]:
-    """The first layer of each kind."""
+    """Return the index of the first layer of each kind."""
     return [kinds.index(kind) for kind in range(max(kinds) + 1)]
 
 
 def numbered(kinds: Sequence[Any]) -> tuple[int, ...]:
-    """Numbers in place of what tells kinds apart."""
+    """Replace each kind by a number, in order of first appearance."""
     order = list(dict.fromkeys(kinds))
     return tuple(map(order.index, kinds))
 
 
 def keyword_lines(values: Mapping[str, Any]) -> str:
-    """Arguments as Python writes them, one to a line."""
+    """Format keyword arguments as Python, one per line."""
     return "".join(f"\n    {name}={value!r}," for name, value in values.items()) + "\n"
 
 
 class _LayerStandIn(LlamaDecoderLayer):
-    """In the place of a layer: where a model is cut does not depend on what is in its layers."""
+    """An empty stand-in for a layer: where a model is cut does not depend on the contents of its layers."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -121,7 +121,7 @@ class OwnLlama:
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """All are alike."""
+        """See `PlannedModel`; all layers are of one kind."""
         return (0,) * self.config.num_hidden_layers
 
     @property
@@ -130,7 +130,7 @@ class OwnLlama:
         return self.config.max_position_embeddings
 
     def outline(self) -> LlamaForCausalLM:
-        """See `PlannedModel`; in place of its layers are others without parts."""
+        """See `PlannedModel`; empty stand-ins take the place of the layers."""
         model = LlamaForCausalLM(replace(self.config, num_hidden_layers=1), device="meta")
         model.model.layers = nn.ModuleList([_LayerStandIn() for _ in self.layer_kinds])
         return model
@@ -141,10 +141,10 @@ class OwnLlama:
         return LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=dtype, device="meta")
 
     def check_context(self) -> None:
-        """See `PlannedModel`; all of these can."""
+        """See `PlannedModel`; every Llama supports it."""
 
     def recipe_section(self) -> dict[str, Any]:
-        """Its sizes."""
+        """See `PlannedModel`."""
         return asdict(self.config)
 
     def spec(self, dtype: torch.dtype, *, sequence_parallel: bool) -> ModelSpec:
@@ -152,7 +152,7 @@ class OwnLlama:
         return llama_spec(self.config, sequence_parallel=sequence_parallel, dtype=dtype)
 
     def config_lines(self, dtype_name: str) -> list[str]:
-        """Sizes that are not as by default."""
+        """See `PlannedModel`; lists the sizes that differ from the defaults."""
         default = asdict(LlamaConfig())
         sizes = {name: value for name, value in asdict(self.config).items() if value != default[name]}
         return [f"config = LlamaConfig({keyword_lines(sizes)})"]

@@ -1,4 +1,4 @@
-"""The model to plan: from a Hugging Face `config.json`, a checkpoint, single numbers, or a file and numbers."""
+"""Determines the model to plan, from a Hugging Face `config.json`, a checkpoint, sizes given as flags, or a mix."""
 
 import json
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from nxd_engine.models import LlamaConfig
 from nxd_plan.model import OwnLlama, PlannedModel
 from nxd_plan.transformers_model import TransformersModel
 
-LLAMA_TYPES = ("llama", "mistral")  # with the same tensors
+LLAMA_TYPES = ("llama", "mistral")  # they have the same tensors
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def planned_model(file: str | Path | None = None, sizes: Mapping[str, Any] | None = None) -> PlannedModel:
-    """The model that a file describes: this package's own Llama where that can be it, or else one of transformers.
+    """Return the model that a file describes: our own Llama if it matches, else a transformers model.
 
     Args:
-        file: a Hugging Face `config.json`, or the folder it lies in; or a folder of checkpoints, of which the newest
-            says its model.
-        sizes: keys of a config that go before those of the file; None counts as not given. Without a file they are all
-            there is, and the model is a Llama; so those that a file must have must be given.
+        file: a Hugging Face `config.json`, the folder that contains it, or a folder of checkpoints, of which the newest
+            is used.
+        sizes: config keys that override those of the file; None counts as not given. Without a file, the model is a
+            Llama and all required sizes must be given.
 
     Raises:
-        ValueError: the file cannot be read, sizes are missing or no numbers, or the model cannot be trained.
+        ValueError: the file cannot be read, sizes are missing or not numbers, or the model cannot be trained.
         nxd_ckpt.CheckpointError: the checkpoint is damaged.
     """
     changed = {name: value for name, value in (sizes or {}).items() if value is not None}
@@ -46,18 +46,18 @@ def planned_model(file: str | Path | None = None, sizes: Mapping[str, Any] | Non
 
 
 def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
-    """The sizes of this package's own Llama; None where heads are of another size, or layers have biases."""
+    """The config of our own Llama; None if the heads have another size or layers have biases."""
     missing = [name for name in REQUIRED if content.get(name) is None]
     if missing:
         flags = " ".join(f"--{name.replace('_', '-')} N" for name in missing)
-        raise ValueError(f"{origin}: no {', '.join(missing)}; give a whole config.json, or {flags}")
+        raise ValueError(f"{origin}: {', '.join(missing)} missing; pass a complete config.json, or {flags}")
     given = {field.name: content[field.name] for field in fields(LlamaConfig) if content.get(field.name) is not None}
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     given["rope_theta"], given["rope_scaling"] = rope_of(content)
     sizes = ("num_", "hidden", "intermediate", "vocab", "max_")
     wrong = [f"{name}={value!r}" for name, value in given.items() if name.startswith(sizes) and not _is_size(value)]
     if wrong:
-        raise ValueError(f"{origin}: {', '.join(wrong)}; sizes are positive whole numbers")
+        raise ValueError(f"{origin}: {', '.join(wrong)}; sizes must be positive integers")
     if content.get("head_dim") not in (None, given["hidden_size"] // given["num_attention_heads"]):
         return None
     if content.get("attention_bias") or content.get("mlp_bias"):
@@ -68,7 +68,7 @@ def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
 
 
 def _content(file: str | Path) -> dict[str, Any]:
-    """What a config.json or a checkpoint says of a model."""
+    """The model config in a config.json or a checkpoint."""
     if not _config_file(file).is_file() and has_checkpoint(file):
         return dict(description_of(open_own(file, None)).config)
     return _read(_config_file(file))
@@ -79,7 +79,7 @@ def _config_file(file: str | Path) -> Path:
 
 
 def _weights_beside(file: str | Path | None) -> Path | None:
-    """The folder of a config.json, if it has weights as well, as `model.path` of a recipe wants it."""
+    """The folder of a config.json if it also has weights; the recipe's `model.path`."""
     if file is None or _config_file(file).name != CONFIG_FILE or not _config_file(file).is_file():
         return None
     folder = _config_file(file).parent
@@ -90,11 +90,11 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}; give a Hugging Face config.json or its folder") from error
+        raise ValueError(f"{file} cannot be read: {error}; pass a Hugging Face config.json or its folder") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON: {error}; give a Hugging Face config.json") from error
+        raise ValueError(f"{file} is not JSON: {error}; pass a Hugging Face config.json") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}; a config.json holds an object with sizes")
+        raise ValueError(f"{file} holds a {type(content).__name__}; a config.json must hold an object with the sizes")
     return content
 
 

@@ -1,10 +1,10 @@
 """Counts the work of a computation, operation by operation, without computing anything.
 
-For tensors on the meta device. nxd_pipeline's `StepMemory` counts the memory of a computation; this module divides it
-into segments that the caller marks, together with the work and the messages of each.
+It works on tensors on the meta device. nxd_pipeline's `StepMemory` counts the memory of a computation; this module
+splits it into segments that the caller marks, and adds the work and the messages of each.
 
-torch works out in Python what an operation on such tensors returns, which takes longer than everything else about it,
-and a plan runs the same layers many times: so `Outcomes` works it out once for each kind of inputs.
+torch computes in Python what an operation on such tensors returns, which dominates the run time, and a plan runs the
+same layers many times. So `Outcomes` caches the result for each kind of inputs.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -21,10 +21,10 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-_GRADIENT_BYTES = 4  # in which ranks send gradients of keys and values
+_GRADIENT_BYTES = 4  # ranks send gradients of keys and values in float32
 
-# How often each rank sends its (size - 1)/size of the whole tensor: an all-reduce scatters it and gathers it again.
-# A reduce-scatter on the CPU is an exchange of parts.
+# How often each rank sends its (size - 1)/size of the whole tensor: an all-reduce scatters and then gathers it.
+# On the CPU, a reduce-scatter is an all-to-all.
 _PASSES = {
     "c10d.allreduce_": 2,
     "c10d._allgather_base_": 1,
@@ -42,12 +42,12 @@ class Operation:
     """The arithmetic and the memory traffic of one operation.
 
     Attributes:
-        flops: of matrix products and attention; causal attention computes half of the scores. Others count none.
-        bytes: of its inputs and outputs.
-        keys: of attention: bytes of keys and values, which other context-parallel ranks need.
-        key_gradients: of the backward of attention: bytes of their gradients, which these ranks give back.
-        queries: of attention: bytes of queries and outputs.
-        heads: of attention: number of query heads and of key heads.
+        flops: FLOPs of a matrix product or attention; causal attention computes half of the scores. 0 for others.
+        bytes: bytes of its inputs and outputs.
+        keys: for attention, bytes of keys and values, which other context-parallel ranks need.
+        key_gradients: for attention's backward, bytes of their gradients, which these ranks send back.
+        queries: for attention, bytes of queries and outputs.
+        heads: for attention, the numbers of query heads and key heads.
     """
 
     flops: int
@@ -63,13 +63,13 @@ class Segment:
     """A part of a computation.
 
     Attributes:
-        before: bytes of all tensors when it began.
-        after: bytes of all tensors when it ended.
-        peak: the most in between.
-        operations: those that do something.
+        before: bytes of all tensors at its start.
+        after: bytes of all tensors at its end.
+        peak: the maximum in between.
+        operations: the operations with memory traffic.
         messages: bytes that this rank sends in each collective.
-        to_experts: bytes that it sends in each exchange by which tokens go to their experts, and back.
-        product_bytes: of the results of matrix products.
+        to_experts: bytes that it sends in each exchange that moves tokens to their experts or back.
+        product_bytes: bytes of the results of matrix products.
     """
 
     before: int
@@ -82,7 +82,7 @@ class Segment:
 
 
 class _Made(NamedTuple):
-    """A tensor that an operation has made."""
+    """A tensor that an operation has created."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -103,7 +103,7 @@ class Outcomes:
         self._known: dict[Hashable, _Made | tuple[_Made, ...]] = {}
 
     def of(self, func: OpOverload) -> Callable[..., Any]:
-        """The operation, which is run only for inputs that it has not had yet, if all that it does is make tensors."""
+        """Wrap an operation so that it runs once per kind of inputs, if all that it does is create tensors."""
         if func is aten._grouped_mm.default:
             return _grouped_product
         if func.namespace != "aten" or func.is_view or func._schema.is_mutable:
@@ -124,13 +124,13 @@ class Outcomes:
 
 
 def _grouped_product(one: Tensor, other: Tensor, offsets: Tensor, *options: Any) -> Tensor:
-    """A product of matrices for each group, or expert; torch has it without memory for bfloat16 only.
+    """A matrix product per group (expert); torch supports it on the meta device for bfloat16 only.
 
     Args:
-        one: `[rows, inner]`, where groups have rows of it; or `[rows, inner]` where they have parts of `inner`.
+        one: `[rows, inner]`, where each group has some of the rows, or some of `inner`.
         other: `[groups, inner, columns]`, or `[inner, columns]`.
         offsets: `[groups]`.
-        *options: which say nothing of the shape.
+        *options: options that do not affect the shape.
     """
     of_each_group = other.dim() == 2
     return one.new_empty(
@@ -145,11 +145,11 @@ def _described(value: Any) -> Hashable:
         return tuple(map(_described, value))
     if isinstance(value, Mapping):
         return tuple((name, _described(it)) for name, it in value.items())
-    return type(value), value  # 1 and 1.0 give tensors of other types
+    return type(value), value  # 1 and 1.0 give tensors of different dtypes
 
 
 def _is_new(result: Any, given: Any) -> bool:
-    """Whether a result is tensors on the meta device, each with memory of its own."""
+    """Whether a result consists of meta tensors, each with its own memory."""
     made = [result] if isinstance(result, Tensor) else result
     if not isinstance(made, (list, tuple)) or not all(isinstance(it, Tensor) and it.is_meta for it in made):
         return False
@@ -159,14 +159,14 @@ def _is_new(result: Any, given: Any) -> bool:
 
 
 class OperationLog(StepMemory):
-    """Inside, counts memory, and logs operations by segment.
+    """Inside, counts memory and logs operations by segment.
 
     Args:
-        outcomes: of operations that other logs have seen; this one adds to them.
-        expert_group: name of the process group of the ranks with other experts, where it is that of no other axis.
+        outcomes: cached results of operations, shared with other logs; this one adds to them.
+        expert_group: name of the process group of the ranks with other experts, if no other axis has the same group.
 
     Attributes:
-        segments: by the names that `begin` was given.
+        segments: the segments, by the names passed to `begin`.
     """
 
     def __init__(self, outcomes: Outcomes, expert_group: str = "") -> None:
@@ -176,7 +176,7 @@ class OperationLog(StepMemory):
         self._current = Segment(0)
 
     def begin(self, name: str) -> None:
-        """End the current segment and begin one that is called `name`."""
+        """End the current segment and begin one named `name`."""
         self._current.after, self._current.peak = self.held_bytes, self.peak_bytes
         self.peak_bytes = self.held_bytes
         self._current = self.segments[name] = Segment(self.held_bytes)
@@ -184,7 +184,7 @@ class OperationLog(StepMemory):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "prim":  # asks a tensor for its device
+        if func.namespace == "prim":  # queries a tensor's device
             return func(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(self._outcomes.of(func), types, args, kwargs)  # type: ignore[arg-type]
         packet = func.overloadpacket
@@ -202,7 +202,7 @@ class OperationLog(StepMemory):
 
 
 def _is_uneven(packet: str, args: Sequence[Any]) -> bool:
-    """Whether an exchange says how much each rank gets."""
+    """Whether an all-to-all specifies how much each rank gets."""
     return packet == "c10d.alltoall_base_" and any(isinstance(it, list) and it for it in args)
 
 
@@ -221,7 +221,7 @@ def _messages(packet: str, group: dist.ProcessGroup | None, tensors_and_more: An
 
 
 def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int, int, tuple[int, int]]:
-    """Of attention over context-parallel ranks, as `nxd_layers.context` has it."""
+    """The context-parallel fields of `Operation`, as `nxd_layers.context` sends them."""
     if packet not in _ATTENTION and packet not in _ATTENTION_BACKWARD:
         return 0, 0, 0, (0, 0)
     first, _ = (_ATTENTION | _ATTENTION_BACKWARD)[packet]

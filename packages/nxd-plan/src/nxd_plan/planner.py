@@ -1,7 +1,7 @@
-"""The plan: all layouts of a job tried, those that fit ranked by the time of a step, the others with their reasons.
+"""Makes the plan: tries all layouts of a job, ranks those that fit by step time, and says why the others do not.
 
-What depends on the tensor-parallel degree alone (profiles) or on few degrees (stages, schedules) is made once, so that
-the work does not grow with the number of ranks.
+Profiles depend on the tensor-parallel degree alone, stages and schedules on few degrees. Each is made once, so the work
+does not grow with the number of ranks.
 """
 
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ from nxd_plan.step_time import (
     step_time,
 )
 
-USABLE_MEMORY = 0.9  # the rest is the runtime's, and lost between tensors
+USABLE_MEMORY = 0.9  # the rest goes to the runtime and to fragmentation
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class PlannedLayout:
     """A layout that fits.
 
     Attributes:
-        layout: what it is.
-        memories: of each pipeline rank.
-        communication: bytes by axis.
-        time: of a step.
+        layout: the layout.
+        memories: the memory of each pipeline rank.
+        communication: bytes sent, by axis.
+        time: the time of a step.
     """
 
     layout: Layout
@@ -59,13 +59,13 @@ class PlannedLayout:
 
     @property
     def memory(self) -> RankMemory:
-        """Of the pipeline rank that needs most."""
+        """The memory of the pipeline rank that needs the most."""
         return max(self.memories, key=lambda memory: memory.peak)
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """A layout that needs more memory than there is."""
+    """A layout that needs more memory than a device has."""
 
     layout: Layout
     memory: RankMemory
@@ -76,11 +76,11 @@ class Plan:
     """The result of planning a job.
 
     Attributes:
-        job: that was planned.
-        best: the quickest layouts that fit, quickest first.
-        num_fitting: how many layouts fit.
-        misfits: those that need too much memory; with the smallest microbatches for which that is so.
-        rejected: those that cannot be.
+        job: the job that was planned.
+        best: the fastest layouts that fit, fastest first.
+        num_fitting: number of layouts that fit.
+        misfits: layouts that need too much memory, each with the smallest microbatch size that does not fit.
+        rejected: layouts that are not possible.
     """
 
     job: Job
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def usable_bytes(self) -> float:
-        """Of a device's memory, for tensors."""
+        """The bytes of a device's memory that tensors can use."""
         return self.job.device.memory_bytes * USABLE_MEMORY
 
 
@@ -120,12 +120,12 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
     """Try every layout of a job.
 
     Args:
-        job: what is to be trained, and on what.
-        fixed: degrees that are not to be chosen.
-        top: how many of the quickest layouts to give.
+        job: the job to plan.
+        fixed: the degrees fixed in advance.
+        top: number of fastest layouts to return.
 
     Raises:
-        RuntimeError: the process has ranks of its own.
+        RuntimeError: torch.distributed is already initialized in this process.
         ValueError: `top` is not positive.
     """
     if top < 1:
@@ -168,7 +168,7 @@ def _try_sizes(search: _Search, planner: StagePlanner, degrees: ParallelDegrees)
         except ValueError as error:
             of_experts = f", EP {degrees.ep}" if degrees.ep > 1 and not sequence_parallel else ""
             search.rejected.append(Rejected(f"TP {degrees.tp}{' + SP' * sequence_parallel}{of_experts}", str(error)))
-            if not sequence_parallel:  # it is not split at all
+            if not sequence_parallel:  # the model cannot be split at all
                 return
     if not choices:
         return
@@ -188,7 +188,7 @@ def _try_sizes(search: _Search, planner: StagePlanner, degrees: ParallelDegrees)
 
 
 def _has_larger_microbatches(layout: Layout, other: Layout) -> bool:
-    """Whether a layout differs from another by its microbatches only, which are no smaller."""
+    """Whether a layout differs from another only by microbatches that are at least as large."""
     same = replace(other, microbatch_size=layout.microbatch_size, num_microbatches=layout.num_microbatches)
     return layout == same and layout.microbatch_size >= other.microbatch_size
 
@@ -220,7 +220,7 @@ def _try_layout(search: _Search, layout: Layout, stages: list[StageParts], profi
 
 
 def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayout]:
-    """The `top` quickest layouts; schedules are simulated only where they might be among them."""
+    """The `top` fastest layouts; a schedule is simulated only if its layout might be among them."""
     job = search.job
     bounded = sorted(
         ((_timed(job, candidate, model_flops, simulated=False), candidate) for candidate in search.candidates),
@@ -236,7 +236,7 @@ def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayo
 
 
 def _timed(job: Job, candidate: _Candidate, model_flops: float, *, simulated: bool) -> PlannedLayout:
-    """A candidate with the time of its step: what its schedule takes, or what no schedule can go below."""
+    """A candidate with its step time: as its schedule simulates, or a lower bound over all schedules."""
     layout, mesh, profile = candidate.layout, candidate.mesh, candidate.profile
     times = stage_times(job, mesh, candidate.stages, profile)
     if simulated:
@@ -249,7 +249,7 @@ def _timed(job: Job, candidate: _Candidate, model_flops: float, *, simulated: bo
 
 
 def _model_flops(job: Job) -> float:
-    """Of forward and backward of one sequence by the whole model: backward is twice the forward."""
+    """FLOPs of forward and backward of one sequence through the whole model; backward counts as twice the forward."""
     with planned_ranks(ParallelDegrees()):
         profiler = Profiler(job.model, job.dtype, job.sequence_length)
         profile = profiler.profile(sequence_parallel=False, checkpointing="none", microbatch_size=1)
@@ -258,7 +258,7 @@ def _model_flops(job: Job) -> float:
 
 
 def activation_modes(job: Job, layout: Layout) -> dict[str, int]:
-    """Bytes that the first decoder layer keeps of one microbatch in a layout, by form of checkpointing."""
+    """Bytes that the first decoder layer keeps per microbatch in a layout, by kind of checkpointing."""
     degrees = layout.degrees
     with planned_ranks(degrees):
         length = local_length(job.sequence_length, degrees)

@@ -1,8 +1,8 @@
-"""Profiles one microbatch on one rank: measured on the real layers, with tensors that have shapes and no memory.
+"""Profiles one microbatch on one rank by running the real layers on meta tensors, which have shapes but no memory.
 
-One process takes the place of the first rank of a tensor-parallel group that does not exist; torch's own "fake"
-transport moves nothing. A model with one decoder layer of each kind runs forward and backward there. Hooks tell
-embedding, layers and head apart, and a model of any number of layers, or a stage of it, is put together from these.
+One process plays the first rank of a tensor-parallel group that does not exist; torch's "fake" backend sends nothing.
+A model with one decoder layer of each kind runs forward and backward there. Hooks separate embedding, layers and head,
+and a model with any number of layers, or a stage of it, is assembled from these parts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # collectives on the meta device, before torch 2.13
-import torch.testing._internal.distributed.fake_pg  # registers the transport "fake"
+import torch.testing._internal.distributed.fake_pg  # registers the "fake" backend
 from nxd_layers import CoreAttention, apply_activation_checkpointing
 from nxd_state import (
     ParallelDegrees,
@@ -36,17 +36,17 @@ CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
 @contextmanager
 def planned_ranks(degrees: ParallelDegrees, *, has_static_shapes: bool = False) -> Iterator[None]:
-    """Inside, this process is the first of the ranks that split a layer and its experts, of one stage and one context.
+    """Inside, this process is the first of the ranks that split a layer and its experts, with one stage and no CP.
 
-    With `has_static_shapes` it computes as where no shape depends on values.
+    With `has_static_shapes`, the model computes as on devices where no shape may depend on values.
 
     Raises:
-        RuntimeError: the process has real ranks already.
+        RuntimeError: torch.distributed is already initialized in this process.
     """
     if dist.is_initialized() or model_parallel_is_initialized():
         raise RuntimeError(
-            "a plan is made in a process without ranks of its own, but torch.distributed is initialised here; plan "
-            "before, or in another process"
+            "planning needs a process without torch.distributed, but it is already initialized here; plan before "
+            "that, or in another process"
         )
     of_layer = ParallelDegrees(degrees.tp, ep=degrees.ep, etp=degrees.etp)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=of_layer.least_ranks)
@@ -64,12 +64,12 @@ class Pass:
     """The forward or the backward of one part of the model, for one microbatch on one rank.
 
     Attributes:
-        kept: bytes that stay when it is over, beyond those that were there; negative for a backward.
-        peak: the most bytes in between, beyond those that were there when it began.
-        operations: what it computes.
+        kept: bytes at its end minus bytes at its start; negative for a backward.
+        peak: maximum bytes in between minus bytes at its start.
+        operations: the operations that it runs.
         messages: bytes that the rank sends in each collective of its tensor-parallel group.
         to_experts: bytes that it sends to other ranks' experts, and back, in each exchange.
-        product_bytes: of the results of its matrix products.
+        product_bytes: bytes of the results of its matrix products.
     """
 
     kept: int
@@ -81,13 +81,13 @@ class Pass:
 
     @property
     def flops(self) -> int:
-        """Of all operations."""
+        """FLOPs of all operations."""
         return sum(operation.flops for operation in self.operations)
 
     def extrapolated(self, to_three: "Pass", size: int) -> "Pass":
-        """For microbatches of `size`, where this is for one of 2 and `to_three` for one of 3.
+        """Extrapolate to microbatches of `size`, from this pass (of size 2) and `to_three` (of size 3).
 
-        Every tensor either is as large as the microbatch or has nothing to do with it, so all numbers lie on lines.
+        Every tensor is either proportional to the microbatch or independent of it, so all numbers are linear in size.
         """
         return Pass(
             kept=_on_line(self.kept, to_three.kept, size),
@@ -111,7 +111,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Embedding, a decoder layer, or final norm, head and loss."""
+    """A part of the model: the embedding, a decoder layer, or the final norm, head and loss."""
 
     forward: Pass
     backward: Pass
@@ -125,7 +125,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Profile:
-    """The parts of a model, its layers by kind, and the bytes of the hidden states between them."""
+    """The parts of a model, with one layer of each kind, and the bytes of the hidden states between them."""
 
     embedding: Part
     layers: tuple[Part, ...]
@@ -149,12 +149,12 @@ def _on_line(at_two: int, at_three: int, size: int) -> int:
 
 
 class Profiler:
-    """Profiles of one model at one tensor-parallel degree, to be used inside `planned_ranks`; each is made once.
+    """Profiles one model at one tensor-parallel degree, inside `planned_ranks`; each profile is made once.
 
     Args:
-        model: to be profiled.
-        dtype: of its parameters.
-        sequence_length: tokens in a sequence.
+        model: the model to profile.
+        dtype: dtype of its parameters.
+        sequence_length: tokens per sequence.
     """
 
     def __init__(self, model: PlannedModel, dtype: torch.dtype, sequence_length: int) -> None:
@@ -169,14 +169,14 @@ class Profiler:
         """The parts of the model for a microbatch of any size.
 
         Args:
-            sequence_parallel: activations split along the sequence between the layers.
-            checkpointing: one of `CHECKPOINTING` that the model knows.
-            microbatch_size: sequences in it.
+            sequence_parallel: whether activations between the layers are split along the sequence.
+            checkpointing: one of `CHECKPOINTING` that the model supports.
+            microbatch_size: sequences per microbatch.
 
         Raises:
-            ValueError: the model cannot be split so, or looks at values, which there are none of here.
+            ValueError: the model cannot be split this way, or reads tensor values, which meta tensors do not have.
         """
-        if microbatch_size <= 2:  # tensors of one sequence may be transposed without a copy, so it is on no line
+        if microbatch_size <= 2:  # size 1 is not linear: one sequence may be transposed without a copy
             return self._measured(sequence_parallel, checkpointing, microbatch_size)
         of_two = self._measured(sequence_parallel, checkpointing, 2)
         return of_two.extrapolated(self._measured(sequence_parallel, checkpointing, 3), microbatch_size)
@@ -184,7 +184,7 @@ class Profiler:
     def _make_model(self, sequence_parallel: bool) -> nn.Module:
         model = self._planned.on_rank(self._dtype, sequence_parallel=sequence_parallel)
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # to which backward adds, as in all microbatches but one
+            parameter.grad = torch.zeros_like(parameter)  # backward adds to it, as in all but the first microbatch
         return model
 
     def _measure(self, sequence_parallel: bool, checkpointing: str, microbatch_size: int) -> Profile:
@@ -201,10 +201,10 @@ class Profiler:
                 del output
                 log.begin("head backward")
                 loss.backward()
-            except Exception as error:  # anything a model does that tensors without memory cannot
+            except Exception as error:  # a model may do anything that meta tensors do not support
                 reason = " ".join(str(error).split())
                 raise ValueError(
-                    f"{type(model).__name__} does not run on tensors without values, by which a plan is made: "
+                    f"{type(model).__name__} does not run on meta tensors, which planning needs: "
                     f"{type(error).__name__}: {reason}"
                 ) from error
             finally:
@@ -219,13 +219,13 @@ class Profiler:
 
 
 def _expert_group() -> str:
-    """Name of the process group of the ranks with other experts, where these are not just the tensor-parallel ones."""
+    """Name of the process group of the ranks with other experts, or "" if it is the tensor-parallel group."""
     experts = active_group("ep")
     return "" if experts.ranks == active_group("tp").ranks else experts.name
 
 
 class _Marks:
-    """Hooks on the layers, at which the segments of a forward and backward begin."""
+    """Hooks on the layers that begin the segments of a forward and backward."""
 
     def __init__(self, layers: Sequence[nn.Module], log: OperationLog) -> None:
         self.hidden_bytes = 0
@@ -257,9 +257,9 @@ def _name(kind: int) -> str:
 
 @contextmanager
 def _attention_as_one_operation() -> Iterator[None]:
-    """Inside, attention is as devices have it; of tensors without memory torch would make many operations of it."""
+    """Inside, attention is one operation, as on devices; on meta tensors torch would split it into many."""
     of_torch = F.scaled_dot_product_attention
-    # A mode of torch's would not hold for what backward computes again.
+    # A torch mode would not apply to what backward recomputes.
     F.scaled_dot_product_attention = _causal_attention  # type: ignore[assignment]
     try:
         yield
@@ -268,7 +268,7 @@ def _attention_as_one_operation() -> Iterator[None]:
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Values of smaller heads than those of queries and keys are filled up."""
+    """Values with smaller heads than queries and keys are padded."""
     size = value.shape[-1]
     filled = F.pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
     mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, filled, 0.0, True)[0]

@@ -1,4 +1,4 @@
-"""A layout as runnable config: a call of `neuronx_distributed_config(...)`, and a recipe of `nxd train`."""
+"""Turns a layout into runnable config: a `neuronx_distributed_config(...)` call, and a recipe for `nxd train`."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ Recipe = dict[str, dict[str, Any]]  # by section and key
 
 
 def config_call(job: Job, layout: Layout) -> str:
-    """Lines of Python that make the model in this layout; names of `nxd`, `torch` and of the model are imported."""
+    """Python lines that create the model in this layout; they need imports of `nxd`, `torch` and the model's names."""
     parallel = layout.degrees.sequence_parallel
     arguments = training_config(
         job.model.spec(job.dtype, sequence_parallel=parallel),
@@ -33,7 +33,7 @@ def config_call(job: Job, layout: Layout) -> str:
 
 
 def _not_by_default(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments that are not as by default, as Python writes them; of sections the keys."""
+    """The arguments that differ from their defaults, as Python source; sections with their changed keys only."""
     default = complete_config({})
     pipeline = {name: it.default for name, it in inspect.signature(NxDPPModel).parameters.items()}
     shown = {}
@@ -52,7 +52,7 @@ def _not_by_default(arguments: Mapping[str, Any]) -> dict[str, str]:
 def _as_python(value: Any) -> str:
     if isinstance(value, type):
         return value.__name__
-    if inspect.ismethod(value):  # of the model without memory
+    if inspect.ismethod(value):  # a method of the model on the meta device
         return f"outline.{value.__name__}"
     if isinstance(value, list):
         return f"[{', '.join(map(_as_python, value))}]"
@@ -60,7 +60,7 @@ def _as_python(value: Any) -> str:
 
 
 def recipe(job: Job, layout: Layout) -> Recipe:
-    """The recipe of a run in this layout, on the ranks that it is started with.
+    """The recipe of a run in this layout; the number of ranks is given at its start.
 
     Raises:
         ValueError: a recipe cannot name the model.
@@ -83,11 +83,11 @@ def recipe(job: Job, layout: Layout) -> Recipe:
 
 
 def save_recipe(content: Recipe, file: str | Path) -> Path:
-    """Write a recipe, without what it leaves to its defaults; returns the file.
+    """Write a recipe without the keys left to their defaults, and return its file.
 
     Raises:
         ValueError: the file's name ends in neither .toml nor .json.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     file = Path(file)
     said = {name: {key: it for key, it in keys.items() if it is not None} for name, keys in content.items()}

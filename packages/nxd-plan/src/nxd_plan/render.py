@@ -1,4 +1,4 @@
-"""A plan as text: the ranked table, the quickest layout in detail, advice where none fits; and as JSON."""
+"""Renders a plan as text (ranked table, details of the fastest layout, advice if none fits) or as JSON."""
 
 import json
 import math
@@ -20,22 +20,22 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer_state", "buckets", "activa
 
 
 def render_table(plan: Plan) -> str:
-    """The quickest layouts, one to a line, and how many others there are."""
+    """The fastest layouts, one per line, and how many others there are."""
     job = plan.job
     tried = (
         f"{plan.num_fitting} layouts fit, {len(plan.misfits)} need more than the {show_memory(plan.usable_bytes)} "
-        f"that can be used of {show_memory(job.device.memory_bytes)}, {len(plan.rejected)} are not possible"
+        f"usable of {show_memory(job.device.memory_bytes)}, {len(plan.rejected)} are not possible"
     )
     rows = [_row(planned) for planned in plan.best]
     return "\n".join([tried, *_aligned([HEADINGS, *rows])])
 
 
 def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -> str:
-    """Memory by kind, of the first, the fullest and the last pipeline rank; bytes by axis; the parts of a step's time.
+    """Memory by kind of the first, the fullest and the last pipeline rank; bytes by axis; the parts of the step time.
 
     Args:
         planned: the layout.
-        activation_modes: of `planner.activation_modes`.
+        activation_modes: the result of `planner.activation_modes`.
     """
     time, sent = planned.time, planned.communication
     modes = ", ".join(f"{mode} {show_memory(number)}" for mode, number in activation_modes.items())
@@ -43,19 +43,19 @@ def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -
         [
             str(planned.layout),
             *_memory_table(planned.memories),
-            f"activations of one layer and microbatch by checkpointing: {modes}",
-            f"sent by a rank in a step: TP {show_memory(sent.tp)}, PP {show_memory(sent.pp)}, "
+            f"activations per layer and microbatch, by checkpointing: {modes}",
+            f"sent per rank and step: TP {show_memory(sent.tp)}, PP {show_memory(sent.pp)}, "
             f"DP {show_memory(sent.dp)}{f', CP {show_memory(sent.cp)}' if sent.cp else ''}"
             f"{f', EP {show_memory(sent.ep)}' if sent.ep else ''}",
             f"step {show_seconds(time.seconds)}: pipeline {show_seconds(time.pipeline)} "
-            f"({time.bubble:.0%} of it idle), gradients and parameters of replicas {show_seconds(time.data_parallel)}, "
-            f"optimizer {show_seconds(time.update)}; MFU {time.mfu:.0%}",
+            f"({time.bubble:.0%} of it idle), gradients and parameters across replicas "
+            f"{show_seconds(time.data_parallel)}, optimizer {show_seconds(time.update)}; MFU {time.mfu:.0%}",
         ]
     )
 
 
 def render_rejected(plan: Plan) -> str:
-    """All layouts that are not possible or do not fit, with the reason."""
+    """All layouts that are not possible or do not fit, with their reasons."""
     impossible = [(it.what, it.reason) for it in plan.rejected]
     too_large = [
         (
@@ -87,7 +87,7 @@ def _row(planned: PlannedLayout) -> tuple[str, ...]:
 
 
 def _memory_table(memories: Sequence[RankMemory]) -> list[str]:
-    """A column for the first, the fullest and the last pipeline rank, with their neighbours that need the same."""
+    """A column each for the first, the fullest and the last pipeline rank, with neighbors that need the same."""
     runs: list[tuple[int, int]] = []
     for rank, memory in enumerate(memories):
         if runs and memories[runs[-1][0]] == memory:
@@ -112,16 +112,16 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def describe_misfit(plan: Plan, fixed: Degrees) -> str:
-    """For a plan in which nothing fits, a few lines: the layout that misses by least, and ways out."""
+    """A few lines about a plan in which nothing fits: the closest layout, and ways to make it fit."""
     if not plan.misfits:
         reasons = [f"  {rejected.what}: {rejected.reason}" for rejected in plan.rejected]
         return "\n".join(["no layout is possible:", *reasons])
     nearest = min(plan.misfits, key=lambda misfit: misfit.memory.peak)
     missing = nearest.memory.peak - plan.usable_bytes
     lines = [
-        f"no layout fits on {plan.job.num_devices} x {plan.job.device.name}. The nearest is {nearest.layout}:",
-        f"  it needs {show_memory(nearest.memory.peak)} of each device, {show_memory(missing)} more than the "
-        f"{show_memory(plan.usable_bytes)} that can be used",
+        f"no layout fits on {plan.job.num_devices} x {plan.job.device.name}. The closest is {nearest.layout}:",
+        f"  it needs {show_memory(nearest.memory.peak)} on each device, {show_memory(missing)} more than the usable "
+        f"{show_memory(plan.usable_bytes)}",
         "What would help:",
         *(f"  - {way}" for way in _ways_out(plan, fixed, nearest)),
     ]
@@ -132,30 +132,30 @@ def _ways_out(plan: Plan, fixed: Degrees, nearest: Misfit) -> list[str]:
     memory, layout, ways = nearest.memory, nearest.layout, []
     held = [f"--{name.replace('_', '-')}" for name, value in vars(fixed).items() if value is not None]
     if held:
-        ways.append(f"leave {', '.join(held)} open")
+        ways.append(f"leave out {', '.join(held)}")
     if memory.states > plan.usable_bytes:
         factor = math.ceil(memory.states / plan.usable_bytes)
         ways.append(
-            f"more devices: parameters, gradients and optimizer state alone are {show_memory(memory.states)} on a "
-            f"rank, so at least {factor} times as many"
+            f"at least {factor} times as many devices: parameters, gradients and optimizer state alone need "
+            f"{show_memory(memory.states)} per rank"
         )
     else:
         enough = memory.peak / plan.usable_bytes * plan.job.device.memory_bytes
         ways.append(f"more devices, or devices with {show_memory(enough)}")
     if memory.activations + memory.logits + memory.temporaries > memory.states:
         ways.append(
-            f"shorter sequences: activations, logits and temporaries are {show_memory(memory.peak - memory.states)} "
+            f"shorter sequences: activations, logits and temporaries need {show_memory(memory.peak - memory.states)} "
             f"for sequences of {plan.job.sequence_length} tokens"
         )
     if layout.degrees.dp > 1 and not layout.degrees.zero1:
-        ways.append("--zero1 yes: shares the optimizer's state out over the replicas")
+        ways.append("--zero1 yes: shards the optimizer state over the replicas")
     return ways
 
 
 def plan_as_json(plan: Plan) -> str:
-    """The quickest layouts, the quickest first, and why the others are not among them.
+    """The fastest layouts, fastest first, and why the others are not among them, as JSON.
 
-    Memory and messages are in bytes, `memory` of each pipeline rank; times are in seconds.
+    Memory and messages are in bytes, `memory` per pipeline rank; times are in seconds.
     """
     job = plan.job
     content = {

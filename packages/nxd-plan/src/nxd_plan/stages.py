@@ -1,4 +1,4 @@
-"""The parts of the model on each pipeline stage, found by cutting the real model on the meta device."""
+"""Finds the parts of the model on each pipeline stage by cutting the real model on the meta device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,15 +17,15 @@ class StageParts:
 
     Attributes:
         layers: the kind of each of its decoder layers.
-        has_embedding: it begins with the embedding.
-        has_head: it ends with norm, head and loss.
-        elements: of all its parameters on this rank.
-        layer_elements: of each decoder layer.
-        head_elements: of norm and head; 0 without.
+        has_embedding: whether it begins with the embedding.
+        has_head: whether it ends with norm, head and loss.
+        elements: elements of all its parameters on this rank.
+        layer_elements: elements of each decoder layer.
+        head_elements: elements of norm and head; 0 if it has none.
         largest: elements of its largest parameter.
-        replicated: elements of the parameters of which every tensor-parallel rank has a copy, such as norms.
-        tied: elements of the parameters that another stage has as well.
-        experts: elements of the parameters of experts that lie on the ranks in another way than the other layers.
+        replicated: elements of the parameters that every tensor-parallel rank has a copy of, such as norms.
+        tied: elements of the parameters that another stage also has.
+        experts: elements of the expert parameters that are sharded differently from the other layers.
     """
 
     layers: tuple[int, ...]
@@ -45,10 +45,10 @@ class RankParameter:
     """A parameter on one rank of its tensor-parallel group.
 
     Attributes:
-        elements: of this rank's part.
-        is_whole: every rank has all of it.
-        first_name: of the names of a tied one; its own otherwise.
-        is_expert: it lies on the ranks in another way than the other layers.
+        elements: elements of this rank's part.
+        is_whole: whether every rank has all of it.
+        first_name: the first name of a tied parameter; otherwise its own name.
+        is_expert: whether it is an expert's and sharded differently from the other layers.
     """
 
     elements: int
@@ -61,7 +61,7 @@ Parameters = Mapping[str, RankParameter]
 
 
 class StagePlanner:
-    """Stages of one model at any degrees; where it is cut does not depend on the tensor-parallel one."""
+    """Finds the stages of one model at any degrees; the cuts do not depend on the tensor-parallel degree."""
 
     def __init__(self, model: PlannedModel) -> None:
         self._model = model
@@ -73,10 +73,10 @@ class StagePlanner:
         return self._model.outline()
 
     def parameters(self, on_rank: nn.Module) -> Parameters:
-        """All parameters of the model on one rank, in their order, by name.
+        """All parameters of the model on one rank, by name, in order.
 
         Args:
-            on_rank: its part of the model, with one layer of each kind; see `PlannedModel.on_rank`.
+            on_rank: the rank's part of the model, with one layer of each kind; see `PlannedModel.on_rank`.
         """
         named: dict[str, RankParameter] = {}
         names: dict[nn.Parameter, str] = {}
@@ -108,11 +108,11 @@ class StagePlanner:
         """All stages.
 
         Args:
-            num_stages: of the whole pipeline.
-            parameters: see there.
+            num_stages: number of stages in the pipeline.
+            parameters: the result of `parameters`.
 
         Raises:
-            ValueError: the model cannot be cut into so many.
+            ValueError: the model cannot be cut into this many stages.
         """
         if num_stages not in self._stage_of:
             self._stage_of[num_stages] = self._cut(num_stages)
@@ -160,12 +160,12 @@ class StagePlanner:
         )
 
     def _after_layers(self, names: Sequence[str]) -> Sequence[str]:
-        """Of names in the model's order those of norm and head."""
+        """The names of norm and head, from names in the model's order."""
         last = max(place for place, name in enumerate(names) if name.startswith(self._prefix))
         return names[last + 1 :]
 
     def _part_of(self, name: str) -> str:
-        """Of a parameter's name that of its decoder layer, or itself outside of the layers."""
+        """The name of a parameter's decoder layer, or the parameter's own name outside of the layers."""
         if not name.startswith(self._prefix):
             return name
         return self._prefix + name.removeprefix(self._prefix).partition(".")[0]

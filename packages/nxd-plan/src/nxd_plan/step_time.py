@@ -1,7 +1,7 @@
-"""Estimates the time of a training step: computation, messages by axis, the pipeline's idle time.
+"""Estimates the time of a training step: computation, messages by axis, and the pipeline's idle time.
 
-A roofline (Williams et al. 2009): every operation takes as long as its arithmetic or its memory traffic, whichever is
-longer. Nothing overlaps, and no operations are fused: an estimate to compare layouts by, not a promise.
+It is a roofline model (Williams et al. 2009): every operation takes as long as its arithmetic or its memory traffic,
+whichever is longer. Nothing overlaps and nothing is fused: the estimate is for comparing layouts, not a promise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,21 +19,21 @@ from nxd_plan.operations import Operation
 from nxd_plan.profile import Part, Pass, Profile
 from nxd_plan.stages import StageParts
 
-SUSTAINED_FLOPS = 0.7  # of the peak, by large matrix products
-SUSTAINED_BANDWIDTH = 0.8  # of the maker's number, of memory and of links
-LATENCY = 10e-6  # seconds of any message
+SUSTAINED_FLOPS = 0.7  # fraction of the peak that large matrix products reach
+SUSTAINED_BANDWIDTH = 0.8  # fraction of the nominal bandwidth, for memory and links
+LATENCY = 10e-6  # seconds per message
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that the rank with the most of them sends in a step, by axis of the mesh.
+    """Bytes that the busiest rank sends in a step, by mesh axis.
 
     Attributes:
-        tp: of activations within the layers.
-        ep: of tokens to the experts of other ranks and back, and of their gradients, where routing is even.
-        cp: of keys and values of causal attention, or of whole heads where that is less; and of their gradients.
-        pp: of activations and their gradients between stages, and of a tied embedding's gradient.
-        dp: of gradients, and with ZeRO-1 of parameters.
+        tp: activations within the layers.
+        ep: tokens to the experts of other ranks and back, and their gradients, assuming even routing.
+        cp: keys and values of causal attention, or whole heads if that is less; and their gradients.
+        pp: activations and their gradients between stages, and a tied embedding's gradient.
+        dp: gradients, and with ZeRO-1 also parameters.
     """
 
     tp: int
@@ -45,15 +45,15 @@ class Communication:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest rank, and what they are made of.
+    """Seconds of a step on the slowest rank, and their parts.
 
     Attributes:
-        pipeline: forward and backward of all microbatches, with idle time.
-        data_parallel: gradients to the other replicas, and parameters back.
-        update: of the optimizer.
-        bubble: part of the pipeline's time in which ranks are idle.
-        mfu: floating-point operations of the model by those that the devices could do: model FLOPs utilisation
-            (Chowdhery et al. 2022). What checkpointing computes again does not count; causal attention counts half.
+        pipeline: seconds of forward and backward of all microbatches, with idle time.
+        data_parallel: seconds for gradients to the other replicas and parameters back.
+        update: seconds of the optimizer's update.
+        bubble: fraction of the pipeline's time in which ranks are idle.
+        mfu: the model's floating-point operations divided by those that the devices could do: model FLOPs utilization
+            (Chowdhery et al. 2022). Recomputation does not count; causal attention counts half.
     """
 
     pipeline: float
@@ -64,7 +64,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.pipeline + self.data_parallel + self.update
 
 
@@ -79,7 +79,7 @@ class StageTime:
 def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
     """Bytes/s that a rank sends along an axis: slow if any group of the axis is on several hosts."""
     first, *others = mesh.group_of(0, axis)
-    # Groups lie in blocks of consecutive ranks, so one of them is cut where a host ends within a block.
+    # Groups lie in blocks of consecutive ranks, so a group spans hosts if a host ends within a block.
     block = (others[0] - first) * (1 + len(others)) if others else 1
     on_one_host = mesh.world_size <= device.devices_per_host or device.devices_per_host % block == 0
     rate = device.intra_host_bandwidth if on_one_host else device.inter_host_bandwidth
@@ -87,7 +87,7 @@ def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
 
 
 def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Profile) -> tuple[StageTime, ...]:
-    """Seconds of one microbatch on each stage, with the messages of tensor parallelism."""
+    """Seconds of one microbatch on each stage, including the messages of tensor, context and expert parallelism."""
     flops = job.device.flops_of(job.dtype_name) * SUSTAINED_FLOPS
     memory = job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
     link = bandwidth(job.device, mesh, "tp")
@@ -95,7 +95,7 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
     context_link, expert_link = bandwidth(job.device, mesh, "cp"), bandwidth(job.device, mesh, "ep")
 
     def seconds(work: Pass) -> float:
-        # An operation is for the keys of this rank; its queries look at those of all ranks, of which half are before.
+        # An operation covers the keys of this rank; its queries attend to those of all ranks, half of them earlier.
         computing = sum(max(_over_contexts(it, mesh.cp) / flops, it.bytes / memory) for it in work.operations)
         exchanged = [context_bytes(it, mesh.cp, needs_heads=job.device.name in ON_XLA) for it in work.operations]
         sending = sum(LATENCY + sent / link for sent in work.messages if sent)
@@ -125,7 +125,7 @@ def _over_contexts(operation: Operation, context_parallel_size: int) -> int:
 
 
 def check_heads(profile: Profile, context_parallel_size: int) -> None:
-    """Refuse attention that XLA cannot compute of cut sequences: by whole sequences of some heads only.
+    """Reject attention that XLA cannot compute on split sequences: it needs whole sequences of some of the heads.
 
     Raises:
         ValueError: the heads of a layer cannot be split.
@@ -134,18 +134,18 @@ def check_heads(profile: Profile, context_parallel_size: int) -> None:
         num_heads, num_key_heads = operation.heads
         if not splits_heads(num_heads, num_key_heads, context_parallel_size):
             raise ValueError(
-                f"context_parallel_size={context_parallel_size} cannot split {num_heads} query heads and "
-                f"{num_key_heads} key heads of a tensor-parallel rank, as this device needs"
+                f"context_parallel_size={context_parallel_size} cannot split the {num_heads} query heads and "
+                f"{num_key_heads} key heads of a tensor-parallel rank, which this device requires"
             )
 
 
 def context_bytes(operation: Operation, context_parallel_size: int, *, needs_heads: bool = False) -> int:
-    """What a context-parallel rank sends for an attention, by the transport that sends least in forward.
+    """Bytes that a context-parallel rank sends for an attention, with the transport that sends least in forward.
 
     Args:
         operation: the attention.
-        context_parallel_size: ranks.
-        needs_heads: only whole sequences of some heads will do.
+        context_parallel_size: number of context-parallel ranks.
+        needs_heads: whether each rank must compute whole sequences of some of the heads.
     """
     others, (num_heads, num_key_heads) = context_parallel_size - 1, operation.heads
     if num_heads and splits_heads(num_heads, num_key_heads, context_parallel_size):
@@ -157,9 +157,9 @@ def context_bytes(operation: Operation, context_parallel_size: int, *, needs_hea
 
 
 def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageTime]) -> float:
-    """Seconds that no order of the work can go below.
+    """A lower bound on the seconds of the pipeline, for any order of the work.
 
-    A rank has to do all its work, after the first forward and before the last backward of the stages before it.
+    A rank must do all its work after the first forward and before the last backward of the stages before it.
     """
     both = [time.forward + time.backward for time in times]
     return max(
@@ -171,9 +171,9 @@ def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageT
 def pipeline_seconds(
     job: Job, layout: Layout, mesh: Mesh, times: Sequence[StageTime], hidden_bytes: int
 ) -> tuple[float, float]:
-    """Seconds of a step's forwards and backwards, and the part of them in which ranks are idle; simulated.
+    """Simulated seconds of a step's forwards and backwards, and the fraction of them in which ranks are idle.
 
-    Of many microbatches those in the middle repeat themselves, so that no more than three rounds are simulated.
+    With many microbatches the middle ones repeat, so at most three rounds are simulated.
     """
     ranks = layout.degrees.pp
     busy = sum(time.forward + time.backward for time in times) * layout.num_microbatches / ranks
@@ -196,10 +196,10 @@ def pipeline_seconds(
 
 @cache
 def planned_schedule(name: str, ranks: int, num_microbatches: int) -> Schedule:
-    """`make_schedule`, once for each schedule.
+    """`make_schedule`, cached.
 
     Raises:
-        ValueError: the schedule does not take so many microbatches.
+        ValueError: the schedule does not support this number of microbatches.
     """
     return make_schedule(name, ranks, num_microbatches)
 
@@ -212,7 +212,7 @@ def _simulated(name: str, ranks: int, num_microbatches: int, costs: Costs) -> fl
 def communication(
     job: Job, layout: Layout, stages: Sequence[StageParts], schedule: Schedule, profile: Profile
 ) -> Communication:
-    """Bytes sent by the rank with the most of them, by axis."""
+    """Bytes that the busiest rank sends in a step, by axis."""
     replicas, itemsize = layout.degrees.replicas, job.dtype.itemsize
     tp, pp, dp, cp, ep = [0], [0], [0], [0], [0]
     for rank in range(schedule.num_ranks):
@@ -237,7 +237,7 @@ def communication(
         ep.append(
             layout.num_microbatches * sum(_of_passes(stages[stage], profile, lambda it: it.to_experts) for stage in own)
         )
-        if layout.degrees.sequence_parallel:  # gradients of what every rank has are added over the ranks
+        if layout.degrees.sequence_parallel:  # gradients of replicated parameters are summed over the ranks
             replicated = sum(stages[stage].replicated for stage in own) * itemsize
             tp[-1] += 2 * replicated * (layout.degrees.tp - 1) // layout.degrees.tp
         neighbours = sum((stage > 0) + (stage < len(stages) - 1) for stage in own)
@@ -255,7 +255,7 @@ def communication(
 
 
 def _of_passes(stage: StageParts, profile: Profile, sent: Callable[[Pass], Iterable[int]]) -> int:
-    """Bytes of one microbatch on a stage, where `sent` says those of a pass."""
+    """Bytes of one microbatch on a stage, where `sent` gives the bytes of a pass."""
 
     def of(part: Part) -> int:
         return sum(sent(part.forward)) + sum(sent(part.backward))
@@ -273,16 +273,16 @@ def step_time(
     pipeline: tuple[float, float],
     model_flops: float,
 ) -> StepTime:
-    """All of a step.
+    """The time of a step.
 
     Args:
-        job: to be planned.
-        layout: of it.
-        mesh: of the layout.
-        memories: of the pipeline ranks.
-        sent: bytes by axis.
-        pipeline: of `pipeline_seconds`.
-        model_flops: of forward and backward of one sequence, over all ranks that share it.
+        job: the job to plan.
+        layout: the layout to time.
+        mesh: the layout's mesh.
+        memories: the memory of each pipeline rank.
+        sent: bytes sent, by axis.
+        pipeline: the result of `pipeline_seconds`.
+        model_flops: FLOPs of forward and backward of one sequence, over all ranks that share it.
     """
     seconds, bubble = pipeline
     replicas = "dp" if layout.degrees.dp > 1 else "cp"

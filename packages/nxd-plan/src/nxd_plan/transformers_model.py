@@ -1,7 +1,7 @@
-"""Causal language models of transformers with the interface that a plan needs; see `PlannedModel`.
+"""Adapts causal language models of transformers to the interface that planning needs; see `PlannedModel`.
 
-They are made without memory, as `nxd train` makes them, and split by their own plan. A plan measures a model reduced to
-one layer of each kind.
+They are created on the meta device, as in `nxd train`, and split by their own parallel plan. Planning measures a model
+reduced to one layer of each kind.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from torch import nn
 
 from nxd_plan.model import first_of_kinds, keyword_lines, numbered
 
-# Keys of a config that say nothing of the model's tensors, or that are said elsewhere.
+# Config keys that do not affect the model's tensors, or that are given elsewhere.
 _NOT_SAID = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config")
 _OF_TOKENIZER = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -33,12 +33,12 @@ class TransformersModel:
 
     Args:
         config: content of its `config.json`, which names its class.
-        folder: with its weights, with which training is to begin; None for random ones.
-        changed: keys of the config that are other than in the folder.
+        folder: the folder with the initial weights; None for random weights.
+        changed: config keys that differ from those in the folder.
 
     Raises:
-        ValueError: transformers is missing, or does not take the config, or the model is none that can be trained by
-            next tokens, or has no list of layers.
+        ValueError: transformers is missing or rejects the config, or the model cannot be trained to predict the next
+            token, or has no list of layers.
     """
 
     layer_class = None
@@ -86,18 +86,18 @@ class TransformersModel:
         check_context(self.outline(), has_known_loss=True)
 
     def recipe_section(self) -> dict[str, Any]:
-        """The folder with the weights; or the type, the sizes and what else is not as the type has it.
+        """See `PlannedModel`: the folder with the weights; or the type, the sizes and other non-default keys.
 
         Raises:
-            ValueError: the config has a null where its type has none, or is of a model of text and more.
+            ValueError: the config has a null where its type's default is not null, or the model is multimodal.
         """
         if self._folder is not None:
             path = {"path": self._folder.as_posix()}
             return {**path, "config": self._changed} if self._changed else path
         if self._text_config is not self._config:
             raise ValueError(
-                f"model_type={self._config.model_type} is a model of text and more, which a recipe names by a folder "
-                "only; put the model's safetensors beside its config.json"
+                f"model_type={self._config.model_type} is a multimodal model, which a recipe can name only by its "
+                "folder; put the model's safetensors beside its config.json"
             )
         sizes = {
             size.name: value
@@ -111,8 +111,8 @@ class TransformersModel:
         nulls = [f"model.config.{name}" for name, value in further.items() if value is None]
         if nulls:
             raise ValueError(
-                f"{', '.join(nulls)}: null in the config.json, which a recipe cannot say; put the model's safetensors "
-                "beside its config.json, so that the recipe can name the folder"
+                f"{', '.join(nulls)}: null in the config.json, which a recipe cannot express; put the model's "
+                "safetensors beside its config.json, so that the recipe can name the folder"
             )
         section = {"type": self._config.model_type, **sizes}
         return {**section, "config": further} if further else section
@@ -122,7 +122,7 @@ class TransformersModel:
         return self._described(dtype)
 
     def config_lines(self, dtype_name: str) -> list[str]:
-        """The config as it is not by default, and the model without memory."""
+        """See `PlannedModel`; lists the config's non-default keys, and creates the model on the meta device."""
         values = keyword_lines({**self._not_by_default, "use_cache": False})
         return [
             f"config = {type(self._config).__name__}({values})",
@@ -136,7 +136,7 @@ class TransformersModel:
 
     @cached_property
     def _not_by_default(self) -> dict[str, Any]:
-        """Keys of the config without which it would be another."""
+        """The smallest set of keys that reproduces the config."""
         kind = {"model_type": self._config.model_type}
         whole, default = complete_config(self._content), complete_config(kind)
         needed = {
@@ -144,7 +144,7 @@ class TransformersModel:
             for name, value in whole.items()
             if name not in _NOT_SAID and not name.startswith("_") and (name not in default or default[name] != value)
         }
-        for name in list(needed):  # some follow from others, such as the types of layers from their number
+        for name in list(needed):  # some follow from others, such as the layer types from the number of layers
             rest = {key: value for key, value in needed.items() if key != name}
             if _makes({**kind, **rest}, whole):
                 needed = rest
@@ -154,7 +154,7 @@ class TransformersModel:
         made = model_on_meta(self._content, dtype)
         if made is None:
             raise ValueError(
-                f"model_type={self._content.get('model_type')!r} is made by transformers: it is not installed, or does "
+                f"model_type={self._content.get('model_type')!r} needs transformers, which is not installed or does "
                 f"not know {self._content.get('architectures')} (pip install transformers)"
             )
         return transformers_spec(made, ModelDescription(self._content), dtype)
@@ -165,7 +165,7 @@ def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _leave_layers(model: Any, path: str, places: list[int]) -> None:
-    """Leave a model only some of its layers, and in its config only what is said of these."""
+    """Keep only some of a model's layers, and only their entries in its config."""
     layers = model.get_submodule(path)
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, nn.ModuleList([layers[place] for place in places]))
@@ -177,7 +177,7 @@ def _leave_layers(model: Any, path: str, places: list[int]) -> None:
 
 
 def _makes(content: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
-    """Whether transformers makes a whole config of some of its keys."""
+    """Whether transformers reproduces a whole config from some of its keys."""
     try:
         made = complete_config(content)
     except ValueError:
