@@ -76,7 +76,9 @@ class TestCommand:
         )
 
         assert ended.returncode == 0, ended.stderr
-        assert ended.stdout.endswith("Nothing is remembered: that takes float64 and a tolerance of 1e-10 or less\n")
+        assert ended.stdout.endswith(
+            "The result was not recorded: that needs float64 and a tolerance of 1e-10 or less\n"
+        )
         assert not remembered.exists()
 
 
@@ -163,11 +165,11 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
 @pytest.mark.parametrize(
     ("config", "changes", "ranks", "message"),
     [
-        (LARGE, {}, 1, "one rank splits nothing; compare on 2 or more"),
+        (LARGE, {}, 1, "a single rank cannot split the model; use 2 or more"),
         (LARGE, {"head_dims": 16}, 2, r"head_dims is no key of Qwen3Config; did you mean head_dim\?"),
         (LARGE, {"num_key_value_heads": 3}, 2, "the small model of type qwen3 cannot be made or run: .*head_dim=16"),
         (LARGE | {"auto_map": {"AutoModel": "code.Model"}}, {}, 2, "Python code beside the weights .auto_map."),
-        ({"model_type": "gemma3", "text_config": {}}, {}, 2, "a model of text and more; .*text decoder"),
+        ({"model_type": "gemma3", "text_config": {}}, {}, 2, "a multimodal model; .*text decoder"),
         ({"model_type": "biogpt"}, {}, 2, "biogpt have no tensor-parallel plan"),
         ({"model_type": "t5"}, {}, 2, "model.type=t5 is no language model that transformers knows"),
         ({"hidden_size": 8}, {}, 2, "model.type=None is no language model"),

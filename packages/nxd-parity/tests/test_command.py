@@ -64,9 +64,9 @@ def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
         (["parity_cases:missing"], "parity_cases:missing cannot be imported from here"),
         (["no_such_module:right"], "no_such_module:right cannot be imported from here"),
         (["parity_cases:right", "train.steps=3"], "train.steps=3 is a key of a recipe, and parity_cases:right is none"),
-        (["parity_cases:BATCHES"], "parity_cases:BATCHES is a list; give a function"),
+        (["parity_cases:BATCHES"], "parity_cases:BATCHES is a list; pass a function"),
         (["parity_broken:right"], "parity_broken:right cannot be imported from here: SyntaxError: invalid syntax"),
-        (["parity_cases:right", "--rtol", "nan"], "rtol=nan is no share of a value"),
+        (["parity_cases:right", "--rtol", "nan"], "rtol=nan is out of range"),
     ],
 )
 def test_case_that_is_none_is_a_mistake(capsys, arguments, message):
@@ -80,4 +80,4 @@ def test_recipe_without_what_makes_its_case_says_what_to_install(monkeypatch, ca
 
     assert main(["parity", "recipe.toml"]) == 2
 
-    assert "pip install nxd-trainer, or give MODULE:FUNCTION" in capsys.readouterr().err
+    assert "pip install nxd-trainer, or pass MODULE:FUNCTION" in capsys.readouterr().err

@@ -216,11 +216,11 @@ def test_case_that_cannot_be_compared_is_refused_on_every_rank(run_ranks):
 
     first, second = run_ranks(run, 2)
 
-    assert first[0] == second[0] == "batches is empty; give the inputs of one step or more"
+    assert first[0] == second[0] == "batches is empty; pass the inputs of at least one step"
     assert "does not divide world_size=2; use tp=1 or 2" in first[1]
     assert first[1] == second[1]
-    assert "3 samples, which 2 replicas cannot share; use a multiple of 2" in second[2]
-    assert second[3] == "rank 0 could not run the one process: KeyError: 'weights'"
+    assert "3 samples, which cannot be divided among 2 replicas; use a multiple of 2" in second[2]
+    assert second[3] == "the one-process run failed on rank 0: KeyError: 'weights'"
 
 
 def test_every_way_into_backward_computes_in_float64_what_it_computes_again():

@@ -1,4 +1,4 @@
-"""Compares a layout with one process, and finds the first tensor that differs, to explain a differing loss.
+"""Compares a layout with one process and finds the first tensor that differs, to explain a differing loss.
 
 This package has the comparison and its report; `nxd parity` is the command that runs it.
 """

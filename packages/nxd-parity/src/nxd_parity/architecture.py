@@ -1,7 +1,7 @@
-"""Compares an architecture of transformers, split by its own plan, with one process: a shrunk case for `compare`.
+"""Makes a small case for `compare` from an architecture of transformers that is split by its own plan.
 
-The architecture is that of a folder's `config.json`; no weights are needed. Its sizes become small ones that keep what
-makes it hard: grouped heads, several experts, windows shorter than the sequence, layers of every kind.
+The architecture is that of a folder's `config.json`; no weights are needed. Its sizes are reduced, but the difficult
+features remain: grouped heads, several experts, windows shorter than the sequence, layers of every kind.
 """
 
 import json
@@ -17,10 +17,10 @@ from torch import nn
 from nxd_parity.case import ParityCase
 
 VOCABULARY = 64
-LENGTH = 7  # of a sequence, in tokens
+LENGTH = 7  # tokens per sequence
 LAYERS = 4
 
-# By the name that a config gives them.
+# By config key.
 SMALL_SIZES: dict[str, int] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -70,22 +70,22 @@ SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def case_of_architecture(folder: Path, changes: Mapping[str, Any], tensor_parallel_size: int) -> ParityCase:
-    """Two training steps of a small model of the folder's architecture, split by its own plan.
+    """Return a case with two training steps of a small model of the folder's architecture, split by its own plan.
 
     Args:
-        folder: of a model of transformers; only its `config.json` is read.
-        changes: keys of the config, for where the small sizes contradict one another.
-        tensor_parallel_size: over how many ranks it is split.
+        folder: the folder of a transformers model; only its `config.json` is read.
+        changes: config keys to override, in case the small sizes contradict one another.
+        tensor_parallel_size: number of ranks that split the model.
 
     Raises:
-        ValueError: there is no such config, it is none of a text decoder that transformers has, or no small model can
-            be made and run with it.
+        ValueError: there is no such config, transformers has no text decoder for it, or no small model can be made and
+            run from it.
     """
     config = read_config(folder)
     if "auto_map" in config:
-        raise ValueError(f"{folder}: its model is Python code beside the weights (auto_map), which nothing here runs")
+        raise ValueError(f"{folder}: its model is Python code beside the weights (auto_map), which is never run here")
     if tensor_parallel_size < 2:
-        raise ValueError("one rank splits nothing; compare on 2 or more (--nproc 2)")
+        raise ValueError("a single rank cannot split the model; use 2 or more ranks (--nproc 2)")
     check_keys(config, changes)
     content = {**small_config(config), **changes}
     _check_runs(content)
@@ -101,13 +101,13 @@ def case_of_architecture(folder: Path, changes: Mapping[str, Any], tensor_parall
 
 
 def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of the same architecture with a few thousand parameters, and without dropout.
+    """Return a config of the same architecture with a few thousand parameters and no dropout.
 
-    Sizes become those of `SMALL_SIZES` where they are larger. Lists with an entry for each layer keep one of every
-    kind, and there are more layers where there are more kinds. Everything else is unchanged.
+    Sizes are reduced to those in `SMALL_SIZES`. Lists with an entry per layer keep an entry of every kind, and there
+    are more than `LAYERS` layers if there are more kinds. Everything else is unchanged.
 
     Raises:
-        ValueError: transformers has no causal language model for the config, or it is one of text and more.
+        ValueError: transformers has no causal language model for the config, or the model is multimodal.
     """
     content, outline = _text_decoder(config)
     names: Mapping[str, str] = outline.config.attribute_map
@@ -126,14 +126,14 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def small_model(content: Mapping[str, Any]) -> nn.Module:
-    """A model whose every parameter has random values, norms and biases included, from torch's present seed.
+    """Make a model with random values in every parameter, including norms and biases, from torch's current RNG state.
 
     Args:
-        content: of its `config.json`.
+        content: the content of its `config.json`.
     """
     model = model_on_meta(content)
     config = model.config
-    config._experts_implementation = "eager"  # the other ones have no float64
+    config._experts_implementation = "eager"  # the others do not support float64
     made: nn.Module = type(model)(config).eval()
     with torch.no_grad():
         for parameter in made.parameters():
@@ -142,31 +142,31 @@ def small_model(content: Mapping[str, Any]) -> nn.Module:
 
 
 def remember_equal(folder: Path) -> str:
-    """Let this user's models of the folder's type be split by their own plan; says where that is written down."""
+    """Record that this user's models of the folder's type may be split by their own plan; says where it is recorded."""
     _, outline = _text_decoder(read_config(folder))
     record = hf.remember_as_compared(outline)
     return f"Models of type {outline.config.model_type!r} are split by their own plan from now on: {record}"
 
 
 def _text_decoder(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The causal language model of a config's type: its complete config, and the model without memory.
+    """The causal language model of a config's type: its complete config, and the model on the meta device.
 
     Raises:
-        ValueError: transformers has no such model, or it is one of text and more.
+        ValueError: transformers has no such model, or it is multimodal.
     """
     headless = {name: value for name, value in config.items() if name != "architectures"}
     content = complete_config(with_architecture(headless))
     outline = model_on_meta(content)
     if outline.config.get_text_config() is not outline.config:
         raise ValueError(
-            f"model_type={content['model_type']} is a model of text and more; give a folder whose config.json is that "
-            "of its text decoder"
+            f"model_type={content['model_type']} is a multimodal model; pass a folder with the config.json of its text "
+            "decoder"
         )
     return content, outline
 
 
 def _lists_of_layers(content: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Lists with an entry for each layer, cut to the first layer of each kind and then the first ones; their number."""
+    """Per-layer lists cut to the first layer of each kind, then filled with the first others; and the layer count."""
     layers = content.get(key)
     if not isinstance(layers, int) or layers <= LAYERS:
         return {}
@@ -181,20 +181,20 @@ def _lists_of_layers(content: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _check_runs(content: Mapping[str, Any]) -> None:
-    """Raise ValueError where the small model cannot be made or run."""
+    """Raise ValueError if the small model cannot be made or run."""
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     try:
         model: Any = small_model(content)
         loss = model(input_ids=ids, labels=ids).loss
-    except Exception as error:  # whatever sizes that contradict one another lead to
+    except Exception as error:  # contradictory sizes may lead to any error
         raise ValueError(
             f"the small model of type {content['model_type']} cannot be made or run: {type(error).__name__}: {error}. "
-            "Its sizes may contradict one another; give others, KEY=VALUE, such as head_dim=16"
+            "Its sizes may contradict one another; override them with KEY=VALUE, such as head_dim=16"
         ) from error
     if not bool(loss.isfinite()):
-        raise ValueError(f"the loss of the small model of type {content['model_type']} is {loss}; give other sizes")
+        raise ValueError(f"the loss of the small model of type {content['model_type']} is {loss}; override its sizes")
     if not hf.has_plan(model):
         raise ValueError(
-            f"models of type {content['model_type']} have no tensor-parallel plan; give one in a script "
-            "(nxd_layers.hf.parallelize(model, plan=...)), and compare that by a MODULE:FUNCTION"
+            f"models of type {content['model_type']} have no tensor-parallel plan; pass one in a script "
+            "(nxd_layers.hf.parallelize(model, plan=...)), and compare it with MODULE:FUNCTION"
         )

@@ -17,15 +17,16 @@ class ParityCase:
     """A user's model and layout.
 
     Attributes:
-        model_fn: makes the model, as for `initialize_parallel_model`. Its weights must not depend on the layout.
-        batches: the inputs by name of each step, for all replicas: tensors of `[global batch, ...]`.
-        nxd_config: of `neuronx_distributed_config`, or its arguments.
-        reference_fn: makes the model of the one process, where `model_fn` does not do so without parallelism. Modules
-            are compared by name; parameters have the names that a checkpoint gives them.
-        optimizer_class: as for `initialize_parallel_optimizer`.
-        optimizer_arguments: for `optimizer_class`.
-        parameter_groups: makes its groups of the parameters that are trained; by default they are one.
-        seed: torch's, before a model is made.
+        model_fn: function that makes the model, as for `initialize_parallel_model`. Its weights must not depend on the
+            layout.
+        batches: the inputs of each step by name, for all replicas: tensors of `[global batch, ...]`.
+        nxd_config: the result of `neuronx_distributed_config`, or its arguments.
+        reference_fn: function that makes the one-process model, if `model_fn` does not do so without parallelism.
+            Modules are compared by name; parameters have their names in a checkpoint.
+        optimizer_class: the optimizer's class, as for `initialize_parallel_optimizer`.
+        optimizer_arguments: keyword arguments for `optimizer_class`.
+        parameter_groups: function from the trained parameters to the optimizer's groups; by default one group.
+        seed: the torch seed set before a model is made.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -39,41 +40,41 @@ class ParityCase:
 
 
 def checked_config(case: ParityCase) -> dict[str, Any]:
-    """The complete config of the layout; adapters are new ones, without dropout.
+    """Return the complete config of the layout; adapters are newly initialized and have no dropout.
 
     Raises:
-        ValueError: the config has mistakes or asks for what cannot be compared, or there are no batches.
+        ValueError: the config is invalid, or there are no batches.
     """
     config = complete_config(case.nxd_config)
     if not case.batches:
-        raise ValueError("batches is empty; give the inputs of one step or more")
+        raise ValueError("batches is empty; pass the inputs of at least one step")
     if config["lora_config"] is not None:
         config["lora_config"] = replace(config["lora_config"], lora_dropout=0.0, load_lora_from_ckpt=False)
     return config
 
 
 def check_batches(case: ParityCase, replicas: int) -> None:
-    """Check that so many replicas can share each batch out.
+    """Check that every batch can be divided among this number of replicas.
 
     Raises:
-        ValueError: some input cannot be cut.
+        ValueError: an input cannot be divided.
     """
     for step, batch in enumerate(case.batches, start=1):
         for name, value in batch.items():
             if has_batch(value) and value.shape[0] % replicas:
                 raise ValueError(
-                    f"batches: {name} of step {step} has {value.shape[0]} samples, which {replicas} replicas cannot "
-                    f"share; use a multiple of {replicas}"
+                    f"batches: {name} of step {step} has {value.shape[0]} samples, which cannot be divided among "
+                    f"{replicas} replicas; use a multiple of {replicas}"
                 )
 
 
 def has_batch(value: Any) -> bool:
-    """Whether an input is a tensor of `[batch, ...]`; all else is for every replica whole."""
+    """Whether an input is a tensor of `[batch, ...]`; every replica gets all other inputs whole."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1
 
 
 def make_model(model_fn: Callable[[], nn.Module], seed: int, dtype: torch.dtype) -> nn.Module:
-    """A model in `dtype`, from one seed, and without dropout, whose random numbers differ between layouts."""
+    """Make a model in `dtype` from the seed, without dropout, whose random numbers would differ between layouts."""
     torch.manual_seed(seed)
     model = model_fn().to(dtype)
     for module in model.modules():

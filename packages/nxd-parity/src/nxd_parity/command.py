@@ -15,8 +15,8 @@ from nxd_engine.options import literal
 if TYPE_CHECKING:
     from nxd_parity import ParityCase, ParityReport
 
-CASES = "nxd.parity_cases"  # entry points that make a case of a recipe
-EXIT_DIFFERENT = 3  # 1 is what a rank that fails ends with
+CASES = "nxd.parity_cases"  # entry points that make a case from a recipe
+EXIT_DIFFERENT = 3  # a rank that fails exits with 1
 FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
 
@@ -25,34 +25,39 @@ def _parser() -> argparse.ArgumentParser:
         prog="nxd parity",
         usage="nxd parity [RECIPE | MODULE:FUNCTION | --hf FOLDER] [--nproc N] [--dtype D] [--KEY VALUE ...]",
         description="Train a few steps in a layout and in one process, without dropout, and name the first tensor that "
-        "differs: outputs of modules as they are executed, loss, gradients, weights. The keys are those of nxd train; "
-        "with --hf, those of the model's config.",
-        epilog="exit codes: 0 all agree, 2 a mistake, 3 something differs",
+        "differs, in execution order: module outputs, loss, gradients, weights. The keys are those of nxd train; with "
+        "--hf, those of the model's config.",
+        epilog="exit codes: 0 all agree, 2 user error, 3 something differs",
     )
     parser.add_argument(
         "case",
         nargs="?",
         metavar="RECIPE",
-        help="a recipe of nxd train (defaults if unset), or MODULE:FUNCTION, which returns a ParityCase",
+        help="a recipe of nxd train (defaults if unset), or MODULE:FUNCTION that returns a ParityCase",
     )
     parser.add_argument(
         "--hf",
         type=Path,
         metavar="FOLDER",
-        help="a small model of the architecture in its config.json, split by its own plan over the ranks (2 if unset); "
-        "where all agrees, models of that type are split so from then on",
+        help="compare a small model of the architecture in FOLDER/config.json, split by its own plan over the ranks "
+        "(2 if unset); if all agrees, models of that type are split by their own plan from then on",
     )
-    parser.add_argument("--compare-steps", type=int, default=2, metavar="N", help="of a recipe (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64", help="default: %(default)s")
     parser.add_argument(
-        "--rtol", type=float, metavar="R", help="relative to the largest value of a tensor; unset: 1e-10, or 1e-5"
+        "--compare-steps", type=int, default=2, metavar="N", help="steps of a recipe (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64", help="(default: %(default)s)")
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        metavar="R",
+        help="tolerance, relative to a tensor's largest value (default: 1e-10; float32: 1e-5)",
     )
     add_nproc(parser)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare, in the ranks that the command line asks for, and print what was found."""
+    """Compare, on the ranks that the command line asks for, and print the report."""
     remaining, settings = take_settings(arguments, FLAGS)
     options = parse(_parser(), remaining)
     if options.hf is not None and options.nproc is None:
@@ -84,22 +89,22 @@ def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
         from nxd_parity.architecture import case_of_architecture  # noqa: PLC0415
 
         if name is not None:
-            raise ValueError(f"{name} and --hf {options.hf} are two things to compare; give one")
+            raise ValueError(f"both {name} and --hf {options.hf} are given; pass one of them")
         return case_of_architecture(options.hf, _config_changes(settings), int(os.environ["WORLD_SIZE"]))
     if name is None or ":" not in name or Path(name).exists():
         [*makers] = entry_points(group=CASES)
         if not makers:
             raise ValueError(
-                f"{name or 'a recipe'}: cases of recipes are made by nxd-trainer, which is not installed; pip install "
-                "nxd-trainer, or give MODULE:FUNCTION or --hf FOLDER"
+                f"{name or 'a recipe'}: comparing a recipe needs nxd-trainer, which is not installed; pip install "
+                "nxd-trainer, or pass MODULE:FUNCTION or --hf FOLDER"
             )
         made: ParityCase = makers[0].load()(name, settings, options.compare_steps)
         return made
     if settings:
-        raise ValueError(f"{settings[0]} is a key of a recipe, and {name} is none; leave it out")
+        raise ValueError(f"{settings[0]} is a recipe key, but {name} is not a recipe; leave it out")
     function = import_named(name)
     if not callable(function):
-        raise ValueError(f"{name} is a {type(function).__name__}; give a function that returns a ParityCase")
+        raise ValueError(f"{name} is a {type(function).__name__}; pass a function that returns a ParityCase")
     case = function()
     if not isinstance(case, ParityCase):
         raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_parity.ParityCase")
@@ -114,7 +119,7 @@ def _remember(folder: Path, report: "ParityReport") -> str:
 
     tolerance = TOLERANCES[torch.float64]
     if report.dtype != "float64" or report.rtol > tolerance:
-        return f"Nothing is remembered: that takes float64 and a tolerance of {tolerance:g} or less"
+        return f"The result was not recorded: that needs float64 and a tolerance of {tolerance:g} or less"
     return reports_user_errors(lambda: remember_equal(folder))
 
 

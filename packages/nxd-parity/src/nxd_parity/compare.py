@@ -1,4 +1,4 @@
-"""`compare`: trains a layout and one process side by side, and names the first tensor that differs."""
+"""`compare`: trains a layout and one process side by side and names the first tensor that differs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,35 +27,35 @@ from nxd_parity.report import Difference, ParityReport
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 ItemT = TypeVar("ItemT")
-Verdict = Difference | str | None  # what differs; why it cannot be told; it agrees
+Verdict = Difference | str | None  # the difference; why it was not compared; None: it agrees
 Check = Callable[[str, Sequence[Any]], Verdict]
 
 
 def compare(case: ParityCase, *, dtype: torch.dtype = torch.float64, rtol: float | None = None) -> ParityReport:
     """Train a few steps in the case's layout and, on rank 0, in one process; compare them tensor by tensor.
 
-    In this order: weights before the first step, and of each step the outputs of modules as they are executed, the
-    loss, the gradients as backward gives them, their norm, and the weights after it. It ends at the first difference:
-    what comes later follows from that. Dropout is switched off. Called by all ranks, without a mesh or with one,
-    which it ends.
+    The order is: weights before the first step; then for each step the module outputs in execution order, the loss,
+    the gradients in the order of backward, their norm, and the weights after the step. It stops at the first
+    difference, since later ones follow from it. Dropout is off. Call it on all ranks, with or without a mesh; it
+    destroys the mesh.
 
     Args:
-        case: what is compared.
-        dtype: of weights and inputs: float64 tells errors from rounding. In it nothing is computed in float32, whatever
-            a model asks for.
-        rtol: how far values may be apart, relative to the largest of their tensor: 1e-10 in float64, 1e-5 in float32.
+        case: the case to compare.
+        dtype: dtype of weights and inputs. float64 separates errors from rounding; then nothing is computed in float32,
+            whatever a model asks for.
+        rtol: tolerance, relative to the largest value of a tensor; by default 1e-10 in float64, 1e-5 in float32.
 
     Returns:
-        The same on every rank.
+        The report, the same on every rank.
 
     Raises:
-        ValueError: the case has mistakes, or its degrees or batches do not fit the ranks.
-        RuntimeError: rank 0 could not run the one process.
+        ValueError: the case is invalid, or its degrees or batches do not fit the ranks.
+        RuntimeError: the one-process run failed on rank 0.
     """
     if rtol is not None and not 0 <= rtol < 1:
-        raise ValueError(f"rtol={rtol} is no share of a value; use 0 or more, and less than 1")
+        raise ValueError(f"rtol={rtol} is out of range; use at least 0 and less than 1")
     if dtype not in TOLERANCES:
-        raise ValueError(f"dtype={dtype} rounds too much to be compared; use torch.float64 or torch.float32")
+        raise ValueError(f"dtype={dtype} is too imprecise to compare in; use torch.float64 or torch.float32")
     config = checked_config(case)
     destroy_model_parallel()
     try:
@@ -67,7 +67,7 @@ def compare(case: ParityCase, *, dtype: torch.dtype = torch.float64, rtol: float
 
 def _compared(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype, rtol: float) -> ParityReport:
     degrees = ParallelDegrees.of_config(config)
-    ensure_model_parallel(degrees)  # those that do not fit raise here, before any work
+    ensure_model_parallel(degrees)  # degrees that do not fit raise here, before any work
     check_batches(case, get_group("dp").size)
     destroy_model_parallel()
     reference = _reference_on_first_rank(case, config, dtype)
@@ -86,15 +86,15 @@ def _compared(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype, r
 
 
 def _reference_on_first_rank(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> Reference | None:
-    """What one process computes, on rank 0, while the others wait."""
-    # The mesh that makes every rank a whole replica: layers act as ordinary ones, and nothing is communicated.
+    """Run one process on rank 0 while the other ranks wait."""
+    # In this mesh every rank is a whole replica: layers act as ordinary ones, and nothing is communicated.
     initialize_model_parallel()
     reference: Reference | None = None
     failure: Exception | None = None
     if get_world_group().rank == 0:
         try:
             reference = run_reference(case, config, dtype)
-        except Exception as error:  # the others are told, and all end
+        except Exception as error:  # the other ranks learn of it, and all stop
             failure = error
     cause = None if failure is None else f"{type(failure).__name__}: {failure}"
     told, is_mistake = all_gather_object((cause, isinstance(failure, ValueError)), get_world_group())[0]
@@ -102,12 +102,12 @@ def _reference_on_first_rank(case: ParityCase, config: Mapping[str, Any], dtype:
     if failure is not None:
         raise failure
     if told is not None:
-        raise (ValueError if is_mistake else RuntimeError)(f"rank 0 could not run the one process: {told}")
+        raise (ValueError if is_mistake else RuntimeError)(f"the one-process run failed on rank 0: {told}")
     return reference
 
 
 class _Comparison:
-    """Rank 0 has the reference and compares; the others bring their parts, one tensor at a time."""
+    """Compares on rank 0, which has the reference; the other ranks send their parts, one tensor at a time."""
 
     def __init__(self, reference: Reference | None, report: ParityReport, config: Mapping[str, Any]) -> None:
         self._reference = reference
@@ -126,7 +126,7 @@ class _Comparison:
             {name for names in self._gather(list(own)) for name in names} - set(self._share(list(expected)))
         )
         if unknown:
-            problem = "is not in one process, whose parameters have other names"
+            problem = "does not exist in one process, whose parameters have other names"
             self._report.difference = Difference(1, "initial parameter", unknown[0], problem=problem)
             return
         self._check_pieces(1, "initial parameter", expected, own)
@@ -147,7 +147,7 @@ class _Comparison:
             ),
         ]
         if get_mesh().cp > 1:
-            del checks[0]  # activations are of each rank's positions
+            del checks[0]  # each rank's activations cover only its own positions
         for check in checks:
             if self._report.agrees:
                 check()
@@ -158,7 +158,7 @@ class _Comparison:
 
         def check(name: str, parts: Sequence[tuple[tuple[int, int], list[Tensor] | None]]) -> Verdict:
             if all(outputs is None for _, outputs in parts):
-                return "no rank calls it"
+                return "not called on any rank"
             for rank, ((dp_rank, tp_rank), outputs) in enumerate(parts):
                 if outputs is None:
                     continue
@@ -172,7 +172,7 @@ class _Comparison:
                     )
                     nearest = _nearest(whole, output, part)
                     if nearest is None:
-                        return f"{list(output.shape)} on rank {rank} is no part of {list(whole.shape)}"
+                        return f"{list(output.shape)} on rank {rank} is not a part of {list(whole.shape)}"
                     if not is_close(nearest, whole, rtol=self._report.rtol, peers=peers):
                         return _difference(step, "activation", name, rank, nearest)
             return None
@@ -186,7 +186,7 @@ class _Comparison:
 
         def check(name: str, parts: Sequence[tuple[tuple[int, int], list[Piece] | None]]) -> Verdict:
             if all(pieces is None for _, pieces in parts):
-                return Difference(step, kind, name, problem="is missing: no rank has it")
+                return Difference(step, kind, name, problem="is missing on all ranks")
             whole = expected[name]
             for rank, (_, pieces) in enumerate(parts):
                 for position, piece in enumerate(pieces or []):
@@ -202,7 +202,7 @@ class _Comparison:
         self._go_through(kind, list(expected), lambda name: (self._place, own.get(name)), check)
 
     def _check_loss(self, step: int, expected: Tensor | None, own: float | None) -> None:
-        """Each replica has the loss of its part of the batch, and all tensor-parallel ranks of it have the same."""
+        """Each replica has the loss of its part of the batch, equal on all its tensor-parallel ranks."""
 
         def check(name: str, found: Sequence[tuple[tuple[int, int], float | None]]) -> Verdict:
             known = [(rank, tp_rank, value) for rank, ((_, tp_rank), value) in enumerate(found) if value is not None]
@@ -217,7 +217,7 @@ class _Comparison:
         self._go_through("loss", [""], lambda name: (self._place, own), check)
 
     def _check_norm(self, step: int, expected: Tensor | None, own: float | None) -> None:
-        """Every rank has the norm of all gradients."""
+        """Every rank has the norm over all gradients."""
 
         def check(name: str, found: Sequence[float | None]) -> Verdict:
             numbers = {rank: value for rank, value in enumerate(found) if value is not None}
@@ -234,7 +234,7 @@ class _Comparison:
         return None
 
     def _go_through(self, kind: str, names: list[str], mine: Callable[[str], Any], check: Check) -> None:
-        """Bring each tensor's parts to rank 0, in its order, until one differs; all ranks learn what was found."""
+        """Gather each tensor's parts on rank 0, in its order, until one differs; all ranks learn the result."""
         difference: Difference | None = None
         agreed = 0
         not_compared: dict[str, str] = {}
@@ -267,9 +267,9 @@ class _Comparison:
 
 
 def _combined(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], rank: int, position: int) -> Tensor:
-    """The gradient that this rank's optimizer is to use: the replicas' mean, of the sum over a split sequence."""
+    """The gradient that this rank's optimizer should use: the mean over replicas of the sum over a split sequence."""
     (_, tp_rank), pieces = parts[rank]
-    assert pieces is not None  # the caller looks at its pieces
+    assert pieces is not None  # the caller iterates over its pieces
     box, adds = pieces[position].box, pieces[position].sums_over_tp
     if pieces[position].holders:
         return _combined_of_experts(parts, pieces[position])
@@ -281,13 +281,13 @@ def _combined(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], rank:
     sums = []
     for values in by_replica.values():
         total = torch.stack(values).sum(0)
-        # Stages that share a tied weight each bring the whole gradient.
+        # Each stage that shares a tied weight has the whole gradient.
         sums.append(total / (len(values) / (len({p[0][1] for p in parts}) if adds else 1)))
     return torch.stack(sums).mean(0)
 
 
 def _combined_of_experts(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], piece: Piece) -> Tensor:
-    """The same of experts, to which each rank adds the tokens that it had for them."""
+    """`_combined` for experts: the ranks' gradients, each from the rank's own tokens, are summed."""
     values = [it.values for _, others in parts for it in others or [] if it.box == piece.box]
     replicas = len({dp_rank for (dp_rank, _), _ in parts})
     return torch.stack(values).sum(0) / piece.holders / replicas

@@ -1,7 +1,7 @@
-"""All of a model's arithmetic in float64, so that two layouts can be compared to the last digits.
+"""Runs all of a model's arithmetic in float64, so that two layouts can be compared to the last digits.
 
-transformers computes norms, softmax, rotary angles and losses in float32 whatever the model's type. Here every request
-for float32 becomes one for float64, in both of the runs that are compared.
+transformers computes norms, softmax, rotary angles and losses in float32 whatever the model's dtype. Here every request
+for float32 becomes one for float64, in both of the compared runs.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ _Roots = _Root | Sequence[_Root]
 
 
 class InFloat64(TorchFunctionMode):
-    """Inside, `x.float()`, `x.to(torch.float32)`, `softmax(x, dtype=torch.float32)` and their like give float64."""
+    """Inside, `x.float()`, `x.to(torch.float32)`, `softmax(x, dtype=torch.float32)` and the like give float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        if func is Tensor.backward:  # as torch has it
+        if func is Tensor.backward:  # same signature as in torch
             names = ("gradient", "retain_graph", "create_graph", "inputs")
             given = dict(zip(names, args[1:], strict=False)) | (kwargs or {})
             return self._backward(args[0], given.pop("gradient", None), **given)
@@ -90,14 +90,14 @@ class InFloat64(TorchFunctionMode):
         accumulate: bool,
         allow_unused: bool = True,
     ) -> tuple[Tensor | None, ...]:
-        """Backward in the mode, which torch leaves for a function: it computes activations again."""
+        """Run backward inside the mode, which torch leaves for functions: backward may recompute activations."""
         gradients = given if isinstance(given, Sequence) else (given,) * len(roots)
         for root, grad in zip(roots, gradients, strict=True):
             shape = _like(root).shape
             if grad is None and shape.numel() > 1:
-                raise RuntimeError(f"a gradient is needed for a tensor of shape {tuple(shape)}; give one")
+                raise RuntimeError(f"a tensor of shape {tuple(shape)} needs a gradient; pass one")
             if grad is not None and grad.shape != shape:
-                raise RuntimeError(f"a gradient has shape {tuple(grad.shape)}, its tensor {tuple(shape)}")
+                raise RuntimeError(f"a gradient has shape {tuple(grad.shape)}, but its tensor has {tuple(shape)}")
         grads = tuple(_filled(root, 1) if it is None else it for root, it in zip(roots, gradients, strict=True))
         keeps = create_graph if retain_graph is None else retain_graph
         super().__enter__()
@@ -111,12 +111,12 @@ class InFloat64(TorchFunctionMode):
 
 
 def _several(given: _Roots) -> tuple[_Root, ...]:
-    """A `GradientEdge` is a tuple of its own."""
+    """Make a tuple; a `GradientEdge` is itself a tuple."""
     return (given,) if isinstance(given, Tensor | GradientEdge) else tuple(given)
 
 
 def _like(root: _Root) -> Tensor:
-    """A tensor with the shape and dtype of what enters there; without memory where it is an edge of a graph."""
+    """A tensor with the shape and dtype of a root; on the meta device if the root is a graph edge."""
     if isinstance(root, Tensor):
         return root
     entry = root.node._input_metadata[root.output_nr]

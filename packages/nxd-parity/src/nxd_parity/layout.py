@@ -17,12 +17,12 @@ from nxd_parity.recording import ActivationRecord, pieces_of
 
 @dataclass(frozen=True)
 class Piece:
-    """Values of a box of a logical tensor.
+    """The values of a box of a logical tensor.
 
     Attributes:
-        sums_over_tp: whether the tensor-parallel ranks' values are to be added: gradients of layers that see a part
-            of the sequence.
-        holders: of a gradient of experts, how many ranks of an expert-parallel group have the same; else 0.
+        sums_over_tp: whether the tensor-parallel ranks' values must be summed: gradients of layers that see a part of
+            the sequence.
+        holders: for a gradient of experts, how many ranks of an expert-parallel group have the same box; else 0.
     """
 
     box: Box
@@ -47,7 +47,7 @@ class LayoutRun:
     """This rank's model and optimizer. The mesh must be the config's."""
 
     def __init__(self, case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Make both, as a training script would."""
+        """Make the model and the optimizer, as a training script would."""
         self.model: NxDModel = initialize_parallel_model(config, lambda: make_model(case.model_fn, case.seed, dtype))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer: NxDOptimizer = initialize_parallel_optimizer(
@@ -57,11 +57,11 @@ class LayoutRun:
         self._first_names = self.model.pipeline.tied_names()
 
     def parameters(self) -> dict[str, list[Piece]]:
-        """This rank's weights by logical name."""
+        """This rank's weights, by logical name."""
         return self._pieces((name, it, it) for name, it in self.model.named_parameters())
 
     def step(self, batch: Mapping[str, Any]) -> LayoutStep:
-        """Train on this replica's part of a batch. By all ranks."""
+        """Train on this replica's part of a batch. Call it on all ranks."""
         replicas = get_group("dp")
         own = {name: _share(value, replicas.rank, replicas.size) for name, value in batch.items()}
         record = ActivationRecord()
@@ -70,8 +70,8 @@ class LayoutRun:
         own_modules = [it for it in self.model.named_modules() if not isinstance(it[1], AbsentLayer | AbsentModule)]
         own_modules = _without_insides_of_experts(own_modules)
         if get_mesh().cp > 1:
-            own_modules = []  # what they compute is of this rank's positions
-        # In no_sync, so that gradients can be read before they are averaged or moved.
+            own_modules = []  # their outputs cover only this rank's positions
+        # no_sync, so that gradients can be read before they are averaged or moved.
         with record.watching(own_modules), self.model.no_sync():
             loss = self.model.run_train(**inputs_in(self._dtype, own))
         if isinstance(loss, list):
@@ -104,7 +104,7 @@ class LayoutRun:
 
 
 def _without_insides_of_experts(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """What experts call sees the tokens of other ranks where experts are split."""
+    """Leave out the modules inside experts if experts are split: they see the tokens of other ranks."""
     if not get_mesh().splits_experts:
         return named
     experts = {

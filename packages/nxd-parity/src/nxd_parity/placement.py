@@ -1,7 +1,7 @@
-"""Locates a rank's part within a whole tensor, and measures their difference.
+"""Locates a rank's part within a whole tensor and measures their difference.
 
 Activations carry no shard metadata, so the split is inferred from their shapes: along one dim by replicas and
-microbatches, along another by tensor-parallel ranks. Where shapes allow several readings, the nearest one counts.
+microbatches, along another by tensor-parallel ranks. If the shapes allow several placements, the closest one counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-SMALL_SHARE = 1e-3  # a tensor far below its peers, such as a gradient that is zero but for rounding, is held to theirs
+SMALL_SHARE = 1e-3  # tensors far below their peers, such as gradients of pure rounding, use this share as scale
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Part:
     """Which part of a batch and of a layer a rank computes.
 
     Attributes:
-        batch_index: of the rank's part of the batch, among `batch_parts`.
+        batch_index: index of the rank's part of the batch, among `batch_parts`.
         batch_parts: replicas x microbatches.
-        tp_rank: in its tensor-parallel group, of `tp_size`.
-        tp_size: ranks of that group.
+        tp_rank: rank in its tensor-parallel group.
+        tp_size: number of ranks in that group.
     """
 
     batch_index: int
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Distance:
-    """The largest difference of two tensors and its place, see `Difference`."""
+    """The largest difference of two tensors and its place; see `Difference`."""
 
     max_abs: float
     max_rel: float
@@ -43,12 +43,12 @@ class Distance:
 
 
 def readings(whole: Sequence[int], local: Sequence[int], part: Part) -> Iterator[tuple[slice, ...]]:
-    """The boxes of a whole tensor of which a rank's part, by its shape, may be the values."""
+    """Yield the boxes of a whole tensor that a rank's part may cover, judging by its shape."""
     if len(whole) != len(local):
         return
     dims = range(len(whole))
     batch_dims = dims if part.batch_parts > 1 else [None]
-    shard_dims = [None, *dims] if part.tp_size > 1 else [None]  # what is not split over these ranks is on each
+    shard_dims = [None, *dims] if part.tp_size > 1 else [None]  # None: every rank has all of it
     for batch_dim, shard_dim in product(batch_dims, shard_dims):
         index, parts = [0] * len(whole), [1] * len(whole)
         if batch_dim is not None:
@@ -60,7 +60,7 @@ def readings(whole: Sequence[int], local: Sequence[int], part: Part) -> Iterator
 
 
 def distance(expected: Tensor, found: Tensor, offset: Sequence[int] = ()) -> Distance:
-    """How far two tensors of one shape are apart; `offset` is added to the place. NaN is equal to NaN only."""
+    """Measure how far apart two tensors of one shape are; `offset` is added to the place. NaN equals only NaN."""
     if expected.numel() == 0:
         return Distance(0.0, 0.0, (), 0.0, 0.0)
     wanted, got = expected.double(), found.double()
@@ -81,12 +81,12 @@ def distance(expected: Tensor, found: Tensor, offset: Sequence[int] = ()) -> Dis
 
 
 def is_close(found: Distance, expected: Tensor, *, rtol: float, peers: float) -> bool:
-    """Whether a difference is rounding.
+    """Whether a difference is only rounding.
 
     Args:
         found: the difference.
         expected: the whole tensor of one process.
-        rtol: how much of its largest value the difference may be.
+        rtol: tolerance, relative to its largest value.
         peers: the largest value in all tensors of its kind.
     """
     scale = expected.abs().nan_to_num().max().item() if expected.numel() else 0.0

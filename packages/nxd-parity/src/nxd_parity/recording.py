@@ -1,4 +1,4 @@
-"""Records a model's outputs in a step, module by module, the order of its gradients, and its parameters' values."""
+"""Records a model's outputs in a step by module, the order of its gradients, and the values of its parameters."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class ActivationRecord:
-    """The outputs of modules by name, in the order of execution; of a module of several outputs `name[0]`, ...
+    """The outputs of modules by name, in execution order; several outputs of a module are `name[0]`, ...
 
     Attributes:
-        outputs: a copy on the CPU for each call.
+        outputs: for each module, a CPU copy of its output per call.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ActivationRecord:
 
     @contextmanager
     def watching(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Record within the `with` block. The model itself, whose name is "", returns its loss and is left out."""
+        """Record inside the `with` block. The model itself, named "", is left out because it returns the loss."""
         handles = [module.register_forward_hook(self._hook(name)) for name, module in modules if name]
         try:
             yield
@@ -33,7 +33,7 @@ class ActivationRecord:
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
             if torch._C._current_graph_task_id() != -1:
-                return  # backward is running: activation checkpointing computes the module again
+                return  # backward is running: activation checkpointing recomputes the module
             found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             for index, tensor in enumerate(found):
                 key = f"{name}[{index}]" if len(found) > 1 else name
@@ -44,7 +44,7 @@ class ActivationRecord:
 
 @contextmanager
 def gradient_order(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[str]]:
-    """Names of parameters in the order in which backward, within the `with` block, first gives them gradients."""
+    """Names of parameters in the order in which backward inside the `with` block first gives them gradients."""
     order: dict[str, None] = {}
 
     def hook(name: str) -> Any:
@@ -61,7 +61,7 @@ def gradient_order(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[l
 
 
 def pieces_of(parameter: Tensor) -> Sequence[ShardPiece]:
-    """What this rank's part of a parameter holds; all of it in one piece if it is whole."""
+    """The pieces in this rank's part of a parameter; a single piece if it is not sharded."""
     spec = get_shard_spec(parameter)
     if spec is not None:
         return spec.pieces

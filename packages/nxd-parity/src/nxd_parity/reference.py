@@ -20,11 +20,11 @@ class ReferenceStep:
     """The results of one process in a step.
 
     Attributes:
-        activations: outputs of modules by name, one for each call, in the order of execution.
-        loss: 0-d.
-        gradients: by logical name, in the order in which backward gives them; before clipping.
-        grad_norm: of all gradients before clipping.
-        parameters: after the step, by logical name.
+        activations: outputs of modules by name, one per call, in execution order.
+        loss: the loss, a 0-d tensor.
+        gradients: gradients by logical name, in the order of backward, before clipping.
+        grad_norm: the norm of all gradients before clipping.
+        parameters: parameters after the step, by logical name.
     """
 
     activations: dict[str, list[Tensor]]
@@ -36,19 +36,19 @@ class ReferenceStep:
 
 @dataclass
 class Reference:
-    """The steps, and the weights before the first."""
+    """The steps of one process, and the weights before the first."""
 
     initial: dict[str, Tensor]
     steps: list[ReferenceStep]
 
 
 def run_reference(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> Reference:
-    """Train one process on the whole batches, without communication. On a mesh without tensor or pipeline parallelism.
+    """Train one process on the whole batches, without communication. The mesh must have no TP and no PP.
 
     Args:
-        case: what is compared.
-        config: its complete config, of which only what changes the numbers is looked at.
-        dtype: of weights and inputs.
+        case: the case to compare.
+        config: its complete config; only keys that change the numbers are used.
+        dtype: dtype of weights and inputs.
     """
     model = make_model(case.reference_fn or case.model_fn, case.seed, dtype)
     if config["lora_config"] is not None:
@@ -71,7 +71,7 @@ def _step(
         output = model(**batch)
         spec = (config["pipeline_config"] or {}).get("output_loss_value_spec")
         if spec is None and not isinstance(output, Tensor):
-            spec = {"loss": True}  # as models of transformers name it
+            spec = {"loss": True}  # the name in transformers models
         loss = check_loss(pick_loss(output, spec))
         loss.backward()
     named = dict(model.named_parameters())
@@ -90,7 +90,7 @@ def _step(
 
 
 def _logical(named: Any) -> dict[str, Tensor]:
-    """Tensors by logical name: a fused parameter has the names of what it holds."""
+    """Tensors by logical name: a fused parameter appears under the names of its parts."""
     whole: dict[str, Tensor] = {}
     for name, parameter, tensor in named:
         for piece in pieces_of(parameter):

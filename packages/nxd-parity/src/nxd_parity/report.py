@@ -1,4 +1,4 @@
-"""The result of a comparison, as data and as lines for people."""
+"""The result of a comparison, as data and as text."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ class Difference:
     """The first tensor that differs from one process.
 
     Attributes:
-        step: from 1.
+        step: the step, from 1.
         kind: "initial parameter", "activation", "loss", "gradient", "gradient norm" or "parameter".
-        name: of the module or parameter.
-        rank: where the values are, in the world.
-        problem: what is wrong, where it is not values that differ.
+        name: name of the module or parameter.
+        rank: the global rank that has the values.
+        problem: the problem, if it is not that values differ.
         max_abs: largest absolute difference.
-        max_rel: largest difference, relative to the largest value that one process has in this tensor.
-        index: of the largest difference, in the whole tensor.
+        max_rel: largest difference, relative to the tensor's largest value in one process.
+        index: index of the largest difference in the whole tensor.
         expected: the value there in one process.
         found: the value there in the layout.
     """
@@ -47,12 +47,12 @@ class ParityReport:
     """The outcome, the same on every rank.
 
     Attributes:
-        layout: such as "TP 2 x PP 1 x DP 2".
-        dtype: of weights and inputs, such as "float64".
-        rtol: how far values may be apart, relative to the largest of their tensor.
-        steps: that were compared.
+        layout: the layout, such as "TP 2 x PP 1 x DP 2".
+        dtype: dtype of weights and inputs, such as "float64".
+        rtol: tolerance, relative to the largest value of a tensor.
+        steps: number of steps that were compared.
         compared: number of tensors of each kind that agree.
-        not_compared: modules whose outputs cannot be set against those of one process, and why.
+        not_compared: modules whose outputs cannot be compared with one process, and why.
         difference: the first tensor that differs; None if all agree.
     """
 
