@@ -38,7 +38,7 @@ CHECKS = {
     "no torch": (check_torch({}), "wrong", "pip install 'torch>="),
     "old torch": (check_torch({"torch": "2.1.2"}), "wrong", "pip install -U torch"),
     "new torch": (check_torch({"torch": "2.13.0+cpu"}), "ok", ""),
-    "torch without a version": (check_torch({"torch": "of no known version"}), "wrong", "pip install -U torch"),
+    "torch without a version": (check_torch({"torch": "(unknown version)"}), "wrong", "pip install -U torch"),
     "torch that works": (check_torch_import(""), "ok", ""),
     "torch that lacks a library": (check_torch_import("OSError: libcudart"), "wrong", "--force-reinstall torch"),
     "source tree": (check_own_packages({"torch": "2.9.1"}), "ok", ""),
@@ -51,7 +51,7 @@ CHECKS = {
     "neuron without compiler": (
         check_neuron({"torch": "2.9.1", "torch-neuronx": "2.9.0"}, has_device=True),
         "wrong",
-        "install neuronx-cc from AWS's own package index",
+        "install neuronx-cc from AWS's package index",
     ),
     "neuron of another torch": (
         check_neuron({"torch": "2.9.1", "torch-neuronx": "2.8.0", "neuronx-cc": "2.20"}, has_device=True),
@@ -139,7 +139,7 @@ def test_folder_is_tried_and_left_as_it_was(tmp_path):
 
     assert check_folder(tmp_path / "new" / "checkpoints", free=100 * GIB).status == "ok"
     assert check_folder(tmp_path, free=GIB).status == "warning"
-    assert check_folder(file).found == f"{file} is no folder"
+    assert check_folder(file).found == f"{file} is not a folder"
     assert sorted(tmp_path.iterdir()) == [file]
 
 
@@ -147,7 +147,7 @@ def test_folder_that_cannot_be_made_or_is_none_of_this_host_is_not_called_good(t
     dangling = tmp_path / "dangling"
     dangling.symlink_to(tmp_path / "nowhere")
 
-    assert check_folder(dangling / "run").found == f"{dangling} is no folder"
+    assert check_folder(dangling / "run").found == f"{dangling} is not a folder"
     assert "name too long" in check_folder(tmp_path / ("a" * 300)).found
     assert check_folder("s3://bucket/run").mend == "try it: nxd-ckpt list s3://bucket/run"
 
@@ -172,5 +172,5 @@ def test_half_an_installation_has_no_version_and_its_import_fails_with_a_reason(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
 
-    assert installed_versions(["half-installed"]) == {"half-installed": "of no known version"}
+    assert installed_versions(["half-installed"]) == {"half-installed": "(unknown version)"}
     assert torch_import_failure().startswith("ModuleNotFoundError: ")

@@ -15,8 +15,8 @@ from nxd_doctor.machine import check_collective, run_two_ranks
 @pytest.mark.parametrize(
     ("findings", "code", "last"),
     [
-        ([ok("a", "good")], 0, "all is well, 0 warnings"),
-        ([warning("a", "odd", "do this")], 0, "all is well, 1 warning"),
+        ([ok("a", "good")], 0, "no problems, 0 warnings"),
+        ([warning("a", "odd", "do this")], 0, "no problems, 1 warning"),
         ([wrong("a", "bad", "do that"), ok("b", "good")], 1, "1 wrong, 0 warnings"),
     ],
 )

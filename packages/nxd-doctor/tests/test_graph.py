@@ -50,7 +50,7 @@ def test_one_graph_for_all_steps_is_right():
     report = report_of([graph()], [graph()], [graph()])
 
     assert report.is_right
-    assert report.verdict == "one graph a step; none is new after step 1"
+    assert report.verdict == "one graph per step; no new graphs after step 1"
     [row] = report.graphs
     assert (row.steps, row.flops, row.instructions) == ((1, 2, 3), 2 * 4 * 8 * 8, 8)
 
@@ -61,7 +61,7 @@ def test_two_graphs_a_step_are_wrong_and_told_with_the_lines_that_ask_for_them()
     report = report_of(step, step)
 
     assert not report.is_right
-    assert report.verdict == "2 graphs a step; none is new after step 1"
+    assert report.verdict == "2 graphs per step; no new graphs after step 1"
     assert [row.asked_by for row in report.graphs] == ["step (train.py:7)", "log (train.py:9)"]
     assert [row.why for row in report.graphs] == ["", ""]  # each is the first of its line
 
@@ -70,7 +70,7 @@ def test_recompilation_is_told_with_its_reason():
     report = report_of([graph()], [graph(rate="0.25")], [graph(rows=6)])
 
     assert not report.is_right
-    assert report.verdict == "one graph a step; the last step's graph is new"
+    assert report.verdict == "one graph per step; the last step's graph is new"
     assert [row.why[:60] for row in report.graphs][1:] == [
         "instruction 5 of 8 (k): constant f32[] 0.5 in the one before",
         "argument 1 is f32[4,8] in the one before and f32[6,8] in thi",
@@ -117,8 +117,8 @@ def test_tables_show_what_was_counted():
         "collectives of graph 2",
         "[0, 1]",
         "casts of graph 2",
-        "one graph a step; none is new after step 2",
-        "those of ring algorithms",
+        "one graph per step; no new graphs after step 2",
+        "assume ring algorithms",
     ):
         assert part in text
     assert "2-3" in text
@@ -139,14 +139,14 @@ def test_script_has_graphs_and_no_steps():
 def test_loops_that_are_counted_once_are_named():
     report = report_of([graph()])
 
-    assert "counted as if they ran once: w" in shown(replace(report, loops_counted_once=("w",)))
+    assert "loops with unknown trip counts, counted once: w" in shown(replace(report, loops_counted_once=("w",)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--graph", "missing.py"], "there is no script missing.py"),
-        (["train.steps=2"], "without --graph there is nothing to give"),
+        (["--graph", "missing.py"], "script missing.py does not exist"),
+        (["train.steps=2"], "unexpected argument train.steps=2; only --graph takes arguments"),
     ],
 )
 def test_what_cannot_be_looked_at_is_a_line_and_exit_code_2(arguments, message, capsys):
@@ -160,7 +160,7 @@ def test_recipe_without_what_records_it_says_what_to_install(monkeypatch, capsys
 
     assert main(["doctor", "--graph", "recipe.toml"]) == 2
 
-    assert "pip install nxd-trainer, or give a script" in capsys.readouterr().err
+    assert "pip install nxd-trainer, or pass a script" in capsys.readouterr().err
 
 
 def test_without_torch_xla_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):

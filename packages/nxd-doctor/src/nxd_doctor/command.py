@@ -25,38 +25,43 @@ def _parser() -> argparse.ArgumentParser:
         usage="nxd doctor [--folder FOLDER] [--no-ranks] [--show-output]\n"
         "       nxd doctor --graph [RECIPE] [KEY=VALUE ...] [--ranks N] [--steps N] [--json]\n"
         "       nxd doctor --graph SCRIPT.py [--json] [-- ARGUMENT ...]",
-        description="Look at versions, devices, limits, ports and the clock, and let two ranks add a number.",
-        epilog="exit codes: 0 nothing is wrong (there may be warnings), 1 something is, 2 it could not be looked at",
+        description="Check versions, devices, limits, ports and the clock, and run a collective on two ranks.",
+        epilog="exit codes: 0 nothing is wrong (there may be warnings), 1 something is wrong, 2 user error",
     )
-    parser.add_argument("--folder", help="a folder for checkpoints, to be looked at as well")
-    parser.add_argument("--no-ranks", action="store_true", help="start no ranks, which takes some seconds")
-    parser.add_argument("--show-output", action="store_true", help="show all that the two ranks write")
+    parser.add_argument("--folder", help="a checkpoint folder to check as well")
+    parser.add_argument(
+        "--no-ranks", action="store_true", help="skip the check with two ranks, which takes some seconds"
+    )
+    parser.add_argument("--show-output", action="store_true", help="show everything that the two ranks print")
     graph = parser.add_argument_group(
         "the graph of a training step",
-        "Instead of the machine: record what the device's compiler would get, with torch-xla on the CPU, and count it.",
+        "Instead of the machine: record the graphs that the device's compiler would get, with torch-xla on the CPU, "
+        "and count their work.",
     )
+    graph.add_argument("--graph", nargs="?", const="", metavar="FILE", help="a recipe (defaults if unset) or a script")
     graph.add_argument(
-        "--graph", nargs="?", const="", metavar="FILE", help="of a recipe (defaults if unset) or a script"
+        "arguments_of_graph", nargs="*", metavar="KEY=VALUE", help="recipe keys, or the script's arguments"
     )
-    graph.add_argument("arguments_of_graph", nargs="*", metavar="KEY=VALUE", help="of the recipe; or a script's own")
     graph.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="ranks of the job, of which the first and last are looked at; as few as fit",
+        help="number of ranks in the job; the first and last are recorded (default: the fewest that fit)",
     )
-    graph.add_argument("--steps", type=int, default=3, metavar="N", help="how many steps of a recipe to record; 3")
-    graph.add_argument("--json", action="store_true", help="print everything that was counted as JSON")
+    graph.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="number of steps of a recipe to record (default: 3)"
+    )
+    graph.add_argument("--json", action="store_true", help="print all counts as JSON")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each finding, and below it what to do; or the tables of a graph."""
+    """Print a line for each finding, with the fix below it; or the tables of a graph."""
     options = parse(_parser(), arguments)
     if options.graph is not None:
         return _run_graph(options)
     if options.arguments_of_graph:
-        raise UserError(f"{options.arguments_of_graph[0]}: without --graph there is nothing to give")
+        raise UserError(f"unexpected argument {options.arguments_of_graph[0]}; only --graph takes arguments")
     from nxd_doctor import examine  # noqa: PLC0415
 
     counts = {"ok": 0, "warning": 0, "wrong": 0}
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         if finding.mend:
             print(printable(f"{'':7}  -> {finding.mend}"), flush=True)
     warnings = f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}"
-    print(f"{'all is well' if not counts['wrong'] else str(counts['wrong']) + ' wrong'}, {warnings}")
+    print(f"{'no problems' if not counts['wrong'] else str(counts['wrong']) + ' wrong'}, {warnings}")
     return EXIT_WRONG if counts["wrong"] else 0
 
 
@@ -91,7 +96,7 @@ def _look_at_script(options: argparse.Namespace) -> "GraphReport":
     from nxd_doctor.recording import record_script  # noqa: PLC0415
 
     if not Path(options.graph).exists():
-        raise ValueError(f"there is no script {options.graph}")
+        raise ValueError(f"script {options.graph} does not exist")
     command = [options.graph, *options.arguments_of_graph]
     return analyse(f"{' '.join(command)}, as one process", [record_script(command)], world_size=1)
 
@@ -102,8 +107,8 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
     [*recorders] = entry_points(group=RECORDERS)
     if not recorders:
         raise ValueError(
-            f"{options.graph or 'a recipe'}: the steps of recipes are recorded by nxd-trainer, which is not installed; "
-            "pip install nxd-trainer, or give a script (.py)"
+            f"{options.graph or 'a recipe'}: recording a recipe needs nxd-trainer, which is not installed; "
+            "pip install nxd-trainer, or pass a script (.py)"
         )
     record: Callable[..., RecordedSteps] = recorders[0].load()
     recorded = record(options.graph, options.arguments_of_graph, ranks=options.ranks, steps=options.steps)

@@ -1,6 +1,6 @@
-"""Reports recorded graphs: which ones, how often and why, and what the step's graph computes and sends.
+"""Reports recorded graphs: which ones run, how often and why, and what the step's graph computes and sends.
 
-The counting itself is nxd_doctor.graphs; `render_report` shows it as tables on a terminal.
+nxd_doctor.graphs does the counting; `render_report` shows it as tables on a terminal.
 """
 
 import re
@@ -29,16 +29,17 @@ _METADATA = re.compile(r", metadata=\{[^}]*\}")
 
 @dataclass(frozen=True)
 class GraphRow:
-    """One graph, however often it runs.
+    """One distinct graph.
 
     Attributes:
-        number: from 1, in the order of their first runs.
-        steps: in which it runs, from 1; with a step as often as it runs in it. Of a script: the positions of its runs.
+        number: number of the graph, from 1, in the order of first runs.
+        steps: the steps in which it runs, from 1; a step is repeated for every run in it. For a script: the positions
+            of its runs.
         asked_by: "function (file:line)" of the user's code that needed its results; empty if nothing was run.
-        instructions: of its main computation.
-        flops: of its matrix products and convolutions.
-        peak_bytes: most that is alive at once.
-        why: how it differs from the graph before it that the same line asked for; empty for the first.
+        instructions: number of instructions in its main computation.
+        flops: FLOPs of its matrix products and convolutions.
+        peak_bytes: peak of live bytes.
+        why: how it differs from the previous graph that the same line asked for; empty for the first.
     """
 
     number: int
@@ -52,13 +53,13 @@ class GraphRow:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """The collectives of one kind and type over the same groups.
+    """The collectives of one kind and dtype over the same groups.
 
     Attributes:
-        groups: ranks that exchange; of a permute, pairs (from, to).
-        count: how many run in a step.
-        bytes_sent: by a rank in a step, by ring algorithms.
-        largest: shapes and place of the one that sends most.
+        groups: groups of ranks that exchange; for a permute, pairs (from, to).
+        count: number of runs per step.
+        bytes_sent: bytes sent per rank and step, with ring algorithms.
+        largest: shapes and place of the collective that sends most.
     """
 
     kind: str
@@ -71,17 +72,17 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """All that is shown.
+    """The whole report.
 
     Attributes:
-        title: what was looked at.
+        title: what was recorded.
         graphs: every distinct graph of the first rank.
-        graphs_per_step: of the first rank; empty for a script.
-        main: number of the graph that the rest is about: the one with the most arithmetic in the last step.
+        graphs_per_step: number of graphs in each step of the first rank; empty for a script.
+        main: number of the graph that the rest describes: the one with the most arithmetic in the last step.
         new_after: the step after which no graph was new; 0 for a script.
-        ranks: what the comparison of ranks found; empty where there was one.
-        ranks_differ: whether it found a difference.
-        loops_counted_once: loops of the main graph whose trip count is not known.
+        ranks: result of comparing the ranks; empty if there was only one.
+        ranks_differ: whether the ranks' graphs differ.
+        loops_counted_once: loops of the main graph with unknown trip counts.
     """
 
     title: str
@@ -98,28 +99,28 @@ class GraphReport:
 
     @property
     def verdict(self) -> str:
-        """One sentence on the number of graphs; empty for a script, whose steps are not known."""
+        """One sentence about the number of graphs; empty for a script, whose steps are unknown."""
         if not self.graphs_per_step:
             return ""
         per_step = self.graphs_per_step[-1]
         graphs = "one graph" if per_step == 1 else f"{per_step} graphs"
-        news = f"none is new after step {self.new_after}" if self.is_settled else "the last step's graph is new"
-        return f"{graphs} a step; {news}"
+        news = f"no new graphs after step {self.new_after}" if self.is_settled else "the last step's graph is new"
+        return f"{graphs} per step; {news}"
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last step ran graphs only that an earlier one had run."""
+        """Whether the last step ran only graphs that an earlier step had run."""
         return self.new_after < len(self.graphs_per_step)
 
     @property
     def is_right(self) -> bool:
-        """One graph a step, compiled once, the same on all ranks that were looked at."""
+        """Whether there is one graph per step, compiled once, and the same on all recorded ranks."""
         steps_are_right = not self.graphs_per_step or (self.graphs_per_step[-1] == 1 and self.is_settled)
         return steps_are_right and not self.ranks_differ
 
 
 def analyse(title: str, recorded: Sequence[RecordedRank], *, world_size: int) -> GraphReport:
-    """Count what the ranks recorded; the first is described, the others are compared with it."""
+    """Analyze the recorded graphs: describe the first rank's, and compare the other ranks' with them."""
     first = recorded[0]
     distinct, numbers = _number(first.steps)
     flops = [count_flops(graph.module) for graph in distinct]
@@ -143,7 +144,7 @@ def analyse(title: str, recorded: Sequence[RecordedRank], *, world_size: int) ->
 
 
 def _number(steps: Sequence[Sequence[CapturedGraph]]) -> tuple[list[CapturedGraph], list[list[int]]]:
-    """The distinct graphs, and for each step their indices among these."""
+    """The distinct graphs, and each step's graphs as indices into them."""
     by_text: dict[str, int] = {}
     distinct: list[CapturedGraph] = []
     numbers: list[list[int]] = []
@@ -207,7 +208,7 @@ def _collective_rows(graph: CapturedGraph, world_size: int) -> list[CollectiveRo
 
 
 def _compare_ranks(recorded: Sequence[RecordedRank]) -> tuple[str, bool]:
-    """In words, and whether there is a difference."""
+    """The result of the comparison as text, and whether there is a difference."""
     if len(recorded) < 2:
         return "", False
     first = recorded[0]
@@ -226,19 +227,19 @@ def _compare_ranks(recorded: Sequence[RecordedRank]) -> tuple[str, bool]:
 
 
 NUM_CASTS = 10
-_WIDTH_OF_A_FILE = 160  # where there is no terminal: lines are not broken more than need be
+_WIDTH_OF_A_FILE = 160  # when not on a terminal, so that few lines wrap
 _NOTES = (
-    "Bytes sent are those of ring algorithms, by the rank that sends most. FLOPs are of matrix products and "
-    "convolutions. The peak is an upper bound: results that the compiler fuses away are counted, those of broadcasts "
-    "and constants are not, and updated weights are written over the old ones."
+    "Bytes sent assume ring algorithms and count the rank that sends most. FLOPs are those of matrix products and "
+    "convolutions. The peak is an upper bound: it counts results that the compiler fuses away, but not broadcasts "
+    "and constants, and assumes that updated weights overwrite the old ones."
 )
 
 
 def render_report(report: GraphReport, console: Console | None = None) -> None:
-    """Print the tables, what the graphs show, and what the numbers mean.
+    """Print the tables, the findings, and what the numbers mean.
 
     Args:
-        console: where to; standard output if None.
+        console: the console to print to; standard output if None.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -254,7 +255,7 @@ def _parts(report: GraphReport) -> list[RenderableType]:
     if report.casts:
         parts.append(_casts(report))
     if report.loops_counted_once:
-        parts.append(Text(f"counted as if they ran once: {', '.join(report.loops_counted_once)}"))
+        parts.append(Text(f"loops with unknown trip counts, counted once: {', '.join(report.loops_counted_once)}"))
     parts.append(Text(_NOTES, style="dim"))
     findings = "; ".join(filter(None, [report.verdict, report.ranks]))
     if findings:
@@ -263,7 +264,7 @@ def _parts(report: GraphReport) -> list[RenderableType]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Columns whose name begins with a blank hold numbers."""
+    """Make a table; columns whose name begins with a space hold numbers."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         is_number = column.startswith(" ")
@@ -273,7 +274,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _graphs(report: GraphReport) -> Table:
     when = "in steps" if report.graphs_per_step else "runs"
-    table = _table("graphs", " graph", when, " instructions", " FLOPs", " peak bytes", "asked for by")
+    table = _table("graphs", " graph", when, " instructions", " FLOPs", " peak bytes", "requested by")
     for row in report.graphs:
         used = _ranges(row.steps) if report.graphs_per_step else str(len(row.steps))
         numbers = [str(row.number), used, f"{row.instructions:,}", f"{row.flops:,}", f"{row.peak_bytes:,}"]
@@ -282,7 +283,7 @@ def _graphs(report: GraphReport) -> Table:
 
 
 def _collectives(report: GraphReport) -> Table:
-    columns = ("collective", "type", " in a step", "groups", " bytes sent", "largest")
+    columns = ("collective", "type", " per step", "groups", " bytes sent", "largest")
     table = _table(f"collectives of graph {report.main}", *columns)
     for row in report.collectives:
         groups = " ".join(str(list(group)) for group in row.groups[:4])
@@ -293,7 +294,7 @@ def _collectives(report: GraphReport) -> Table:
 
 def _memory(report: GraphReport) -> Table:
     memory = report.memory
-    table = _table(f"memory of graph {report.main}, at its peak in {memory.peak_at}", "what", "shape", " bytes")
+    table = _table(f"memory of graph {report.main}, at its peak in {memory.peak_at}", "buffer", "shape", " bytes")
     table.add_row("arguments: weights, optimizer states, data", "", f"{memory.arguments:,}")
     for buffer in memory.largest:
         table.add_row(buffer.place, buffer.shape, f"{buffer.num_bytes:,}")
@@ -304,7 +305,7 @@ def _memory(report: GraphReport) -> Table:
 
 
 def _casts(report: GraphReport) -> Table:
-    table = _table(f"casts of graph {report.main}", "from", "to", " in a step", " bytes written", "where")
+    table = _table(f"casts of graph {report.main}", "from", "to", " per step", " bytes written", "where")
     for cast in report.casts[:NUM_CASTS]:
         table.add_row(cast.source, cast.target, str(cast.count), f"{cast.num_bytes:,}", cast.place)
     rest = report.casts[NUM_CASTS:]
@@ -315,7 +316,7 @@ def _casts(report: GraphReport) -> Table:
 
 
 def _ranges(steps: tuple[int, ...]) -> str:
-    """(1, 2, 3, 5) as "1-3, 5"."""
+    """Format (1, 2, 3, 5) as "1-3, 5"."""
     parts: list[list[int]] = []
     for step in dict.fromkeys(steps):
         if parts and step == parts[-1][-1] + 1:

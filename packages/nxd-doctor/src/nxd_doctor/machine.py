@@ -1,7 +1,7 @@
-"""Checks that this machine is ready to train: all checks, in the order in which they explain each other.
+"""Checks that this machine is ready to train: runs all checks, earlier ones explaining failures of later ones.
 
 `installation` checks installed packages; this module checks the host: environment variables, limits of open files and
-shared memory, the clock, ports, a folder for checkpoints, and two ranks that add up a number.
+shared memory, the clock, ports, a checkpoint folder, and a collective on two ranks.
 """
 
 import os
@@ -45,12 +45,12 @@ from nxd_doctor.installation import (
 def examine(
     folder: str | Path | None = None, *, try_ranks: bool = True, show_output: Callable[[str], None] | None = None
 ) -> Iterator[Finding]:
-    """Check this machine; yields findings as they are made.
+    """Check this machine and yield each finding as it is made.
 
     Args:
-        folder: for checkpoints, also as a URL; left out if None.
-        try_ranks: start two ranks, which takes some seconds; left out in any case where torch does not work.
-        show_output: is given what the two ranks wrote.
+        folder: the checkpoint folder, or its URL; not checked if None.
+        try_ranks: whether to start two ranks, which takes some seconds; they are never started if torch does not work.
+        show_output: function that is called with the output of the two ranks.
     """
     versions = installed_versions((*own_packages(), *OTHERS))
     torch = check_torch(versions)
@@ -81,19 +81,19 @@ def examine(
         yield check_collective(code, output)
 
 
-# Effects of each on a job that are easily forgotten.
+# Variables with effects on a job that are easily forgotten.
 SURPRISES = {
     "XLA_USE_BF16": "all float32 tensors are bfloat16 on the device; use a bfloat16 model instead",
     "XLA_DOWNCAST_BF16": "float32 becomes bfloat16 and float64 float32 on the device; use a bfloat16 model instead",
-    "NEURON_EXTRACT_GRAPHS_ONLY": "graphs are only compiled, and all results are zeros; unset it to train",
-    "NEURON_CC_FLAGS": "flags change what is compiled and which cached graphs are found",
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for; unset it to train",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "graphs are only compiled and all results are zeros; unset it to train",
+    "NEURON_CC_FLAGS": "these flags change the compiled code and which cached graphs are found",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel; unset it to train",
 }
 READ_HERE = ("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "NXD_SHM", "NXD_TIMEOUT", "PJRT_DEVICE")
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """Findings on environment variables: those that are set, and each that is likely to surprise."""
+    """Findings about environment variables: those that are set, and each one that is likely to surprise."""
     name = "environment"
     findings = []
     devices = environment.get("NXD_DEVICE", "")
@@ -102,13 +102,13 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
         findings.append(wrong(name, found, "they contradict each other, and NXD_CPU_MODE wins; unset one"))
     if "NEURON_RT_NUM_CORES" in environment and "NEURON_RT_VISIBLE_CORES" in environment:
         found = "NEURON_RT_NUM_CORES and NEURON_RT_VISIBLE_CORES are both set"
-        findings.append(warning(name, found, "the runtime takes NEURON_RT_VISIBLE_CORES; unset the other"))
+        findings.append(warning(name, found, "the runtime uses NEURON_RT_VISIBLE_CORES; unset the other"))
     for variable, effect in SURPRISES.items():
         value = environment.get(variable, "")
         if value not in ("", "0"):
             findings.append(warning(name, f"{variable}={value}", effect))
     listed = ", ".join(f"{variable}={environment[variable]}" for variable in READ_HERE if variable in environment)
-    return findings or [ok(name, listed or "nothing is set that these packages read")]
+    return findings or [ok(name, listed or "none of the variables that these packages read is set")]
 
 
 FEWEST_FILES, ENOUGH_FILES = 1024, 4096
@@ -117,12 +117,12 @@ LEAST_SHARED_MEMORY, ENOUGH_SHARED_MEMORY = 64 << 20, 1 << 30
 
 
 def open_files_limits() -> tuple[int, int]:
-    """How many files this process may have open: now, and at most if it asks."""
+    """The soft and hard limits of open files of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Whether ranks, data loaders and checkpoints can open their files; connections between ranks count as well."""
+    """Whether ranks, data loaders and checkpoints can open enough files; connections between ranks also count."""
     name = "open files"
     found = f"{_count(soft)} (hard limit {_count(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
@@ -130,21 +130,21 @@ def check_open_files(soft: int, hard: int) -> Finding:
     mend = f"ulimit -n {ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)}, before the job starts"
     if soft < FEWEST_FILES:
         return wrong(name, found, mend)
-    return warning(name, f"{found}; jobs of hundreds of ranks want {ENOUGH_FILES}", mend)
+    return warning(name, f"{found}; jobs with hundreds of ranks need {ENOUGH_FILES}", mend)
 
 
 def free_shared_memory() -> int | None:
-    """Bytes free in the host's shared memory; None where there is no such place."""
+    """Free bytes in the host's shared memory; None if it does not exist."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
 
 
 def check_shared_memory(free: int | None) -> Finding:
-    """Whether data loaders and ranks of one host can hand tensors over; containers get 64 MiB unless told otherwise."""
+    """Whether data loaders and ranks on one host can share tensors; containers get 64 MiB by default."""
     name = "shared memory"
     if free is None:
-        return warning(name, f"there is no {SHARED_MEMORY}", "mount it (tmpfs), or use num_workers=0 in data loaders")
+        return warning(name, f"no {SHARED_MEMORY}", "mount it (tmpfs), or use num_workers=0 in data loaders")
     found = f"{show_memory(free)} free in {SHARED_MEMORY}"
-    mend = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory), or empty it"
+    mend = "start the container with --shm-size=8g (Kubernetes: an emptyDir with medium Memory), or free some"
     if free < LEAST_SHARED_MEMORY:
         return wrong(name, found, mend)
     if free < ENOUGH_SHARED_MEMORY:
@@ -160,7 +160,7 @@ EARLIEST = 1_735_689_600  # 2025-01-01: before any of these packages
 
 
 def check_clock(now: float, monotonic: tuple[float, float]) -> Finding:
-    """Whether the time is possible, and time passes.
+    """Whether the time is plausible and moves forward.
 
     Args:
         now: seconds since 1970.
@@ -169,14 +169,14 @@ def check_clock(now: float, monotonic: tuple[float, float]) -> Finding:
     name = "clock"
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     if now < EARLIEST:
-        return wrong(name, f"{shown}, which is in the past", "set the clock, and keep it so: timedatectl set-ntp true")
+        return wrong(name, f"{shown}, which is in the past", "set and synchronize the clock: timedatectl set-ntp true")
     if monotonic[1] < monotonic[0]:
         return wrong(name, "the monotonic clock runs backwards", "restart the host; its time source is broken")
     return ok(name, shown)
 
 
 def read_clock() -> tuple[float, tuple[float, float]]:
-    """What `check_clock` takes."""
+    """Read the arguments of `check_clock`."""
     return time.time(), (time.monotonic(), time.monotonic())
 
 
@@ -184,9 +184,9 @@ HIGHEST_PORT = 65_535
 
 
 def check_rendezvous(environment: Mapping[str, str]) -> Finding:
-    """Whether MASTER_ADDR and MASTER_PORT, where set, can be used.
+    """Whether MASTER_ADDR and MASTER_PORT, if set, can be used.
 
-    The host must have an address; if it is this one, the port must be free.
+    The host must have an address; if it is this host, the port must be free.
     """
     name = "rendezvous"
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
@@ -194,7 +194,7 @@ def check_rendezvous(environment: Mapping[str, str]) -> Finding:
         return ok(name, "MASTER_ADDR and MASTER_PORT are unset: torchrun chooses them")
     if host is None or port is None:
         missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
-        return wrong(name, f"{missing} is unset, the other is set", f"set {missing}, or leave both to torchrun")
+        return wrong(name, f"{missing} is unset, but the other is set", f"set {missing}, or leave both to torchrun")
     if not port.isdecimal() or not 0 < int(port) <= HIGHEST_PORT:
         return wrong(name, f"MASTER_PORT={port}", f"use a free port from 1024 to {HIGHEST_PORT}")
     try:
@@ -204,14 +204,14 @@ def check_rendezvous(environment: Mapping[str, str]) -> Finding:
             name, f"MASTER_ADDR={host} has no address: {error}", "use a name or address that every host can reach"
         )
     if _is_here(host) and not _is_free(port):
-        return wrong(name, f"port {port} is in use", "end what listens there (ss -ltnp), or set another MASTER_PORT")
+        return wrong(name, f"port {port} is in use", "stop what listens there (ss -ltnp), or set another MASTER_PORT")
     return ok(name, f"{host}:{port}")
 
 
 def check_loopback() -> Finding:
-    """Whether a process can listen on this host, and another connect to it."""
+    """Whether a process can listen on this host and another one can connect to it."""
     name = "ports"
-    mend = "let processes of this host connect to 127.0.0.1 (firewall, sandbox, network namespace)"
+    mend = "allow processes on this host to connect to 127.0.0.1 (firewall, sandbox, network namespace)"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -224,7 +224,7 @@ def check_loopback() -> Finding:
     except OSError as error:
         found = f"the host's own name {socket.gethostname()} has no address: {error}"
         return wrong(name, found, f"add it to /etc/hosts: 127.0.0.1 {socket.gethostname()}")
-    return ok(name, "processes of this host can connect")
+    return ok(name, "processes on this host can connect")
 
 
 def _is_here(host: str) -> bool:
@@ -244,19 +244,19 @@ MOST_SKEW_SECONDS = 5.0
 
 
 def check_folder(folder: str | Path, free: int | None = None) -> Finding:
-    """Write, flush, rename and remove a file there.
+    """Check a folder by writing, flushing, renaming and removing a file in it.
 
     Args:
-        folder: need not exist yet, if it can be made; of an object store, by its URL, it is not looked at.
-        free: bytes on its disk; asked for if None.
+        folder: the folder; it need not exist yet if it can be created. The URL of an object store is not checked.
+        free: free bytes on its disk; measured if None.
     """
     name = f"folder {folder}"
     if "://" in str(folder):
-        return warning(name, "is in an object store, which is not looked at", f"try it: nxd-ckpt list {folder}")
+        return warning(name, "is in an object store, which is not checked", f"try it: nxd-ckpt list {folder}")
     path = Path(folder).absolute()
     place = next(it for it in (path, *path.parents) if os.path.lexists(it))
     if not place.is_dir():
-        return wrong(name, f"{place} is no folder", "choose a folder")
+        return wrong(name, f"{place} is not a folder", "choose a folder")
     try:
         with tempfile.TemporaryDirectory(prefix=".nxd-doctor-", dir=place) as trial:
             Path(trial, path.relative_to(place)).mkdir(parents=True, exist_ok=True)
@@ -267,14 +267,14 @@ def check_folder(folder: str | Path, free: int | None = None) -> Finding:
             os.replace(first, second)
             skew = second.stat().st_mtime - time.time()
     except OSError as error:
-        return wrong(name, f"cannot be written: {error}", "give this user the right to write, or choose another folder")
+        return wrong(name, f"cannot be written: {error}", "give this user write permission, or choose another folder")
     free = shutil.disk_usage(place).free if free is None else free
     if abs(skew) > MOST_SKEW_SECONDS:
         found = f"its file server's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this host's"
-        return warning(name, found, "keep both in step with a time server: timedatectl set-ntp true")
+        return warning(name, found, "synchronize both with a time server: timedatectl set-ntp true")
     found = f"writable, {show_memory(free)} free"
     if free < ENOUGH_BYTES:
-        mend = "make room: a checkpoint needs up to 16 bytes for each parameter, and the one before stays until then"
+        mend = "free some space: a checkpoint needs up to 16 bytes per parameter, and the previous one stays until then"
         return warning(name, found, mend)
     return ok(name, found)
 
@@ -296,10 +296,10 @@ LEFT_TO_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_P
 
 
 def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
-    """Start two ranks on this machine and let them add.
+    """Start two ranks on this machine that all-reduce a tensor.
 
     Returns:
-        Their exit code, None if they were not done in time, and what they wrote.
+        Their exit code (None if they did not finish in time), and their output.
     """
     environment = {name: value for name, value in os.environ.items() if name not in LEFT_TO_TORCHRUN}
     command = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", PROGRAM]
@@ -317,23 +317,23 @@ def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
             os.killpg(process.pid, signal.SIGKILL)  # the ranks end with it
             output, _ = process.communicate()
             return None, output
-        except BaseException:  # as Ctrl-C, which does not reach them in a session of their own
+        except BaseException:  # such as Ctrl-C, which does not reach ranks in their own session
             os.killpg(process.pid, signal.SIGKILL)
             raise
     return process.returncode, output
 
 
 def check_collective(code: int | None, output: str) -> Finding:
-    """Whether the two ranks came to the sum, and in time."""
+    """Whether the two ranks computed the sum in time."""
     name = "two ranks"
     if code == 0:
-        return ok(name, "added their numbers")
+        return ok(name, "the all-reduce works")
     if code is None:
-        mend = "ranks wait for each other: look at the findings above, then try NXD_DEVICE=cpu nxd doctor"
-        return wrong(name, f"were not done in {TIMEOUT_SECONDS:.0f} seconds", mend)
+        mend = "the ranks wait for each other: check the findings above, then try NXD_DEVICE=cpu nxd doctor"
+        return wrong(name, f"did not finish in {TIMEOUT_SECONDS:.0f} seconds", mend)
     errors = [line.strip() for line in output.splitlines() if "Error" in line and "ChildFailed" not in line]
     return wrong(
         name,
         f"failed: {errors[0] if errors else f'exit code {code}'}",
-        "nxd doctor --show-output shows all that they wrote",
+        "nxd doctor --show-output shows all their output",
     )

@@ -1,6 +1,6 @@
-"""Records the graphs that a script hands to a device's compiler, in a process on torch-xla's CPU client.
+"""Records the graphs that a script passes to a device's compiler, in a process on torch-xla's CPU client.
 
-torch-xla decides at its first graph whether it dumps graphs, so every program gets a process of its own.
+torch-xla decides at its first graph whether to dump graphs, so every program gets its own process.
 """
 
 import os
@@ -15,7 +15,7 @@ from nxd_state.device import has_torch_xla
 
 from nxd_doctor.graphs import CapturedGraph, read_graphs
 
-_SHOWN_OUTPUT = 2000  # characters, from the end of what a process said before it failed
+_SHOWN_OUTPUT = 2000  # characters shown from the end of a failed process's output
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -24,9 +24,9 @@ class RecordedRank:
     """The graphs of one process.
 
     Attributes:
-        rank: that it played.
-        steps: the graphs of each step; of a script, where steps are not known, a list for each graph.
-        has_steps: whether they are.
+        rank: the rank that the process played.
+        steps: the graphs of each step; for a script, whose steps are unknown, a list per graph.
+        has_steps: whether the steps are known.
     """
 
     rank: int
@@ -36,12 +36,12 @@ class RecordedRank:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """The steps of a training run, as some of its ranks take them.
+    """The steps of a training run, as recorded on some of its ranks.
 
     Attributes:
-        title: what was recorded, in what layout.
-        ranks: the first and the last, or one that is alone.
-        world_size: ranks of the job.
+        title: what was recorded, and in which layout.
+        ranks: the first and the last rank, or the only one.
+        world_size: number of ranks in the job.
     """
 
     title: str
@@ -50,13 +50,13 @@ class RecordedSteps:
 
 
 def record_script(command: Sequence[str]) -> RecordedRank:
-    """All graphs that a script runs, as one process.
+    """Record all graphs that a script runs as one process.
 
     Args:
         command: the script and its arguments.
 
     Raises:
-        ValueError: torch-xla is not installed, the script fails, or it runs no graph; with what it said.
+        ValueError: torch-xla is not installed, the script fails, or it runs no graph; the message has its output.
     """
     check_torch_xla()
     with tempfile.TemporaryDirectory(prefix="nxd-doctor-") as name:
@@ -71,19 +71,19 @@ def record_script(command: Sequence[str]) -> RecordedRank:
 
 
 def check_torch_xla() -> None:
-    """Raise ValueError where graphs cannot be made."""
+    """Raise ValueError if torch-xla, which creates the graphs, is not installed."""
     if not has_torch_xla():
         raise ValueError(
-            "graphs are made by torch-xla, which is not installed: install torch and torch_xla of the same version, as "
-            "pip install torch==2.9.1 torch_xla==2.9.0; a device is not needed"
+            "recording graphs needs torch-xla, which is not installed; install torch and torch_xla of one version: "
+            "pip install torch==2.9.1 torch_xla==2.9.0 (no device is needed)"
         )
 
 
 def run_on_cpu(command: list[str], environment: dict[str, str], what: str) -> str:
-    """Run a program on torch-xla's CPU client and return what it said.
+    """Run a program on torch-xla's CPU client and return its output.
 
     Raises:
-        ValueError: it failed; with `what` it was and the end of what it said.
+        ValueError: the program failed; the message has `what` and the end of its output.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS_VARIABLES}
     on_the_cpu = {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"}
@@ -96,5 +96,5 @@ def run_on_cpu(command: list[str], environment: dict[str, str], what: str) -> st
         check=False,
     )
     if result.returncode:
-        raise ValueError(f"{what} ended with exit code {result.returncode}:\n{result.stdout.strip()[-_SHOWN_OUTPUT:]}")
+        raise ValueError(f"{what} failed with exit code {result.returncode}:\n{result.stdout.strip()[-_SHOWN_OUTPUT:]}")
     return result.stdout

@@ -139,7 +139,7 @@ def test_steps_that_are_not_run_have_the_operations_of_those_that_are(findings):
 @xla
 @neuron
 def test_value_that_is_read_in_a_step_that_is_not_run_is_refused_with_its_line(findings):
-    assert findings["early read"].startswith("the step asks for a value before its end, which cuts its graph: step (")
+    assert findings["early read"].startswith("the step reads a value before its end, which splits its graph: step (")
 
 
 @xla

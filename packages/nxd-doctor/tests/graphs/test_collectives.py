@@ -86,7 +86,7 @@ def test_collective_without_groups_is_over_all_ranks_of_the_header(module_of, he
 def test_collective_over_all_ranks_needs_the_world_size(module_of):
     module = module_of(PARAMETER, "c = f32[8,16] all-reduce(p), replica_groups={}, to_apply=add", before=SUM)
 
-    with pytest.raises(ValueError, match=r"c is over all ranks.*give world_size"):
+    with pytest.raises(ValueError, match=r"c is over all ranks.*pass world_size"):
         find_collectives(module)
     assert find_collectives(module, world_size=2)[0].bytes_sent == 512
 

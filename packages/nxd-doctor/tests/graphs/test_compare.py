@@ -74,8 +74,8 @@ def test_argument_that_is_a_constant_elsewhere_is_told(module_of):
     found = first_difference(left, right)
 
     assert found is not None
-    assert str(found).startswith("1 arguments in the first and 2 in the second, the first that differs being f32[] (k)")
-    assert "data in one and constants in the other" in str(found)
+    assert str(found).startswith("1 arguments in the first and 2 in the second; the first that differs is f32[] (k)")
+    assert "data in one and a constant in the other" in str(found)
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])

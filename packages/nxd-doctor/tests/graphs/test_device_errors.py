@@ -33,5 +33,6 @@ def test_lack_of_memory_is_told_with_what_the_recorded_graph_holds():
 
     assert explained is not None
     assert (
-        "needs at most 16,640 bytes, 256 of them arguments; beside those f32[64,64] of head (16,384 bytes)" in explained
+        "needs at most 16,640 bytes, 256 of them arguments; the largest others are f32[64,64] of head (16,384 bytes)"
+        in explained
     )

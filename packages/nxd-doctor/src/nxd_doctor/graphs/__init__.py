@@ -1,6 +1,6 @@
-"""Inspects the graphs that a training step hands to an XLA compiler, without a device.
+"""Inspects the graphs that a training step passes to an XLA compiler, without a device.
 
-The counting works on HLO text, whatever made it. Only recording the graphs of a step needs torch-xla.
+Counting works on HLO text from any source. Only recording the graphs of a step needs torch-xla.
 """
 
 from nxd_doctor.graphs.capture import capture_steps, graphs_of, recent_graphs, start_capture

@@ -1,4 +1,4 @@
-"""Conversions between number types in a graph: where precision is lost, and where memory goes to copies."""
+"""Finds dtype conversions in a graph: where precision is lost, and where copies take memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from nxd_doctor.graphs.repeats import count_runs
 
 @dataclass(frozen=True)
 class Cast:
-    """One or several conversions between the same types at the same place.
+    """All conversions between the same dtypes at the same place.
 
     Attributes:
-        source, target: XLA's names of the types.
-        place: where they are from, as `Instruction.place` says.
-        count: how many run in a step.
-        num_bytes: of their results, in a step.
+        source, target: XLA's names of the dtypes.
+        place: their origin, as in `Instruction.place`.
+        count: number of runs per step.
+        num_bytes: bytes of their results per step.
     """
 
     source: str
@@ -26,7 +26,7 @@ class Cast:
 
 
 def find_casts(module: HloModule) -> list[Cast]:
-    """The conversions of arrays that a step runs, the largest first; not those of scalars, nor to the same type."""
+    """The array conversions that a step runs, largest first; without scalars and conversions to the same dtype."""
     runs = count_runs(module)
     casts = []
     for name, computation in module.computations.items():

@@ -1,9 +1,9 @@
-"""The messages of a graph: which collectives, over which ranks, and how many bytes each rank sends for them.
+"""Finds the collectives of a graph: their kinds, their ranks, and the bytes that each rank sends for them.
 
-Bytes are those of ring algorithms, the least that any algorithm can do where every rank has the same link: with n ranks
-in a group, an all-gather of a result of S bytes and a reduce-scatter or all-to-all of an input of S bytes send
-S (n-1)/n, an all-reduce twice that (a reduce-scatter and an all-gather), a permute or broadcast S. A scalar beside
-arrays is not counted: torch-xla has one travel along to keep its collectives in order.
+Bytes are those of ring algorithms, the minimum for any algorithm if all ranks have the same link. With n ranks in a
+group, an all-gather with a result of S bytes and a reduce-scatter or all-to-all with an input of S bytes send
+S (n-1)/n, an all-reduce twice that (a reduce-scatter and an all-gather), a permute or broadcast S. A scalar next to
+arrays is not counted: torch-xla adds one to keep its collectives in order.
 """
 
 import math
@@ -33,13 +33,13 @@ class Collective:
 
     Attributes:
         kind: XLA's opcode, without the "-start" of an asynchronous one.
-        name: of its instruction.
-        dtype: XLA's name; several joined by "+" where tensors of several types travel together.
-        shapes: what goes in, such as "f32[8,16]".
-        groups: ranks that exchange; of a permute, pairs (from, to).
-        bytes_sent: by the rank that sends most, in one run of it.
-        runs: how often it runs in a step.
-        place: where it is from, as `Instruction.place` says.
+        name: name of its instruction.
+        dtype: XLA's name of the dtype; several are joined by "+".
+        shapes: shapes of its inputs, such as "f32[8,16]".
+        groups: groups of ranks that exchange; for a permute, pairs (from, to).
+        bytes_sent: bytes sent in one run by the rank that sends most.
+        runs: number of runs per step.
+        place: its origin, as in `Instruction.place`.
     """
 
     kind: str
@@ -53,25 +53,25 @@ class Collective:
 
     @property
     def group_size(self) -> int:
-        """Ranks in the largest group; of a permute 2."""
+        """Number of ranks in the largest group; 2 for a permute."""
         return max((len(group) for group in self.groups), default=1)
 
     @property
     def step_bytes(self) -> int:
-        """Bytes a rank sends for it in a step."""
+        """Bytes that a rank sends for it in a step."""
         return self.bytes_sent * self.runs
 
 
 def find_collectives(module: HloModule, *, world_size: int | None = None) -> list[Collective]:
-    """All collectives that a step runs, in the order of the text.
+    """Find all collectives that a step runs, in the order of the text.
 
     Args:
-        module: a graph, before or after the compiler.
-        world_size: ranks of the job; the header's `replica_count` times `num_partitions` if None. It is needed only
-            where a collective names no groups, which means all ranks.
+        module: a graph, before or after compilation.
+        world_size: number of ranks in the job; the header's `replica_count` times `num_partitions` if None. Needed
+            only if a collective names no groups, which means all ranks.
 
     Raises:
-        ValueError: a collective over all ranks, and nothing says how many there are.
+        ValueError: there is a collective over all ranks, and their number is unknown.
     """
     runs = count_runs(module)
     found = []
@@ -89,7 +89,7 @@ def find_collectives(module: HloModule, *, world_size: int | None = None) -> lis
 
 
 def total_bytes(collectives: Iterable[Collective]) -> dict[str, int]:
-    """Bytes a rank sends in a step, by kind."""
+    """Bytes that a rank sends in a step, by kind."""
     totals: dict[str, int] = {}
     for collective in collectives:
         totals[collective.kind] = totals.get(collective.kind, 0) + collective.step_bytes
@@ -97,7 +97,7 @@ def total_bytes(collectives: Iterable[Collective]) -> dict[str, int]:
 
 
 def replica_groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks from any form of `replica_groups`: "{{0,1},{2,3}}", "[2,2]<=[4]", "[2,2]<=[2,2]T(1,0)"."""
+    """Parse groups of ranks from any form of `replica_groups`: "{{0,1},{2,3}}", "[2,2]<=[4]", "[2,2]<=[2,2]T(1,0)"."""
     iota = _IOTA.match(text)
     if iota is None:
         return tuple(group for group in integer_lists(text) if group)
@@ -127,7 +127,7 @@ def _collective(
 
 def _bytes_sent(kind: str, input_bytes: int, size: int, groups: tuple[tuple[int, ...], ...]) -> int:
     share = Fraction(size - 1, size)
-    if kind == "all-gather":  # the result has the inputs of all
+    if kind == "all-gather":  # the input is one rank's part of the result
         return input_bytes * (size - 1)
     if kind == "all-reduce":
         return math.ceil(2 * input_bytes * share)
@@ -144,7 +144,7 @@ def _groups(instruction: Instruction, kind: str, world_size: int | None) -> tupl
         return integer_lists(instruction.attributes.get("source_target_pairs", ""))
     groups = replica_groups(instruction.attributes.get("replica_groups", ""))
     if not groups and world_size is None:
-        raise ValueError(f"{instruction.name} is over all ranks, and the graph does not say how many; give world_size")
+        raise ValueError(f"{instruction.name} is over all ranks, but the graph does not say how many; pass world_size")
     return groups or (tuple(range(world_size or 1)),)
 
 

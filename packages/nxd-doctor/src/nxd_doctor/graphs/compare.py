@@ -1,7 +1,7 @@
-"""Compares two graphs: whether they are the same program, and if not, where they first differ, in words.
+"""Compares two graphs: whether they are the same program, and if not, where they first differ.
 
-Used for two ranks, which should build the same graph, and for two steps, where a difference means a recompilation.
-Names of instructions and metadata do not matter.
+It is used for two ranks, which should build the same graph, and for two steps, where a difference means recompilation.
+Instruction names and metadata do not matter.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ class Difference:
 
     Attributes:
         kind: "parameter", "shape", "constant", "operation", "replica groups", "attribute", "operands" or "length".
-        place: module path or source line of it, else the instruction's name.
-        words: the whole finding in a sentence.
+        place: module path or source line of the difference, else the instruction's name.
+        words: the difference described in a sentence.
     """
 
     kind: str
@@ -31,12 +31,12 @@ class Difference:
 def first_difference(
     left: HloModule, right: HloModule, *, names: tuple[str, str] = ("the first", "the second")
 ) -> Difference | None:
-    """None where both are the same program.
+    """Find the first difference; None if both are the same program.
 
-    Differences of arguments come first: a batch of another shape changes everything after it.
+    Differences between arguments come first: a batch of another shape changes everything after it.
 
     Args:
-        names: what to call the two, such as ("rank 0", "rank 1").
+        names: names for the two graphs, such as ("rank 0", "rank 1").
     """
     if len(left.parameters) != len(right.parameters):
         return _number_of_arguments(left, right, names)
@@ -51,7 +51,7 @@ def first_difference(
 
 
 def _differences(left: HloModule, right: HloModule, names: tuple[str, str]) -> Iterator[Difference]:
-    """Of the entry and of the computations it calls, in the order of their calls."""
+    """The differences in the entry and in the computations it calls, in call order."""
     waiting, compared = [(left.main, right.main)], {(left.entry, right.entry)}
     while waiting:
         ours, theirs = waiting.pop(0)
@@ -82,7 +82,7 @@ def _in_computation(left: Computation, right: Computation, names: tuple[str, str
 
 
 def _kind_of_difference(ours: Instruction, theirs: Instruction, positions: list[dict[str, int]]) -> str:
-    """Empty where there is none."""
+    """The kind of difference between two instructions; empty if there is none."""
     if ours.opcode != theirs.opcode:
         return "operation"
     if ours.shape != theirs.shape:
@@ -124,8 +124,8 @@ def _number_of_arguments(left: HloModule, right: HloModule, names: tuple[str, st
     first = next((number for number, (ours, theirs) in pairs if ours.shape != theirs.shape), min(map(len, sides)))
     extra = longer[first]
     words = (
-        f"{len(sides[0])} arguments in {names[0]} and {len(sides[1])} in {names[1]}, the first that differs being "
-        f"{extra.shape} ({extra.place}): states that the first step makes, or numbers that are data in one and "
-        "constants in the other"
+        f"{len(sides[0])} arguments in {names[0]} and {len(sides[1])} in {names[1]}; the first that differs is "
+        f"{extra.shape} ({extra.place}): probably a state that the first step creates, or a number that is data in "
+        "one and a constant in the other"
     )
     return Difference("parameter", extra.place, words)

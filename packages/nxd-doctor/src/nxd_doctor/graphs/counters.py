@@ -1,4 +1,4 @@
-"""torch-xla's counters since the process began: compilations, executions, and operations that fell back to the CPU."""
+"""Reads torch-xla's counters: compilations, executions, and operations that fell back to the CPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,13 @@ from nxd_state.device import check_torch_xla, torch_xla_module
 
 @dataclass(frozen=True)
 class Counters:
-    """Events since the process began, or between two readings (`later - earlier`).
+    """Events since the start of the process, or between two readings (`later - earlier`).
 
     Attributes:
-        compilations: graphs that went through the compiler: each graph that is new to this process.
-        executions: graphs that were run.
-        transfers_to_host: tensors that were read back, which waits for the device.
-        fallbacks: operations that torch-xla has no graph for, so that they ran on the CPU, by name.
+        compilations: compiled graphs: each graph that is new to this process.
+        executions: graph runs.
+        transfers_to_host: tensors that were read back, each of which waits for the device.
+        fallbacks: operations that ran on the CPU because torch-xla does not support them, by name.
     """
 
     compilations: int
@@ -33,14 +33,14 @@ class Counters:
 
 
 def read_counters() -> Counters:
-    """The counters once all submitted graphs have finished.
+    """Read the counters after all submitted graphs have finished.
 
     Raises:
         ModuleNotFoundError: torch-xla is not installed.
     """
     check_torch_xla("counting graphs")
     metrics = torch_xla_module("debug.metrics")
-    torch_xla_module("core.xla_model").wait_device_ops()  # graphs run while the program goes on
+    torch_xla_module("core.xla_model").wait_device_ops()  # graphs run asynchronously
     fallbacks = {name: int(metrics.counter_value(name) or 0) for name in metrics.counter_names() if "aten::" in name}
     return Counters(
         compilations=_times(metrics, "CompileTime"),

@@ -1,7 +1,7 @@
-"""Arithmetic of a graph: the multiplications and additions of its matrix products and convolutions.
+"""Counts the FLOPs of a graph: the multiplications and additions of its matrix products and convolutions.
 
-Everything else (elementwise functions, reductions) is left out, as is usual where a step's FLOPs are compared with a
-device's peak. A product and its sum count as two.
+Everything else (elementwise functions, reductions) is left out, as is usual when a step's FLOPs are compared with a
+device's peak. A multiply-add counts as two.
 """
 
 import math
@@ -17,11 +17,11 @@ class Product:
     """One dot or convolution.
 
     Attributes:
-        name: of its instruction.
-        dtype: of what is multiplied.
-        flops: in one run of it.
-        runs: how often it runs in a step.
-        place: where it is from, as `Instruction.place` says.
+        name: name of its instruction.
+        dtype: dtype of its first input.
+        flops: FLOPs of one run.
+        runs: number of runs per step.
+        place: its origin, as in `Instruction.place`.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Product:
 
 
 def find_products(module: HloModule) -> list[Product]:
-    """All dots and convolutions that a step runs, in the order of the text."""
+    """Find all dots and convolutions that a step runs, in the order of the text."""
     runs = count_runs(module)
     return [
         Product(item.name, _dtype(item, computation), _flops(item, computation), runs[name], item.place)
@@ -44,7 +44,7 @@ def find_products(module: HloModule) -> list[Product]:
 
 
 def count_flops(module: HloModule) -> int:
-    """Floating-point operations of one step on one rank; those of padding in a convolution are counted, too."""
+    """Floating-point operations of one step on one rank, including those on a convolution's padding."""
     return sum(product.flops * product.runs for product in find_products(module))
 
 

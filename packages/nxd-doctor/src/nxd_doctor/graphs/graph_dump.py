@@ -1,7 +1,7 @@
-"""Reads the file to which torch-xla dumps each graph that it is about to run.
+"""Reads the file that torch-xla dumps each graph to before running it.
 
-With `XLA_SAVE_TENSORS_FILE` and `XLA_SAVE_TENSORS_FMT=hlo`, torch-xla appends a graph at each synchronisation: the
-Python frames that asked for it, then the HLO text between two markers.
+With `XLA_SAVE_TENSORS_FILE` and `XLA_SAVE_TENSORS_FMT=hlo`, torch-xla appends a graph at each synchronization: the
+Python frames that requested it, then the HLO text between two markers.
 """
 
 import re
@@ -21,8 +21,8 @@ class CapturedGraph:
     """One graph that torch-xla ran.
 
     Attributes:
-        text: of the HLO module.
-        frames: "function (file:line)" of the Python code that asked for its results, the innermost first.
+        text: the HLO module as text.
+        frames: "function (file:line)" of the Python code that requested its results, innermost first.
     """
 
     text: str
@@ -30,20 +30,20 @@ class CapturedGraph:
 
     @cached_property
     def module(self) -> HloModule:
-        """The text, parsed."""
+        """The parsed text."""
         return parse_hlo(self.text)
 
     @property
     def asked_by(self) -> str:
-        """The innermost frame that is not torch's, torch-xla's or `step_boundary`; empty if there is none."""
+        """The innermost frame outside of torch, torch-xla and `step_boundary`; empty if there is none."""
         return next((frame for frame in self.frames if not _SYNCHRONISES.search(frame)), "")
 
 
 def read_graphs(text: str) -> list[CapturedGraph]:
-    """The graphs of a dump, in the order in which they ran.
+    """Read the graphs of a dump, in the order in which they ran.
 
     Raises:
-        ValueError: the dump ends within a graph.
+        ValueError: the dump ends in the middle of a graph.
     """
     graphs = []
     begins = text.find(_BEGIN)
@@ -51,7 +51,7 @@ def read_graphs(text: str) -> list[CapturedGraph]:
     while begins >= 0:
         ends = text.find(_END, begins)
         if ends < 0:
-            raise ValueError("the dump ends within a graph; was the process that wrote it killed?")
+            raise ValueError("the dump ends in the middle of a graph; was the process that wrote it killed?")
         frames = tuple(f"{name} ({file}:{line})" for name, file, line in _FRAME.findall(text, read, begins))
         graphs.append(CapturedGraph(text[begins + len(_BEGIN) : ends].strip() + "\n", frames))
         read = ends

@@ -1,4 +1,4 @@
-"""The parts of an HLO module: shapes, instructions, computations. Plain data; `parse` builds it from text."""
+"""The parts of an HLO module: shapes, instructions, computations. They are plain data that `parse` builds from text."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from nxd_state.neuron_errors import module_path, source_line
 
-# XLA's primitive types. Bits, since there are types below a byte.
+# XLA's primitive types, in bits because some are smaller than a byte.
 BITS = {
     **dict.fromkeys(("token", "opaque"), 0),
     **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
@@ -33,8 +33,8 @@ class Array:
 
     Attributes:
         dtype: XLA's name of it, such as "bf16".
-        dims: sizes; upper bounds where the module says that a size is dynamic.
-        order: the dims as they lie in memory, fastest first ("minor to major").
+        dims: its sizes; the upper bounds of dynamic ones.
+        order: the order of the dims in memory, fastest first ("minor to major").
     """
 
     dtype: str
@@ -43,12 +43,12 @@ class Array:
 
     @property
     def num_elements(self) -> int:
-        """Elements; 1 of a scalar."""
+        """Number of elements; 1 for a scalar."""
         return math.prod(self.dims)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, without padding."""
+        """Size in bytes, without padding."""
         bits = 8 if _EIGHT_BIT_FLOAT.fullmatch(self.dtype) else BITS[self.dtype]
         return -(-self.num_elements * bits // 8)
 
@@ -61,8 +61,8 @@ class Shape:
     """The shape of an instruction's result: an array, or a tuple of shapes.
 
     Attributes:
-        array: None for a tuple.
-        parts: of a tuple.
+        array: the array; None for a tuple.
+        parts: the elements of a tuple.
     """
 
     array: Array | None
@@ -87,13 +87,13 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-        name: unique within the module.
-        shape: of its result.
-        opcode: such as "dot" or "all-reduce".
-        operands: names of instructions; empty for a parameter or constant.
-        literal: what stands in the parentheses of a parameter (its number) or constant (its value), else empty.
-        attributes: text by key, such as `dimensions` -> "{1}"; without metadata.
-        metadata: text by key: `op_name`, `op_type`, `source_file`, `source_line`.
+        name: its name, unique within the module.
+        shape: shape of its result.
+        opcode: the opcode, such as "dot" or "all-reduce".
+        operands: names of its operands; empty for a parameter or constant.
+        literal: the number of a parameter or the value of a constant, else empty.
+        attributes: attributes as text by key, such as `dimensions` -> "{1}"; without metadata.
+        metadata: metadata as text by key: `op_name`, `op_type`, `source_file`, `source_line`.
         is_root: whether it is the computation's result.
     """
 
@@ -119,12 +119,12 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """`file:line` of the Python code that made it; empty if unknown."""
+        """`file:line` of the Python code that created it; empty if unknown."""
         return source_line(self.metadata)
 
     @property
     def place(self) -> str:
-        """The best that is known of where it is from: module path, line outside torch, operation of torch, own name."""
+        """Its origin, the best known of: module path, source line outside torch, torch operation, own name."""
         line = "" if _TORCH.search(self.source) else self.source
         return self.module_path or line or self.metadata.get("op_type", "").replace("__", "::") or self.name
 
@@ -134,7 +134,7 @@ class Computation:
     """A function of the module.
 
     Attributes:
-        instructions: in the order of the text, where each comes after its operands.
+        instructions: its instructions in the order of the text; each comes after its operands.
     """
 
     name: str
@@ -147,18 +147,18 @@ class Computation:
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Its instructions by their names."""
+        """Its instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """A program as XLA's compilers take it, or as they leave it.
+    """A program for XLA's compilers, or one that they have compiled.
 
     Attributes:
-        attributes: of the header, such as `replica_count` or `input_output_alias`.
-        computations: by name.
-        entry: name of the one that runs first.
+        attributes: attributes of the header, such as `replica_count` or `input_output_alias`.
+        computations: the computations by name.
+        entry: name of the entry computation.
     """
 
     name: str
@@ -173,11 +173,11 @@ class HloModule:
 
     @property
     def parameters(self) -> tuple[Instruction, ...]:
-        """Of the entry computation, in the order of their numbers."""
+        """The parameters of the entry computation, in the order of their numbers."""
         found = [item for item in self.main.instructions if item.opcode == "parameter"]
         return tuple(sorted(found, key=lambda item: int(item.literal)))
 
     def instructions(self) -> Iterator[Instruction]:
-        """Those of all computations."""
+        """Yield the instructions of all computations."""
         for computation in self.computations.values():
             yield from computation.instructions

@@ -1,15 +1,15 @@
-"""Memory of a graph: what is alive at once when its instructions run in the order of the text.
+"""Computes a graph's memory: the bytes alive at once when its instructions run in the order of the text.
 
-That order is the compiler's schedule where the header says `is_scheduled=true`; before the compiler it is one in which
-operands come first. What is assumed, and stated again where the numbers are shown:
+That order is the compiler's schedule if the header says `is_scheduled=true`; before compilation it is any order in
+which operands come first. The assumptions, which the report repeats, are:
 
-- Arguments live for the whole step, unless they are donated to a result (`input_output_alias`): the result then takes
-  their place. Results live to the end.
+- Arguments live for the whole step, unless they are donated to a result (`input_output_alias`), which then takes their
+  place. Results live to the end.
 - A bitcast, a reshape, a transpose that only renames dims, a tuple and the state of a `while` are views of operands.
-- Broadcasts, iotas and constants take nothing: they are computed where they are read. All other results are written to
-  memory, so that before the compiler, which fuses elementwise chains, the number is an upper bound. A fusion of a
-  compiled graph takes what it returns.
-- A computation that is called (a loop's body, a branch) adds its own peak, without its arguments, while it runs.
+- Broadcasts, iotas and constants take no memory: they are computed where they are read. All other results are written
+  to memory, so before compilation, which fuses elementwise chains, the number is an upper bound. A fusion in a compiled
+  graph takes the memory of its result.
+- A called computation (a loop's body, a branch) adds its own peak, without its arguments, while it runs.
 """
 
 import re
@@ -24,18 +24,18 @@ _VIEWS = ("bitcast", "reshape", "while", "opt-barrier", "domain", "copy-done", "
 _NEVER_WRITTEN = ("parameter", "constant", "broadcast", "iota")
 _RUNS_WHAT_IT_CALLS = ("while", "call", "conditional", "async-start")
 
-Elements: TypeAlias = tuple[frozenset[str], ...]  # of a tuple; each by the instructions that made its buffers
+Elements: TypeAlias = tuple[frozenset[str], ...]  # per tuple element, the instructions that made its buffers
 
 
 @dataclass(frozen=True)
 class LiveBuffer:
-    """One of the results that are alive at the peak.
+    """A result that is alive at the peak.
 
     Attributes:
-        name: of the instruction that made it.
-        shape: such as "f32[8,16]".
-        num_bytes: of it.
-        place: where it is from, as `Instruction.place` says.
+        name: name of the instruction that made it.
+        shape: the shape, such as "f32[8,16]".
+        num_bytes: size in bytes.
+        place: its origin, as in `Instruction.place`.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Memory:
     """Bytes of one run of a graph on one rank.
 
     Attributes:
-        peak: most that is alive at once.
-        arguments: what the caller passes in: weights, optimizer state, data.
-        results: what it gets, less what takes the place of an argument.
-        peak_at: name of the instruction during which the peak is reached.
-        largest: what is alive then beside the arguments, the largest first.
+        peak: the most bytes alive at once.
+        arguments: bytes of the arguments: weights, optimizer state, data.
+        results: bytes of the results, without those that take the place of an argument.
+        peak_at: name of the instruction at which the peak is reached.
+        largest: the largest buffers alive then besides the arguments, largest first.
     """
 
     peak: int
@@ -64,19 +64,19 @@ class Memory:
 
     @property
     def temporaries(self) -> int:
-        """Bytes at the peak beside arguments."""
+        """Bytes at the peak besides the arguments."""
         return self.peak - self.arguments
 
 
 def peak_memory(module: HloModule, *, updates_in_place: bool = False, largest: int = 10) -> Memory:
-    """The peak of live bytes over the entry computation.
+    """Compute the peak of live bytes over the entry computation.
 
     Args:
-        module: a graph, before or after the compiler.
-        updates_in_place: take a result with the shape and type of an argument to be written over it, each argument
-            once, scalars never. That is what torch-xla asks the compiler for with updated weights and optimizer states,
-            but its dumps do not say so.
-        largest: how many of the buffers alive at the peak are told.
+        module: a graph, before or after compilation.
+        updates_in_place: whether a result with the shape and dtype of an argument overwrites it, each argument once,
+            scalars never. torch-xla requests this for updated weights and optimizer states, but its dumps do not say
+            so.
+        largest: how many of the buffers alive at the peak to return.
     """
     donated = _donated_results(module)
     if updates_in_place and not donated:
@@ -97,21 +97,21 @@ class _Peak:
 
 
 def _peak_of(module: HloModule, computation: Computation, donated: frozenset[str] = frozenset()) -> _Peak:
-    """Of what the computation itself writes: not its arguments, nor `donated` instructions, which write over those."""
+    """The peak of what the computation writes, without arguments or `donated` results, which overwrite them."""
     order = computation.instructions
     views = _views(computation)
     sizes = {item.name: _written_bytes(item, views) if item.name not in donated else 0 for item in order}
-    last_use = {item.name: position for position, item in enumerate(order)}  # nobody may read it
+    last_use = {item.name: position for position, item in enumerate(order)}  # for results that are never read
     last_use |= {
         buffer: at for at, item in enumerate(order) for name in item.operands for buffer in _buffers(views[name])
     }
     ends: dict[int, list[str]] = {}
-    for buffer, position in last_use.items():  # of a result the end: the root reads it
+    for buffer, position in last_use.items():  # results end last: the root reads them
         ends.setdefault(position, []).append(buffer)
     now, peak, peak_at = 0, 0, 0
     for position, item in enumerate(order):
         now += sizes[item.name]
-        during = max(now, now - sizes[item.name] + _inner_peak(module, item))  # what it calls makes its result
+        during = max(now, now - sizes[item.name] + _inner_peak(module, item))  # the called computation makes its result
         if during > peak:
             peak, peak_at = during, position
         now -= sum(sizes[buffer] for buffer in ends.get(position, ()))
@@ -163,7 +163,7 @@ def _written_bytes(item: Instruction, views: dict[str, Elements]) -> int:
 
 
 def _donated_results(module: HloModule) -> frozenset[str]:
-    """The instructions that write over an argument, as the header says: "{ {0}: (1, {}, may-alias), ... }"."""
+    """The instructions that overwrite an argument according to the header: "{ {0}: (1, {}, may-alias), ... }"."""
     results = _results(module)
     places = re.findall(r"\{([\d, ]*)\}:", module.attributes.get("input_output_alias", ""))
     return frozenset[str]().union(*(_buffers(results[_first(place)]) for place in places))
@@ -183,7 +183,7 @@ def _results_like_arguments(module: HloModule) -> frozenset[str]:
 
 
 def _results(module: HloModule) -> list[Elements]:
-    """What each element of the entry's result refers to."""
+    """The buffers that each element of the entry's result refers to."""
     return [(element,) for element in _views(module.main)[module.main.root.name]]
 
 

@@ -1,7 +1,7 @@
-"""HLO text to `HloModule`: the format that XLA dumps, torch-xla's and JAX's, before the compiler or after it.
+"""Parses HLO text into `HloModule`: the format of XLA dumps, from torch-xla or JAX, before or after compilation.
 
 Both printed forms are read: with types and `%` before operands, and the short one without. Sharding annotations,
-layouts beyond the order of dims and backend configurations are kept as text, or left out.
+layouts beyond the order of dims and backend configurations are kept as text or left out.
 """
 
 import re
@@ -19,18 +19,18 @@ _LITERALS = ("parameter", "constant")
 
 
 def parse_hlo(text: str) -> HloModule:
-    """Read a module.
+    """Parse a module.
 
     Args:
-        text: of one module; what stands before its "HloModule" line is skipped.
+        text: text of one module; lines before its "HloModule" line are skipped.
 
     Raises:
-        ValueError: there is no module, or a line in it is not HLO; the message has the line.
+        ValueError: there is no module, or it has a line that is not HLO, which the message shows.
     """
     lines = _COMMENT.sub("", text).splitlines()
     begins = next((number for number, line in enumerate(lines) if line.startswith("HloModule ")), None)
     if begins is None:
-        raise ValueError(f'no line begins with "HloModule" in this text, which begins {text[:60]!r}; give an HLO dump')
+        raise ValueError(f'no line begins with "HloModule" in this text, which begins {text[:60]!r}; pass an HLO dump')
     name, *attributes = _split(lines[begins].removeprefix("HloModule "))
     computations: dict[str, Computation] = {}
     entry, current = "", ""
@@ -62,7 +62,7 @@ def integer_lists(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _whole(lines: Iterable[str]) -> Iterator[str]:
-    """The lines that are not empty; a constant that goes over several is one."""
+    """The nonempty lines; a constant that spans several lines becomes one."""
     waiting = ""
     for line in lines:
         waiting = f"{waiting} {line.strip()}" if waiting else line
@@ -112,12 +112,12 @@ def _shape(text: str) -> Shape:
         raise ValueError(f"not a shape: {text[:200]!r}")
     dtype, dims = array[1], integers(array[2])
     if dtype not in BITS and not dtype.startswith("f8"):
-        raise ValueError(f"element type {dtype!r} of shape {text[:80]!r} is not known; known are {', '.join(BITS)}")
+        raise ValueError(f"unknown element type {dtype!r} of shape {text[:80]!r}; known are {', '.join(BITS)}")
     return Shape(Array(dtype, dims, integers(array[3] or "") or tuple(reversed(range(len(dims))))))
 
 
 def _matching(text: str, start: int) -> int:
-    """The position after the bracket that closes the one at `start`; the end of the text if none does."""
+    """The position after the bracket that closes the one at `start`; the end of the text if it is not closed."""
     depth = 0
     for match in _BRACKETS_AND_QUOTES.finditer(text, start):
         if match[0] in "([{":
@@ -135,7 +135,7 @@ def _is_closed(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between the commas that are in no bracket or quotation."""
+    """Split at the commas outside of brackets and quotes."""
     parts, depth, begins = [], 0, 0
     for match in _BRACKETS_AND_QUOTES.finditer(text):
         if match[0] == "," and depth == 0:

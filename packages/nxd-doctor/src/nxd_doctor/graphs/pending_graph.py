@@ -1,6 +1,6 @@
-"""The graph that torch-xla has recorded in this process and not yet run: as text, as bytes, with its inputs.
+"""Reads the graph that torch-xla has recorded in this process but not run yet: as text, as bytes, with its inputs.
 
-All tensors of the process that are still to be computed are lowered as one module, as `step_boundary` would do it.
+All tensors of the process that are not computed yet are lowered as one module, as `step_boundary` would do.
 """
 
 import gc
@@ -13,7 +13,7 @@ import torch
 from nxd_state.device import get_device, records_graphs, torch_xla_module
 from torch import Tensor
 
-Aliases = tuple[Tensor, ...]  # Python's several objects of what is one tensor to torch-xla
+Aliases = tuple[Tensor, ...]  # the Python objects of one torch-xla tensor
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class PendingGraph:
     """The graph that the device's compiler would get.
 
     Attributes:
-        text: HLO.
-        proto: the same as a serialised `HloModuleProto`.
-        inputs: what the module's parameters are now, on the CPU, in their order.
+        text: the graph as HLO text.
+        proto: the graph as a serialized `HloModuleProto`.
+        inputs: the current values of the module's parameters, on the CPU, in order.
         outputs: for each of the module's results, the tensors of this process that it belongs to.
     """
 
@@ -34,7 +34,7 @@ class PendingGraph:
 
 
 def pending_graph() -> PendingGraph | None:
-    """The recorded graph; None where nothing is to be computed."""
+    """Return the recorded graph; None if nothing is pending."""
     outputs = pending_tensors()
     if not outputs:
         return None
@@ -49,16 +49,16 @@ def pending_graph() -> PendingGraph | None:
 
 
 def pending_tensors() -> list[Aliases]:
-    """This process's tensors on XLA that are not computed yet, in the order in which they were made.
+    """Return this process's XLA tensors that are not computed yet, in the order of their creation.
 
-    Those that only C++ holds are not found; of what autograd saves for the backward these are all, unless hooks for
-    saved tensors have made them Python's.
+    Tensors that only C++ holds are not found. That includes all tensors that autograd saves for the backward, unless
+    saved-tensor hooks have turned them into Python objects.
     """
     found = [it for it in gc.get_objects() if issubclass(type(it), Tensor) and _is_on_xla(it)]
     # A gradient made by backward gets its Python object only when it is first read.
     found += [it.grad for it in found if it.is_leaf and it.grad is not None]
-    # A tensor that was changed in place has a new number, given when it is next looked at: here, in no certain order.
-    # But it keeps that of the tensor it was made as.
+    # A tensor that was changed in place gets a new id when it is next inspected: here, in arbitrary order. But it keeps
+    # the alias id of the original tensor.
     xla = _xla_core()
     by_id: dict[tuple[int, int], dict[int, Tensor]] = {}
     for it in found:
@@ -70,24 +70,24 @@ def pending_tensors() -> list[Aliases]:
 
 @torch.no_grad()
 def put_results(outputs: Sequence[Aliases], results: Sequence[Tensor]) -> None:
-    """Make the outputs of a graph what was computed for them elsewhere; to torch-xla they are computed then.
+    """Give a graph's outputs values that were computed elsewhere; torch-xla then considers them computed.
 
-    Each becomes a tensor of its own: a view of another one, kept from step to step, no longer follows that.
+    Each becomes a separate tensor: a view of another tensor that is kept across steps no longer follows that tensor.
     """
     xla, device = _xla_core(), str(get_device())
-    # Not by `to`, which makes constants of the scalars 0 and 1, pending again.
+    # Not with `to`, which turns the scalars 0 and 1 into constants, which are pending again.
     computed = xla._xla_tensors_from_aten(list(results), [device] * len(results))
     for aliases, result in zip(outputs, computed, strict=True):
         for output in aliases:
             # Not torch-xla's own replacement: the storage under the tensor, and so later views, would stay uncomputed.
             output.data = result
-    # The next graph's collectives and random numbers begin chains of their own.
+    # The next graph's collectives and random numbers start new chains.
     xla._set_all_reduce_token(device, None)
     xla._xla_set_rng_seed(xla._xla_get_rng_seed(device), device)
 
 
 def is_pending(tensor: Tensor) -> bool:
-    """Whether a tensor on XLA is still to be computed; a part of a computed one, in any shape and dtype, is not."""
+    """Whether an XLA tensor is not computed yet; a part of a computed one, in any shape or dtype, counts as such."""
     operations = set(_OPERATION.findall(_xla_core()._get_xla_tensors_text([tensor])))
     return _are_pending([tensor])[0] and not operations <= _PARTS
 
@@ -107,7 +107,7 @@ _PARTS = {
 def _is_on_xla(tensor: Tensor) -> bool:
     try:
         return records_graphs(tensor)
-    except RuntimeError:  # Python's object outlives the tensor, in a cycle that is still to be collected
+    except RuntimeError:  # the Python object outlives the tensor, in a reference cycle not collected yet
         return False
 
 

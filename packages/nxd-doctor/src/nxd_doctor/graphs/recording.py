@@ -1,8 +1,8 @@
-"""Recording the graphs of steps that are not run: those of a rank whose peers do not exist.
+"""Records the graphs of steps without running them: those of a rank whose peers do not exist.
 
-A process that plays one rank of many records the same graphs as that rank would; only their results cannot be had.
-Here they are zeros, so that the next step begins, as it should, with tensors on the device. Results, and instructions
-with them, may come in another order than where torch-xla runs the graph, and a view may be taken again.
+A process that plays one rank of many records the same graphs as that rank would, but has no results. They are set to
+zeros, so that the next step begins with tensors on the device, as it should. Results, and with them instructions, may
+come in another order than when torch-xla runs the graph, and a view may be created again.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from nxd_doctor.graphs.pending_graph import pending_tensors, put_results
 
 
 def record_steps(step: Callable[[], object], count: int = 1) -> list[list[CapturedGraph]]:
-    """As `capture_steps`, but every `torch_xla.sync()` in `step` only records; nothing is compiled or run.
+    """Like `capture_steps`, but every `torch_xla.sync()` in `step` only records; nothing is compiled or run.
 
     Args:
         step: one training step, with `step_boundary()` or `torch_xla.sync()` at its end; it must not read results.
@@ -29,7 +29,7 @@ def record_steps(step: Callable[[], object], count: int = 1) -> list[list[Captur
 
     Raises:
         ModuleNotFoundError: torch-xla is not installed.
-        RuntimeError: a step asked for a value before its end.
+        RuntimeError: a step read a value before its end.
     """
     start_capture()
     torch_xla = torch_xla_module()
@@ -50,7 +50,7 @@ def record_steps(step: Callable[[], object], count: int = 1) -> list[list[Captur
             early = graphs_of(step)
             if early:
                 raise RuntimeError(
-                    f"the step asks for a value before its end, which cuts its graph: {early[0].asked_by}"
+                    f"the step reads a value before its end, which splits its graph: {early[0].asked_by}"
                 )
             steps.append(graphs.copy())
     return steps

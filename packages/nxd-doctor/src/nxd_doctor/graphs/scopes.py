@@ -1,8 +1,8 @@
-"""Names of a model's modules in the graphs that torch-xla makes of it, those of its backward included.
+"""Puts the names of a model's modules into the graphs that torch-xla makes of it, including those of its backward.
 
-torch-xla writes the scopes that are open when an operation is recorded before the operation's name. Here a scope is
-open while a module's forward runs, and while the autograd nodes that it made run in backward. The operations stay as
-they are, so names cost no compilation.
+torch-xla prefixes an operation's name with the scopes that are open when it is recorded. Here a scope is open while a
+module's forward runs, and while the autograd nodes that it created run in backward. The operations do not change, so
+names cost no compilation.
 """
 
 import threading
@@ -20,10 +20,10 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"  # lives as long as its paramete
 
 @contextmanager
 def module_scopes(model: nn.Module) -> Iterator[None]:
-    """Within it, operations that `model`'s modules record carry the module's path, such as "layers.0.mlp".
+    """Inside, operations that `model`'s modules record carry the module's path, such as "layers.0.mlp".
 
-    What is recorded outside of any submodule, as the optimizer's step, has none. Names get into torch-xla's graphs with
-    `start_capture()`, or with `XLA_IR_DEBUG=1` and `XLA_HLO_DEBUG=1` in the environment.
+    Operations outside of any submodule, such as the optimizer's step, have none. Names appear in torch-xla's graphs
+    after `start_capture()`, or with `XLA_IR_DEBUG=1` and `XLA_HLO_DEBUG=1` in the environment.
 
     Raises:
         ModuleNotFoundError: torch-xla is not installed.
@@ -44,10 +44,10 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
 
 
 class _Scopes(threading.local):
-    """The scopes that this thread has open; backward runs in threads of its own.
+    """The scopes that are open in this thread; backward runs in its own threads.
 
     Args:
-        open_scope: opens one by its name, until what it returns is dropped.
+        open_scope: function that opens a scope by name; dropping its result closes the scope.
     """
 
     def __init__(self, open_scope: Callable[[str], object]) -> None:
@@ -64,14 +64,14 @@ class _Scopes(threading.local):
 
 
 class _NodesOfModules:
-    """Finds the autograd nodes that each module has made, and has them open the module's scope in backward.
+    """Finds the autograd nodes that each module has created, and lets them open the module's scope in backward.
 
-    They are those between the module's results and its inputs that no module called inside has taken before.
+    They are the nodes between the module's results and its inputs that no module called inside has taken before.
     """
 
     def __init__(self, scopes: _Scopes) -> None:
         self._scopes = scopes
-        self._taken: dict[Node, int] = {}  # by how many were taken before
+        self._taken: dict[Node, int] = {}  # node to the number of nodes taken before it
         self._entered: list[tuple[int, set[Node]]] = []
 
     def entering(self, path: str) -> Callable[..., None]:
