@@ -63,7 +63,10 @@ def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
         (["parity_cases:nothing"], "parity_cases:nothing() returned a NoneType"),
         (["parity_cases:missing"], "parity_cases:missing cannot be imported from here"),
         (["no_such_module:right"], "no_such_module:right cannot be imported from here"),
-        (["parity_cases:right", "train.steps=3"], "train.steps=3 is a key of a recipe, and parity_cases:right is none"),
+        (
+            ["parity_cases:right", "train.steps=3"],
+            "train.steps=3 is a recipe key, but parity_cases:right is not a recipe",
+        ),
         (["parity_cases:BATCHES"], "parity_cases:BATCHES is a list; pass a function"),
         (["parity_broken:right"], "parity_broken:right cannot be imported from here: SyntaxError: invalid syntax"),
         (["parity_cases:right", "--rtol", "nan"], "rtol=nan is out of range"),

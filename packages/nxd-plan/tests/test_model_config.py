@@ -65,12 +65,12 @@ def test_without_key_value_heads_there_are_as_many_as_query_heads(write):
 
 
 def test_missing_keys_are_all_named_with_their_flags(write):
-    with pytest.raises(ValueError, match=r"no vocab_size, hidden_size; .*--vocab-size N --hidden-size N"):
+    with pytest.raises(ValueError, match=r"missing vocab_size, hidden_size; .*--vocab-size N --hidden-size N"):
         planned_model(write(without("vocab_size", "hidden_size")))
 
 
 def test_without_a_file_the_sizes_that_are_not_given_are_named():
-    with pytest.raises(ValueError, match="the flags: no vocab_size, intermediate_size"):
+    with pytest.raises(ValueError, match="the flags: missing vocab_size, intermediate_size"):
         planned_model(None, {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
 
 

@@ -221,7 +221,7 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
         ({"pipeline_parallel_size": -2}, "pipeline_parallel_size=-2 must be 1 or more"),
         ({"microbatch_size": 0}, "microbatch_size=0 must be 1 or more"),
         ({"checkpointing": "selective"}, "unknown checkpointing='selective'; use none or full"),
-        ({"tensor_parallel_size": 1, "sequence_parallel": True}, "and tensor_parallel_size=1; give"),
+        ({"tensor_parallel_size": 1, "sequence_parallel": True}, "but tensor_parallel_size=1; use"),
     ],
 )
 def test_degrees_that_never_can_be_are_refused_at_once(degrees, message):
@@ -272,7 +272,7 @@ def test_the_json_of_a_plan_says_what_the_plan_says(plan_of_four):
     [
         ({"num_devices": 0}, "num_devices=0"),
         ({"batch": 0}, "global_batch_size=0"),
-        ({"schedule": "inference"}, "'inference' does not train"),
+        ({"schedule": "inference"}, "'inference' cannot train"),
         ({"dtype": torch.float16}, "no FLOP/s for float16"),
     ],
 )

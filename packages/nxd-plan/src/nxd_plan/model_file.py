@@ -50,7 +50,7 @@ def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
     missing = [name for name in REQUIRED if content.get(name) is None]
     if missing:
         flags = " ".join(f"--{name.replace('_', '-')} N" for name in missing)
-        raise ValueError(f"{origin}: {', '.join(missing)} missing; pass a complete config.json, or {flags}")
+        raise ValueError(f"{origin}: missing {', '.join(missing)}; pass a complete config.json, or {flags}")
     given = {field.name: content[field.name] for field in fields(LlamaConfig) if content.get(field.name) is not None}
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     given["rope_theta"], given["rope_scaling"] = rope_of(content)
