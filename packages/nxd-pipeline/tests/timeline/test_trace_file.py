@@ -133,7 +133,7 @@ def test_ranks_with_clocks_far_apart_are_put_on_one(run_ranks, make_pipeline, tm
 
         apart = 10**12 * dist.get_rank()
         with pytest.MonkeyPatch.context() as patch:
-            for module in ("timeline.clock", "timeline.trace_file", "runtime.executor"):
+            for module in ("timeline.traced_step", "timeline.trace_file", "runtime.executor"):
                 patch.setattr(f"nxd_pipeline.{module}.perf_counter_ns", lambda: time.perf_counter_ns() + apart)
             initialize_model_parallel(pipeline_model_parallel_size=2)
             make_pipeline(trace_file_path=tmp_path / "trace.json").run_train(input=torch.randn(64, 32))
