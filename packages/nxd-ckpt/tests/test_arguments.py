@@ -295,5 +295,5 @@ def test_async_save_memory_limit_that_one_rank_gets_wrong_raises_on_every_rank(t
     first, second = outcomes_on_threads(save_one, world_size=2)
 
     assert isinstance(first, ValueError)
-    assert "failed on 1 of 2 ranks\n  rank 1: memory_limit=3 bytes is too little" in str(first)
+    assert "failed on 1 of 2 ranks\n  rank 1: memory_limit=3 bytes is too small" in str(first)
     assert str(first) == str(second)

@@ -1,6 +1,6 @@
-"""The manifest: the contents of a checkpoint and where its bytes lie. A folder with a whole manifest is a checkpoint.
+"""The manifest: a checkpoint's contents and their locations. A folder with a complete manifest is a checkpoint.
 
-This module writes it as JSON text and reads it back with every field checked, since a manifest may come from anywhere.
+This module writes it as JSON text and reads it back with every field checked, since a manifest may be untrusted.
 FORMAT.md specifies the format. `plan.py` assigns boxes to files.
 """
 
@@ -21,7 +21,7 @@ from nxd_ckpt.objects import check_json
 from nxd_ckpt.tags import is_tag
 
 FORMAT = "nxd-ckpt"
-# A checkpoint that references files of others is of version 3, which older readers refuse; all others are of version 2.
+# A checkpoint that references files of others has version 3, which older readers refuse; all others have version 2.
 VERSION_ALONE, VERSION_WITH_REFERENCES = 2, 3
 MANIFEST_NAME = "manifest.json"
 FILE_FOLDERS = ("data", "extra")
@@ -54,10 +54,10 @@ _NO_HEAD_DIGEST = b'"head_digest":"' + b"0" * 64 + b'"'
 
 
 class Chunk(NamedTuple):
-    """One stored box: `num_bytes` bytes from `offset` on in `file`, row-major.
+    """One stored box: `num_bytes` bytes of `file` starting at `offset`, row-major.
 
-    `hashes` are those of each block of 16 MiB of these bytes, the last one shorter; see `checksums.py`. `xxh128` is the
-    one of all of them, by which a later save may recognise them; empty unless the save was an incremental one.
+    `hashes` has one hash per block of 16 MiB, the last block may be shorter; see `checksums.py`. `xxh128` is the hash
+    of all bytes, by which a later save can recognize them; empty unless the save was incremental.
     """
 
     file: str
@@ -77,14 +77,14 @@ class TensorEntry(NamedTuple):
 
 
 class ExtraEntry(NamedTuple):
-    """A file of the user's: where it lies, and the hashes of its blocks as for a chunk."""
+    """A user's file: its path, and the hashes of its blocks as for a chunk."""
 
     file: str
     hashes: tuple[str, ...]
 
 
 class HeaderEntry(NamedTuple):
-    """The first bytes of a data file, before its first chunk: how many, and the hashes of their blocks."""
+    """The header of a data file, before its first chunk: its size, and the hashes of its blocks."""
 
     num_bytes: int
     hashes: tuple[str, ...]
@@ -92,9 +92,9 @@ class HeaderEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ManifestHead:
-    """What the first line of a manifest says: enough to order, keep and delete a checkpoint.
+    """The contents of a manifest's first line: enough to order, keep and delete a checkpoint.
 
-    Attributes are as of `Manifest`; `metrics` are the numbers in `objects["metrics"]`, by name.
+    The attributes are those of `Manifest`; `metrics` are the numbers in `objects["metrics"]`, by name.
     """
 
     save_id: str
@@ -112,7 +112,7 @@ class ManifestHead:
 
     @property
     def own_files(self) -> dict[str, int]:
-        """Those of `files` that lie with this checkpoint."""
+        """The files that are stored with this checkpoint."""
         return {file: size for file, size in self.files.items() if file not in self.references}
 
 
@@ -121,8 +121,8 @@ class Manifest:
     """The complete description of one checkpoint.
 
     `files` gives the size in bytes of each file, `headers` the header of each data file, by relative path. Checkpoints
-    of earlier versions of this package have no `headers`. `references` says of the files that lie with another
-    checkpoint of the same root which one that is, by its tag.
+    of earlier versions of this package have no `headers`. `references` gives the tag of the checkpoint in the same root
+    that stores a file, for files stored with another checkpoint.
     """
 
     save_id: str
@@ -140,7 +140,7 @@ class Manifest:
 
     @property
     def head(self) -> ManifestHead:
-        """The part of it that its first line holds."""
+        """The part in the first line."""
         return ManifestHead(
             save_id=self.save_id,
             step=self.step,
@@ -158,7 +158,7 @@ def data_file_name(save_id: str, writer: int, number: int = 0) -> str:
 
 
 def extra_file_name(save_id: str, name: str) -> str:
-    """Relative path of a file of the user's, unique to this save.
+    """Relative path of a user's file, unique to this save.
 
     Raises:
         ValueError: the name is not allowed.
@@ -172,27 +172,27 @@ def extra_file_name(save_id: str, name: str) -> str:
 
 
 def is_file_name(path: str) -> bool:
-    """Whether this package could have written a file of this relative path."""
+    """Whether this package could have written a file with this relative path."""
     return _FILE.fullmatch(path) is not None
 
 
 def file_names_in(text: bytes) -> set[str]:
-    """All such paths that a text holds anywhere, a manifest for example, be it damaged."""
+    """Return all such paths in a text, such as a manifest, even if it is damaged."""
     return {match[0].decode() for match in _FILE_ANYWHERE.finditer(text)}
 
 
 def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether torch can make a tensor of this shape, also an empty one: its bytes and strides fit into 63 bits."""
+    """Whether torch can create a tensor of this shape, even if empty: its bytes and strides fit into 63 bits."""
     return math.prod(size or 1 for size in shape) * itemsize < 2**63
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON text, in two lines: what `decode_head` reads, and all else.
+    """Encode a manifest as JSON text in two lines: the head for `decode_head`, and everything else.
 
-    Its digest is the sha256 of that text with the digest's digits all zero. The first line has one of its own.
+    Its digest is the sha256 of that text with the digest's digits all zero. The first line has its own digest.
 
     Raises:
-        CheckpointError: it is larger than `decode`'s callers take.
+        CheckpointError: it is larger than the limit for manifests.
     """
     content = {
         "mesh": manifest.mesh,
@@ -214,7 +214,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _first_line(head: ManifestHead, num_bytes_after: int) -> bytes:
-    """With the digest of this line, and room for that of the whole text."""
+    """Encode the first line, with its digest, and zeros in place of the digest of the whole text."""
     content = {
         "digest": "0" * 64,
         "format": FORMAT,
@@ -244,11 +244,11 @@ def decode_head(text: bytes, num_bytes: int | None) -> ManifestHead | None:
 
     Args:
         text: the beginning of the file.
-        num_bytes: the size of the file, None if it is not known.
+        num_bytes: the size of the file, None if unknown.
 
     Returns:
-        None if that is not enough: the line goes on, the manifest is an older one that has no such line, or it is
-        damaged. `decode` can tell.
+        None if the text is not enough: the line is longer, the manifest is from an older version without such a line,
+        or it is damaged. `decode` distinguishes these.
     """
     line, _, _ = text.partition(b"\n")
     digest = _HEAD_DIGEST_FIELD.search(line, 0, 256)
@@ -290,7 +290,7 @@ def decode(text: bytes, source: str) -> Manifest:
         source: where it came from, for messages.
 
     Raises:
-        CheckpointError: the text is damaged, of another version, or says something impossible.
+        CheckpointError: the text is damaged, has another version, or has invalid fields.
     """
     check_digest(text, source)
     try:
@@ -402,14 +402,14 @@ def _tensor_from_json(name: str, entry: dict[str, Any], files: Mapping[str, int]
             and _are_hashes(hashes, num_bytes)
             and (xxh128 == "" or _XXH128.fullmatch(xxh128))
         )
-        if not possible:  # no call, whose text would cost more than all else here
+        if not possible:  # not `_expect`, as formatting the text each time would dominate the cost
             raise ValueError(f"it has chunk {item} of {name!r} with shape {list(shape)}")
         chunks.append(Chunk(file, offset, num_bytes, Box(offsets, sizes), hashes, xxh128))
     return TensorEntry(dtype, shape, tuple(chunks))
 
 
 def _references_from_json(content: dict[str, Any], files: Mapping[str, int]) -> dict[str, str]:
-    """Only version 3 has any, so that no reader of version 2 can miss them."""
+    """Read the references, which only version 3 has, so that no reader of version 2 can miss them."""
     references: dict[str, str] = content["references"] if content["version"] == VERSION_WITH_REFERENCES else {}
     for file, tag in references.items():
         possible = file in files and file.startswith("data/") and is_tag(tag)
@@ -448,7 +448,7 @@ def _is_size(value: object) -> bool:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different: readers do not agree on which of two values counts."""
+    """Return a JSON object, refusing repeated keys: readers do not agree on which of two values counts."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]

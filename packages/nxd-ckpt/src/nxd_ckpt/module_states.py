@@ -1,7 +1,7 @@
-"""What a module saves: the tensors of its `state_dict`, whose memory is its own or not, and the way back.
+"""The saved state of a module: the tensors of its `state_dict`, and how they are loaded.
 
-A tensor that is the module's own memory is filled in place. Anything else that `state_dict` gives (made by hooks, by an
-overridden `state_dict`, or an extra state) is a copy, and reaches the module by `load_state_dict`.
+A tensor in the module's own memory is filled in place. Anything else in the `state_dict` (created by hooks, by an
+overridden `state_dict`, or an extra state) is a copy, and is loaded with `load_state_dict`.
 """
 
 import gc
@@ -23,13 +23,14 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class ModuleState:
-    """The state of a module, taken apart.
+    """The state of a module, split into its parts.
 
     Attributes:
-        module: without DDP around it.
-        content: its state dict, with the module's own parameters and buffers in place of what shares their memory.
-        own: the names whose tensors are the module's memory.
-        buffers: those of them that are buffers.
+        module: the module, without a DDP wrapper.
+        content: its state dict, with the module's own parameters and buffers in place of tensors that share their
+            memory.
+        own: names of the tensors in the module's own memory.
+        buffers: names of those that are buffers.
     """
 
     module: nn.Module
@@ -39,22 +40,22 @@ class ModuleState:
 
     @property
     def is_filled_in_place(self) -> bool:
-        """Whether nothing has to be done when the tensors are filled."""
+        """Whether filling the tensors in place is enough to load the module."""
         return self.own >= self.content.keys() and not _loads_itself(self.module)
 
 
 def plain_name(name: str) -> str:
-    """Without what torch.compile, FSDP and activation checkpointing put into it."""
+    """Remove the parts of a name that torch.compile, FSDP and activation checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether an entry of a state dict is what `get_extra_state` has returned."""
+    """Whether an entry of a state dict was returned by `get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A module's parameters, each once, under the first of its names; a pipeline's are those of this rank."""
+    """Yield a module's parameters once each, under their first names; for a pipeline, those of this rank."""
     module = _unwrapped(module)
     if not hasattr(module, "local_named_parameters"):
         return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
@@ -64,13 +65,13 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def module_state(module: nn.Module, *, several_ranks: bool) -> ModuleState:
-    """What is to be saved of a module, or filled.
+    """Return the state of a module to save or fill.
 
     A pipeline has `local_state_dict`, `local_named_parameters`, `local_named_buffers`, `local_named_modules` and
-    `tied_names`, which give what this rank has under the names of the whole model.
+    `tied_names`, which return this rank's part under the names of the whole model.
 
     Raises:
-        ValueError: parameters are parts of wholes, and do not say which, or were put together by hooks.
+        ValueError: parameters are parts without a spec, or hooks have combined them.
     """
     module = _unwrapped(module)
     is_pipeline = hasattr(module, "local_state_dict")
@@ -102,26 +103,26 @@ def module_state(module: nn.Module, *, several_ranks: bool) -> ModuleState:
 
 
 def is_state_dict(content: Any) -> bool:
-    """Whether it is what `state_dict` of a module returns."""
+    """Whether a value was returned by a module's `state_dict`."""
     return hasattr(content, "_metadata") and isinstance(content, Mapping)
 
 
 def parts_by_place() -> dict[Any, nn.Parameter]:
-    """The parameters of this process that are parts, by their memory.
+    """Return the parameters of this process that are parts, by their memory.
 
-    They are looked for among all objects, which takes a tenth of a second: nothing else leads from the bare tensors of
-    a `state_dict` to the parameters, which say what they are.
+    They are searched among all Python objects, which takes a tenth of a second: there is no other way from the bare
+    tensors of a `state_dict` to the parameters with their specs.
     """
     living = (it for it in gc.get_objects() if issubclass(type(it), nn.Parameter))
     return {_place(parameter): parameter for parameter in living if is_part(parameter) and parameter.numel()}
 
 
 def with_parts(content: Mapping[str, Any], parts: Mapping[Any, nn.Parameter]) -> dict[str, Any]:
-    """A module's `state_dict` with the parameters that are parts in place of its bare tensors, which do not say so.
+    """Return a module's `state_dict` with parameters in place of its bare tensors, which have no specs.
 
     Args:
         content: the state dict.
-        parts: from `parts_by_place`.
+        parts: the result of `parts_by_place`.
     """
     return {
         name: parts.get(_place(value), value) if isinstance(value, torch.Tensor) and value.numel() else value
@@ -130,15 +131,15 @@ def with_parts(content: Mapping[str, Any], parts: Mapping[Any, nn.Parameter]) ->
 
 
 def give_back(path: str, state: ModuleState, before: Mapping[str, torch.Tensor]) -> None:
-    """Hand a filled state to its module, by `load_state_dict`.
+    """Pass a filled state to its module with `load_state_dict`.
 
     Args:
-        path: the module's, for messages.
-        state: from `module_state`; `content` is filled.
-        before: copies of tensors of `content` that are not the module's memory, from before they were filled.
+        path: the module's path, for messages.
+        state: the result of `module_state`, with `content` filled.
+        before: copies of the tensors in `content` outside the module's memory, taken before they were filled.
 
     Raises:
-        CheckpointError: the module does not take what its own `state_dict` gives.
+        CheckpointError: the module does not accept an entry of its own `state_dict`.
     """
     with torch.no_grad():
         result = state.module.load_state_dict(state.content, strict=False)
@@ -165,7 +166,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether loading does more than copying: hooks, or methods of its own."""
+    """Whether loading does more than copying, because of hooks or overridden methods."""
     if type(module).load_state_dict is not nn.Module.load_state_dict and not hasattr(module, "local_state_dict"):
         return True
     for part in module.modules():
@@ -178,7 +179,7 @@ def _loads_itself(module: nn.Module) -> bool:
 
 
 def _place(tensor: Any) -> Any:
-    """What two tensors have in common that are the same memory; None where that is not known."""
+    """Return a key that is equal for tensors with the same memory; None if the memory is unknown."""
     if is_dtensor(tensor):
         inner = _place(local_tensor(tensor))
         return None if inner is None else ("DTensor", tuple(tensor.shape), inner)
@@ -192,7 +193,7 @@ def _place(tensor: Any) -> Any:
 
 
 def _check_made(content: Mapping[str, Any], own: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    """Refuse tensors that hooks have made of parts, since their spec is unknown."""
+    """Refuse tensors that hooks have created from parts, since their spec is unknown."""
     made = [name for name, value in content.items() if isinstance(value, torch.Tensor) and name not in own]
     made = [name for name in made if not is_extra_state(name) and not is_dtensor(content[name])]
     saved = set(map(id, own.values()))

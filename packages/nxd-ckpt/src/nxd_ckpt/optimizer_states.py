@@ -1,4 +1,4 @@
-"""States of optimizers: made where a checkpoint has them and the optimizer has none, and cut as its parameters are."""
+"""Optimizer states: created if a checkpoint has them and the optimizer does not, and split like its parameters."""
 
 import sys
 from collections import defaultdict
@@ -20,13 +20,13 @@ _States = Mapping[torch.Tensor, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer would lose if it were not saved, apart from its groups.
+    """The state of an optimizer, apart from its groups.
 
     Attributes:
-        states: of each of its parameters, by key; a copy, of the optimizer's own tensors.
-        of_none: entries of its state that belong to no parameter.
-        attributes: what its own `state_dict` adds; None if it has none of its own.
-        put: hands all three to the optimizer.
+        states: the states of each parameter, by key; a copy of the dicts, with the optimizer's own tensors.
+        of_none: entries of its state that do not belong to a parameter.
+        attributes: the entries that its own `state_dict` adds; None if it does not override `state_dict`.
+        put: function that hands all three to the optimizer.
     """
 
     states: dict[torch.Tensor, dict[str, Any]]
@@ -36,24 +36,24 @@ class OptimizerStates:
 
 
 def is_sharded_optimizer(value: Any) -> bool:
-    """Whether it says itself which boxes of logical tensors its states are; see the README."""
+    """Whether an optimizer reports which boxes of logical tensors its states are; see the README."""
     names = ("sharded_state", "other_state", "allocate_state", "settle_state", "param_groups")
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
 def is_sharded_state(value: Any) -> bool:
-    """Whether it is what `sharded_state` of such an optimizer returns."""
+    """Whether a value was returned by the `sharded_state` of such an optimizer."""
     names = ("parameter", "key", "shards", "scalar")
     return isinstance(value, list) and bool(value) and all(hasattr(it, name) for it in value for name in names)
 
 
 def check_state_dict(path: str, content: Any, shapes_of_parts: Container[tuple[int, ...]]) -> None:
-    """Refuse the `state_dict` of an optimizer of parts: it does not say of which parameters its states are.
+    """Refuse the `state_dict` of an optimizer of parts: it does not say which parameters its states belong to.
 
     Args:
         path: its path, for messages.
         content: any mapping.
-        shapes_of_parts: those of the parameters in this process that are parts.
+        shapes_of_parts: the shapes of the parameters in this process that are parts.
 
     Raises:
         ValueError: a state has the shape of a part.
@@ -68,7 +68,7 @@ def check_state_dict(path: str, content: Any, shapes_of_parts: Container[tuple[i
 
 
 def is_state_dict_of_optimizer(content: Any) -> bool:
-    """Whether it is what `state_dict` of a torch optimizer returns."""
+    """Whether a value has the form of a torch optimizer's `state_dict`."""
     return (
         isinstance(content, dict)
         and isinstance(content.get("state"), Mapping)
@@ -77,7 +77,7 @@ def is_state_dict_of_optimizer(content: Any) -> bool:
 
 
 def state_holder(path: str, optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the states: of a ZeroRedundancyOptimizer that of the parameters that this rank updates."""
+    """Return the optimizer that holds the states; for a ZeroRedundancyOptimizer, the one that this rank steps."""
     zero = sys.modules.get("torch.distributed.optim")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return optimizer
@@ -90,10 +90,10 @@ def state_holder(path: str, optimizer: Optimizer) -> Optimizer:
 
 
 def states_of(path: str, optimizer: Optimizer) -> OptimizerStates:
-    """The states of an optimizer of torch's kind.
+    """Return the states of a torch optimizer.
 
     Raises:
-        ValueError: it has states of its own that cannot be told apart by parameters.
+        ValueError: it has states that cannot be assigned to parameters.
     """
     if _has_own_state_dict(optimizer):
         return _states_by_its_own(path, optimizer)
@@ -130,7 +130,7 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 
 
 def _states_by_its_own(path: str, optimizer: Optimizer) -> OptimizerStates:
-    """The states of an optimizer whose `state_dict` is its own, or changed by hooks: through that, both ways."""
+    """Return the states of an optimizer that overrides or hooks `state_dict`, which saves and loads them."""
     kind = type(optimizer).__name__
     try:
         given = optimizer.state_dict()
@@ -166,7 +166,7 @@ def _states_by_its_own(path: str, optimizer: Optimizer) -> OptimizerStates:
 
 
 def _indices_of(given: Any, parameters: Sequence[torch.Tensor]) -> list[Any] | None:
-    """The index of each parameter in a state dict; None if it is not of torch's form."""
+    """Return the index of each parameter in a state dict; None if it is not in torch's form."""
     if not (isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)):
         return None
     groups = given.get("param_groups")
@@ -179,7 +179,7 @@ def _indices_of(given: Any, parameters: Sequence[torch.Tensor]) -> list[Any] | N
 
 
 def _keep_dtypes(optimizer: Optimizer, states: _States) -> None:
-    """Give states back the dtypes that torch's `load_state_dict` has changed to those of the parameters."""
+    """Restore the dtypes of states that torch's `load_state_dict` has converted to those of the parameters."""
     for parameter, state in states.items():
         mine = optimizer.state.get(parameter, {})
         for key, value in state.items():
@@ -189,7 +189,7 @@ def _keep_dtypes(optimizer: Optimizer, states: _States) -> None:
 
 
 def by_owner(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What lies below each path, by its last key."""
+    """Group values by path, with their last keys."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in names.items():
         owner, _, key = name.rpartition(".")
@@ -198,10 +198,10 @@ def by_owner(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def fresh_states(path: str, optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """The states that an optimizer lacks, as it makes them itself: by a step with gradients of zero and a rate of zero.
+    """Return the states that an optimizer lacks, created by a step with zero gradients and a learning rate of zero.
 
-    For states that are no tensors of their own but objects of classes that only the optimizer knows. It does not have
-    them yet when this returns.
+    For states that are objects of classes that only the optimizer knows. The optimizer does not hold them yet when this
+    returns.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     lacking = [it for it in parameters if it.requires_grad and not optimizer.state.get(it)]
@@ -229,16 +229,16 @@ def fresh_states(path: str, optimizer: Optimizer) -> dict[torch.Tensor, dict[str
 
 
 def as_parameter_is_cut(path: str, name: str, part: Any, parameter: Any) -> Any:
-    """A state of a parameter that is cut over ranks, as boxes.
+    """Return a state of a parameter that is split over ranks as boxes.
 
     Args:
-        path: the state's, for messages.
-        name: the parameter's in its module.
+        path: the path of the state, for messages.
+        name: the parameter's name in its module.
         part: the state.
         parameter: the parameter.
 
     Returns:
-        Boxes by the names of logical tensors in a dict, one box, or the state as it is.
+        A dict of boxes by logical tensor name, one box, or the unchanged state.
     """
     if is_dtensor(part) or not isinstance(part, torch.Tensor) or part.ndim == 0:
         return part
@@ -268,15 +268,15 @@ def as_parameter_is_cut(path: str, name: str, part: Any, parameter: Any) -> Any:
 def destination_of(
     present: Any, info: TensorInfo, parameter: Any, optimizer: Optimizer, name: str, logical: str
 ) -> torch.Tensor:
-    """A tensor to load a state of a parameter into: the one that is there, or one cut like the parameter.
+    """Return a tensor to load a state of a parameter into: the present one, or a new one split like the parameter.
 
     Args:
-        present: what there is.
-        info: what is stored.
+        present: the present state.
+        info: dtype and shape of the stored state.
         parameter: the parameter.
-        optimizer: whose state it is.
-        name: the parameter's in its module.
-        logical: that of the logical tensor in it whose state is stored.
+        optimizer: the optimizer that owns the state.
+        name: the parameter's name in its module.
+        logical: name of the logical tensor in the parameter whose state is stored.
     """
     whole = logical_shape(parameter, name, logical)
     shapes = [info.global_shape]
@@ -290,28 +290,28 @@ def destination_of(
     if whole == info.global_shape:
         return torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False)
     group = next(it for it in optimizer.param_groups if any(parameter is other for other in it["params"]))
-    # Counts of steps are on the CPU, unless the step is one kernel or one graph.
+    # Step counts are on the CPU, unless the optimizer is fused or capturable.
     on_device = len(info.global_shape) > 0 or group.get("capturable") or group.get("fused")
     device = parameter.device if on_device else torch.device("cpu")
     return torch.zeros(info.global_shape, dtype=info.dtype, device=device)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group of parameters; what is a tensor, such as a learning rate, as a number."""
+    """Return the options of a parameter group; tensors, such as a learning rate, as numbers."""
     options = {key: option for key, option in group.items() if key != "params"}
     return {key: option.item() if isinstance(option, torch.Tensor) else option for key, option in options.items()}
 
 
 def stored_options(path: str, names: list[list[str]], stored: Any) -> list[dict[str, Any]]:
-    """The stored options for each group: those of the groups that its parameters were in.
+    """Return the stored options for each group: those of the groups that its parameters were in.
 
     Args:
-        path: the optimizer's, for messages.
-        names: the parameters of each group.
-        stored: the groups of the checkpoint.
+        path: the optimizer's path, for messages.
+        names: the parameter names of each group.
+        stored: the groups in the checkpoint.
 
     Raises:
-        ValueError: parameters of one group were in groups of different options.
+        ValueError: parameters of one group were in groups with different options.
     """
     if not isinstance(stored, list) or not all(
         isinstance(it, dict) and isinstance(it.get("params"), list) for it in stored
@@ -320,7 +320,7 @@ def stored_options(path: str, names: list[list[str]], stored: Any) -> list[dict[
     taken: list[dict[str, Any]] = []
     for index, group in enumerate(names):
         found = [it for it in stored if set(group) & set(it["params"])]
-        if not group:  # such as one whose parameters are all on other ranks
+        if not group:  # for example, all of its parameters are on other ranks
             found = [
                 it for it in stored[index : index + 1] if not any(set(it["params"]) & set(other) for other in names)
             ]
@@ -336,7 +336,7 @@ def stored_options(path: str, names: list[list[str]], stored: Any) -> list[dict[
 
 
 def merged_groups(of_ranks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The groups of all ranks, which may have other parameters: a list in which each parameter is in its group."""
+    """Merge the groups of all ranks, which may hold different parameters, into one list."""
     merged: list[dict[str, Any]] = []
     for groups in of_ranks:
         for index, group in enumerate(groups):
@@ -350,7 +350,7 @@ def merged_groups(of_ranks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def set_groups(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Give each group its options; what is a tensor there, such as a learning rate, stays one."""
+    """Set each group's options; tensors, such as a learning rate, stay tensors."""
     for group, own in zip(optimizer.param_groups, options, strict=True):
         for key, option in own.items():
             if isinstance(group.get(key), torch.Tensor):

@@ -1,7 +1,6 @@
-"""Replicas: several ranks hold the same box and one of them writes it, so nobody reads what the others hold.
+"""Compares replicas: if several ranks hold the same box, only one writes it, and the other copies are never read.
 
-Each of the others hashes its copy, unless copies may differ. When the writers have sent the hashes of what they wrote,
-each compares its own.
+Each of the other ranks hashes its copy, unless copies may differ, and compares it with the hash from the writer.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -21,13 +20,13 @@ ReplicaHashes = Mapping[tuple[str, Box], tuple[str, ...]]
 def hash_replicas(
     plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int, may_differ: Container[str]
 ) -> ReplicaHashes:
-    """Hashes what this rank holds of the boxes that other ranks write, where copies must be equal.
+    """Hashes this rank's copies of the boxes that other ranks write, if copies must be equal.
 
     Args:
-        plan: what all ranks write.
-        state: what this rank holds.
-        rank: its number.
-        may_differ: names of tensors of which copies may differ.
+        plan: the writes of all ranks.
+        state: this rank's tensors.
+        rank: this rank's number.
+        may_differ: names of tensors whose copies may differ.
     """
     found: dict[tuple[str, Box], tuple[str, ...]] = {}
     for writer, writes in enumerate(plan.writes):
@@ -43,15 +42,15 @@ def hash_replicas(
 
 
 def check_replicas(plan: SavePlan, own: ReplicaHashes, written: Sequence[Hashes]) -> None:
-    """Compares this rank's copies with what was written.
+    """Compares this rank's copies with the written data.
 
     Args:
-        plan: what all ranks write.
-        own: from `hash_replicas`.
-        written: the hashes of what each rank wrote, in the order of its file.
+        plan: the writes of all ranks.
+        own: the result of `hash_replicas`.
+        written: the hashes of each rank's file, in file order.
 
     Raises:
-        CheckpointError: a copy differs; names it and the rank that wrote.
+        CheckpointError: a copy differs; names it and the rank that wrote it.
     """
     problems = [
         f"{write.name!r} {write.box} differs from what rank {writer} wrote"

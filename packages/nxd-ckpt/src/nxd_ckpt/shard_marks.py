@@ -1,10 +1,10 @@
-"""The protocol by which tensors say which part of a whole they are, and marks of others that do not say it.
+"""The protocol by which tensors describe which part of a whole they are, and other libraries' marks that do not.
 
-A tensor that is a part has an attribute `shard_spec` with `pieces`. Each piece has boxes `local` (of the tensor) and
-`logical` (of the whole), both with `offset` and `shape`, the `logical_shape` of the whole, and its `name`: "" for the
+A tensor that is a part has an attribute `shard_spec` with `pieces`. Each piece has boxes `local` (in the tensor) and
+`logical` (in the whole), both with `offset` and `shape`, the `logical_shape` of the whole, and its `name`: "" for the
 tensor's own, otherwise relative to the parent of the module that owns the tensor. Elements in no piece are padding.
-A tensor with other marks of a part is refused where there are several ranks, as is a subclass that nobody here knows:
-which part it is, only its maker knows.
+With several ranks, a tensor with another mark of a part, or of an unknown subclass, is refused, since it is unknown
+which part it is.
 """
 
 import sys
@@ -19,7 +19,7 @@ from nxd_ckpt.distributed_tensors import is_dtensor
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_subclasses import is_subclass
 
-# True on tensors that are parts: Megatron and its kin, fairscale, ColossalAI, DeepSpeed, FSDP1.
+# Attributes that mark parts in Megatron and its forks, fairscale, ColossalAI, DeepSpeed and FSDP1.
 _MARKS = (
     "tensor_model_parallel",
     "expert_model_parallel",
@@ -29,26 +29,26 @@ _MARKS = (
     "ds_tensor",
     "_is_flat_param",
 )
-# Classes that hold all of their elements, and add nothing that a tensor of them needs.
+# Classes that hold all of their elements and have no other state.
 _PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
-_PLAIN_PACKAGES = ("bitsandbytes",)  # weights quantized on each rank alike; what belongs to them is in its state_dict
+_PLAIN_PACKAGES = ("bitsandbytes",)  # weights quantized equally on each rank; their other tensors are in the state_dict
 
 
 def is_part(tensor: Any) -> bool:
-    """Whether a tensor says, or is marked, that it is a part; DTensors do so otherwise."""
+    """Whether a tensor has a spec or a mark of a part; DTensors are handled separately."""
     return _spec_of(tensor) is not None or (isinstance(tensor, torch.Tensor) and _foreign_mark(tensor) is not None)
 
 
 def logical_parts(tensor: torch.Tensor, name: str, like: Any = None) -> dict[str, ShardedTensor] | None:
-    """The boxes of logical tensors in a tensor, by their names; None if it is a whole one.
+    """Return the boxes of logical tensors in a tensor, by name; None if it is a whole tensor.
 
     Args:
         tensor: a parameter, or a state of one.
-        name: of the parameter in its module.
-        like: the parameter that `tensor` is split as; default: the tensor itself.
+        name: the parameter's name in its module.
+        like: the parameter that `tensor` is split like; default: the tensor itself.
 
     Raises:
-        ValueError: the spec belongs to another shape.
+        ValueError: the spec is for another shape.
     """
     spec = _spec_of(tensor if like is None else like)
     if spec is None:
@@ -69,13 +69,13 @@ def logical_parts(tensor: torch.Tensor, name: str, like: Any = None) -> dict[str
 
 
 def logical_names(tensor: Any, name: str) -> list[str]:
-    """The names of the logical tensors in a parameter: its own where it is whole; none where it is all padding."""
+    """Return the names of the logical tensors in a parameter: its own if it is whole; none if it is all padding."""
     spec = _spec_of(tensor)
     return [name] if spec is None else list(dict.fromkeys(relative_name(name, it.name) for it in spec.pieces))
 
 
 def logical_shape(tensor: Any, name: str, logical: str) -> tuple[int, ...]:
-    """The shape of one of the logical tensors in a parameter."""
+    """Return the shape of one of the logical tensors in a parameter."""
     spec = _spec_of(tensor)
     if spec is None:
         return tuple(tensor.shape)
@@ -91,10 +91,10 @@ def is_cut(tensor: Any) -> bool:
 
 
 def check_known(tensor: torch.Tensor) -> None:
-    """Refuse a tensor without a spec that may be a part. For several ranks; one rank has all of everything.
+    """Refuse a tensor without a spec that may be a part. Only for several ranks; a single rank holds whole tensors.
 
     Raises:
-        ValueError: says what marks it.
+        ValueError: the tensor may be a part; names the mark.
     """
     if is_dtensor(tensor):
         return
@@ -122,11 +122,11 @@ def check_known(tensor: torch.Tensor) -> None:
 
 
 def check_layers(named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]) -> None:
-    """Refuse modules whose parameters are parts that do not say so. For several ranks.
+    """Refuse modules whose parameters are parts without a spec. Only for several ranks.
 
     Raises:
-        ValueError: a layer's weight has lost its spec, something that belongs to it has none, or the module is one of
-            FSDP1's.
+        ValueError: a layer's weight has lost its spec, a tensor that belongs to it has none, or the module is an FSDP1
+            module.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, module in named_modules():
@@ -154,7 +154,7 @@ def check_layers(named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]) -
 
 
 def _belonging_to_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What parametrizations of a split layer's weights keep, and buffers of the layer that are as long as its part."""
+    """Yield the tensors in parametrizations of a split layer's weights, and its buffers of the part's length."""
     for weight, parametrization in getattr(module, "parametrizations", {}).items():
         if weight.startswith("weight"):
             for kept in (parametrization.named_parameters(), parametrization.named_buffers()):
@@ -170,12 +170,12 @@ def _belonging_to_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor
 
 
 def check_no_copy(tensor: torch.Tensor, name: str, parts: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a bare tensor that seems to be a copy of a part, such as an average of it. For several ranks.
+    """Refuse a bare tensor that seems to be a copy of a part, such as a moving average. Only for several ranks.
 
     Args:
-        tensor: of a dict or list.
+        tensor: a tensor in a dict or list.
         name: its key there.
-        parts: the shapes of the parameters of the state's modules that are parts, by name.
+        parts: the shapes of the module parameters in the state that are parts, by name.
 
     Raises:
         ValueError: it has the name and shape of one of them.
@@ -194,7 +194,7 @@ def _spec_of(tensor: Any) -> Any:
 
 
 def _foreign_mark(tensor: torch.Tensor) -> str | None:
-    """The first mark of a part that is not `shard_spec`."""
+    """Return the first mark of a part other than `shard_spec`."""
     if getattr(tensor, "num_partitions", None) == 1:
         return None
     for mark in _MARKS:
@@ -213,7 +213,7 @@ def _foreign_mark(tensor: torch.Tensor) -> str | None:
 
 
 def relative_name(name: str, relative: str) -> str:
-    """The name of a logical tensor: the parameter's own, or one beside the module that owns it."""
+    """Return the name of a logical tensor: the parameter's own, or one relative to the parent of its module."""
     if not relative:
         return name
     return ".".join([*name.split(".")[:-2], relative])

@@ -317,7 +317,7 @@ def test_async_save_wrong_arguments_are_raised_by_the_call_on_all_ranks(tmp_path
     outcomes = outcomes_on_threads(different_tags, 2)
 
     assert [type(outcome) for outcome in outcomes] == [ValueError, ValueError]
-    with pytest.raises(ValueError, match="memory_limit=5 bytes is too little; give at least 65536"):
+    with pytest.raises(ValueError, match="memory_limit=5 bytes is too small; pass at least 65536"):
         async_save(tmp_path, "t", {"w": torch.ones(1)}, memory_limit=5)
     assert list_checkpoints(tmp_path) == []
 

@@ -154,7 +154,7 @@ def test_writer_that_is_stopped_is_ended_and_raised_by_all_within_the_timeout(tm
         if stopped is not None:
             os.kill(stopped, signal.SIGSTOP)
         failing = save_value(tmp_path, "t", ranks, 2, timeout=1.0)
-        with pytest.raises(TimeoutError, match=r"takes longer than 0\.01 seconds; it goes on"):
+        with pytest.raises(TimeoutError, match=r"takes longer than 0\.01 seconds; it continues"):
             failing.wait(0.01)
         with pytest.raises(CheckpointError) as error:
             failing.wait(30)

@@ -6,13 +6,13 @@ from nxd_ckpt.errors import CheckpointError
 
 
 class AsyncSave:
-    """One save in the background.
+    """One background save.
 
     Attributes:
-        tag: of the checkpoint.
+        tag: the checkpoint's name.
         save_id: unique to this save, the same on all ranks.
-        failure: why it failed, once it has.
-        told: whether that has been raised to the caller.
+        failure: the reason, if it failed.
+        told: whether the failure was raised to the caller.
         needs_its_caller: whether the thread that called `async_save` still has tensors to copy for it.
     """
 
@@ -28,51 +28,51 @@ class AsyncSave:
 
     @property
     def staged(self) -> bool:
-        """Whether the caller may change the tensors again: true when `async_save` has returned, unless it was told to
-        copy in the background.
+        """Whether the caller may change the tensors again: true when `async_save` returns, unless
+        `copy_in_background=True`.
         """
         return self._staged.is_set()
 
     def wait_until_staged(self) -> None:
-        """Returns when the caller may change the tensors again, also if the save has failed."""
+        """Waits until the caller may change the tensors again, or the save has failed."""
         self._staged.wait()
 
     @property
     def committed(self) -> bool:
-        """Whether the checkpoint is complete and on the disk."""
+        """Whether the checkpoint is complete and on disk."""
         return self._done.is_set() and self.failure is None
 
     def done(self) -> bool:
-        """Whether it is over, committed or failed."""
+        """Whether the save has finished, committed or failed."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Returns when the checkpoint is complete and on the disk.
+        """Waits until the checkpoint is complete and on disk.
 
         Args:
-            timeout: seconds; None means as long as it takes, which the save's own `timeout` bounds.
+            timeout: seconds; None means no limit except the save's own `timeout`.
 
         Raises:
-            TimeoutError: it is still under way.
-            CheckpointError: it failed, on all ranks with the same text. Not raised again by the next save then.
-            RanksLostError: it failed as other ranks did not answer.
+            TimeoutError: the save is still in progress.
+            CheckpointError: the save failed; the text is the same on all ranks. The next save does not raise it again.
+            RanksLostError: the save failed because other ranks did not answer.
         """
         if not self._done.wait(timeout):
-            raise TimeoutError(f"saving checkpoint {self.tag!r} takes longer than {timeout:g} seconds; it goes on")
+            raise TimeoutError(f"saving checkpoint {self.tag!r} takes longer than {timeout:g} seconds; it continues")
         if self.failure is not None:
             self.told = True
             raise self._error_type(self.failure)
 
     def wait_until_done(self) -> None:
-        """Returns when it is over, whether it is committed or has failed."""
+        """Waits until the save has finished, committed or failed."""
         self._done.wait()
 
     def set_staged(self) -> None:
-        """The caller's tensors are not needed any more."""
+        """Marks the caller's tensors as no longer needed."""
         self._staged.set()
 
     def set_done(self, failure: str | None, error_type: type[CheckpointError] = CheckpointError) -> None:
-        """It is over: committed, or failed for this reason, which `wait` raises as this type."""
+        """Marks the save as committed, or as failed with a reason that `wait` raises as the given type."""
         self.failure, self._error_type = failure, error_type
         self._staged.set()
         self._done.set()

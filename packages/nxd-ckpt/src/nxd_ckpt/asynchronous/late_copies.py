@@ -56,7 +56,7 @@ class LateCopies:
             place.copy_(tensor)
             if tensor._version != version:
                 raise CheckpointError(
-                    f"{name!r} has changed before it was copied; call wait_until_staged() of what async_save returned "
+                    f"{name!r} has changed before it was copied; call wait_until_staged() on the result of async_save "
                     "before you change tensors, or save with copy_in_background=False"
                 )
         self._handover.put(Slice(0, self._num_bytes))

@@ -52,36 +52,36 @@ def async_save(
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> AsyncSave:
-    """Writes a checkpoint in the background. Called by all ranks; arguments not described here are those of `save`.
+    """Writes a checkpoint in the background. Call it on all ranks; arguments not described here are those of `save`.
 
-    Returns when the tensors that this rank writes are copied to memory, so they may change again. A process of its own
-    writes them, and the ranks commit as soon as all have written, over a channel of their own. Saves of a rank are
-    written one after the other, and the next one's tensors are copied when those of the one before are written.
+    Returns when this rank's tensors are copied to memory, so they may change again. A separate process writes them, and
+    the ranks commit over a separate channel once all have written. The saves of a rank are written in order, and the
+    next save's tensors are copied once those of the previous one are written.
 
-    A program that ends in the usual way finishes its saves first; one that SIGTERM would end (because it does not
-    handle it) does so for up to 20 seconds. Ended in any other way, it leaves the checkpoint as it was before.
+    A program that exits normally finishes its saves first; one that SIGTERM would end (because it does not handle the
+    signal) finishes them for up to 20 seconds. If it ends in any other way, an existing checkpoint stays unchanged.
 
-    An incremental save waits for the one before it to be committed, hashes in the call what this rank would write, and
-    copies only what is left of that.
+    An incremental save waits until the previous one is committed, hashes this rank's data in the call, and copies only
+    the data that it has to write.
 
     Args:
         memory_limit: bytes of memory for the copy on this rank; default: this rank's share of half the memory that is
             free at the first save. Tensors that need more are copied and written in turns, half the limit at a time,
-            and the call returns when the last are copied.
-        copy_in_background: return at once and copy while the program goes on. Tensors must not change until
-            `wait_until_staged()` of the handle; steps of torch's optimizers wait for that by themselves, so that a
-            forward and a backward hide the copy. A save whose tensors did change fails with their name. Tensors of up
-            to 1 MiB and those of accelerators are copied in the call, as are all if they do not fit `memory_limit`.
-        timeout: seconds that this rank waits for the others, and for a sign of life of its writing process, each time
-            it does; if None, those of `NXD_TIMEOUT`, else half an hour.
+            and the call returns when the last ones are copied.
+        copy_in_background: return at once and copy while the program continues. Tensors must not change until the
+            handle's `wait_until_staged()` returns; torch's optimizers wait for that before each step, so forward and
+            backward hide the copy. A save whose tensors changed fails and names them. Tensors of up to 1 MiB and those
+            on accelerators are copied in the call, as are all tensors if they do not fit in `memory_limit`.
+        timeout: seconds to wait for the other ranks, and for a response of the writer process, at each step; None: the
+            value of `NXD_TIMEOUT`, else half an hour.
 
     Returns:
-        A handle to ask and to wait for the checkpoint.
+        A handle to check on the save and wait for it.
 
     Raises:
-        ValueError: as `save`.
-        CheckpointError: an earlier save in the background has failed, on any rank, and its `wait` was not called. This
-            save has not begun.
+        ValueError: as for `save`.
+        CheckpointError: an earlier background save failed on any rank, and its `wait` was not called. This save was
+            not started.
     """
 
     timeout = default_timeout() if timeout is None else timeout
@@ -90,9 +90,9 @@ def async_save(
         check_timeout(timeout)
         check_flags(copy_in_background=copy_in_background)
         if memory_limit is not None and type(memory_limit) is not int:
-            raise ValueError(f"memory_limit={memory_limit!r} is not a number of bytes; give an int, or None")
+            raise ValueError(f"memory_limit={memory_limit!r} is not a number of bytes; pass an int, or None")
         if memory_limit is not None and memory_limit < _MIN_MEMORY:
-            raise ValueError(f"memory_limit={memory_limit} bytes is too little; give at least {_MIN_MEMORY}, or None")
+            raise ValueError(f"memory_limit={memory_limit} bytes is too small; pass at least {_MIN_MEMORY}, or None")
 
     coordinator = coordinator_for(process_group, timeout)
     options = SaveOptions(tag, step, overwrite, check_replicas, incremental, objects, rank_objects, extra, mesh)
@@ -128,7 +128,7 @@ def async_save(
 def end_async_saves() -> None:
     """Waits for all background saves of this process, ends its writer processes and frees their memory.
 
-    Not needed before a program ends. A later `async_save` starts anew.
+    Not needed before a program ends. A later `async_save` starts new ones.
     """
     while _backgrounds:
         _, background = _backgrounds.popitem()
@@ -148,7 +148,7 @@ os.register_at_fork(after_in_child=_backgrounds.clear)
 
 
 def finish_saves_on_sigterm() -> None:
-    """Has SIGTERM wait for saves before it ends the process. Leaves it alone if the program handles it in any way."""
+    """Makes SIGTERM wait for saves before it ends the process, unless the program handles the signal itself."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _finish_saves_and_die)

@@ -1,7 +1,7 @@
 """torch's distributed checkpoint: its `save` and `load` on top of this package's format, and its own folders.
 
-`NxdStorageWriter` and `NxdStorageReader` are given to `torch.distributed.checkpoint.save` and `load` as
-`storage_writer` and `storage_reader`. `open_torch_dcp` and `write_torch_dcp` read and write the folders of torch's own
+Pass `NxdStorageWriter` and `NxdStorageReader` to `torch.distributed.checkpoint.save` and `load` as `storage_writer` and
+`storage_reader`. `open_torch_dcp` and `write_torch_dcp` read and write the folders of torch's own
 file system writer.
 """
 

@@ -1,4 +1,4 @@
-"""Folders of torch's file system writer: `.metadata`, and files in which each part of each tensor is torch-saved."""
+"""Folders of torch's file system writer: `.metadata`, and files with each part of each tensor saved by torch.save."""
 
 import gc
 import io
@@ -32,7 +32,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A box of a tensor (None: a pickled object), and the bytes of the file that hold it, torch-saved."""
+    """A box of a tensor (None: a pickled object), and the bytes of the file that hold it, written by torch.save."""
 
     box: Box | None
     file: str
@@ -98,11 +98,10 @@ class _TorchDcpFolder:
 def open_torch_dcp(folder: "str | os.PathLike[str]") -> TensorSource:
     """Opens a folder that `torch.distributed.checkpoint.save` wrote. Everything is unpickled with restrictions.
 
-    Objects besides tensors are taken where they are plain values that JSON can hold, and left out with a warning
-    otherwise.
+    Other objects are kept if they are plain JSON-serializable values, and otherwise left out with a warning.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, or it is damaged, not allowed, or written with extensions.
+        CheckpointError: there is no complete checkpoint, or it is damaged, not allowed, or written with extensions.
     """
     path = os.fspath(folder)
     metadata = read_metadata(path)
@@ -120,15 +119,15 @@ def write_torch_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress = ignore_progress,
 ) -> None:
-    """Writes a folder that `torch.distributed.checkpoint.load` reads, with a file for each tensor. By one process.
+    """Writes a folder for `torch.distributed.checkpoint.load`, with a file for each tensor. Call it in one process.
 
     Memory: the largest tensor. The source's objects are not written.
 
     Args:
-        source: what to write.
-        folder: made if missing.
-        dtype: type that floating-point tensors are converted to; default: as stored.
-        progress: called after each tensor has been read.
+        source: the tensors to write.
+        folder: the folder to write to; created if missing.
+        dtype: dtype to convert floating-point tensors to; default: as stored.
+        progress: function called after each tensor is read.
 
     Raises:
         ValueError: the folder is not empty.
@@ -141,7 +140,7 @@ def write_torch_dcp(
         name: torch.empty(info.global_shape, dtype=converted(info.dtype, dtype), device="meta")
         for name, info in source.tensors.items()
     }
-    # With a file for each tensor torch's writer lets go of one before it asks for the next.
+    # With a file for each tensor, torch's writer releases a tensor before it requests the next one.
     writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1)
     try:
         dcp.save(state, storage_writer=writer, planner=_StreamingPlanner(source, dtype, progress), no_dist=True)
@@ -162,7 +161,7 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
         name = write_item.index.fqn
         tensor = read_whole(self._source, name, self._dtype)
         self._progress(name, num_bytes(self._source.tensors[name]))
-        # torch.save writes all memory behind a tensor, and that may be a whole mapped file.
+        # torch.save writes a tensor's whole storage, which may be a whole mapped file.
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -1,4 +1,4 @@
-"""The `.metadata` file of a torch distributed checkpoint: a pickle, of which only its own plain classes are allowed."""
+"""The `.metadata` file of a torch distributed checkpoint: a pickle that may only contain torch's plain classes."""
 
 import io
 import os
@@ -27,7 +27,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): OrderedDict,
 }
-# A checkpoint_id that was a Path is kept as one; it is not used here, and on no system opened.
+# A checkpoint_id that was a Path is unpickled as a pure path; it is neither used nor opened here.
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
 
 
@@ -46,10 +46,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str) -> Metadata:
-    """Reads `.metadata` without running anything.
+    """Reads `.metadata` without running any code in it.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or asks for something that is not allowed.
+        CheckpointError: it is missing or damaged, or asks for something that is not allowed.
     """
     path = os.path.join(folder, METADATA_FILE)
     if not os.path.isfile(path):

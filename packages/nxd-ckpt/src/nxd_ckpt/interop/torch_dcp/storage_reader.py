@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.load` from this package's checkpoints: a rank reads only what torch's plan asks for."""
+"""`torch.distributed.checkpoint.load` for this package's checkpoints: a rank reads only the items in torch's plan."""
 
 import io
 import os
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 class NxdStorageReader(StorageReader):
     """A `storage_reader` for checkpoints of this package, whether torch's `save` or `nxd_ckpt.save` wrote them.
 
-    Objects that torch pickled are unpickled here with restrictions, and handed on only as plain values: torch's own
-    planner would run whatever they say.
+    Objects that torch pickled are unpickled with restrictions, and passed on only as plain values: torch's own planner
+    would run any code in them.
 
     Args:
         path: the folder for checkpoints, as for `nxd_ckpt.load`.
-        tag: which one; default: the newest complete one. A `checkpoint_id` given to torch's `load` takes the place of
-            both: `<path>/<tag>`.
-        process_group: the one given to torch's `load`. With `no_dist=True` there, this process loads alone.
+        tag: name of the checkpoint; default: the newest complete one. A `checkpoint_id` passed to torch's `load`,
+            `<path>/<tag>`, replaces both.
+        process_group: the process group passed to torch's `load`. With `no_dist=True` there, this process loads alone.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class NxdStorageReader(StorageReader):
             self._path, self._tag = split_checkpoint_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata that torch's planners need: types and shapes, each tensor as if it were one piece.
+        """Return the metadata that torch's planners need: dtypes and shapes, each tensor as a single chunk.
 
         Raises:
             CheckpointError: there is no such checkpoint.
@@ -79,23 +79,23 @@ class NxdStorageReader(StorageReader):
         return Metadata(state_dict_metadata=entries, planner_data=paths or None)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up; `nxd_ckpt.load` does."""
+        """Does nothing; `nxd_ckpt.load` does the setup."""
         self._is_alone = False
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are. Their number is how torch tells that it loads for this process alone (`no_dist`)."""
+        """Return the plans unchanged. A single plan means that torch loads for this process alone (`no_dist`)."""
         self._is_alone = len(plans) == 1
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Reads what the plan asks for, all ranks together.
+        """Reads the items of the plan, on all ranks together.
 
         Raises:
-            CheckpointError: as `nxd_ckpt.load`, or an object holds more than plain values.
+            CheckpointError: as for `nxd_ckpt.load`, or an object holds more than plain values.
         """
         wanted = _PlannedState(plan, planner, open_checkpoint(self._path, self._tag))
         group = ThisProcess() if self._is_alone else self._process_group
@@ -124,7 +124,7 @@ class _PlannedState(Mapping[str, ShardedTensor]):
 
     Attributes:
         tensors: each item and the planner's memory for it.
-        pickled: each item that is no tensor, and the memory for its bytes.
+        pickled: each item that is not a tensor, and the memory for its bytes.
     """
 
     def __init__(self, plan: LoadPlan, planner: LoadPlanner, checkpoint: Checkpoint) -> None:
@@ -165,7 +165,7 @@ class _PlannedState(Mapping[str, ShardedTensor]):
 
 
 def _said_when_saving(checkpoint: Checkpoint) -> tuple[set[str], dict[str, tuple[Any, ...]]]:
-    """Names of pickled objects, and each name's path of keys in the nested state; nothing if torch did not save."""
+    """Return the names of pickled objects, and each name's path in the nested state; empty unless torch saved it."""
     pickled: set[str] = set()
     paths: dict[str, tuple[Any, ...]] = {}
     for said in checkpoint.rank_objects.values():

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint.save` through this package: torch plans who holds what, `nxd_ckpt.save` writes it."""
+"""`torch.distributed.checkpoint.save` with this package: torch plans each rank's part, `nxd_ckpt.save` writes it."""
 
 import io
 import os
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 OBJECTS_KEY = "torch_dcp"
-"""Where, in each rank's rank_objects, torch's paths of keys and the names of pickled objects are kept."""
+"""The key in each rank's rank_objects for torch's key paths and the names of pickled objects."""
 
 
 class NxdStorageWriter(StorageWriter):
-    """A `storage_writer` whose checkpoints are this package's: committed as a whole, and readable without torch's.
+    """A `storage_writer` for this package's checkpoints: committed as a whole, and readable without torch's reader.
 
-    Objects other than tensors are kept as the bytes that torch pickled, and are only ever read back with restrictions.
+    Objects other than tensors are stored as the bytes that torch pickled, and are only unpickled with restrictions.
 
     Args:
         path: the folder for checkpoints, as for `nxd_ckpt.save`.
-        tag: name of this one. A `checkpoint_id` given to torch's `save` takes the place of both: `<path>/<tag>`.
+        tag: name of the checkpoint. A `checkpoint_id` passed to torch's `save`, `<path>/<tag>`, replaces both.
         step: as for `nxd_ckpt.save`.
         overwrite: as for `nxd_ckpt.save`.
-        process_group: the one given to torch's `save`. With `no_dist=True` there, this process saves alone.
+        process_group: the process group passed to torch's `save`. With `no_dist=True` there, this process saves alone.
     """
 
     def __init__(
@@ -51,30 +51,30 @@ class NxdStorageWriter(StorageWriter):
         self._use_collectives = True
 
     def reset(self, checkpoint_id: "str | os.PathLike[str] | None" = None) -> None:
-        """Takes path and tag from torch's `checkpoint_id`, if there is one."""
+        """Takes path and tag from torch's `checkpoint_id`, if given."""
         if checkpoint_id is not None:
             self._path, self._tag = split_checkpoint_id(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Only notes whether ranks plan together; `nxd_ckpt.save` does the rest."""
+        """Only records whether ranks plan together; `nxd_ckpt.save` does the rest."""
         self._is_alone = False
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are. Their number is how torch tells that it saves for this process alone (`no_dist`)."""
+        """Return the plans unchanged. A single plan means that torch saves for this process alone (`no_dist`)."""
         self._is_alone = self._use_collectives and len(plans) == 1
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Saves and commits, all ranks together.
+        """Saves and commits, on all ranks together.
 
         Raises:
-            ValueError: as `nxd_ckpt.save`.
-            CheckpointError: as `nxd_ckpt.save`.
+            ValueError: as for `nxd_ckpt.save`.
+            CheckpointError: as for `nxd_ckpt.save`.
         """
         about = {
             "pickled": [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO],
@@ -94,7 +94,7 @@ class NxdStorageWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing is left to do: the manifest was committed with the data."""
+        """Does nothing: the manifest was committed with the data."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: "str | os.PathLike[str]") -> bool:
@@ -102,7 +102,7 @@ class NxdStorageWriter(StorageWriter):
         return all(split_checkpoint_id(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta:
-        """Where this checkpoint goes."""
+        """Return the location of this checkpoint."""
         return StorageMeta(checkpoint_id=os.path.join(self._path, self._tag))
 
 
@@ -141,6 +141,6 @@ class _PlannedState(Mapping[str, ShardedTensor]):
 
 
 def split_checkpoint_id(checkpoint_id: "str | os.PathLike[str]") -> tuple[str, str]:
-    """Folder and tag of torch's `checkpoint_id`, which is one path."""
+    """Split torch's `checkpoint_id`, a single path, into folder and tag."""
     folder, _, tag = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
     return folder, tag
