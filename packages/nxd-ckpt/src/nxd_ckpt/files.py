@@ -1,4 +1,4 @@
-"""Small crash-safe file operations: their results are on the disk when they return.
+"""Small crash-safe file operations: their results are on disk when they return.
 
 This module does not know what a checkpoint is; `stores/posix.py` does.
 """
@@ -14,19 +14,19 @@ from typing import IO
 
 from nxd_ckpt.errors import CheckpointError
 
-# Disks read whole pages, so skipping less than a page between two wanted runs saves nothing.
+# Disks read whole pages, so skipping less than a page between two runs saves nothing.
 PAGE_BYTES = 4096
 
-_MAX_BUFFERS = 1024  # that one system call takes
+_MAX_BUFFERS = 1024  # per system call
 
 _LOCKS_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 def hold_standard_streams() -> None:
-    """Opens the null device for those of descriptors 0 to 2 that are closed.
+    """Opens the null device for closed descriptors among 0 to 2.
 
-    Otherwise the next file or socket becomes one of them: a child process replaces it by its own, and what libraries
-    print lands in it.
+    Otherwise the next file or socket would get that number: a child process would replace it with its own, and
+    libraries would print into it.
     """
     for number in range(3):
         try:
@@ -52,10 +52,10 @@ def new_file(path: str) -> Iterator[int]:
 
 
 def own_file(path: str) -> int:
-    """Opens a file of this package for writing, made if missing; a link or a pipe that others put there is an error.
+    """Opens a file of this package for writing, created if missing; a link or pipe in its place is an error.
 
     Raises:
-        OSError: it cannot be opened, or is something else than a file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     hold_standard_streams()
     try:
@@ -71,10 +71,10 @@ def own_file(path: str) -> int:
 
 
 def own_folder(root: str, name: str) -> str:
-    """The path of a folder of this package, which need not exist; one that leads elsewhere is an error.
+    """Return the path of a folder of this package, which need not exist; a link is an error.
 
     Raises:
-        CheckpointError: it is a link, so what is removed there would be another folder's.
+        CheckpointError: it is a link, so removing files there would affect another folder.
     """
     path = os.path.join(root, name)
     if os.path.islink(path):
@@ -83,7 +83,7 @@ def own_folder(root: str, name: str) -> str:
 
 
 def write_fully(fd: int, content: "bytes | memoryview") -> None:
-    """Writes all of it, however many calls the system needs for that."""
+    """Writes all of the content, in as many system calls as needed."""
     left = memoryview(content)
     while left:
         left = left[os.write(fd, left) :]
@@ -91,7 +91,7 @@ def write_fully(fd: int, content: "bytes | memoryview") -> None:
 
 @contextlib.contextmanager
 def existing_file(folder: str, file: str) -> Iterator[int]:
-    """Opens a file for reading by its path below `folder`; links on that path, and what is not a file, are errors."""
+    """Opens a file for reading by its path below `folder`; links on that path and non-regular files are errors."""
     *parents, name = file.split("/")
     where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -114,7 +114,7 @@ def existing_file(folder: str, file: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def regular_file(path: str) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, also through links; what is not a file is an error, as a named pipe would block."""
+    """Opens a file for reading, following links; a non-regular file is an error, as a named pipe would block."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -123,11 +123,11 @@ def regular_file(path: str) -> Iterator[IO[bytes]]:
 
 
 def read_vectored(fd: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """Fills each memory from its byte of the file on, with as few system calls as the gaps between them allow.
+    """Fills each memory from its offset in the file, with as few system calls as the gaps between them allow.
 
     Args:
         fd: the open file.
-        pieces: (byte, memory), by ascending byte, not overlapping.
+        pieces: pairs (offset, memory), by ascending offset, not overlapping.
 
     Raises:
         CheckpointError: the file ends early.
@@ -142,7 +142,7 @@ def read_vectored(fd: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
         if not run:
             start = offset
         elif gap:
-            run.append(memoryview(bytearray(gap)))  # read along and forgotten
+            run.append(memoryview(bytearray(gap)))  # read and discarded
         run.append(destination)
         end = offset + len(destination)
     _read_fully(fd, start, run)
@@ -162,7 +162,7 @@ def _read_fully(fd: int, position: int, buffers: list[memoryview]) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Brings the folder's entries (not the content of its files) to the disk."""
+    """Flushes the folder's entries (not the contents of its files) to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -171,10 +171,10 @@ def sync_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> None:
-    """Makes the folder and its missing parents.
+    """Creates the folder and its missing parents.
 
     Raises:
-        CheckpointError: something else is there, such as a link that leads nowhere.
+        CheckpointError: something else exists there, such as a dangling link.
     """
     if os.path.isdir(path):
         return
@@ -204,11 +204,11 @@ def lock(path: str) -> int | None:
     """Takes an exclusive lock that ends with this process at the latest.
 
     Returns:
-        A file descriptor for `unlock`, or None where the file system has no locks.
+        A file descriptor for `unlock`, or None if the file system has no locks.
 
     Raises:
         BlockingIOError: another process holds it.
-        OSError: what is there is a link or no file.
+        OSError: the path is a link or not a regular file.
     """
     fd = own_file(path)
     try:
@@ -222,6 +222,6 @@ def lock(path: str) -> int | None:
 
 
 def unlock(fd: int) -> None:
-    """Releases the lock, also if a child process forked meanwhile still has the file open."""
+    """Releases the lock, even if a child process forked in the meantime still has the file open."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

@@ -1,9 +1,9 @@
-"""Incremental saves: what the newest checkpoint of the folder holds already is referenced, not written again.
+"""Incremental saves: data that the newest checkpoint in the folder already holds is referenced, not written again.
 
-What a rank is to write is cut into chunks of at most 1 MiB, and each is hashed before anything is written. Rank 0 looks
-for the hashes in the manifest of the newest checkpoint, and tells all ranks what is left. A chunk counts as held if
-dtype, number of bytes and XXH3-128 are those of a stored one, whatever its name, place and layout were; for bytes that
-nobody chose so, to be taken for others then is as likely as a wrong guess of 128 bits.
+Each rank splits its data into chunks of at most 1 MiB and hashes each before anything is written. Rank 0 looks up the
+hashes in the manifest of the newest checkpoint, and tells all ranks which chunks are left to write. A chunk matches a
+stored one if dtype, number of bytes and XXH3-128 are equal, no matter its name, position and layout. Unless the bytes
+were chosen to collide, a false match is as likely as guessing 128 bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +25,8 @@ from nxd_ckpt.safetensors_file import Hashes, in_file_order
 from nxd_ckpt.stores import SaveTransaction, Store
 from nxd_ckpt.tensor_bytes import tensor_parts
 
-# Smaller chunks find more of a tensor unchanged of which rows have changed, larger ones keep the manifest small: this
-# is 200 KB of it per GB.
+# Smaller chunks find more unchanged data if some rows of a tensor change, larger ones keep the manifest small: this is
+# 200 KB of manifest per GB.
 CHUNK_BYTES = 2**20
 
 _Key = tuple[str, int, str]  # dtype, bytes, XXH3-128
@@ -34,15 +34,15 @@ _Key = tuple[str, int, str]  # dtype, bytes, XXH3-128
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The checkpoint that a save takes chunks from; rank 0's alone.
+    """The checkpoint that a save takes chunks from; only on rank 0.
 
     Attributes:
         tag: its name.
         save_id: the save that wrote it.
-        chunks: those that are taken, by the tensor that they become a part of.
-        files: sizes of the files they lie in.
-        headers: of these files, as far as they are known.
-        places: under which tag each of these files lies.
+        chunks: the chunks taken, by the tensor that they become a part of.
+        files: sizes of the files that hold them.
+        headers: headers of these files, if known.
+        places: the tag under which each of these files is stored.
     """
 
     tag: str
@@ -53,7 +53,7 @@ class Base:
     places: Mapping[str, str]
 
     def take(self, store: Store, transaction: SaveTransaction) -> None:
-        """Holds the files from now on, and looks whether they are still those that were chosen. Called after `begin`.
+        """Holds the files and checks that they are still the chosen ones. Called after `begin`.
 
         Raises:
             CheckpointError: the checkpoint or one of the files is gone.
@@ -70,10 +70,10 @@ class Base:
             ) from None
 
     def check_files(self, store: Store) -> None:
-        """Looks for the files again.
+        """Checks the files again.
 
         Raises:
-            CheckpointError: names one that is missing or of another size.
+            CheckpointError: a file is missing or has another size; names it.
         """
         for file, size in self.files.items():
             if not _is_there(store, self.places[file], file, size):
@@ -82,12 +82,12 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Increment:
-    """What is left to write of a save.
+    """The part of a save that is left to write.
 
     Attributes:
-        plan: of all ranks; its tensors are those of the whole checkpoint.
-        digests: the XXH3-128 of every chunk that is written, by name and box.
-        base: what the rest is taken from; None if nothing is, and on all ranks but 0.
+        plan: the writes of all ranks; its tensors are those of the whole checkpoint.
+        digests: the XXH3-128 of every chunk to write, by name and box.
+        base: the source of the other chunks; None if there are none, and on all ranks but 0.
     """
 
     plan: SavePlan
@@ -96,7 +96,7 @@ class Increment:
 
 
 class _Fingerprints(NamedTuple):
-    """Of one rank's chunks, in the order of its file: their XXH3-128, and the hashes of their blocks."""
+    """The XXH3-128 and block hashes of one rank's chunks, in the order of its file."""
 
     digests: list[str]
     hashes: Hashes
@@ -111,20 +111,20 @@ def _fingerprints_from(message: Any) -> _Fingerprints:
 def find_increment(
     store: Store, plan: SavePlan, tensor_of: Callable[[str, Box], torch.Tensor], coordinator: Coordinator, doing: str
 ) -> tuple[Increment, list[Hashes]]:
-    """Finds what has to be written. Called by all ranks.
+    """Finds the data that has to be written. Call it on all ranks.
 
     Args:
-        store: the root; only rank 0 looks into it.
-        plan: what all ranks would write, in chunks of at most `CHUNK_BYTES`.
-        tensor_of: this rank's elements of a name and box.
-        coordinator: reaches the other ranks.
-        doing: for messages.
+        store: the root; only rank 0 reads it.
+        plan: the writes of a full save, in chunks of at most `CHUNK_BYTES`.
+        tensor_of: function that returns this rank's elements of a name and box.
+        coordinator: the connection to the other ranks.
+        doing: the operation, for messages.
 
     Returns:
-        That, and each rank's block hashes of all that it would write, in the order of its file.
+        The increment, and each rank's block hashes of its full save, in the order of its file.
 
     Raises:
-        CheckpointError: the tensors of a rank cannot be read, or the store cannot.
+        CheckpointError: a rank's tensors or the store cannot be read.
     """
     chunks = [in_file_order(writes, plan.tensors) for writes in plan.writes]
     mine = chunks[coordinator.rank]
@@ -170,7 +170,7 @@ def _fingerprints_of(writes: Sequence[PlannedWrite], tensor_of: Callable[[str, B
 def _choose(
     store: Store, plan: SavePlan, chunks: Sequence[Sequence[PlannedWrite]], digests: Sequence[Sequence[str]]
 ) -> tuple[Base | None, list[list[bool]]]:
-    """What to take from the newest checkpoint: that, and for each rank which of its chunks need not be written."""
+    """Choose the chunks to take from the newest checkpoint; also returns which of each rank's chunks are taken."""
     newest = newest_readable(store)
     stored = _stored_chunks(store, *newest) if newest else {}
     taken: list[list[bool]] = []
@@ -199,7 +199,7 @@ def _choose(
 
 
 def _stored_chunks(store: Store, tag: str, manifest: Manifest) -> dict[_Key, Chunk]:
-    """The chunks of a checkpoint that can be recognised, in files that are there."""
+    """Return a checkpoint's chunks that have an XXH3-128, in files that exist."""
     there = {
         file
         for file, size in manifest.files.items()

@@ -1,7 +1,7 @@
 """Small values saved besides tensors: only JSON values, so that nothing ever has to be unpickled.
 
-`encode` makes JSON of nested values with what JSON lacks: tensors are replaced by references, tuples and keys that are
-not strings keep their types. `decode` reverses it.
+`encode` also represents values that JSON lacks: tensors are replaced by references, and tuples and keys that are not
+strings keep their types. `decode` reverses it.
 """
 
 import copy
@@ -11,7 +11,7 @@ from typing import Any
 from nxd_ckpt.errors import CheckpointError
 
 MAX_NESTING = 64
-# A dict with one key of these stands for what JSON lacks.
+# A dict with a single one of these keys represents a value that JSON lacks.
 _TENSOR, _DICT, _TUPLE = "$tensor", "$dict", "$tuple"
 _MAX_INT_BITS = 8192  # Python itself does not read numbers of more than 4300 digits
 
@@ -19,11 +19,11 @@ _MAX_INT_BITS = 8192  # Python itself does not read numbers of more than 4300 di
 def check_json(value: object, where: str, *, nesting: int = 0) -> None:
     """Accepts None, bool, int, float, str, and lists, tuples and dicts of them, nested at most `MAX_NESTING` deep.
 
-    Tuples come back as lists. Keys must be strings, as JSON would quietly turn others into strings. Halves of surrogate
-    pairs would quietly be joined.
+    Tuples come back as lists. Keys must be strings, as JSON would silently convert others to strings. Halves of
+    surrogate pairs are refused, as JSON would silently join them.
 
     Raises:
-        ValueError: names the first part that JSON cannot hold.
+        ValueError: JSON cannot represent a part; names the first one.
     """
     if nesting > MAX_NESTING:
         raise ValueError(f"{where[:100]}... is nested more than {MAX_NESTING} deep")
@@ -50,7 +50,7 @@ def check_json(value: object, where: str, *, nesting: int = 0) -> None:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8, which half a surrogate pair cannot."""
+    """Whether a string can be encoded as UTF-8, unlike half a surrogate pair."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -66,18 +66,18 @@ def encode(
     *,
     nesting: int = 0,
 ) -> Any:
-    """A nested value as JSON.
+    """Encode a nested value as JSON.
 
     Args:
         value: None, bool, int, float, str, tensors, and lists, tuples and mappings of them.
         where: its path, for messages.
-        is_tensor: whether a value is to be replaced by a reference.
-        tensors: gets the tensors by name: their path in the value, joined by dots, made unique.
+        is_tensor: function that tells whether to replace a value by a reference.
+        tensors: dict that receives the tensors by name: their path in the value, joined by dots, made unique.
         name: the path of this part.
-        nesting: how many containers are around it.
+        nesting: number of enclosing containers.
 
     Raises:
-        ValueError: names the first part that is none of these.
+        ValueError: a part has another type; names the first one.
     """
     if nesting > MAX_NESTING:
         raise ValueError(f"{where[:100]}... is nested more than {MAX_NESTING} deep")
@@ -106,7 +106,7 @@ def encode(
 
 
 def references(encoded: Any) -> Iterator[str]:
-    """The names of the tensors in what `encode` made."""
+    """Yield the names of the tensors in a value encoded by `encode`."""
     if isinstance(encoded, list):
         for item in encoded:
             yield from references(item)
@@ -117,15 +117,15 @@ def references(encoded: Any) -> Iterator[str]:
 
 
 def decode(encoded: Any, tensors: Mapping[str, Any], present: Any = None) -> Any:
-    """The value that `encode` was given.
+    """Decode a value encoded by `encode`.
 
     Args:
-        encoded: what it returned.
-        tensors: by name.
-        present: the value that this one replaces: mappings take over its classes, such as `Counter`.
+        encoded: the encoded value.
+        tensors: the tensors by name.
+        present: the value to be replaced; mappings keep its classes, such as `Counter`.
 
     Raises:
-        CheckpointError: `encode` did not make it.
+        CheckpointError: the value was not created by `encode`.
     """
     match encoded:
         case {"$tensor": str(name)} if len(encoded) == 1:
