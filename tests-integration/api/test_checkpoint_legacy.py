@@ -208,7 +208,7 @@ def test_whole_model_of_other_degrees_is_refused_where_it_cannot_be_told(tmp_pat
     plain = Model()
     plain.gate_up = nn.Linear(4, 16)
 
-    with pytest.raises(CheckpointError, match=r"gate_up\.\w+ is .* no even split of a parallel layer"):
+    with pytest.raises(CheckpointError, match=r"gate_up\.\w+ is .* not an even split of a parallel layer"):
         load_checkpoint(tmp_path, model=plain)
 
 

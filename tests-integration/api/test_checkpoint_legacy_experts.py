@@ -136,7 +136,7 @@ def test_zero1_states_of_split_experts_are_refused_and_the_model_loads_without(t
         of_expert_rank.rename(tmp_path / f"a/optim/dp_rank_0{ep}_tp_rank_00_pp_rank_00.pt")
     model = Model()
 
-    with pytest.raises(CheckpointError, match=r"do not say which expert is whose; leave out optimizer="):
+    with pytest.raises(CheckpointError, match=r"do not say which rank has which expert; leave out optimizer="):
         load_checkpoint(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
     load_checkpoint(tmp_path, model=model)
 

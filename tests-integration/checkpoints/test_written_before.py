@@ -94,5 +94,5 @@ def test_weights_without_a_description_begin_a_run_but_say_what_generating_takes
 
     assert run_ranks(begin_by_train, 2, tmp_path / "undescribed", tmp_path / "run", text) == [[], []]
     for read in (load_for_generation, lambda folder: export_hugging_face(folder, tmp_path / "exported")):
-        with pytest.raises(ValueError, match="does not say of which model it is; give a folder of the same model"):
+        with pytest.raises(ValueError, match="does not say which model it holds; pass a folder of the same model"):
             read(tmp_path / "undescribed")

@@ -48,7 +48,7 @@ def test_mistakes_are_one_line_without_a_traceback(make_folder, tmp_path):
 
     for result, message in (
         (no_folder, "config.json does not exist"),
-        (of_what, "does not say of which model it is; give a folder of the same model"),
+        (of_what, "does not say which model it holds; pass a folder of the same model"),
         (other, "the model is not what its config says"),
     ):
         assert result.returncode == 2

@@ -184,7 +184,7 @@ def test_object_under_the_adapters_key_is_refused(tmp_path, settings):
     config = LoraConfig(**{"lora_rank": 2, "target_modules": ["0"], **settings})
     model = LoraModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), config)
 
-    with pytest.raises(ValueError, match="objects has the key 'lora', which describes the adapter"):
+    with pytest.raises(ValueError, match="objects has the key 'lora', which is reserved for the adapter"):
         save_lora_checkpoint(tmp_path, "first", model, objects={"lora": 1})
 
 

@@ -120,7 +120,7 @@ def test_checkpoint_saved_at_one_kv_multiplier_goes_on_at_another(run_ranks, tmp
 def test_copied_heads_that_lost_their_metadata_are_refused(run_ranks):
     def check():
         model = copy.deepcopy(make_model(4))
-        with pytest.raises(ValueError, match="is split over 4 ranks but has no shard metadata any more"):
+        with pytest.raises(ValueError, match="is split over 4 ranks but has lost its shard metadata"):
             model_state(model)
         return get_group("tp").size
 

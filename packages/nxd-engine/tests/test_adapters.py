@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_by_load_and_by_the_config(make, tmp_path):
     save_checkpoint(tmp_path / "adapter", "a", make(lora_rank=2))
     save_checkpoint(tmp_path / "plain", "a", make())
 
-    with pytest.raises(CheckpointError, match="holds an adapter only; make the model with lora_config"):
+    with pytest.raises(CheckpointError, match="holds only an adapter; make the model with lora_config"):
         load_checkpoint(tmp_path / "adapter", model=make())
     with pytest.raises(CheckpointError, match="lora_alpha=8 there, 3 in the model"):
         load_checkpoint(tmp_path / "adapter", model=make(lora_alpha=3))

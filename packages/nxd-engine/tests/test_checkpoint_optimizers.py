@@ -152,7 +152,7 @@ def test_weights_without_wider_masters_are_saved_whoever_wants_to_avoid_it(tmp_p
 
     assert {"weight", "bias", "scale"} <= open_checkpoint(tmp_path, "a").tensors.keys()
     assert (
-        caplog.messages.count("avoid_saving_lower_precision_weights changes nothing: no wider master weights are saved")
+        caplog.messages.count("avoid_saving_lower_precision_weights has no effect: no wider master weights are saved")
         == 1
     )
 
@@ -166,7 +166,7 @@ def test_zero1_dcp_is_taken_and_said_to_change_nothing(tmp_path, caplog):
         load_checkpoint(tmp_path, "a", model, optimizer, None, 8, True, True)
 
     assert [message.partition(":")[0] for message in caplog.messages if "dcp" in message] == [
-        "use_zero1_dcp changes nothing"
+        "use_zero1_dcp has no effect"
     ] * 2
 
 

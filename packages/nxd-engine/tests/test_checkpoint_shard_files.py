@@ -151,7 +151,7 @@ def test_what_is_no_state_of_the_target_is_named(tmp_path):
     save({"model": model.state_dict()}, tmp_path / "saved")
     torch.save({"model": {"weight": 3, "bias": torch.ones(1)}}, tmp_path / "whole.pt")
 
-    with pytest.raises(CheckpointError, match="no optimizer's state; give model_key="):
+    with pytest.raises(CheckpointError, match="not an optimizer's state; pass the model_key="):
         load(tmp_path / "saved", torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(CheckpointError, match="weight is a int; it must be a tensor"):
         load(tmp_path / "whole.pt", model, sharded=False)
@@ -163,5 +163,5 @@ def test_other_degrees_are_refused_with_advice(tmp_path):
         folder.mkdir()
         torch.save({}, folder / "checkpoint.pt")
 
-    with pytest.raises(CheckpointError, match=r"saved at TP 2 x PP 1, and this is TP 1 x PP 1.*load_checkpoint"):
+    with pytest.raises(CheckpointError, match=r"saved at TP 2 x PP 1, but this run has TP 1 x PP 1.*load_checkpoint"):
         load(tmp_path)

@@ -90,7 +90,7 @@ def test_without_a_tag_the_path_becomes_the_checkpoint(tmp_path):
 def test_without_a_tag_a_folder_of_checkpoints_is_not_overwritten(tmp_path):
     save_checkpoint(tmp_path, "a", user_content=1)
 
-    with pytest.raises(CheckpointError, match="holds the checkpoints a; give tag="):
+    with pytest.raises(CheckpointError, match="holds the checkpoints a; pass tag="):
         save_checkpoint(tmp_path)
 
     assert load_checkpoint(tmp_path) == 1
@@ -106,10 +106,10 @@ def test_without_a_tag_nothing_beside_the_checkpoint_is_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("path", "tag", "message"),
     [
-        ("", "", "path='' is no folder of checkpoints"),
-        (None, "a", "path=None is no folder"),
-        (b"runs", "a", "path=b'runs' is no folder"),
-        ("runs", 0, "tag=0 is a int; give a string, such as 'step_0'"),
+        ("", "", "path='' is not a folder of checkpoints"),
+        (None, "a", "path=None is not a folder"),
+        (b"runs", "a", "path=b'runs' is not a folder"),
+        ("runs", 0, "tag=0 is a int; pass a string, such as 'step_0'"),
         ("runs", 7, "tag=7 is a int"),
     ],
 )
@@ -128,7 +128,7 @@ def test_file_is_no_folder_of_checkpoints(tmp_path):
     file.touch()
 
     assert not has_checkpoint(file)
-    with pytest.raises(CheckpointError, match=r"model\.pt is a file; give the folder"):
+    with pytest.raises(CheckpointError, match=r"model\.pt is a file; pass the folder"):
         load_checkpoint(file)
 
 
@@ -198,7 +198,7 @@ def test_wrong_argument_is_named_and_nothing_is_written(tmp_path, arguments, mes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"optimizer": {"state": {}}}, "optimizer is a dict; give the optimizer itself"),
+        ({"optimizer": {"state": {}}}, "optimizer is a dict; pass the optimizer itself"),
         ({"scheduler": nn.Linear(1, 1).state_dict}, "without load_state_dict"),
         ({"num_workers": 0}, "num_workers=0"),
     ],
@@ -284,5 +284,5 @@ def test_settings_of_an_optimizer_go_by_the_names_of_its_parameters(tmp_path):
     load_checkpoint(tmp_path, model=model, optimizer=swapped)
 
     assert [float(group["lr"]) for group in swapped.param_groups] == pytest.approx([0.2, 0.1])
-    with pytest.raises(CheckpointError, match="different settings when saved"):
+    with pytest.raises(CheckpointError, match="saved in groups with different settings"):
         load_checkpoint(tmp_path, model=model, optimizer=together)

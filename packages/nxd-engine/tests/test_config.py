@@ -80,7 +80,7 @@ def test_size_of_a_logical_core_is_taken_and_said_to_change_nothing(caplog):
         config = neuronx_distributed_config(lnc_size=2)
 
     assert config["lnc_size"] == 2
-    assert caplog.messages == ["lnc_size=2 changes nothing: ranks are processes, whatever cores they have"]
+    assert caplog.messages == ["lnc_size=2 has no effect: ranks are processes, whatever cores they have"]
     initialize_parallel_model(config, lambda: nn.Linear(1, 1))
 
 
@@ -108,7 +108,7 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
         "pipeline_config.virtual_pipeline_size=1.5 is not allowed; expected an integer",
         "unknown key optimizer_config.zero_one_enable; did you mean optimizer_config.zero_one_enabled?",
         "optimizer_config.max_grad_norm=-1 is not allowed; expected a number above 0; grad_clipping=False",
-        "activation_checkpoint_config='Full' is not known; did you mean 'full'?",
+        "unknown activation_checkpoint_config='Full'; did you mean 'full'?",
         "sequential_move_factor=33 is not allowed; expected an integer at least 1 and at most 32",
         "meta_device_init=True needs param_init_fn",
         "must be a LoraConfig",
@@ -126,12 +126,12 @@ def test_all_mistakes_come_in_one_error_with_the_nearest_key():
             {"pipeline_parallel_size": 2, "pipeline_config": {"pipeline_cuts": ["a", "b"]}},
             "2 pipeline_cuts make 3 stages; pipeline_parallel_size=2 times virtual_pipeline_size=1 needs 1 cuts",
         ),
-        ({"pipeline_config": {"pipeline_cuts": ["a"], "auto_partition": True}}, "exclude each other"),
+        ({"pipeline_config": {"pipeline_cuts": ["a"], "auto_partition": True}}, "mutually exclusive"),
         ({"num_microbatches": 4}, "unknown key num_microbatches; did you mean pipeline_config.num_microbatches?"),
         ({"optimiser_config": {}}, r"unknown section \[optimiser_config\]; did you mean \[optimizer_config\]?"),
         ({"optimizer_config": [1]}, r"optimizer_config=\[1\]: optimizer_config is a section; give a dict of its keys"),
         ({"mixed_precision_config": {"use_fp32_grad_acc": True}}, "needs zero_one_enabled=True"),
-        ({"activation_checkpoint_config": nn.Linear(1, 1)}, r"or a module class \(no object of it\)"),
+        ({"activation_checkpoint_config": nn.Linear(1, 1)}, r"or a module class \(not an instance\)"),
         ({"activation_checkpoint_config": [None]}, "activation_checkpoint_config=None must be"),
         ({"pipeline_config": {"pipeline_cuts": 3}}, "pipeline_config.pipeline_cuts=3 is not allowed; expected a list"),
         (
@@ -164,7 +164,7 @@ def test_zero_and_one_of_a_command_line_are_bools():
 
 
 def test_what_is_no_config_is_refused():
-    with pytest.raises(ValueError, match="nxd_config=None is no config"):
+    with pytest.raises(ValueError, match="nxd_config=None is not a config"):
         initialize_parallel_model(None, nn.Linear, 1, 1)
 
 

@@ -60,5 +60,5 @@ def test_same_name_gives_the_same_logger_with_one_handler():
 def test_level_that_there_is_not_is_refused(monkeypatch):
     monkeypatch.setenv("NXD_LOG_LEVEL", "loud")
 
-    with pytest.raises(ValueError, match="NXD_LOG_LEVEL='loud' is no level; use one of trace, debug, info"):
+    with pytest.raises(ValueError, match="unknown level NXD_LOG_LEVEL='loud'; use one of trace, debug, info"):
         get_logger("levels")

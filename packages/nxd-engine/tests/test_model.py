@@ -121,7 +121,7 @@ def test_parts_are_found_by_the_names_that_are_listed(llama_config):
         assert wrapped.get_submodule(name) is module
     for name, parameter in wrapped.named_parameters():
         assert wrapped.get_parameter(name) is parameter
-    with pytest.raises(AttributeError, match=r"'model\.head' is no module of the model, or not on this rank"):
+    with pytest.raises(AttributeError, match=r"this rank has no module 'model\.head'"):
         wrapped.get_submodule("model.head")
 
 
@@ -152,7 +152,7 @@ def test_state_dict_goes_back_into_another_model(llama_config):
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((1, 2, 3), {}, "3 inputs are given by position, but the model has 2 with names: input_ids, labels"),
+        ((1, 2, 3), {}, "got 3 positional inputs, but the model has 2 named ones: input_ids, labels"),
         ((1,), {"input_ids": 2}, r"the inputs \['input_ids'\] are given both by position and by name"),
     ],
 )

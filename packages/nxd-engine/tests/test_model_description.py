@@ -82,7 +82,7 @@ def test_checkpoint_without_a_model_says_so(tmp_path):
 def test_checkpoint_that_is_not_described_says_what_to_do(tmp_path):
     nxd_ckpt.save(tmp_path, "a", model_state(LlamaForCausalLM(CONFIG)), objects={"model": {"depth": 3}})
 
-    with pytest.raises(ValueError, match=r"does not say of which model it is; give a folder of the same model"):
+    with pytest.raises(ValueError, match=r"does not say which model it holds; pass a folder of the same model"):
         description_of(nxd_ckpt.open_checkpoint(tmp_path, "a"))
 
 
@@ -107,7 +107,7 @@ def test_strange_objects_describe_no_model(objects):
     ("change", "message"),
     [
         ({"rope_parameters": "x"}, "rope_parameters='x' is no table"),
-        ({"hidden_size": "8"}, "are numbers, and these are not: hidden_size='8'"),
+        ({"hidden_size": "8"}, "must be numbers; got hidden_size='8'"),
         ({"model_type": "gpt2"}, "is not a LlamaForCausalLM"),
     ],
 )

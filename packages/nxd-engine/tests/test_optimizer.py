@@ -128,7 +128,7 @@ def test_added_group_is_trained_as_well(model):
 def test_what_is_no_optimizer_class_and_no_parameters_are_refused(model):
     config = neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
 
-    with pytest.raises(ValueError, match="optimizer_class='AdamW' must be a class of torch optimizers"):
+    with pytest.raises(ValueError, match="optimizer_class='AdamW' must be a torch optimizer class"):
         initialize_parallel_optimizer(config, "AdamW", model.parameters())
     with pytest.raises(ValueError, match="no parameters are given"):
         initialize_parallel_optimizer(config, AdamW, [])
@@ -215,7 +215,7 @@ def test_parameters_that_are_trained_later_are_averaged_and_clipped_with_the_oth
 
 
 def test_copy_that_would_reduce_nothing_is_refused(model):
-    with pytest.raises(TypeError, match=r"bound to its parameters and its ranks; keep its state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"bound to its parameters and ranks; copy its state_dict\(\)"):
         copy.deepcopy(make(model, lr=0.1))
 
 

@@ -81,7 +81,7 @@ def test_without_a_file_the_sizes_that_are_not_given_are_named():
         ([1], "holds a list"),
         ({**CONTENT, "model_type": "lama"}, "model.type=lama is no language model that transformers knows; did you"),
         ({**CONTENT, "model_type": "vit"}, "model.type=vit is no language model"),
-        ({**CONTENT, "model_type": "bert"}, "is_decoder=False sees the tokens that it is to predict"),
+        ({**CONTENT, "model_type": "bert"}, "is_decoder=False sees the tokens that it should predict"),
         ({**CONTENT, "hidden_size": "64"}, "hidden_size='64'"),
         ({**CONTENT, "num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({**CONTENT, "num_key_value_heads": 3}, "num_key_value_heads=3 does not divide"),

@@ -132,7 +132,7 @@ def test_adapter_that_nothing_describes_is_refused(tmp_path, adapter):
     objects = open_checkpoint(tmp_path, "described").objects | {"lora": adapter}
     nxd_ckpt.save(tmp_path, "a", state, objects=objects)
 
-    with pytest.raises(ValueError, match=r"adapter that nothing describes|not the config of a LoRA adapter"):
+    with pytest.raises(ValueError, match=r"adapter without a description|not the config of a LoRA adapter"):
         weights_in(tmp_path, "a")
 
 

@@ -6,8 +6,8 @@
 | True | False | the base model, unmerged, and the adapter, each under its own names |
 | True | True | the base model with the adapter in its weights: an ordinary model's checkpoint |
 
-The adapter's description lies in the checkpoint's objects under "lora", so that both are committed together; with
-`save_lora_config_adapter=False` it is written as `<path>/<tag>/lora_adapter/adapter_config.json`, too.
+The adapter's description is stored in the checkpoint's objects under "lora", so both are committed together; with
+`save_lora_config_adapter=False` it is also written to `<path>/<tag>/lora_adapter/adapter_config.json`.
 """
 
 import json
@@ -44,7 +44,7 @@ from nxd_engine.unwrap import further_names, plain_model, tied_names
 ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
 
-# A checkpoint's description of an adapter; the rest of a config says how to save and load.
+# The config fields that describe an adapter in a checkpoint; the other fields say how to save and load.
 _DESCRIBED = (
     "lora_rank",
     "lora_alpha",
@@ -64,9 +64,9 @@ class ChosenAdapters:
     """The adapters chosen for a model.
 
     Attributes:
-        config: the adapters' config; its description of them is the checkpoint's if they come from one.
-        layers: which layers have them.
-        tag: of the checkpoint in `config.lora_save_dir`; None if adapters are new.
+        config: the adapters' config; for adapters from a checkpoint, the fields that describe them come from there.
+        layers: the layers to adapt.
+        tag: the tag of the checkpoint in `config.lora_save_dir`; None if the adapters are new.
     """
 
     config: LoraConfig
@@ -78,7 +78,7 @@ def choose_adapters(module: nn.Module, config: LoraConfig) -> ChosenAdapters:
     """Find the layers that a config names in a whole model, which may be on the meta device. Called by all ranks.
 
     Raises:
-        ValueError: a target names nothing that can be adapted.
+        ValueError: a target matches no layer that can be adapted.
         CheckpointError: there is no such checkpoint, or it holds no adapter.
     """
     config, tag = config_of_checkpoint(config)
@@ -89,7 +89,7 @@ def adapt_model(model: NxDModel, chosen: ChosenAdapters) -> None:
     """Add adapters to a model, and fill them from their checkpoint if they have one. Called by all ranks.
 
     Raises:
-        CheckpointError: the checkpoint is another model's.
+        CheckpointError: the checkpoint belongs to another model.
     """
     lora = model.add_adapters(chosen.config, chosen.layers)
     root = chosen.config.lora_save_dir
@@ -107,10 +107,10 @@ def adapt_model(model: NxDModel, chosen: ChosenAdapters) -> None:
 
 @contextmanager
 def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str) -> Iterator[None]:
-    """Inside, the weights are merged or unmerged as the config wants them saved. Called by all ranks.
+    """Inside the block, the weights are merged or unmerged, as the config wants them saved. Called by all ranks.
 
     Raises:
-        ValueError: a weight to be merged is tied to another, or adapters are merged and are not to be; on all ranks.
+        ValueError: a weight to merge is tied to another, or adapters are merged but should not be; on all ranks.
     """
     if lora is None:
         yield
@@ -132,9 +132,9 @@ def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str
 
 
 def check_can_be_merged(model: NxDModel) -> None:
-    """Raise ValueError where an adapted weight of this rank is tied to another one, which merging would change, too.
+    """Raise ValueError if an adapted weight on this rank is tied to another one, which merging would also change.
 
-    So that a run fails before its first step, and not when its result is to be used.
+    This makes a run fail before its first step, not when its result is used.
     """
     lora = model.lora_model
     if lora is None:
@@ -144,15 +144,15 @@ def check_can_be_merged(model: NxDModel) -> None:
     found = sorted(weights & {*tied, *tied.values()})
     if found:
         raise ValueError(
-            f"lora: {found[0]} is tied to another weight, so that its adapter could never be merged, nor exported or "
-            f"served; leave {found[0].split('.')[-2]} out of lora.target_modules"
+            f"lora: {found[0]} is tied to another weight, so its adapter could never be merged, exported or served; "
+            f"leave {found[0].split('.')[-2]} out of lora.target_modules"
         )
 
 
 def saved_tensors(lora: LoraModel | None, state: CheckpointState) -> CheckpointState:
-    """The tensors to save: all, the adapter's, or with merged weights those of an ordinary model.
+    """Return the tensors to save: all of them, the adapter's, or with merged weights those of an ordinary model.
 
-    Merged adapters do not train further, so their optimizer states are left out as well.
+    Merged adapters no longer train, so their optimizer states are left out as well.
     """
     if lora is None or (lora.lora_config.save_lora_base and not lora.lora_config.merge_lora):
         return state
@@ -164,42 +164,42 @@ def saved_tensors(lora: LoraModel | None, state: CheckpointState) -> CheckpointS
 
 
 def describe_adapter(lora: LoraModel | None) -> Mapping[str, Any] | None:
-    """A checkpoint's description of the model's adapter; None if there is none. Called by all ranks."""
+    """Return the checkpoint's description of the model's adapter; None if it has no adapter. Called by all ranks."""
     if lora is None or lora.lora_config.merge_lora:
         return None
     return {"adapter": adapter_config(lora), "has_base": lora.lora_config.save_lora_base}
 
 
 def write_description(description: Mapping[str, Any] | None, lora: LoraModel | None, root: str, tag: str) -> None:
-    """Write it beside the checkpoint's files as well, if the config says so. Called by one rank, after the commit."""
+    """Also write it next to the checkpoint's files, if the config says so. Called by one rank, after the commit."""
     if description is None or lora is None or lora.lora_config.save_lora_config_adapter:
         return
     write_text(f"{root}/{tag}/{ADAPTER_FOLDER}", CONFIG_FILE, json.dumps(description["adapter"], indent=2) + "\n")
 
 
 def settle_adapters(lora: LoraModel | None, objects: Any) -> None:
-    """After a load: reset the adapters if the checkpoint held a model without any."""
+    """After a load, reset the adapters if the checkpoint held a model without adapters."""
     if lora is not None and not _has_adapter(objects):
         lora.reset()
 
 
 def wanted_tensors(lora: LoraModel | None, objects: Any, state: CheckpointState, where: str) -> CheckpointState:
-    """The tensors of a model that a checkpoint should fill.
+    """Return the tensors of a model that a checkpoint should fill.
 
     Args:
-        lora: knows the model's adapters, if it has any.
-        objects: the checkpoint's.
+        lora: the model's adapters, or None.
+        objects: the checkpoint's objects.
         state: all tensors of the model.
         where: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: it holds adapters only, and the model has none.
-        ValueError: its adapters have another scale than the model's.
+        CheckpointError: it holds only adapters, and the model has none.
+        ValueError: its adapters have a different scale than the model's.
     """
     if lora is None:
         if _has_adapter(objects) and not has_base(objects):
             raise CheckpointError(
-                f"{where} holds an adapter only; make the model with lora_config, and load the base model on its own"
+                f"{where} holds only an adapter; make the model with lora_config, and load the base model separately"
             )
         return state
     if lora.is_merged:
@@ -228,26 +228,26 @@ def save_lora_checkpoint(
     step: int | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save `model` as its config says. Called by all ranks; the model is the same afterwards, bit for bit.
+    """Save `model` as its config says. Called by all ranks; the model is bit-identical afterwards.
 
     With `enable_lora=False` there is no adapter, and the checkpoint is an ordinary one of the base model.
 
     Args:
         path: folder for checkpoints.
-        tag: name of this one.
+        tag: name of this checkpoint.
         model: the model.
-        objects: more JSON-able things to keep; "lora" is taken.
+        objects: further JSON-serializable values to keep; the key "lora" is reserved.
         step: as for `nxd_ckpt.save`.
         overwrite: as for `nxd_ckpt.save`.
 
     Raises:
-        RuntimeError: the adapter is merged into the weights, which are to be saved without it.
-        ValueError: a weight to be merged is tied to another, or `objects` has the key "lora".
+        RuntimeError: the adapter is merged into the weights, but they should be saved without it.
+        ValueError: a weight to merge is tied to another, or `objects` has the key "lora".
         CheckpointError: the checkpoint cannot be written; on all ranks.
     """
     config = model.lora_config
     if ADAPTER_KEY in (objects or {}):
-        raise ValueError(f"objects has the key {ADAPTER_KEY!r}, which describes the adapter; choose another one")
+        raise ValueError(f"objects has the key {ADAPTER_KEY!r}, which is reserved for the adapter; use another key")
     described = describe_model(model, model.module)
     kept = {**(described.as_objects() if described else {}), **(objects or {})}
     extra = as_extra(with_companions(described).files) if described else None
@@ -276,13 +276,13 @@ def load_lora_checkpoint(path: str | os.PathLike[str], model: LoraModel, tag: st
 
     Args:
         path: folder of checkpoints.
-        model: adapted as the checkpoint's model was; see `initialize_lora_model`.
-        tag: the newest one if None.
+        model: a model adapted like the checkpoint's; see `initialize_lora_model`.
+        tag: the checkpoint; None for the newest.
 
     Raises:
         RuntimeError: the adapter is merged into the weights.
-        ValueError: the checkpoint's rank, alpha or use_rslora are not the model's.
-        CheckpointError: there is no such checkpoint, it holds no adapter, or another model's.
+        ValueError: the checkpoint's rank, alpha or use_rslora differs from the model's.
+        CheckpointError: there is no such checkpoint, it holds no adapter, or it belongs to another model.
     """
     found, description = _describe(path, tag)
     saved = config_from_adapter_config(description["adapter"])
@@ -291,7 +291,7 @@ def load_lora_checkpoint(path: str | os.PathLike[str], model: LoraModel, tag: st
 
 
 def read_lora_config(path: str | os.PathLike[str], tag: str | None = None) -> LoraConfig:
-    """The config of the adapter in a checkpoint, the newest one if there is no tag. Called by all ranks.
+    """Return the config of the adapter in a checkpoint, the newest if no tag is given. Called by all ranks.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it holds no adapter.
@@ -302,11 +302,11 @@ def read_lora_config(path: str | os.PathLike[str], tag: str | None = None) -> Lo
 def initialize_lora_model(module: nn.Module, config: LoraConfig) -> LoraModel:
     """Wrap a model as `config` says, with an adapter from a checkpoint if it asks for one. Called by all ranks.
 
-    With `load_lora_from_ckpt`, what describes the adapter (rank, targets, ...) is the checkpoint's; how to save is
-    the config's.
+    With `load_lora_from_ckpt`, the fields that describe the adapter (rank, targets, ...) come from the checkpoint;
+    those that say how to save come from `config`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it holds no adapter, or another model's.
+        CheckpointError: there is no such checkpoint, it holds no adapter, or it belongs to another model.
         ValueError: as for `LoraModel`.
     """
     chosen, tag = config_of_checkpoint(config)
@@ -317,7 +317,9 @@ def initialize_lora_model(module: nn.Module, config: LoraConfig) -> LoraModel:
 
 
 def config_of_checkpoint(config: LoraConfig) -> tuple[LoraConfig, str | None]:
-    """The config of adapters that are to come from a checkpoint, if they are, and its tag. Called by all ranks.
+    """Return the adapters' config, completed from their checkpoint if they have one, and its tag or None.
+
+    Called by all ranks.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it holds no adapter.
@@ -330,12 +332,12 @@ def config_of_checkpoint(config: LoraConfig) -> tuple[LoraConfig, str | None]:
 
 
 def has_base(objects: Any) -> bool:
-    """Whether a checkpoint with these objects and an adapter has the base model as well."""
+    """Whether a checkpoint with these objects holds the base model along with the adapter."""
     return bool(objects[ADAPTER_KEY]["has_base"])
 
 
 def lora_state(model: LoraModel, *, with_base: bool) -> CheckpointState:
-    """The adapter, and the base model if wanted, as logical tensors that share the model's memory.
+    """Return the adapter, and the base model if wanted, as logical tensors that share the model's memory.
 
     Raises:
         RuntimeError: the adapter is merged into the weights.
@@ -359,7 +361,7 @@ def _save_merged(path: str | os.PathLike[str], tag: str, model: LoraModel, **arg
 
 
 def _describe(path: str | os.PathLike[str], tag: str | None) -> tuple[str, dict[str, Any]]:
-    """Tag and description of the adapter; reads no tensors."""
+    """Return the adapter's tag and description; reads no tensors."""
     found = nxd_ckpt.load(path, tag, into={}, strict=False)
     description = found.objects.get(ADAPTER_KEY) if isinstance(found.objects, dict) else None
     if description is None:

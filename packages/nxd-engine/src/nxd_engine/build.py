@@ -1,6 +1,6 @@
-"""`initialize_parallel_model`: makes a model by a function and builds this rank's part of it, according to a config.
+"""`initialize_parallel_model`: calls a function that makes a model, and builds this rank's part of it by a config.
 
-The model may be made without memory (`parameters_on_meta`). Unmodified models of transformers are first split by their
+The model may be made without memory (`parameters_on_meta`). Unmodified transformers models are first split by their
 own plan; attention heads are padded before the model is cut into stages, or on each stage.
 """
 
@@ -49,22 +49,23 @@ def initialize_parallel_model(
 ) -> NxDModel:
     """Make a model and wrap it: cut into stages, padded, with adapters and checkpointed, as the config says.
 
-    Called by all ranks. Random weights are those that rank 0 would draw, even where the ranks are not seeded alike.
+    Called by all ranks. Random weights are those that rank 0 would draw, even if the ranks have different seeds.
     They do not depend on the layout.
 
     Args:
-        nxd_config: of `neuronx_distributed_config`. It may have been changed since; it is checked again.
-        model_fn: returns the model, from parallel layers where there is tensor parallelism; or a model of
-            transformers, which is split by its own plan (`nxd_layers.hf.parallelize`). Ranks of a host take turns by
-            `sequential_move_factor`, so it must not communicate where they are more than that.
-        *model_args: for `model_fn`. If it does not take them, and the first is a bool, that one is `include_buffers`.
-        include_buffers: with `meta_device_init`, leave buffers to `param_init_fn` as well.
-        **model_kwargs: for `model_fn`.
+        nxd_config: the result of `neuronx_distributed_config`; it is checked again, so a script may change it.
+        model_fn: returns the model, built from parallel layers if there is tensor parallelism; or a transformers
+            model, which is split by its own plan (`nxd_layers.hf.parallelize`). If a host has more ranks than
+            `sequential_move_factor`, they take turns, so the function must not communicate.
+        *model_args: arguments of `model_fn`. If it does not accept them and the first is a bool, that one is taken as
+            `include_buffers`.
+        include_buffers: with `meta_device_init`, whether `param_init_fn` fills buffers as well.
+        **model_kwargs: keyword arguments of `model_fn`.
 
     Raises:
         ValueError: the config has mistakes or does not fit the mesh, or the model does not fit the config.
         RuntimeError: `model_fn` or `param_init_fn` raised on another rank.
-        CheckpointError: there is no such checkpoint to take adapters from, or it does not fit.
+        CheckpointError: the checkpoint to take adapters from does not exist or does not fit.
     """
     config = complete_config(nxd_config)
     ensure_model_parallel(ParallelDegrees.of_config(config))
@@ -97,9 +98,9 @@ def _build(
 
     module = in_turns("make its model", make, config["model_init_config"]["sequential_move_factor"])
     _check_sequence_parallel(module, config)
-    # Choices by names and classes are made in the whole model, whose outline every rank has. Changes of tensors are
-    # made once they have values; if made on the meta device, they have them on their stages only.
-    # A model of transformers has been padded where it was split.
+    # Names and classes are looked up in the whole model, whose structure every rank has. Tensors are changed once they
+    # have values; if they were made on the meta device, only their own stages have these.
+    # A transformers model was already padded when it was split.
     padding = _plan_padding(module) if config["pad_model"] and not hf.is_transformers_model(module) else None
     adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
     to_recompute = _checkpointed_classes(module, config)
@@ -131,7 +132,7 @@ def _begin_with_include_buffers(
         return False
     try:
         signature = inspect.signature(model_fn)
-    except ValueError:  # of a function that is not written in Python
+    except ValueError:  # the function is not written in Python
         return False
     return not _takes(signature, args, kwargs) and _takes(signature, args[1:], kwargs)
 
@@ -146,18 +147,18 @@ def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
 
 @contextmanager
 def parameters_on_meta(*, include_buffers: bool) -> Iterator[None]:
-    """Modules made inside have their parameters on the "meta" device, with ties and attributes.
+    """Put the parameters of modules made inside the block on the "meta" device, with ties and attributes.
 
     Args:
-        include_buffers: put buffers there as well, and every other tensor that is made. Otherwise buffers have their
-            values, and each parameter takes memory only until its module has it.
+        include_buffers: also put buffers there, and every other new tensor. Otherwise buffers have their values, and
+            each parameter takes memory only until it is registered with its module.
     """
     if include_buffers:
         with torch.device("meta"):
             yield
         return
     register = nn.Module.register_parameter
-    on_meta = WeakIdKeyDictionary()  # a parameter that two modules are given stays one
+    on_meta = WeakIdKeyDictionary()  # so that a parameter shared by two modules stays one parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -189,7 +190,7 @@ def _pipeline_arguments(
     given: dict[str, Any] = (
         config["pipeline_config"] if config["pipeline_config"] is not None else {"return_loss_on_cpu": False}
     )
-    leaves = [*(given.get("leaf_module_cls") or ()), *kept_whole]  # a trace into them would lose the modules
+    leaves = [*(given.get("leaf_module_cls") or ()), *kept_whole]  # tracing into them would lose the modules
     ours = {"param_init_fn": _param_init_fn_for(module, config), "use_optimizer_wrapper": True}
     return {**given, **ours, "leaf_module_cls": leaves}
 
@@ -200,13 +201,13 @@ def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> No
     parts = (*module.modules(), *module.parameters())
     if not any(getattr(part, "sequence_parallel_enabled", False) for part in parts):
         raise ValueError(
-            f"sequence_parallel=True, but no layer of {type(module).__name__} is sequence parallel; build its layers "
+            f"sequence_parallel=True, but {type(module).__name__} has no sequence-parallel layer; build its layers "
             "with sequence_parallel_enabled=True (LlamaForCausalLM: sequence_parallel=True), or set it to False"
         )
 
 
 def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
-    """Classes of the modules to recompute, found in the whole model: a stage may lack some, and says less of itself."""
+    """Return the classes of the modules to recompute, found in the whole model, since a stage may lack some."""
     chosen = config["activation_checkpoint_config"]
     if chosen is None:
         return ()
@@ -228,12 +229,12 @@ def _checkpoint_activations(
 
 
 def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """Split a model of transformers over the ranks of a stage, unless its maker has done so; leave others alone.
+    """Split a transformers model over the ranks of a stage, unless `model_fn` has done so; leave other models alone.
 
-    At every layout a batch without labels has a loss of 0.
+    At every layout, a batch without labels has a loss of 0.
 
     Raises:
-        ValueError: the model cannot be split; `model_fn` may do it by `nxd_layers.hf.parallelize(model, plan=...)`.
+        ValueError: the model cannot be split; `model_fn` may call `nxd_layers.hf.parallelize(model, plan=...)`.
     """
     hf.use_static_shapes(module)
     splits_experts = get_mesh().splits_experts
@@ -247,9 +248,9 @@ def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _leave_out_cache(module: nn.Module, config: Mapping[str, Any]) -> None:
-    """With activation checkpointing, have a model of transformers keep no cache of keys and values while it trains.
+    """With activation checkpointing, turn off the key-value cache of a transformers model during training.
 
-    It does so by default, and a layer that is computed again would add to it once more. `generate()` has one still.
+    It is on by default, and a recomputed layer would append to it twice. `generate()` still uses a cache.
     """
     if config["activation_checkpoint_config"] is not None and hf.is_transformers_model(module):
         text_config: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -257,9 +258,9 @@ def _leave_out_cache(module: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any] | None:
-    """The config's `param_init_fn`; made for plain layers, it fills parallel ones of a model of transformers.
+    """Return the config's `param_init_fn`, adapted from plain layers to the parallel layers of a transformers model.
 
-    The model's own `_init_weights` also fills what a model sets in its layers.
+    The model's own `_init_weights` also fills the values that the model sets in its layers.
     """
     fill = param_init_fn_of(config)
     if fill is None or not hf.is_transformers_model(module):
@@ -279,8 +280,8 @@ class _HeadPadding:
     """The heads and modules to pad.
 
     Attributes:
-        num_heads: of the whole model, before padding.
-        classes: of the modules whose layers are; all layers if empty.
+        num_heads: number of heads of the whole model, before padding.
+        classes: classes of the modules whose layers are padded; all layers if empty.
     """
 
     num_heads: int

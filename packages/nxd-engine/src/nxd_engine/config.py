@@ -1,4 +1,4 @@
-"""The documented training config: one dict, checked as a whole and read by the other calls of this API."""
+"""The documented training config: one dict, checked as a whole and read by the other functions of this API."""
 
 import difflib
 import inspect
@@ -52,51 +52,51 @@ def neuronx_distributed_config(
     lnc_size: int = 1,
     **unknown: Any,
 ) -> dict[str, Any]:
-    """The config of a training job, the same on every rank; initialises model parallelism if it is not initialised yet.
+    """Return the config of a training job, the same on every rank; initialize model parallelism if needed.
 
-    A process that was not launched as a rank cannot initialise it for several ranks. A launcher that starts them
+    A process that was not launched as a rank cannot initialize it for several ranks. A launcher that starts them
     later, such as the Trainer of nxd_lightning, does so then; `initialize_parallel_model` raises before that.
 
     Args:
         tensor_parallel_size: ranks that split each layer.
         pipeline_parallel_size: pipeline stages; more than one needs a `pipeline_config`.
         pipeline_config: arguments of `nxd_pipeline.NxDPPModel`, such as `num_microbatches`, `transformer_layer_cls`,
-            `pipeline_cuts` or `auto_partition`, `output_loss_value_spec` and `input_names`. They hold without a
-            pipeline as well.
+            `pipeline_cuts` or `auto_partition`, `output_loss_value_spec` and `input_names`. They also apply without
+            a pipeline.
         optimizer_config: `zero_one_enabled` (False) shards optimizer states over the replicas, `grad_clipping`
             (True) and `max_grad_norm` (1.0) clip gradients.
-        activation_checkpoint_config: what is recomputed in backward: "full" for every transformer layer,
-            "selective" for all of these but their products with weights and their attention kernels, a module class
-            (or its name, or several) for these modules, None for nothing.
+        activation_checkpoint_config: modules to recompute in backward: "full" for every transformer layer,
+            "selective" for the same without matrix products with weights and attention kernels, a module class
+            (or its name, or several) for these modules, None for none.
         pad_model: pad attention heads to a multiple of `tensor_parallel_size`; their number is the model's
             `config.num_attention_heads`.
-        sequence_parallel: the model's layers split activations along the sequence. The model must be built so.
-        model_init_config: `meta_device_init` (False) makes the model without memory, for `param_init_fn` (None) to
-            fill, module by module, what this rank keeps; `sequential_move_factor` (11) is how many ranks of a host
-            make their model at a time, 1 to 32.
+        sequence_parallel: whether the model's layers split activations along the sequence; it must be built that way.
+        model_init_config: `meta_device_init` (False) makes the model without memory; `param_init_fn` (None) then
+            fills this rank's part module by module. `sequential_move_factor` (11) is the number of ranks per host
+            that make their model at the same time, 1 to 32.
         lora_config: adapters to train instead of the model.
-        mixed_precision_config: `use_master_weights` and `use_fp32_grad_acc` (both as `zero_one_enabled`), and
+        mixed_precision_config: `use_master_weights` and `use_fp32_grad_acc` (both default to `zero_one_enabled`), and
             `use_master_weights_in_ckpt` (False).
-        activation_offload: what modules that are recomputed keep, their inputs, lies in the host's memory meanwhile.
+        activation_offload: keep the saved inputs of recomputed modules in host memory until backward.
         context_parallel_size: ranks that split each sequence.
-        expert_parallel_size: ranks that split the experts of a layer, of models of transformers with an expert-parallel
+        expert_parallel_size: ranks that split the experts of a layer; for transformers models with an expert-parallel
             plan.
-        expert_tensor_parallel_size: ranks that split each expert: as many as `tensor_parallel_size` if None, or 1, with
-            which expert parallelism takes the tensor-parallel ranks, too.
-        sequential_move_factor: that of `model_init_config`, where it has none.
-        lnc_size: as the existing library's: physical cores of a logical one; without effect here.
-        **unknown: none; a name that is no argument is reported with the other mistakes.
+        expert_tensor_parallel_size: ranks that split each expert: `tensor_parallel_size` if None, or 1; with 1, expert
+            parallelism also uses the tensor-parallel ranks.
+        sequential_move_factor: default for `model_init_config`.
+        lnc_size: physical cores per logical core, as in the existing library; has no effect here.
+        **unknown: unknown names, reported with the other mistakes.
 
     Returns:
-        A new dict with all arguments under their names, sections complete with their defaults.
+        A new dict with all arguments under their names, sections completed with their defaults.
 
     Raises:
-        ValueError: every mistake, in one error; or degrees that do not fit the launched ranks, or the mesh there is.
+        ValueError: every mistake, in one error; or degrees that do not fit the launched ranks or the existing mesh.
     """
     if sequential_move_factor is not None and isinstance(model_init_config, Mapping | None):
         model_init_config = {"sequential_move_factor": sequential_move_factor, **(model_init_config or {})}
     if lnc_size != 1:
-        _logger.info("lnc_size=%s changes nothing: ranks are processes, whatever cores they have", lnc_size)
+        _logger.info("lnc_size=%s has no effect: ranks are processes, whatever cores they have", lnc_size)
     config = complete_config(
         {
             "tensor_parallel_size": tensor_parallel_size,
@@ -125,10 +125,10 @@ def neuronx_distributed_config(
 
 
 def ensure_model_parallel(degrees: ParallelDegrees) -> None:
-    """Initialise model parallelism at these degrees, or check that it is so. Called by all ranks.
+    """Initialize model parallelism at these degrees, or check that it has them already. Called by all ranks.
 
     Raises:
-        ValueError: the degrees do not fit the launched ranks, or the mesh that there is.
+        ValueError: the degrees do not fit the launched ranks or the existing mesh.
     """
     if not model_parallel_is_initialized():
         initialize_mesh(degrees)
@@ -137,26 +137,26 @@ def ensure_model_parallel(degrees: ParallelDegrees) -> None:
     wanted = {name: (getattr(degrees, axis), getattr(mesh, axis)) for axis, name in SIZES.items()}
     if degrees.etp != degrees.tp:
         wanted["expert_tensor_parallel_size"] = (degrees.etp, mesh.etp)
-    different = [f"{name}={size}, but {found} there" for name, (size, found) in wanted.items() if size != found]
+    different = [f"{name}={size}, but it has {found}" for name, (size, found) in wanted.items() if size != found]
     if different:
         raise ValueError(
-            f"model parallelism is already initialised with other degrees: {'; '.join(different)}. Give the same ones, "
-            "or call destroy_model_parallel() first"
+            f"model parallelism is already initialized with other degrees: {'; '.join(different)}. Pass the same "
+            "degrees, or call destroy_model_parallel() first"
         )
 
 
 def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A new config with all keys, checked; what is complete already comes out equal.
+    """Return a new, checked config with all keys; a complete config comes out equal.
 
     Args:
-        given: any of the keys; also a config that a script has changed since it was made. It is left as it is. For a
-            bool, 0 and 1 will do, which many scripts have from their command line.
+        given: any of the keys, or a config that a script has changed; it is not modified. A bool may be 0 or 1, as
+            in many scripts' command lines.
 
     Raises:
         ValueError: every mistake, in one error.
     """
     if not isinstance(given, Mapping):
-        raise ValueError(f"nxd_config={given!r} is no config; give what neuronx_distributed_config returned")
+        raise ValueError(f"nxd_config={given!r} is not a config; pass the result of neuronx_distributed_config")
     mistakes: list[str] = []
     read = _schema().nest(_schema().read(_schema().flatten(given, mistakes), mistakes))
     config = _top_level_defaults() | read
@@ -177,13 +177,13 @@ def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def param_init_fn_of(config: Mapping[str, Any]) -> Any:
-    """The function that fills parameters, which may stand in either of two sections; None if it is in neither."""
+    """Return the function that fills parameters, from either of two sections; None if neither has it."""
     return (config["pipeline_config"] or {}).get("param_init_fn") or config["model_init_config"]["param_init_fn"]
 
 
 @cache
 def _schema() -> Schema:
-    """All keys. What one may hold is told by its default: a bool switches, an integer counts from 1."""
+    """Return all keys. A key's type follows from its default: a bool is a switch, an integer is at least 1."""
     sections: dict[str, dict[str, Any]] = {
         "pipeline_config": {**_arguments(NxDPPModel), **OLD_RUNTIME_FLAGS},
         "optimizer_config": OPTIMIZER_DEFAULTS,
@@ -206,27 +206,27 @@ def _schema() -> Schema:
 
 
 def _top_level_defaults() -> dict[str, Any]:
-    """The keys of a config with their defaults; one argument is only another place for a key of a section."""
+    """Return the config's keys with their defaults, without the argument that duplicates a section's key."""
     defaults = _arguments(neuronx_distributed_config)
     del defaults["sequential_move_factor"]
     return defaults
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments that have a default, with it."""
+    """Return the arguments that have a default, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {it.name: it.default for it in parameters if it.default is not it.empty}
 
 
 def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
-    """What is wrong outside of the pipeline's section, beyond the keys and their types."""
+    """Return the mistakes outside the pipeline section, apart from wrong keys and types."""
     mistakes = []
     lora, norm = config["lora_config"], config["optimizer_config"]["max_grad_norm"]
     if lora is not None and not isinstance(lora, LoraConfig):
         mistakes.append(f"lora_config={lora!r} must be a LoraConfig of neuronx_distributed.modules.lora, or None")
     mistakes += _mistakes_in_checkpointing(config["activation_checkpoint_config"])
     if config["activation_offload"] and config["activation_checkpoint_config"] is None:
-        mistakes.append("activation_offload=True is for what activation_checkpoint_config keeps; set that to 'full'")
+        mistakes.append("activation_offload=True needs activation_checkpoint_config; set that to 'full'")
     tp, etp = config["tensor_parallel_size"], config["expert_tensor_parallel_size"]
     if etp is not None and (type(etp) is not int or etp not in (1, tp)):
         mistakes.append(
@@ -235,7 +235,7 @@ def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
     if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
         mistakes.append(
             f"optimizer_config.max_grad_norm={norm!r} is not allowed; expected a number above 0; "
-            "grad_clipping=False ends clipping"
+            "grad_clipping=False turns clipping off"
         )
     fill = param_init_fn_of(config)
     if fill is not None and not callable(fill):
@@ -253,10 +253,10 @@ def _mistakes_in_checkpointing(chosen: Any) -> list[str]:
         if isinstance(part, str):
             near = difflib.get_close_matches(part.lower(), ["full", "selective"], cutoff=0.7)
             if near and part not in near:
-                mistakes.append(f"activation_checkpoint_config={part!r} is not known; did you mean {near[0]!r}?")
+                mistakes.append(f"unknown activation_checkpoint_config={part!r}; did you mean {near[0]!r}?")
         elif chosen is not None and not (isinstance(part, type) and issubclass(part, nn.Module)):
             mistakes.append(
-                f"activation_checkpoint_config={part!r} must be 'full', None, or a module class (no object of it)"
+                f"activation_checkpoint_config={part!r} must be 'full', None, or a module class (not an instance)"
             )
     return mistakes
 
@@ -277,7 +277,7 @@ def _mistakes_in_pipeline(config: Mapping[str, Any], *, all_read: bool) -> list[
     ]
     for pair in (("pipeline_cuts", "auto_partition"), ("return_mb_loss", "broadcast_and_average_loss")):
         if all(section.get(name) for name in pair):
-            mistakes.append(f"pipeline_config: {pair[0]} and {pair[1]} exclude each other; choose one")
+            mistakes.append(f"pipeline_config: {pair[0]} and {pair[1]} are mutually exclusive; choose one")
     cuts, virtual = section.get("pipeline_cuts"), section.get("virtual_pipeline_size", 1)
     if all_read and not mistakes and cuts and stages * virtual not in (1, len(cuts) + 1):
         mistakes.append(

@@ -1,4 +1,4 @@
-"""Log lines of many ranks: one line for each event, from rank 0 unless asked otherwise, as `NXD_LOG_LEVEL` says."""
+"""Log lines of many ranks: one line per event, from rank 0 by default, at the level of `NXD_LOG_LEVEL`."""
 
 import logging
 import os
@@ -17,26 +17,26 @@ LEVEL_VARIABLE = "NXD_LOG_LEVEL"
 
 
 def log_level() -> int:
-    """The level that `NXD_LOG_LEVEL` names; "info" where it is unset.
+    """Return the level that `NXD_LOG_LEVEL` names; "info" if it is unset.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the level is unknown.
     """
     name = os.environ.get(LEVEL_VARIABLE, "info")
     if name.lower() not in LEVELS:
-        raise ValueError(f"{LEVEL_VARIABLE}={name!r} is no level; use one of {', '.join(LEVELS)}")
+        raise ValueError(f"unknown level {LEVEL_VARIABLE}={name!r}; use one of {', '.join(LEVELS)}")
     return LEVELS[name.lower()]
 
 
 def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
-    """A logger whose lines go to standard error, each with the time, its level and the rank.
+    """Return a logger that writes to standard error, each line with time, level and rank.
 
     Args:
-        name: of the logger; the same name (and `rank0_only`) gives the same one.
-        rank0_only: lines of other ranks are dropped.
+        name: the logger's name; the same name (and `rank0_only`) returns the same logger.
+        rank0_only: drop lines of other ranks.
 
     Raises:
-        ValueError: `NXD_LOG_LEVEL` names no level.
+        ValueError: `NXD_LOG_LEVEL` is not a level.
     """
     logger = logging.getLogger(name if rank0_only else f"{name}.all_ranks")
     if not any(isinstance(handler, _LineHandler) for handler in logger.handlers):
@@ -51,7 +51,7 @@ def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> lo
 
 
 class PackagePathFilter(logging.Filter):
-    """Gives records `relativepath`: their file's path below the longest entry of `sys.path` that has it."""
+    """Adds `relativepath` to records: their file's path relative to the longest entry of `sys.path` above it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Lets every record pass."""
@@ -62,7 +62,7 @@ class PackagePathFilter(logging.Filter):
 
 
 class _LineHandler(logging.Handler):
-    """Writes to what standard error is at that moment, above a progress bar where there is one."""
+    """Writes to the current standard error, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
@@ -73,7 +73,7 @@ class _LineHandler(logging.Handler):
 
 
 class _OneLine(logging.Formatter):
-    """`2026-01-31 12:00:00 I rank 0: message`, also where the message, or a traceback behind it, has several lines."""
+    """`2026-01-31 12:00:00 I rank 0: message` on one line, even if the message or its traceback has several."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -84,7 +84,7 @@ class _OneLine(logging.Formatter):
 
 
 def _rank() -> int:
-    """Of this process in the world, also before torch.distributed is started; without importing torch."""
+    """Return this process's global rank, even before torch.distributed is started; does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())

@@ -1,4 +1,4 @@
-"""`NxDModel`: a parallel model with the interface of an ordinary module, wherever its parts are."""
+"""`NxDModel`: a parallel model with the interface of an ordinary module, wherever its parts are placed."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,24 +14,23 @@ from nxd_pipeline import GradientSync, NxDPPModel, current_microbatch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-_models: "WeakSet[NxDModel]" = WeakSet()  # an optimizer is given parameters, and finds their models here
+_models: "WeakSet[NxDModel]" = WeakSet()  # where an optimizer finds the models of its parameters
 
 
 class NxDModel(nn.Module):
-    """The model that `initialize_parallel_model` returns. Names are those of the model that the user wrote.
+    """The model that `initialize_parallel_model` returns. Names are those of the user's model.
 
     Parameters, buffers, modules and children, also in `state_dict`, are those of this rank: its parts of the tensors,
     and with a pipeline its stages.
 
     Attributes:
-        pipeline: the runtime, also where there is one stage.
-        module: what is wrapped: the model that the user wrote, or the pipeline where it is cut into stages.
-        lora_model: what knows the adapters on this rank; None if there are none, see `add_adapters`.
-        router_balance: what counts the tokens of experts and trains routers; None if nothing does, see
-            `balance_experts`.
+        pipeline: the runtime, even with a single stage.
+        module: the wrapped module: the user's model, or the pipeline if the model is cut into stages.
+        lora_model: the adapters on this rank; None if there are none, see `add_adapters`.
+        router_balance: counts the tokens of experts and trains routers; None without it, see `balance_experts`.
         nxd_config: the complete config that the model was made from.
-        config: the model's, if it has one.
-        name_or_path: what a model of transformers was loaded from; others have none.
+        config: the model's config, if it has one.
+        name_or_path: where a transformers model was loaded from; other models lack it.
     """
 
     config: Any
@@ -41,8 +40,8 @@ class NxDModel(nn.Module):
         """Wrap a model.
 
         Args:
-            module: the model as it was before it was cut; it is kept only where it was not.
-            pipeline: runs it.
+            module: the model before it was cut; it is kept only if it was not cut.
+            pipeline: the runtime that runs it.
             nxd_config: the complete config.
         """
         super().__init__()
@@ -69,18 +68,18 @@ class NxDModel(nn.Module):
             return getattr(self.module, name)
 
     def local_module(self) -> nn.Module:
-        """The unwrapped model; with a pipeline this rank's stage of it, or a list of them if there are several."""
+        """Return the unwrapped model; with a pipeline, this rank's stage of it, or a list of its stages."""
         return self._stages[0] if len(self._stages) == 1 else nn.ModuleList(self._stages)
 
     def add_adapters(self, config: LoraConfig, layers: TargetLayers) -> LoraModel:
-        """Give layers of this rank adapters; afterwards only the adapters train.
+        """Add adapters to layers of this rank; afterwards only the adapters train.
 
         Args:
-            config: of the adapters; a pipeline's stages are adapted as their model would be.
-            layers: of the whole model, from `find_target_layers`.
+            config: the adapters' config; a pipeline's stages are adapted as their model would be.
+            layers: the layers of the whole model to adapt, from `find_target_layers`.
 
         Returns:
-            `lora_model` from now on.
+            The adapters, also available as `lora_model`.
         """
         self.lora_model = LoraModel(self if self._is_cut else self._stages[0], config, layers=layers)
         return self.lora_model
@@ -88,19 +87,19 @@ class NxDModel(nn.Module):
     def balance_experts(self, config: BalanceConfig, layers: Mapping[str, RouterLayer]) -> RouterBalance:
         """Have `run_train` count the tokens of experts, and add the routers' losses to the loss and its gradients.
 
-        They are those of the global batch of a call, as one process has them. With a load-balancing loss over it, and
-        microbatches or a pipeline, the forwards are computed twice: the first backward needs the last one's counts.
-        Padding, by `attention_mask` or `router_balance.padding_mask`, counts nowhere.
+        The losses cover the global batch of a call, as in one process. With a load-balancing loss and microbatches or
+        a pipeline, the forwards are computed twice, since the first backward needs the counts of the last forward.
+        Padding, given by `attention_mask` or `router_balance.padding_mask`, is not counted.
 
         Args:
-            config: which losses.
-            layers: of the whole model, from `nxd_layers.hf.find_routers`.
+            config: the losses to add.
+            layers: the routers of the whole model, from `nxd_layers.hf.find_routers`.
 
         Returns:
-            `router_balance` from now on.
+            The balance, also available as `router_balance`.
 
         Raises:
-            ValueError: the routers cannot do it.
+            ValueError: the routers do not support it.
         """
         balance = self.router_balance = RouterBalance(dict(self.named_modules()), layers, config)
         if not self._is_cut:
@@ -108,34 +107,34 @@ class NxDModel(nn.Module):
         return balance
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model.
+        """Return the output of the model.
 
         Raises:
-            RuntimeError: the model is cut into stages; `run_train` and `run_eval` are for these.
+            RuntimeError: the model is cut into stages; use `run_train` or `run_eval`.
         """
         if self._is_cut:
             raise RuntimeError(
-                "this model is cut into pipeline stages, so that no rank can run it alone; call run_train or run_eval"
+                "this model is cut into pipeline stages, so no rank can run it alone; call run_train or run_eval"
             )
         return self._stages[0](*args, **kwargs)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor | list[Tensor] | None:
-        """Forward and backward of a batch; gradients are added to those that the parameters have.
+        """Run forward and backward of a batch; gradients are added to the parameters' existing gradients.
 
-        They are averaged over the replicas while the last microbatch's backward is still running, if their optimizer is
-        of `initialize_parallel_optimizer`; with ZeRO-1 each rank keeps the mean of its part only, and `.grad` is None.
-        `zero_grad` of the optimizer drops them; a backward of one's own that adds to them must run on every rank.
-        Several calls may make one step of the optimizer: put all but the last into `no_sync`.
+        With an optimizer of `initialize_parallel_optimizer`, they are averaged over the replicas while the last
+        microbatch's backward is still running; with ZeRO-1 each rank keeps only the mean of its part, and `.grad` is
+        None. The optimizer's `zero_grad` drops them; if you run a further backward yourself, run it on every rank.
+        To accumulate over several calls before an optimizer step, put all but the last into `no_sync`.
 
-        `torch.autocast` around the call holds for the forward passes.
+        `torch.autocast` around the call applies to the forward passes.
 
         Args:
-            *args: inputs, in the order of `input_names`, or of the model's forward if there are none.
+            *args: inputs, in the order of `input_names`, or of the model's forward by default.
             **kwargs: inputs by name.
 
         Returns:
-            The mean loss of the microbatches. With a pipeline it is on the rank of the last stage, None elsewhere
-            unless `broadcast_and_average_loss`; with `return_mb_loss` it is a list.
+            The mean loss of the microbatches. With a pipeline the last stage has it and other ranks get None, unless
+            `broadcast_and_average_loss` is set; with `return_mb_loss` it is a list.
 
         Raises:
             ValueError: inputs do not fit the model, or it returned no loss.
@@ -175,37 +174,37 @@ class NxDModel(nn.Module):
             return None
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             given = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"attention_mask is {given}; give [batch, length], 0 for padding, to balance experts")
+            raise ValueError(f"attention_mask is {given}; to balance experts, pass [batch, length] with 0 for padding")
         return mask.bool().expand(batch_size, -1).chunk(num_microbatches)
 
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a batch, without gradients.
+        """Run forward of a batch, without gradients.
 
         Args:
             *args: inputs, as for `run_train`.
             **kwargs: inputs by name.
 
         Returns:
-            As `run_train` where the model returns a loss, else the list of the microbatches' outputs.
+            As for `run_train` if the model returns a loss, else the list of the microbatches' outputs.
         """
         return self.pipeline.run_eval(**self._named(args, kwargs))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A block in which `run_train` only accumulates gradients, as DistributedDataParallel's; `step` sends the rest.
+        """A block in which `run_train` only accumulates gradients, as in DistributedDataParallel; `step` sends them.
 
-        Without it, every call communicates, and the gradients are the same.
+        Without it the gradients are the same, but every call communicates.
         """
         return self.pipeline.no_sync()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of this rank's parameters: that of the first one that holds floating-point numbers."""
+        """The dtype of this rank's first floating-point parameter."""
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank by name; without `remove_duplicate` a tied one by all its names, of any stage."""
+        """Parameters of this rank by name; without `remove_duplicate`, a tied one under all its names, of any stage."""
         if not self._is_cut:
             return self._stages[0].named_parameters(prefix, recurse, remove_duplicate)
         named = self.pipeline.local_named_parameters()
@@ -241,19 +240,19 @@ class NxDModel(nn.Module):
                 yield f"{prefix}.{name}".strip("."), module
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules directly below the model, as far as they are on this rank."""
+        """The modules directly below the model that are on this rank."""
         return ((name, module) for name, module in self.named_modules() if name and "." not in name)
 
     def get_submodule(self, target: str) -> nn.Module:  # get_parameter() and get_buffer() look in it
-        """The module of this rank with a name of `named_modules`.
+        """Return this rank's module of this name, as in `named_modules`.
 
         Raises:
-            AttributeError: there is none, or it is on another rank.
+            AttributeError: there is no such module, or it is on another rank.
         """
         for name, module in self.named_modules():
             if name == target:
                 return module
-        raise AttributeError(f"{target!r} is no module of the model, or not on this rank; named_modules() has those")
+        raise AttributeError(f"this rank has no module {target!r}; named_modules() lists its modules")
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -268,22 +267,22 @@ class NxDModel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Copy values from a `state_dict` of this rank; stages also take that of the whole model.
+        """Copy values from a `state_dict` of this rank; stages also accept the whole model's.
 
         Raises:
             RuntimeError: names or shapes do not fit.
-            ValueError: so they do not with a pipeline, which cannot `assign` either.
+            ValueError: the same with a pipeline, or `assign` with a pipeline.
         """
         if not self._is_cut:
             return self._stages[0].load_state_dict(state_dict, strict, assign)
         if assign:
-            raise ValueError("assign=True would take parameters away from the pipeline's runtime; leave it out")
+            raise ValueError("assign=True would replace parameters that the pipeline's runtime holds; leave it out")
         missing = self.pipeline.local_state_dict().keys() - state_dict.keys()
         self.pipeline.load_local_state_dict(state_dict, strict=strict)
         return _IncompatibleKeys(sorted(missing), [])
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode (or with False evaluation mode) for the model's modules on this rank."""
+        """Put the model's modules on this rank in training mode, or with False in evaluation mode."""
         self.training = mode
         for stage in self._stages:
             stage.train(mode)
@@ -302,13 +301,13 @@ class NxDModel(nn.Module):
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if len(args) > len(self._input_names):
             raise ValueError(
-                f"{len(args)} inputs are given by position, but the model has {len(self._input_names)} with names: "
+                f"got {len(args)} positional inputs, but the model has {len(self._input_names)} named ones: "
                 f"{', '.join(self._input_names)}"
             )
         by_position = dict(zip(self._input_names, args, strict=False))
         twice = sorted(by_position.keys() & kwargs.keys())
         if twice:
-            raise ValueError(f"the inputs {twice} are given both by position and by name; give each once")
+            raise ValueError(f"the inputs {twice} are given both by position and by name; pass each once")
         return {**by_position, **kwargs}
 
     def __repr__(self) -> str:
@@ -316,7 +315,7 @@ class NxDModel(nn.Module):
 
 
 def sync_gradients(parameters: Iterable[Tensor], sync: GradientSync) -> None:
-    """Have `run_train` of the models that hold some of the parameters average gradients by `sync`, while it lives."""
+    """Make `run_train` of the models that hold some of these parameters average gradients by `sync`, while it lives."""
     wanted = set(parameters)
     for model in list(_models):
         if not wanted.isdisjoint(model.parameters()):

@@ -1,9 +1,9 @@
 """The description of the model in a checkpoint: one description under one key, whoever wrote the checkpoint.
 
 It is the content of a Hugging Face `config.json`, since the tensors have the names and shapes of that model in memory.
-This package's own Llama is a `LlamaForCausalLM` by its config as well, and runs any that is no more than it can be.
-Files of the tokenizer, the chat template and the generation config lie in the checkpoint beside it, so that it stands
-alone. It may come from a stranger: what it says of places on this machine is told to people, and not opened.
+The config of this package's own Llama is that of a `LlamaForCausalLM`, and ours runs every such model it supports. The
+files of the tokenizer, the chat template and the generation config are stored next to it, so the checkpoint is
+self-contained. It may come from a stranger: paths on this machine that it names are shown to people, never opened.
 """
 
 import json
@@ -27,21 +27,21 @@ from nxd_engine.models import LlamaConfig
 _logger = logging.getLogger(__name__)
 
 KEY = "model"
-BYTES = "bytes"  # in place of a tokenizer's file: a token for each byte
+BYTES = "bytes"  # instead of a tokenizer's file: one token per byte
 
 ADAPTER_KEY = "lora"
-ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")  # which our Llama has transformers compute
+ROPE_TYPES = ("linear", "dynamic", "yarn", "longrope", "llama3")  # our Llama lets transformers compute these
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights that a run began with, which its adapters or its reference model need again.
+    """The weights that a run started from, which its adapters or its reference model need again.
 
     Attributes:
-        folder: of a Hugging Face model, or of checkpoints.
-        tag: of the checkpoint; None for a Hugging Face model.
-        fingerprint: another text whenever the weights there are others.
+        folder: the folder of a Hugging Face model or of checkpoints.
+        tag: the checkpoint's tag; None for a Hugging Face model.
+        fingerprint: a text that changes whenever the weights there change.
     """
 
     folder: str
@@ -58,15 +58,14 @@ class ModelDescription:
 
     Attributes:
         config: content of its `config.json`.
-        tokenizer: what encodes its text: `BYTES`, or its name for people, which is not opened; None if that is not
-            known.
-        folder: where the model came from, for people; None if it came from nowhere.
-        stored_shapes: names and shapes of the tensors in that folder's files; None: those of transformers itself.
-        factory: of a model that has no such config, what `model.factory` of its recipe was; `config` holds the
-            arguments. It is told to people, and never imported.
-        initial: the weights that an adapter is for, where they do not lie beside it; also those of a reference model.
-        files: of the tokenizer, its chat template and generation, by their names in a model's folder. They lie beside
-            the other values in a checkpoint, see `nxd_ckpt.interop.read_companions`.
+        tokenizer: the tokenizer: `BYTES`, or its name, which is shown but not opened; None if unknown.
+        folder: the folder that the model was loaded from, for people; None if it was not loaded.
+        stored_shapes: names and shapes of the tensors in that folder's files; None for those of transformers itself.
+        factory: for a model without such a config, the `model.factory` of its recipe; `config` holds the arguments.
+            It is shown to people, and never imported.
+        initial: the base weights of an adapter that is saved without them; also those of a reference model.
+        files: the files of tokenizer, chat template and generation config, by their names in a model's folder. They
+            are stored next to a checkpoint's other values, see `nxd_ckpt.interop.read_companions`.
     """
 
     config: Mapping[str, Any]
@@ -79,12 +78,12 @@ class ModelDescription:
 
     @property
     def architecture(self) -> str:
-        """The class of transformers, such as "LlamaForCausalLM"; the model's type where no class is named."""
+        """The transformers class, such as "LlamaForCausalLM"; the model's type if no class is named."""
         named = self.config.get("architectures") or self.config.get("model_type")
         return str(named[0] if isinstance(named, list) else named)
 
     def as_objects(self) -> dict[str, Any]:
-        """The description as a checkpoint's objects."""
+        """Return the description as a checkpoint's objects."""
         values = {
             "config": dict(self.config),
             "tokenizer": self.tokenizer,
@@ -96,15 +95,15 @@ class ModelDescription:
         return {KEY: {name: value for name, value in values.items() if value is not None}}
 
     def own_llama(self) -> LlamaConfig:
-        """The sizes of this package's own Llama that the tensors fit.
+        """Return the sizes of this package's own Llama that fit the tensors.
 
         Raises:
-            ValueError: the model is another one, or a Llama that ours cannot be.
+            ValueError: it is another model, or a Llama that ours does not support.
         """
         return own_llama_config(self.config)
 
     def own_llama_at(self, tensor_parallel_size: int) -> LlamaConfig | None:
-        """As `own_llama`; None where ours cannot be the model, or not at this degree, and transformers' is to be."""
+        """Like `own_llama`; None if ours does not support the model at this degree, so transformers' is used."""
         try:
             config = self.own_llama()
             config.check(tensor_parallel_size)
@@ -113,18 +112,18 @@ class ModelDescription:
         return config
 
     def check_own_llama(self, tensor_parallel_size: int) -> None:
-        """Raise ValueError where ours could be the model, but not at this degree; transformers' cannot be it either."""
+        """Raise ValueError if ours supports the model, but not at this degree; transformers' cannot split it either."""
         config = self.own_llama_at(1)
         if config is not None:
             config.check(tensor_parallel_size)
 
 
 def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | None:
-    """The description of a model for a checkpoint: one of transformers, or our own Llama; None for others.
+    """Describe a model for a checkpoint: a transformers model, or our own Llama; None for others.
 
     Args:
-        model: as it is given to `save_checkpoint`; its `config` counts.
-        inside: what is inside of its wrappers: the model itself, or the pipeline that has its stages.
+        model: the model as given to `save_checkpoint`; its `config` is used.
+        inside: the model without its wrappers, or the pipeline with its stages.
     """
     whole: Any = model.module if isinstance(model, LoraModel) else model
     of_transformers: Any = next(filter(is_transformers_model, inside.modules()), None)  # the outermost one
@@ -140,12 +139,12 @@ def describe_model(model: nn.Module, inside: nn.Module) -> ModelDescription | No
 
 
 def with_companions(description: ModelDescription) -> ModelDescription:
-    """The description with the files of the folder that the model was loaded from, if they can be read."""
+    """Add the files of the folder that the model was loaded from to a description, if they can be read."""
     if description.folder is None:
         return description
     try:
         return replace(description, files=read_companions(description.folder))
-    except (ValueError, OSError) as error:  # the weights are worth saving in any case
+    except (ValueError, OSError) as error:  # the weights are still worth saving
         _logger.warning("the checkpoint holds no tokenizer: %s", error)
         return description
 
@@ -153,12 +152,12 @@ def with_companions(description: ModelDescription) -> ModelDescription:
 def describe_llama(
     config: LlamaConfig, *, tokenizer: str | None = None, end_token: int | None = None
 ) -> ModelDescription:
-    """The description of our own Llama."""
+    """Describe our own Llama."""
     return ModelDescription(hugging_face_config(config, end_token=end_token), tokenizer)
 
 
 def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
-    """The description in a checkpoint; None if there is none."""
+    """Return the description in a checkpoint; None if there is none."""
     objects = checkpoint.objects if isinstance(checkpoint.objects, dict) else {}
     found = objects.get(KEY)
     if isinstance(found, dict) and isinstance(found.get("config"), dict):
@@ -181,78 +180,78 @@ def _initial_weights(found: Any) -> InitialWeights | None:
 
 
 def description_of(checkpoint: Checkpoint) -> ModelDescription:
-    """The description of the model whose weights a checkpoint holds.
+    """Return the description of the model whose weights a checkpoint holds.
 
     Raises:
-        ValueError: it does not say it, or holds no whole model; it says what to do then.
+        ValueError: it has no description, or holds no whole model; the message says what to do.
     """
     where = f"checkpoint {checkpoint.tag!r}"
     adapter_in(checkpoint)
     has_weights = any(kind_of(name) == "model" for name in checkpoint.tensors)
     if not has_weights and not weights_kept_as_masters(checkpoint.tensors):
-        raise ValueError(f"{where} holds no model; give one that was saved with model=")
+        raise ValueError(f"{where} holds no model; pass one that was saved with model=")
     description = find_description(checkpoint)
     if description is None:
         raise ValueError(
-            f"{where} does not say of which model it is; give a folder of the same model, with its config.json: "
-            "`nxd export --like FOLDER` writes one with these weights, which `nxd import` makes a checkpoint of that "
-            "says it"
+            f"{where} does not say which model it holds; pass a folder of the same model, with its config.json: "
+            "`nxd export --like FOLDER` writes one with these weights, and `nxd import` turns that into a checkpoint "
+            "that names its model"
         )
     if description.factory is not None:
         raise ValueError(
-            f"{where} is of a model that the function {description.factory} makes, and what a checkpoint names is not "
-            "run; make the model yourself, and fill it with load_checkpoint. nxd train resumes from it by the recipe "
-            "that it was written with"
+            f"{where} holds a model made by the function {description.factory}, and code that a checkpoint names is "
+            "not run; make the model yourself, and fill it with load_checkpoint. nxd train resumes from it with the "
+            "recipe that it was written with"
         )
     return description
 
 
 def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The description of the LoRA adapter in a checkpoint; None if there is none.
+    """Return the description of the LoRA adapter in a checkpoint; None if it holds no adapter.
 
     Raises:
-        ValueError: there is one that nothing describes.
+        ValueError: it holds an adapter without a description.
     """
     if not isinstance(checkpoint.objects, dict) or ADAPTER_KEY not in checkpoint.objects:
         return None
     found = checkpoint.objects[ADAPTER_KEY]
     if not isinstance(found, dict) or not isinstance(found.get("adapter"), dict):
-        raise ValueError(f"checkpoint {checkpoint.tag!r} holds a LoRA adapter that nothing describes; save it anew")
+        raise ValueError(f"checkpoint {checkpoint.tag!r} holds a LoRA adapter without a description; save it again")
     adapter: Mapping[str, Any] = found["adapter"]
     return adapter
 
 
 def holds_adapter_alone(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint holds a LoRA adapter without the model that it is for.
+    """Whether a checkpoint holds a LoRA adapter without its base model.
 
     Raises:
-        ValueError: as `adapter_in`.
+        ValueError: as for `adapter_in`.
     """
     return adapter_in(checkpoint) is not None and not checkpoint.objects[ADAPTER_KEY].get("has_base")
 
 
 def model_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The type of the model's weights in a checkpoint: of several the one that most tensors have."""
+    """Return the most common dtype of the model's weights in a checkpoint."""
     return common_dtype(info.dtype for name, info in checkpoint.tensors.items() if kind_of(name) == "model")
 
 
 def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The floating-point type that most have; torch's default one if none has any."""
+    """Return the most common floating-point dtype; torch's default if there is none."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     return max(floating, key=floating.count, default=torch.get_default_dtype())
 
 
 def tokenizer_in(folder: str | Path | None) -> str | None:
-    """The folder, if it is there and holds a tokenizer."""
+    """Return the folder if it exists and holds a tokenizer, else None."""
     found = folder is not None and any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES)
     return str(folder) if found else None
 
 
 def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """The sizes that a `config.json` says, for this package's own Llama.
+    """Return the sizes in a `config.json`, for this package's own Llama.
 
     Raises:
-        ValueError: it is of another model, or of a Llama that ours cannot be.
+        ValueError: it describes another model, or a Llama that ours does not support.
     """
     if config.get("model_type") != "llama" or config.get("architectures") not in (None, ["LlamaForCausalLM"]):
         raise ValueError(f"{config.get('architectures') or config.get('model_type')} is not a LlamaForCausalLM")
@@ -263,7 +262,7 @@ def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     numbers = {name: value for name, value in sizes.items() if name != "rope_scaling"}
     strange = [f"{name}={value!r}" for name, value in numbers.items() if not isinstance(value, int | float)]
     if strange:
-        raise ValueError(f"the sizes of a Llama are numbers, and these are not: {', '.join(strange)}")
+        raise ValueError(f"the sizes of a Llama must be numbers; got {', '.join(strange)}")
     made = LlamaConfig(**sizes)
     expected = {
         "hidden_act": "silu",
@@ -277,19 +276,19 @@ def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
     if made.rope_type not in ("default", *ROPE_TYPES):
         wrong.append(f"rope type={made.rope_type}")
     if wrong:
-        raise ValueError(f"this package's own Llama has no {', '.join(wrong)}")
+        raise ValueError(f"this package's own Llama does not support {', '.join(wrong)}")
     return made
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """The base of the rotary frequencies that a `config.json` says, and what scales them, as `LlamaConfig` has it.
+    """Return the base of the rotary frequencies in a `config.json` and their scaling, in the form of `LlamaConfig`.
 
     Raises:
-        ValueError: its table is none.
+        ValueError: the entry is not a table.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters={rope!r} is no table of settings")
+        raise ValueError(f"rope_parameters={rope!r} is not a table of settings")
     theta = rope.get("rope_theta", config.get("rope_theta", LlamaConfig.rope_theta))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -299,7 +298,7 @@ def rope_of(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
 
 
 def hugging_face_config(config: LlamaConfig, *, end_token: int | None) -> dict[str, Any]:
-    """The `config.json` of a LlamaForCausalLM with these sizes, without the type of its weights."""
+    """Return the `config.json` of a LlamaForCausalLM with these sizes, without the dtype of its weights."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -326,7 +325,7 @@ def hugging_face_config(config: LlamaConfig, *, end_token: int | None) -> dict[s
 
 
 def _described_before(objects: Mapping[str, Any]) -> ModelDescription | None:
-    """What checkpoints say that were written before they had one key: by `nxd train`, and by `nxd import`."""
+    """Read the description in older checkpoints of `nxd train` and `nxd import`, which did not use one key."""
     recipe = objects.get("recipe")
     data = recipe.get("data") if isinstance(recipe, dict) else None
     tokenizer = str(data.get("tokenizer", BYTES)) if isinstance(data, dict) else None

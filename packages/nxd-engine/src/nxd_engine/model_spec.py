@@ -1,4 +1,4 @@
-"""A model that is to be trained: how it is made, what its forward takes, and what checkpoints say of it."""
+"""A model to train: how it is made, the inputs of its forward, and its description in checkpoints."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,21 +12,22 @@ from torch import nn
 from nxd_engine.model_description import ModelDescription, describe_llama
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
-# Their configs have `is_decoder`, which they do not read.
+# Their configs have `is_decoder`, but the models do not read it.
 _ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that is to be trained, not spread over ranks yet.
+    """A model to train, before it is split over ranks.
 
     Attributes:
-        make: makes it: our Llama with its first weights, one of transformers without memory, or what a factory made.
-        description: what checkpoints are to say of it.
-        input_names: what its forward takes of a batch.
-        layer_class: of the layers between which a pipeline is cut; None where the model tells.
-        param_init_fn: gives a model without memory its first weights, module by module.
-        aux_loss_coef: of its config, for the load-balancing loss that its own forward no longer adds.
+        make: a function that makes it: our Llama with its initial weights, a transformers model without memory, or
+            the result of a factory.
+        description: its description in checkpoints.
+        input_names: the inputs of its forward in a batch.
+        layer_class: the class of the layers between which a pipeline is cut; None if the model determines it.
+        param_init_fn: a function that gives a model without memory its initial weights, module by module.
+        aux_loss_coef: its config's coefficient of the load-balancing loss, which its own forward no longer adds.
     """
 
     make: Callable[[], nn.Module]
@@ -38,7 +39,7 @@ class ModelSpec:
 
 
 def llama_spec(config: LlamaConfig, *, sequence_parallel: bool, dtype: torch.dtype) -> ModelSpec:
-    """The Llama of this package; its description knows no tokenizer."""
+    """Return the spec of this package's Llama; its description has no tokenizer."""
     return ModelSpec(
         lambda: LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=dtype),
         describe_llama(config),
@@ -47,29 +48,29 @@ def llama_spec(config: LlamaConfig, *, sequence_parallel: bool, dtype: torch.dty
 
 
 def transformers_spec(module: Any, description: ModelDescription, dtype: torch.dtype) -> ModelSpec:
-    """A model of transformers, which may be without memory, as it is trained: it is told the next tokens.
+    """Return the spec of a transformers model, which may be without memory; it is trained on `shift_labels`.
 
     Raises:
-        ValueError: it cannot be told them, or sees them.
+        ValueError: it cannot take the next tokens as `shift_labels`, or its attention sees them.
     """
     if not takes_causal_lm_loss(module):
         raise ValueError(
-            f"{type(module).__name__} computes its loss in its own way, so that it cannot be told the next tokens; "
-            "give a model.factory, whose model takes input_ids and labels and returns the loss"
+            f"{type(module).__name__} computes its loss in its own way, so it cannot take the next tokens as labels; "
+            "set model.factory to a function whose model takes input_ids and labels and returns the loss"
         )
     is_decoder = getattr(module.config, "is_decoder", True) or module.config.model_type in _ALWAYS_DECODERS
     if not is_decoder:
         raise ValueError(
-            f"{type(module).__name__} with is_decoder=False sees the tokens that it is to predict; set "
+            f"{type(module).__name__} with is_decoder=False sees the tokens that it should predict; set "
             "model.config.is_decoder=true"
         )
     config = module.config.get_text_config()
-    config.use_cache = False  # of what was said long ago, nothing is asked in training
+    config.use_cache = False  # training needs no keys and values of earlier calls
     aux_loss_coef = 0.0
-    if getattr(config, "output_router_logits", False):  # its forward knows this rank's microbatch alone
+    if getattr(config, "output_router_logits", False):  # its forward sees only this rank's microbatch
         config.output_router_logits, aux_loss_coef = False, getattr(config, "router_aux_loss_coef", 0.0)
     if dtype == torch.float64:
-        module.config._experts_implementation = "eager"  # the grouped products of experts know no float64
+        module.config._experts_implementation = "eager"  # the grouped matrix products of experts do not support float64
     return ModelSpec(
         lambda: module,
         description,

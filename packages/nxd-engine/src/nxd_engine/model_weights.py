@@ -1,7 +1,7 @@
 """The model of a checkpoint, and its weights with adapters merged, as `generate`, `serve` and `export` read them.
 
-An adapter that lies beside its base model is merged into it box by box as boxes are read, so that each reader takes
-its part at any layout, and nothing whole is ever in memory.
+An adapter stored with its base model is merged box by box as boxes are read, so each reader gets its part at any
+layout, and no whole tensor is ever in memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,13 +35,13 @@ from nxd_engine.models import LlamaForCausalLM
 from nxd_engine.unwrap import tied_names
 
 _MAGNITUDE = "lora_magnitude_vector"
-_OF_EXPERTS = "lora_A_"  # and the name of a weight [experts, ., .]
+_OF_EXPERTS = "lora_A_"  # followed by the name of a weight [experts, ., .]
 _FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The model's tensors of a checkpoint, as a `TensorSource`; for weights that it leaves out, their master weights.
+    """A checkpoint's model tensors as a `TensorSource`; weights that it leaves out are read from master weights.
 
     Args:
         source: all tensors of the checkpoint.
@@ -73,11 +73,11 @@ class ModelTensors:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A `TensorSource`, and a `WeightSource` of nxd_trace, that workers can be sent.
+    """A `TensorSource`, and a `WeightSource` of nxd_trace, that can be sent to workers.
 
     Args:
         source: the model's tensors as they are stored, with those of an adapter.
-        branches: of the adapter, by the weight that each is merged into.
+        branches: the adapter's branches, by the weight that each is merged into.
     """
 
     source: TensorSource
@@ -93,7 +93,7 @@ class ModelWeights:
         return {name: info for name, info in self.source.tensors.items() if name not in factors}
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The box of this shape that begins at `offsets`, on the CPU.
+        """Return the box of this shape that begins at `offsets`, on the CPU.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -116,10 +116,9 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class _Branch:
-    """The adapter of one layer: A `[r, in]` and B `[out, r]` by name, of a weight `[out, in]`, or transposed.
+    """The adapter of one layer: A `[r, in]` and B `[out, r]` by name, for a weight `[out, in]`, or transposed.
 
-    Of experts all three begin with another dim, that of the experts. With DoRA it has magnitudes `[out]` as well, of a
-    weight that is not transposed.
+    For experts all three have a leading expert dim. DoRA adds magnitudes `[out]`, for a weight that is not transposed.
     """
 
     a: str
@@ -129,7 +128,7 @@ class _Branch:
     magnitude: str | None = None
 
     def merged(self, weight: str, box: Box, values: Tensor, source: TensorSource) -> Tensor:
-        """The box of a weight, of which these are the values, with the adapter in it."""
+        """Return a box of the weight, given its values, with the adapter merged in."""
         merged = _widened(values) + self.delta(box, source)
         if self.magnitude is None:
             return merged
@@ -142,7 +141,7 @@ class _Branch:
         return merged * (_widened(magnitude) / norms.where(norms > 0, 1.0)).unsqueeze(1)
 
     def delta(self, box: Box, source: TensorSource) -> Tensor:
-        """What merging adds to a box of the weight, in float32 or wider: computed as `LoraModel.merge` does."""
+        """Return the adapter's update of a box of the weight, in float32 or wider, computed as in `LoraModel.merge`."""
         out_dim, in_dim = (-1, -2) if self.is_transposed else (-2, -1)
         experts, first = box.shape[:-2], box.offsets[:-2]
         rank, b_dtype = source.tensors[self.a].global_shape[-2], source.tensors[self.b].dtype
@@ -163,19 +162,19 @@ def _shape(source: TensorSource, name: str) -> tuple[int, ...] | None:
 
 
 def load_model(weights: ModelWeights, description: ModelDescription, dtype: torch.dtype, where: str) -> nn.Module:
-    """The model on this rank's device, with its part of the weights. Called by all ranks.
+    """Return the model on this rank's device, with its part of the weights. Called by all ranks.
 
-    It is our own Llama where that can be the model, else that of transformers.
+    Our own Llama is used if it supports the model, otherwise transformers.
 
     Args:
-        weights: of the model.
-        description: of the model.
-        dtype: of its parameters.
-        where: the weights come from, for messages.
+        weights: the model's weights.
+        description: the model's description.
+        dtype: dtype of its parameters.
+        where: the origin of the weights, for messages.
 
     Raises:
-        ValueError: transformers is missing or makes no such model, or it cannot be split over so many ranks.
-        CheckpointError: the weights are damaged, or not those of the model; on all ranks.
+        ValueError: transformers is missing or lacks the model, or it cannot be split over so many ranks.
+        CheckpointError: the weights are damaged, or belong to another model; on all ranks.
     """
     model = _model_without_weights(description, dtype)
     state = model_state(model)
@@ -203,10 +202,10 @@ def _model_without_weights(description: ModelDescription, dtype: torch.dtype) ->
 
 
 def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
-    """This rank's part of the model as transformers has it, with memory, but without values for its parameters.
+    """Return this rank's part of the transformers model, with memory, but without values for its parameters.
 
     Raises:
-        ValueError: transformers is missing, or makes no such model, or it cannot be split over so many ranks.
+        ValueError: transformers is missing or lacks the model, or it cannot be split over so many ranks.
     """
     model = parallelize(model_on_meta_of(description), expert_parallel=splits_experts())
     make_room(model, dtype)
@@ -214,36 +213,36 @@ def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.
 
 
 def model_on_meta_of(description: ModelDescription, dtype: torch.dtype | None = None) -> nn.Module:
-    """The whole model as transformers has it, without memory; in the type that its config names if `dtype` is None.
+    """Return the whole transformers model, without memory; in its config's dtype if `dtype` is None.
 
     Raises:
-        ValueError: transformers is missing, or makes no such model.
+        ValueError: transformers is missing or lacks the model.
     """
     model: nn.Module | None = model_on_meta(description.config, dtype)
     if model is None:
         if "auto_map" in description.config:
             raise ValueError(
-                f"{description.architecture} is Python code beside the weights (auto_map of its config.json), which "
-                "nothing here runs; give a model that transformers itself knows"
+                f"{description.architecture} is Python code shipped with the weights (auto_map in its config.json), "
+                "which is never run; pass a model that transformers itself provides"
             )
         raise ValueError(
-            f"{description.architecture} is made by transformers, which is not installed or does not know it; install "
-            "transformers, or a newer one"
+            f"{description.architecture} needs transformers, which is not installed or too old to have it; install "
+            "transformers, or a newer version"
         )
     return model
 
 
 def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> ModelWeights:
-    """The weights of the model in a checkpoint, with its adapter, if there is one, merged into them.
+    """Return the weights of the model in a checkpoint, with its adapter, if any, merged into them.
 
     Raises:
-        ValueError: the adapter has no base model there, is none of LoRA, or does not fit the model; or a weight that it
-            is merged into is tied to another.
+        ValueError: the adapter is stored without its base model, is not LoRA, or does not fit the model; or a weight
+            that it is merged into is tied to another.
     """
     if holds_adapter_alone(checkpoint):
         raise ValueError(
             f"checkpoint {checkpoint.tag!r} holds a LoRA adapter without its base model; load it with load_checkpoint "
-            "into that model, or give the base model and this as --adapter"
+            "into that model, or pass the base model, and this one as --adapter"
         )
     return merged_weights(ModelTensors(from_checkpoint(checkpoint)), adapter_in(checkpoint), description)
 
@@ -251,15 +250,15 @@ def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> Mode
 def merged_weights(
     source: TensorSource, adapter: Mapping[str, Any] | None, description: ModelDescription
 ) -> ModelWeights:
-    """Weights with an adapter merged into them.
+    """Return weights with an adapter merged into them.
 
     Args:
         source: the tensors of the model, and those of the adapter.
-        adapter: its description, with the keys of PEFT's `adapter_config.json`; None without one.
-        description: of the model.
+        adapter: the adapter's description, with the keys of PEFT's `adapter_config.json`; None without an adapter.
+        description: the model's description.
 
     Raises:
-        ValueError: as `model_weights`.
+        ValueError: as for `model_weights`.
     """
     return ModelWeights(source, {} if adapter is None else _branches(source, adapter, description))
 
@@ -280,7 +279,7 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
         weight, b = f"{layer}.weight", f"{layer}.{_FACTORS[factor]}"
         if weight in tied:
             raise ValueError(
-                f"{weight} is tied to another weight: merging an adapter into it would change that, too. Untie them "
+                f"{weight} is tied to another weight, so merging an adapter into it would change both. Untie them "
                 "(give each its own copy) before training"
             )
         shapes = {name: source.tensors[name].global_shape for name in (weight, a, b) if name in source.tensors}
@@ -288,16 +287,16 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
         outputs = (*shapes.get(b, ()), None)[0]
         if shapes.get(b) != (outputs, inner) or shapes.get(weight) not in ((outputs, inputs), (inputs, outputs)):
             listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
-            raise ValueError(f"the adapter does not fit the model: {listed}; take one of this model")
-        # An embedding lies [vocab, hidden], and so [in, out]; Conv1D, which the adapter's description tells of, too.
+            raise ValueError(f"the adapter does not fit the model: {listed}; pass an adapter of this model")
+        # An embedding is [vocab, hidden], that is [in, out]; so is Conv1D, which the adapter's description mentions.
         may_be_transposed = factor == "lora_embedding_A" or bool(adapter.get("fan_in_fan_out"))
         is_transposed = may_be_transposed and shapes[weight] == (inputs, outputs)
-        if is_transposed and factor != "lora_embedding_A" and inputs == outputs:  # for a square one the class decides
+        if is_transposed and factor != "lora_embedding_A" and inputs == outputs:  # if it is square, the class decides
             outline = model_on_meta_of(description) if outline is None else outline
             is_transposed = type(outline.get_submodule(layer)).__name__ == "Conv1D"
         magnitude = f"{layer}.{_MAGNITUDE}" if config.use_dora else None
         if magnitude is not None and _shape(source, magnitude) != (outputs,):
-            raise ValueError(f"the adapter does not fit the model: {magnitude} is not [{outputs}]; save both anew")
+            raise ValueError(f"the adapter does not fit the model: {magnitude} is not [{outputs}]; save both again")
         found[weight] = _Branch(a, b, config.scale, is_transposed, magnitude)
     factors = {name: it.global_shape for name, it in source.tensors.items() if ".lora_" in name}
     check_tensors(config, factors, "of the adapter")
@@ -305,7 +304,7 @@ def _branches(source: TensorSource, adapter: Mapping[str, Any], description: Mod
 
 
 def _branch_of_experts(source: TensorSource, a: str, outline: nn.Module, scale: float) -> tuple[str, _Branch]:
-    """The weight of experts that a factor A is of, and its branch."""
+    """Return the name of the expert weight that a factor A belongs to, and its branch."""
     layer, _, factor = a.rpartition(".")
     part = factor.removeprefix(_OF_EXPERTS)
     weight, b = f"{layer}.{part}".lstrip("."), f"{a.removesuffix(factor)}lora_B_{part}"
@@ -316,7 +315,7 @@ def _branch_of_experts(source: TensorSource, a: str, outline: nn.Module, scale: 
     expected = (experts, inputs, outputs) if is_transposed else (experts, outputs, inputs)
     if shapes.get(weight) != expected or shapes.get(b) != (experts, outputs, rank):
         listed = ", ".join(f"{name} is {list(shape)}" for name, shape in shapes.items())
-        raise ValueError(f"the adapter does not fit the model: {listed}; take one of this model")
+        raise ValueError(f"the adapter does not fit the model: {listed}; pass an adapter of this model")
     return weight, _Branch(a, b, scale, is_transposed)
 
 
@@ -324,7 +323,9 @@ def _stores_transposed(outline: nn.Module, layer: str) -> bool:
     try:
         return bool(getattr(outline.get_submodule(layer), "is_transposed", False))
     except AttributeError as error:
-        raise ValueError(f"the adapter does not fit the model, which has no {layer}; take one of this model") from error
+        raise ValueError(
+            f"the adapter does not fit the model: it has no {layer}; pass an adapter of this model"
+        ) from error
 
 
 def _tied_weights(description: ModelDescription) -> set[str]:

@@ -30,10 +30,10 @@ def initialize_parallel_optimizer(
     """Make an optimizer for a model of `initialize_parallel_model`. Called by all ranks.
 
     Args:
-        nxd_config: of `neuronx_distributed_config`. It may have been changed since; it is checked again.
-        optimizer_class: such as `torch.optim.AdamW`; with ZeRO-1 an elementwise one.
-        parameters: of this rank, or groups of them, as for any torch optimizer; in the same order on every replica.
-        **defaults: for `optimizer_class`.
+        nxd_config: the result of `neuronx_distributed_config`; it is checked again, so a script may change it.
+        optimizer_class: a class such as `torch.optim.AdamW`; an elementwise one with ZeRO-1.
+        parameters: this rank's parameters or parameter groups, in the same order on every replica.
+        **defaults: keyword arguments of `optimizer_class`.
 
     Raises:
         ValueError: the config has mistakes or does not fit the mesh, or the parameters differ between replicas.
@@ -42,7 +42,7 @@ def initialize_parallel_optimizer(
     config = complete_config(nxd_config)
     ensure_model_parallel(ParallelDegrees.of_config(config))
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise ValueError(f"optimizer_class={optimizer_class!r} must be a class of torch optimizers, such as AdamW")
+        raise ValueError(f"optimizer_class={optimizer_class!r} must be a torch optimizer class, such as AdamW")
     options = config["optimizer_config"]
     max_norm = float(options["max_grad_norm"]) if options["grad_clipping"] else None
 
@@ -63,21 +63,21 @@ def initialize_parallel_optimizer(
 
     optimizer = together("make its optimizer", make)
     if isinstance(optimizer, NeuronZero1Optimizer):
-        optimizer.init_zero()  # communicates, unlike what a rank may be alone in failing at
+        optimizer.init_zero()  # communicates, unlike the steps above, which may fail on one rank alone
     return NxDOptimizer(optimizer, config, max_norm=max_norm)
 
 
 class NxDOptimizer(Optimizer):
-    """An optimizer with the gradients' reductions and clipping in its `step`.
+    """An optimizer whose `step` also reduces and clips gradients.
 
-    `step` does not send gradients again that `run_train` of the model has averaged. A script that calls `backward`
+    `step` does not send again the gradients that the model's `run_train` has averaged. A script that calls `backward`
     itself can overlap it with sending gradients by `overlap_backward`.
 
-    All else is the wrapped optimizer's: schedulers change its `param_groups`, hooks are called by it, and a
-    `state_dict` fits it. As there, a parameter without a gradient on any replica is left alone.
+    Everything else belongs to the wrapped optimizer: schedulers change its `param_groups`, it calls the hooks, and it
+    accepts the `state_dict`. A parameter without a gradient on any replica is left alone there, too.
 
     Attributes:
-        optimizer: the wrapped one; a `NeuronZero1Optimizer` with ZeRO-1.
+        optimizer: the wrapped optimizer; a `NeuronZero1Optimizer` with ZeRO-1.
         nxd_config: the complete config that it was made from.
     """
 
@@ -85,11 +85,11 @@ class NxDOptimizer(Optimizer):
         """Wrap an optimizer.
 
         Args:
-            optimizer: reduces and clips itself if it is a `NeuronZero1Optimizer`.
+            optimizer: the optimizer; a `NeuronZero1Optimizer` reduces and clips gradients itself.
             nxd_config: the complete config.
-            max_norm: of the whole model's gradients; None not to clip.
+            max_norm: maximum norm of the whole model's gradients; None for no clipping.
         """
-        # Not torch's __init__, which would make groups and state of its own.
+        # torch's __init__ is not called: it would make its own groups and state.
         self.optimizer = optimizer
         self.nxd_config = dict(nxd_config)
         self._max_norm = max_norm
@@ -98,7 +98,7 @@ class NxDOptimizer(Optimizer):
         sync_gradients(self._parameters(), self)
 
     def __getstate__(self) -> dict[str, Any]:  # behind copies and pickles
-        raise TypeError("an NxDOptimizer is bound to its parameters and its ranks; keep its state_dict() instead")
+        raise TypeError("an NxDOptimizer is bound to its parameters and ranks; copy its state_dict() instead")
 
     def __getattr__(self, name: str) -> Any:  # param_groups, state, defaults, hooks ...
         if name == "optimizer":  # not set yet, as in a copy
@@ -109,13 +109,13 @@ class NxDOptimizer(Optimizer):
     def grad_norm(self) -> Tensor | None:
         """The 2-norm of the last step's gradients before clipping, 0-d; None before the first step or without clipping.
 
-        It counts the whole model once and is the same on every rank.
+        It covers the whole model and is the same on every rank.
         """
         return getattr(self.optimizer, "grad_norm", self._grad_norm)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average gradients over the replicas, sum those of sequence-parallel regions, clip, update. On all ranks.
+        """Average gradients over replicas, sum those of sequence-parallel regions, clip, update. Called by all ranks.
 
         Args:
             closure: computes loss and gradients; called once.
@@ -133,19 +133,19 @@ class NxDOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a new step without gradients, or with zeros; drops a step whose backward failed, if all ranks do so."""
+        """Start a new step without gradients, or with zeros; if all ranks call it, it drops a step that has failed."""
         if self._reducer is not None:
             self._reducer.drop()
         self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
-        """Send gradients as soon as the backward in the block has made them. Use it around the last backward of a step.
+        """Send each gradient as soon as the backward in the block has computed it. Wrap the last backward of a step.
 
-        Only for scripts that call `backward` themselves; `run_train` needs none.
+        Only for scripts that call `backward` themselves; `run_train` does not need it.
 
         Raises:
-            RuntimeError: gradients of this step have left already, or a parameter gets a second one in the block.
+            RuntimeError: gradients of this step were already sent, or a parameter gets a second one in the block.
         """
         with self.last_backward(self._parameters()):
             yield
@@ -153,7 +153,7 @@ class NxDOptimizer(Optimizer):
 
     @contextmanager
     def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """What `run_train` enters for the last backward of some parameters, which need not be this optimizer's."""
+        """The block that `run_train` enters for the last backward of some parameters, not only this optimizer's."""
         with self._sender().last_backward(parameters):
             yield
 
@@ -162,15 +162,15 @@ class NxDOptimizer(Optimizer):
         self._sender().synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, of this rank."""
+        """Return the wrapped optimizer's `state_dict` on this rank."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave on the same rank of the same layout."""
+        """Load a `state_dict` from the same rank of the same layout."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; on all ranks."""
+        """Add parameters with their own settings. Called by all ranks."""
         self.optimizer.add_param_group(param_group)
         if self._reducer is not None:
             self._reducer.close()
@@ -187,7 +187,7 @@ class NxDOptimizer(Optimizer):
         return self.optimizer if isinstance(self.optimizer, NeuronZero1Optimizer) else self._current_reducer()
 
     def _current_reducer(self) -> GradientReducer:
-        """A new one if parameters are trained that were frozen when it was made."""
+        """Return the reducer, or a new one if parameters train now that were frozen when it was made."""
         assert self._reducer is not None
         known = set(self._reducer.parameters)
         if any(parameter.requires_grad and parameter not in known for parameter in self._parameters()):
@@ -205,7 +205,7 @@ class NxDOptimizer(Optimizer):
 
 
 def _listed(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters or groups of them as lists that may be read twice; the caller's groups are left alone."""
+    """Return parameters or parameter groups as lists that can be read twice; the caller's groups are not changed."""
 
     def listed(group: Any) -> Any:
         if not isinstance(group, dict):
@@ -219,7 +219,7 @@ def _listed(parameters: Iterable[Any]) -> list[Any]:
 
 
 def _first_dtype(groups: Sequence[Any]) -> torch.dtype:
-    """Of the first parameter, torch's default if all groups are empty, as on a stage without trained parameters."""
+    """Return the first parameter's dtype; torch's default if all groups are empty, as on a stage that trains none."""
     if not groups:
         raise ValueError("no parameters are given; pass model.parameters(), or groups of them")
     inside = (it for group in groups for it in (group["params"] if isinstance(group, dict) else [group]))

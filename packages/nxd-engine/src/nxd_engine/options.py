@@ -1,7 +1,7 @@
 """Options: keys with a type, a range, a default and a meaning, read so that every mistake is reported at once.
 
-It reads both the recipe of `nxd train` and the config of a script: two levels, keys at the top ("output") and keys of
-a section ("train.steps"). The recipe and the config check which values fit together.
+Both the recipe of `nxd train` and the config of a script are read here. They have two levels: top-level keys ("output")
+and keys of a section ("train.steps"). The recipe and the config check which values fit together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Bounds(TypedDict, total=False):
 def option(default: Value, description: str, **bounds: Unpack[Bounds]) -> Value:
     """Declare a key as a field of a dataclass, with its default, help text and range.
 
-    A key that may be unset (`T | None`) must default to None: what is saved leaves unset keys out.
+    A key that may be unset (`T | None`) must default to None, because unset keys are not saved.
     """
     # A dataclass field is declared by assigning what `field` returns, which type checkers see as the default.
     field: Any = dataclasses.field(default=default, metadata={"description": description, "bounds": bounds})
@@ -70,17 +70,17 @@ class Key:
 
     @property
     def is_table(self) -> bool:
-        """Whether it holds a table, of which single keys may be given: "model.config.head_dim"."""
+        """Whether it holds a table, whose keys may be given one by one: "model.config.head_dim"."""
         return self.type_name == "table"
 
     def parse(self, value: object) -> object:
-        """The value as this key's type.
+        """Convert a value to this key's type.
 
         Args:
             value: from a file or a call (already typed) or from a command line (text).
 
         Raises:
-            ValueError: the value is not allowed; it names the key and says what is.
+            ValueError: the value is not allowed; the message names the key and the allowed values.
         """
         try:
             return _parse(self.value_type, self.bounds, value)
@@ -91,7 +91,7 @@ class Key:
 
 
 def keys_of(section: str, cls: type[Any]) -> list[Key]:
-    """The keys that a dataclass declares with `option`, in its order."""
+    """Return the keys that a dataclass declares with `option`, in order."""
     hints = get_type_hints(cls)
     return [
         Key(section=section, field=field.name, value_type=hints[field.name], default=field.default, **field.metadata)
@@ -101,7 +101,7 @@ def keys_of(section: str, cls: type[Any]) -> list[Key]:
 
 
 class Schema:
-    """All the keys there are.
+    """All known keys.
 
     Attributes:
         keys: the keys by their full names.
@@ -109,14 +109,14 @@ class Schema:
     """
 
     def __init__(self, keys: Iterable[Key], *, keys_listed_by: str, section_form: str):
-        """The texts end two kinds of mistakes: what lists all keys, and how "{section}" is to be written."""
+        """The texts end two kinds of mistakes: where all keys are listed, and how to write "{section}"."""
         self.keys = {key.name: key for key in keys}
         self.sections = list(dict.fromkeys(key.section for key in self.keys.values() if key.section))
         self._keys_listed_by = keys_listed_by
         self._section_form = section_form
 
     def flatten(self, content: Mapping[str, object], mistakes: list[str]) -> dict[str, object]:
-        """`{"train": {"steps": 1}}` as `{"train.steps": 1}`; what cannot be a section goes to `mistakes`."""
+        """Turn `{"train": {"steps": 1}}` into `{"train.steps": 1}`; invalid sections are added to `mistakes`."""
         given: dict[str, object] = {}
         for name, value in content.items():
             if name in self.sections:
@@ -132,7 +132,7 @@ class Schema:
         return given
 
     def read(self, given: Mapping[str, object], mistakes: list[str]) -> dict[str, object]:
-        """Values by the keys' full names; unknown keys and wrong values go to `mistakes`."""
+        """Return values by the keys' full names; unknown keys and wrong values are added to `mistakes`."""
         given = self._with_tables(given)
         mistakes += [self._unknown(name) for name in given if name not in self.keys]
         values: dict[str, object] = {}
@@ -145,7 +145,7 @@ class Schema:
         return values
 
     def nest(self, values: Mapping[str, object]) -> dict[str, Any]:
-        """`{"train.steps": 1}` as `{"train": {"steps": 1}}`, with every section."""
+        """Turn `{"train.steps": 1}` into `{"train": {"steps": 1}}`, with every section."""
         content: dict[str, Any] = {section: {} for section in self.sections}
         for name, value in values.items():
             section, field = self.keys[name].section, self.keys[name].field
@@ -153,7 +153,7 @@ class Schema:
         return content
 
     def _with_tables(self, given: Mapping[str, object]) -> dict[str, object]:
-        """Single keys of a table put into it, on top of what it holds."""
+        """Merge single keys of a table into that table."""
         tables = [key.name for key in self.keys.values() if key.is_table]
         put: dict[str, object] = {}
         for name, value in given.items():
@@ -166,7 +166,7 @@ class Schema:
         return put
 
     def _unknown(self, name: str) -> str:
-        """The mistake line for a key that does not exist, with the nearest one that does."""
+        """Return the mistake line for a key that does not exist, with the nearest existing key."""
         section, _, field = name.rpartition(".")
         if section and section not in self.sections:
             return self._unknown_section(section)
@@ -189,7 +189,7 @@ class Schema:
 
 
 class OptionError(ValueError):
-    """Options that cannot be used. It carries every mistake found, so that a user mends them in one go.
+    """Invalid options. It carries every mistake found, so that a user can fix them all at once.
 
     Attributes:
         mistakes: a line for each mistake.
@@ -243,7 +243,7 @@ def _parse_table(value: object) -> dict[str, Any]:
 
 
 def _can_be_written(value: object) -> bool:
-    """Whether TOML, YAML and JSON all know the value."""
+    """Whether TOML, YAML and JSON can all represent the value."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _can_be_written(it) for key, it in value.items())
     if isinstance(value, list):
@@ -252,7 +252,7 @@ def _can_be_written(value: object) -> bool:
 
 
 def literal(value: object) -> object:
-    """A value as a table holds it: of a command line's text what JSON says it is, if it says anything."""
+    """Return a value as a table holds it: text from a command line is parsed as JSON if possible."""
     if not isinstance(value, str):
         return value
     try:
@@ -270,7 +270,7 @@ def _parse_bool(value: object) -> bool:
 
 
 def _parse_number(value_type: type[int] | type[float], bounds: Mapping[str, float], value: object) -> float:
-    # YAML 1.1 reads 1e-3 as a text (it wants 1.0e-3), so a text with a number in it is a number.
+    # YAML 1.1 reads 1e-3 as text (it expects 1.0e-3), so text that holds a number is accepted as a number.
     if isinstance(value, bool) or not isinstance(value, (value_type, int, str)):
         raise ValueError
     number = value_type(value)
@@ -280,7 +280,7 @@ def _parse_number(value_type: type[int] | type[float], bounds: Mapping[str, floa
 
 
 def _in_words(value_type: Any, bounds: Mapping[str, float]) -> str:
-    """What a key may hold: "an integer at least 1", "one of latest, never, required"."""
+    """Describe a key's allowed values: "an integer at least 1", "one of latest, never, required"."""
     origin, parts = get_origin(value_type), get_args(value_type)
     if origin in (Union, UnionType):  # the first for `Literal[...] | None`
         return f"{_in_words(_without_none(parts), bounds)}, or none"

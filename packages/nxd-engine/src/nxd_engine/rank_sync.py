@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 def is_first_replica() -> bool:
-    """Whether this rank's data- and context-parallel replicas have it for their first, which speaks for them."""
+    """Whether this rank is the first of its data- and context-parallel replicas."""
     return not (active_group("dp").rank or active_group("cp").rank)
 
 
 def agree(coordinator: Coordinator, doing: str, describe: Callable[[], Mapping[str, object]]) -> None:
-    """Compare what the ranks are about to do. Called by all ranks.
+    """Check that all ranks make the same call. Called by all ranks.
 
     Args:
-        coordinator: reaches the other ranks.
-        doing: what all of them must be at, for messages as well.
-        describe: checks this rank's arguments, and returns what must be the same on all ranks, by name.
+        coordinator: the coordinator of the ranks.
+        doing: the operation, which must be the same on all ranks; also for messages.
+        describe: checks this rank's arguments, and returns by name the values that must be the same on all ranks.
 
     Raises:
         ValueError: `describe` raised on a rank, or something differs; the same text on all ranks.
@@ -44,24 +44,24 @@ def agree(coordinator: Coordinator, doing: str, describe: Callable[[], Mapping[s
         if of_rank.get(name, value) != value
     ]
     if problems:
-        more = f"; and {len(problems) - 1} more such" if len(problems) > 1 else ""
-        raise ValueError(f"{of_ranks[0]['call']} failed: {problems[0]}{more}; call it alike on every rank")
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise ValueError(f"{of_ranks[0]['call']} failed: {problems[0]}{more}; call it the same way on every rank")
 
 
 def together(
     doing: str, act: Callable[[], T], *, group: Group | None = None, error_type: type[Exception] = PeerError
 ) -> T:
-    """Call `act`; return its result once every rank's has returned. Called by all ranks of the group.
+    """Call `act`; return its result once it has returned on every rank. Called by all ranks of the group.
 
     Args:
-        doing: for the messages of other ranks, such as "make its model".
-        act: must not communicate: a rank that raises in it would not take part.
-        group: the ranks that wait for one another; all, unless given.
-        error_type: of what is raised where `act` failed on another rank.
+        doing: the operation, for the messages of other ranks, such as "make its model".
+        act: the function; it must not communicate, since a rank that raises in it would not take part.
+        group: the ranks that wait for one another; all ranks by default.
+        error_type: the exception to raise if `act` failed on another rank.
 
     Raises:
-        Exception: what `act` raised, on its rank.
-        PeerError: `act` raised on another rank; of `error_type`, where that is given.
+        Exception: the exception of `act`, on its rank.
+        PeerError: `act` raised on another rank; of `error_type` if given.
     """
     attempt = attempt_on_every_rank(act, group or get_world_group())
     if attempt.error is not None:
@@ -72,10 +72,10 @@ def together(
 
 
 def on_all_ranks(doing: str, act: Callable[[], T]) -> T:
-    """`together`, or just `act` where there are no ranks.
+    """Like `together`, but just call `act` if model parallelism is not initialized.
 
     Raises:
-        Exception: what `act` raised, on its rank.
+        Exception: the exception of `act`, on its rank.
         PeerError: `act` raised on another rank.
     """
     return together(doing, act) if model_parallel_is_initialized() else act()
@@ -85,12 +85,12 @@ def in_turns(doing: str, make: Callable[[], T], at_a_time: int) -> T:
     """Call `make` on at most `at_a_time` ranks of each host at once; return its result. Called by all ranks.
 
     Args:
-        doing: for the messages of other ranks, as for `together`.
-        make: must not communicate with ranks that may have another turn.
-        at_a_time: ranks of a host.
+        doing: the operation, for the messages of other ranks, as for `together`.
+        make: the function; it must not communicate with ranks that may have another turn.
+        at_a_time: ranks per host that run it at once.
 
     Raises:
-        Exception: what `make` raised, on its rank.
+        Exception: the exception of `make`, on its rank.
         RuntimeError: `make` raised on another rank.
     """
     own_turn = int(os.environ.get("LOCAL_RANK", "0")) // at_a_time

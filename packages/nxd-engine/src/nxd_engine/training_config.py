@@ -1,4 +1,4 @@
-"""The config of a training run, of a model and of how it lies on the ranks."""
+"""The config of a training run, made from a model and its parallel degrees."""
 
 from typing import Any
 
@@ -18,22 +18,22 @@ def training_config(
     activation_checkpointing: str = "none",
     max_grad_norm: float = 1.0,
 ) -> dict[str, Any]:
-    """The arguments of `neuronx_distributed_config` that train a model.
+    """Return the arguments of `neuronx_distributed_config` to train a model.
 
-    With ZeRO-1, weights narrower than float32 learn by float32 masters, which checkpoints hold, and gradients are
+    With ZeRO-1, weights narrower than float32 have float32 master weights, which checkpoints hold, and gradients are
     accumulated in float32.
 
     Args:
         spec: the model.
-        degrees: how it lies on the ranks.
-        num_microbatches: of a step.
-        schedule: of the pipeline, by its name in nxd-pipeline.
-        virtual_pipeline_size: stages of a rank; None for as many as the schedule has by itself.
-        activation_checkpointing: "none", "full", "selective", or names of classes with commas between.
-        max_grad_norm: to which gradients are clipped; 0: not at all.
+        degrees: the parallel degrees.
+        num_microbatches: number of microbatches per step.
+        schedule: name of the pipeline schedule in nxd-pipeline.
+        virtual_pipeline_size: stages per rank; None for the schedule's default.
+        activation_checkpointing: "none", "full", "selective", or class names separated by commas.
+        max_grad_norm: the norm to clip gradients to; 0 for no clipping.
 
     Raises:
-        ValueError: the schedule cannot be played.
+        ValueError: the schedule does not support this.
     """
     pipeline: dict[str, Any] = {
         "num_microbatches": num_microbatches,

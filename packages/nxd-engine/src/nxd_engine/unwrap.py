@@ -1,4 +1,4 @@
-"""Unwraps the objects that the checkpoint functions work on: the model and the optimizer inside scripts' wrappers."""
+"""Unwraps the objects that the checkpoint functions work on: the model and optimizer inside a script's wrappers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MAX_WORKERS = 32
 
 @dataclass(frozen=True)
 class Subjects:
-    """The objects that are saved or filled, without wrappers."""
+    """The objects to save or fill, without wrappers."""
 
     model: nn.Module | None
     optimizer: Optimizer | None
@@ -26,20 +26,20 @@ class Subjects:
 
     @property
     def group_names(self) -> list[list[str]]:
-        """Of the parameters in each of the optimizer's groups.
+        """The names of the parameters in each of the optimizer's groups.
 
         Raises:
-            ValueError: the optimizer holds a parameter that is not the model's.
+            ValueError: the optimizer holds a parameter that the model lacks.
         """
         return [] if self.model is None or self.optimizer is None else group_names(self.model, self.optimizer)
 
     def model_tensors(self) -> CheckpointState:
-        """All of the model, see `model_state`."""
+        """Return all tensors of the model, see `model_state`."""
         return {} if self.model is None else model_state(self.model)
 
 
 def subjects_of(model: nn.Module | None, optimizer: object) -> Subjects:
-    """Model and optimizer as they are given to `save_checkpoint` and `load_checkpoint`."""
+    """Unwrap the model and optimizer given to `save_checkpoint` or `load_checkpoint`."""
     return Subjects(
         None if model is None else plain_model(model),
         plain_optimizer(optimizer) if isinstance(optimizer, Optimizer) else None,
@@ -48,56 +48,56 @@ def subjects_of(model: nn.Module | None, optimizer: object) -> Subjects:
 
 
 def describe_subjects(model: object, optimizer: object, scheduler: object, num_workers: object) -> dict[str, object]:
-    """Which there are, once it is sure that they can be saved; no two ranks may differ in it.
+    """Check the arguments, and describe which are given; this must be the same on all ranks.
 
     Raises:
-        ValueError: one of them is no such thing.
+        ValueError: one of them has the wrong type.
     """
     if type(num_workers) is not int or not 1 <= num_workers <= MAX_WORKERS:
         raise ValueError(f"num_workers={num_workers!r} is not a number of workers; use 1 to {MAX_WORKERS}")
     if not isinstance(model, nn.Module | None):
         raise ValueError(
-            f"model is a {type(model).__name__}; give the module itself, whose tensors say how they are cut"
+            f"model is a {type(model).__name__}; pass the module itself, whose tensors say how they are split"
         )
     if not isinstance(optimizer, Optimizer | Mapping | None):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; give the optimizer, or its state_dict")
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; pass the optimizer, or its state_dict")
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
-        raise ValueError(f"scheduler is a {type(scheduler).__name__} without state_dict; give a scheduler or None")
+        raise ValueError(f"scheduler is a {type(scheduler).__name__} without state_dict; pass a scheduler or None")
     kind = None if optimizer is None else "a state_dict" if isinstance(optimizer, Mapping) else "an optimizer"
     return {"model": None if model is None else "a model", "optimizer": kind}
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The pipeline (of one stage perhaps) in an `NxDModel`, the model in a `LoraModel`; any other module itself."""
+    """Return the pipeline (perhaps of one stage) in an `NxDModel`, the model in a `LoraModel`, or the module itself."""
     if isinstance(model, LoraModel):
         return plain_model(model.module)
     return model.pipeline if isinstance(model, NxDModel) else model
 
 
 def adapters_of(model: nn.Module) -> LoraModel | None:
-    """What knows the adapters of a model; None if it has none."""
+    """Return the `LoraModel` of a model's adapters; None if it has none."""
     lora = model.lora_model if isinstance(model, NxDModel) else model
     return lora if isinstance(lora, LoraModel) and lora.lora_config.enable_lora else None
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that an `NxDOptimizer` wraps; any other optimizer itself."""
+    """Return the optimizer that an `NxDOptimizer` wraps, or the optimizer itself."""
     return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
 
 
 def buffer_names(model: nn.Module) -> set[str]:
-    """Of this rank's buffers."""
+    """Return the names of this rank's buffers."""
     named = model.local_named_buffers() if isinstance(model, NxDPPModel) else model.named_buffers()
     return {name for name, _ in named}
 
 
 def further_names(model: nn.Module) -> set[str]:
-    """The names of tied parameters under which checkpoints do not know them."""
+    """Return the names of tied parameters that checkpoints do not use."""
     return set(tied_names(model))
 
 
 def tied_names(model: nn.Module) -> Mapping[str, str]:
-    """The same, each with the name under which checkpoints know it."""
+    """Map each of `further_names` to the parameter's name in checkpoints."""
     if isinstance(model, NxDPPModel):
         return model.tied_names()
     first: dict[int, str] = {}

@@ -1,9 +1,9 @@
 """Loading checkpoints of the existing library: v2 and v1, plain and xser, with ZeRO-1 or without.
 
-Their files hold each rank's tensors. The shard metadata of the model that is filled says how these fit together. If the
+Their files hold each rank's tensors. The shard metadata of the model to fill says how these fit together. If the
 saving run had as many tensor-parallel ranks, the current metadata describes its tensors. Otherwise a parallel layer's
-tensors are taken as split evenly along the dimension in which their shape differs; fused and repeated heads cannot be
-recognised then. Experts are taken as split evenly over as many expert-parallel ranks as have saved them.
+tensors are assumed to be split evenly along the dimension in which their shape differs; fused and repeated heads cannot
+be recognized then. Experts are assumed to be split evenly over the expert-parallel ranks that saved them.
 """
 
 import os
@@ -69,13 +69,13 @@ class _Files:
         return 1 + max(rank.pp for rank in self.by_rank)
 
     def tensors_of(self, pp_rank: int, tp_rank: int) -> dict[str, torch.Tensor]:
-        """The tensors that a rank of a stage saved, which stay in its file until they are read."""
+        """Return the tensors that a rank of a stage saved; they stay in the file until they are read."""
         content = load_rank_file(self.by_rank[Rank(pp_rank, 0, tp_rank, 0)])
         state = content.get(_V1_MODEL_KEY, content) if self.layout == "v1" else content
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def shapes_of_stage(self, pp_rank: int) -> dict[str, _Shape]:
-        """Shapes of the tensors that the first tensor-parallel rank of a stage saved."""
+        """Return the shapes of the tensors that the first tensor-parallel rank of a stage saved."""
         return {name: tuple(value.shape) for name, value in self.tensors_of(pp_rank, 0).items()}
 
 
@@ -92,19 +92,19 @@ def load_legacy_checkpoint(
     """Fill the given objects, as `load_checkpoint` does. Called by all ranks.
 
     Args:
-        found: which checkpoint.
+        found: the checkpoint.
         folder: its files, or a copy of them, on this machine.
-        model: needed, since its shard metadata says how the ranks' tensors fit together.
-        optimizer: with the same groups of parameters as the one that was saved.
-        scheduler: its `load_state_dict` is called.
-        adapters: the model's, if it has any; they begin anew.
+        model: the model; its shard metadata says how the ranks' tensors fit together.
+        optimizer: an optimizer with the same parameter groups as the one that was saved.
+        scheduler: a scheduler, whose `load_state_dict` is called.
+        adapters: the model's adapters, or None; they are reset.
         strict: as for `load_checkpoint`.
 
     Returns:
         The user content, None if there is none.
 
     Raises:
-        CheckpointError: it is incomplete or damaged, does not fit, or asks to run code; on all ranks.
+        CheckpointError: it is incomplete or damaged, does not fit, or would have to run code; on all ranks.
     """
     coordinator = coordinator_for(None)
     where = f"checkpoint {found.folder} of the existing library"
@@ -131,7 +131,7 @@ def load_legacy_checkpoint(
             sharding |= _tiled_heads(copied, files)
         names = None if optimizer is None else _parameter_names(stages, groups, further_names(model))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"leaving out .*user_content")  # it is read on its own
+            warnings.filterwarnings("ignore", message=r"leaving out .*user_content")  # it is read separately
             return open_neuronx(folder, sharding=sharding, parameter_names=names)
 
     source = on_every_rank(coordinator, doing, open_source)
@@ -155,7 +155,7 @@ def load_legacy_checkpoint(
 
 
 def _read_user_content(folder: str) -> Any:
-    """Plain values and tensors only, whatever the file holds."""
+    """Read plain values and tensors only, whatever the file holds."""
     path = os.path.join(folder, _USER_CONTENT)
     if not os.path.isfile(path):  # v1 has none
         return None
@@ -171,34 +171,34 @@ def _read_user_content(folder: str) -> Any:
 def _files(layout: str, folder: str) -> _Files:
     by_rank = v1_files(folder) if layout == "v1" else v2_files(os.path.join(folder, "model"))
     if not by_rank:
-        raise CheckpointError("it holds no files of a model")
+        raise CheckpointError("it holds no model files")
     return _Files(layout, by_rank)
 
 
 def _check_states_of_experts(files: _Files, folder: str) -> None:
-    """ZeRO-1 states name data-parallel ranks only, among which experts are split as well."""
+    """Refuse ZeRO-1 states of split experts: they name only data-parallel ranks, over which experts are also split."""
     of_optimizer = v2_files(os.path.join(folder, "optim")) if files.layout == "v2" else {}
     if any(rank.ep for rank in files.by_rank) and of_optimizer and not any(rank.ep for rank in of_optimizer):
         raise CheckpointError(
-            "its optimizer states are those of ZeRO-1 over ranks that split the experts as well, and do not say which "
-            "expert is whose; leave out optimizer="
+            "its optimizer states were saved by ZeRO-1 over ranks that also split the experts, and do not say which "
+            "rank has which expert; leave out optimizer="
         )
 
 
 def _parameter_names(
     stages: Sequence[Mapping[str, object]], groups_of_ranks: Sequence[Sequence[Sequence[str]]], tied_names: set[str]
 ) -> dict[int, list[str]]:
-    """Names in the order in which each saved stage's optimizer had them: by group, and then as in the model.
+    """Return the names in the order of each saved stage's optimizer: by group, then as in the model.
 
     Args:
         stages: tensors of each saved stage by name.
-        groups_of_ranks: names in each group of the optimizer of each pipeline rank of now.
+        groups_of_ranks: names in each optimizer group of each current pipeline rank.
         tied_names: further names of tied parameters.
     """
     if len(stages) > 1 and tied_names:
         raise CheckpointError(
             f"the weights {sorted(tied_names)} are tied, and the optimizer states of {len(stages)} stages do not say "
-            "on which of them they were; leave out optimizer="
+            "which stage had them; leave out optimizer="
         )
     num_groups = max(len(groups) for groups in groups_of_ranks)
     by_group = [[name for groups in groups_of_ranks for name in groups[index]] for index in range(num_groups)]
@@ -208,14 +208,14 @@ def _parameter_names(
 
 def _check_objects(objects: Mapping[str, Any], optimizer: Optimizer | None, scheduler: object) -> None:
     if scheduler is not None and "scheduler" not in objects:
-        raise CheckpointError("it holds no scheduler that plain values could describe; leave out scheduler=")
+        raise CheckpointError("it holds no scheduler state made of plain values; leave out scheduler=")
     if optimizer is None:
         return
     groups = objects.get("optimizer", {}).get("param_groups", [])
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"its optimizer has {len(groups)} parameter groups, this one has {len(optimizer.param_groups)}; "
-            "make the same"
+            "use the same groups"
         )
 
 
@@ -226,9 +226,9 @@ def _make_room(source: TensorSource, model: nn.Module, optimizer: Optimizer) -> 
 
 
 def _of_all_stages(own: Mapping[str, _Value]) -> dict[str, _Value]:
-    """What each stage says of its tensors, since every rank reads all stages' files. Called by all ranks of a pipeline.
+    """Merge the entries of all stages, since every rank reads all stages' files. Called by all ranks of a pipeline.
 
-    Without it a rank would take the fused tensors of other stages for tensors of the model.
+    Without this, a rank would mistake the fused tensors of other stages for tensors of the model.
     """
     return {name: value for stage in all_gather_object(own, active_group("pp")) for name, value in stage.items()}
 
@@ -244,17 +244,17 @@ def _sharding_of_model(
     saved_shapes: Mapping[str, _Shape],
     saved_tp_size: int,
 ) -> dict[str, Sharding]:
-    """For each tensor of the model that was sharded, how it lay on the ranks that saved it.
+    """Return, for each sharded tensor of the model, how the ranks that saved it held it.
 
     Args:
-        model: what is to be filled.
-        experts: how their weights are split, of all stages.
+        model: the model to fill.
+        experts: how the experts' weights are split, for all stages.
         specs_of_ranks: the shard metadata of all stages' parameters on each tensor-parallel rank.
-        saved_shapes: of the tensors that the first tensor-parallel rank saved.
-        saved_tp_size: how many tensor-parallel ranks there were.
+        saved_shapes: shapes of the tensors that the first tensor-parallel rank saved.
+        saved_tp_size: number of tensor-parallel ranks of the saving run.
 
     Raises:
-        CheckpointError: there were other ranks than now, and it cannot be told for a tensor.
+        CheckpointError: the number of ranks has changed, and the split of a tensor is unknown.
     """
     rules: dict[str, Sharding] = dict(experts)
     specs_of_ranks = [{name: spec for name, spec in specs.items() if name not in rules} for specs in specs_of_ranks]
@@ -264,8 +264,8 @@ def _sharding_of_model(
     for name, spec in specs_of_ranks[0].items():
         if any(piece.name for piece in spec.pieces):
             raise CheckpointError(
-                f"{name} is fused of several tensors, and how {saved_tp_size} ranks shared them is not known here; "
-                f"load it with tensor_parallel_size={saved_tp_size}, and save it anew: that loads anywhere"
+                f"{name} fuses several tensors, and it is not known here how {saved_tp_size} ranks shared them; "
+                f"load it with tensor_parallel_size={saved_tp_size} and save it again; that loads anywhere"
             )
     for name, tensor in model_state(model).items():
         shape = tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
@@ -275,7 +275,7 @@ def _sharding_of_model(
 
 
 def _tiled_heads(layers: Mapping[str, CopiedHeads], files: _Files) -> dict[str, Pieces]:
-    """How the tensors lie of those layers whose copied heads the checkpoint has in the tiled order."""
+    """Return how the ranks hold the layers whose copied heads are in tiled order in the checkpoint."""
     rules: dict[str, Pieces] = {}
     for stage in range(files.pipeline_size) if layers else ():
         first_ranks = [files.tensors_of(stage, tp_rank) for tp_rank in range(2)]
@@ -307,7 +307,7 @@ def _named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _splits_of_experts(model: nn.Module) -> dict[str, Split]:
-    """How the existing library splits the fused weights of experts: over its tensor- and its expert-parallel ranks."""
+    """Return how the existing library splits fused expert weights: over its tensor- and expert-parallel ranks."""
     return {
         f"{prefix}.weight": Split(module.partition_dim, stride=module.stride, expert_dim=0)
         for prefix, module in _named_modules(model)
@@ -316,7 +316,7 @@ def _splits_of_experts(model: nn.Module) -> dict[str, Split]:
 
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
-    """The parallel layer that a tensor belongs to, by the tensor's name."""
+    """Return the parallel layer that each tensor belongs to, by the tensor's name."""
     return {
         f"{prefix}.{name}".lstrip("."): module
         for prefix, module in _named_modules(model)
@@ -330,8 +330,8 @@ def _split(name: str, owner: nn.Module | None, shape: _Shape, saved: _Shape, sav
     stride = int(getattr(owner, "stride", 1))
     if owner is None or len(shape) != len(saved) or len(dims) != 1 or saved[dims[0]] * saved_tp_size < shape[dims[0]]:
         raise CheckpointError(
-            f"{name} is {list(shape)} here and {list(saved)} on each of {saved_tp_size} ranks, which is no even split "
-            "of a parallel layer; load it into the layers that were saved"
+            f"{name} is {list(shape)} here and {list(saved)} on each of {saved_tp_size} ranks, which is not an even "
+            "split of a parallel layer; load it into the layers that were saved"
         )
     is_padded = saved[dims[0]] * saved_tp_size != shape[dims[0]]
     return Split(dims[0], stride=stride, global_size=shape[dims[0]] if is_padded else None)

@@ -1,8 +1,9 @@
 """The order of copied key and value heads in checkpoints of the existing library.
 
-Where ranks hold copies of heads, it has two orders. Ours is the blocked one: K0 K0 K1 K1, with queries in their own
-order. The tiled one, of its older hardware, is K0 K1 K0 K1. There queries are permuted so that each stays beside its
-key, and the columns of the output projection with them. Files do not name their order; the copies in them show it.
+If ranks hold copies of heads, that library uses one of two orders. Blocked order, which we also use, is K0 K0 K1 K1,
+with queries in their own order. Tiled order, for its older hardware, is K0 K1 K0 K1; queries are permuted so that each
+stays next to its key, and so are the columns of the output projection. Files do not name their order; the copies in
+them show it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +25,12 @@ class HeadOrder:
     """Which heads a tensor-parallel rank holds.
 
     Attributes:
-        num_heads: of the queries.
-        num_kv_heads: of keys and values.
-        multiplier: copies of each key and value head.
-        tp_size: ranks.
-        blocked: copies of a head lie side by side, and queries in their own order (as `--hw_backend trn2` has it);
-            else all heads follow each other, copy after copy, and queries are permuted to match.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads.
+        multiplier: number of copies of each key and value head.
+        tp_size: number of tensor-parallel ranks.
+        blocked: whether copies of a head are adjacent, with queries in their own order (`--hw_backend trn2`);
+            otherwise all heads are repeated copy by copy, and queries are permuted to match.
 
     Raises:
         ValueError: the heads do not divide.
@@ -55,17 +56,17 @@ class HeadOrder:
             )
 
     def kv_heads_of(self, rank: int) -> list[int]:
-        """Heads of keys and values on a rank, in their order."""
+        """Return the key and value heads on a rank, in order."""
         copies = range(self.num_kv_heads * self.multiplier)
         order = [copy // self.multiplier if self.blocked else copy % self.num_kv_heads for copy in copies]
         return _part(order, rank, self.tp_size)
 
     def heads_of(self, rank: int) -> list[int]:
-        """Heads of queries on a rank, in their order: each beside its key's head."""
+        """Return the query heads on a rank, in order, each next to its key head."""
         per_copy = self.num_heads // (self.num_kv_heads * self.multiplier)
         order: list[int] = []
         for copy in range(self.num_kv_heads * self.multiplier):
-            place = copy  # of its run of queries, among those of all heads
+            place = copy  # index of its run of queries among the runs of all heads
             if not self.blocked:
                 place = (copy % self.num_kv_heads) * self.multiplier + copy // self.num_kv_heads
             order += range(place * per_copy, (place + 1) * per_copy)
@@ -80,12 +81,12 @@ def _part(order: Sequence[int], rank: int, tp_size: int) -> list[int]:
 def stacked(
     shapes: Mapping[str, tuple[int, ...]], dim: int, by_rank: Sequence[Sequence[tuple[str, int, int]]]
 ) -> Pieces:
-    """A rank's tensor that holds runs of whole ones behind each other along a dim.
+    """Describe a rank's tensor that concatenates runs of whole tensors along a dim.
 
     Args:
-        shapes: of the whole tensors, by name.
-        dim: along which the runs lie.
-        by_rank: for each rank, the runs `(whole tensor, begin, length)` in their order.
+        shapes: shapes of the whole tensors, by name.
+        dim: the dim of the runs.
+        by_rank: for each rank, its runs `(whole tensor, begin, length)` in order.
     """
     all_pieces = []
     for runs in by_rank:
@@ -104,15 +105,15 @@ def stacked(
 
 @dataclass(frozen=True)
 class CopiedHeads:
-    """A layer of which the ranks hold several copies of each of several key and value heads.
+    """A layer with several key and value heads, of which the ranks hold several copies each.
 
     Attributes:
-        layer: its name.
+        layer: name of the layer.
         order: the tiled order of its heads.
-        head_size: rows of its weights that belong to a head.
-        held: of each of its parameters, the shapes of the whole tensors in it by name, queries first.
-        keys_and_values: where they begin, `(parameter, row)` each.
-        outputs: shapes of the whole weights, by name, of the row-parallel layers beside it that take all heads.
+        head_size: number of rows of its weights per head.
+        held: for each of its parameters, the shapes of the whole tensors in it by name, queries first.
+        keys_and_values: where keys and values begin, as `(parameter, row)`.
+        outputs: shapes of the whole weights, by name, of the sibling row-parallel layers that take all heads.
     """
 
     layer: str
@@ -123,10 +124,10 @@ class CopiedHeads:
     outputs: Mapping[str, tuple[int, ...]]
 
     def is_tiled(self, saved: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Whether the first two heads of keys or of values differ: in the blocked order they are copies of one.
+        """Whether the first two key or value heads differ; in blocked order they are copies of one head.
 
         Args:
-            saved: what the first two tensor-parallel ranks have saved, by name.
+            saved: tensors that the first two tensor-parallel ranks saved, by name.
         """
         is_one_per_rank = self.order.num_kv_heads * self.order.multiplier == self.order.tp_size
         for name, begin in self.keys_and_values:
@@ -137,15 +138,15 @@ class CopiedHeads:
         return False
 
     def tiled(self) -> dict[str, Pieces]:
-        """How the parameters of the layer and of the output projection lie on the ranks in the tiled order.
+        """Describe how the ranks hold the parameters of the layer and of the output projection in tiled order.
 
         Raises:
-            CheckpointError: nothing says which layer is the output projection.
+            CheckpointError: it is not clear which layer is the output projection.
         """
         if len(self.outputs) != 1:
             raise CheckpointError(
-                f"the copies of heads in {self.layer} are in the order of trn1, in which the columns of the output "
-                "projection are permuted; expected that as the one RowParallelLinear beside it that takes "
+                f"the copies of heads in {self.layer} are in trn1 order, which also permutes the columns of the output "
+                "projection; expected exactly one RowParallelLinear next to it that takes "
                 f"{self.order.num_heads * self.head_size} features, found {len(self.outputs)}. Use the checkpoint "
                 "converter with --convert_to_full_state --hw_backend trn1, and load the whole weights"
             )
@@ -164,10 +165,10 @@ class CopiedHeads:
 
 
 def copied_heads(modules: Mapping[str, nn.Module]) -> dict[str, CopiedHeads]:
-    """The layers whose heads the two orders arrange differently, by name.
+    """Return the layers whose heads the two orders arrange differently, by name.
 
     Args:
-        modules: this rank's, by name.
+        modules: this rank's modules, by name.
     """
     return {
         name: _copied_heads(name, module, modules)

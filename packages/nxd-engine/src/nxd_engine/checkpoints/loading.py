@@ -1,6 +1,6 @@
 """The documented `load_checkpoint`: loads checkpoints of `save_checkpoint`, Lightning or `nxd train`, at any degrees.
 
-`legacy_checkpoint` loads checkpoints of the existing library.
+`legacy` loads checkpoints of the existing library.
 """
 
 import logging
@@ -54,7 +54,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Values:
-    """The requested contents of a checkpoint besides named tensors."""
+    """The requested contents of a checkpoint, apart from named tensors."""
 
     settings: Sequence[Settings] | None
     optimizer_dict: dict[str, Any] | None
@@ -77,45 +77,46 @@ def load_checkpoint(
 ) -> Any:
     """Fill the given objects from a checkpoint, at any degrees. Called by all ranks.
 
-    Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. An adapter goes into the adapter of a
-    model, and may lie there without its base; a model without one goes into the base, and adapters begin anew. Tensors
-    of another dtype are converted. An optimizer that is not loaded along with its model may hold master weights of its
-    own: call `refresh_master_weights()` of a ZeRO-1 optimizer then.
+    Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. A saved adapter, with or without its
+    base, fills the model's adapter; a model saved without adapters fills the base, and adapters are reset. Tensors of
+    another dtype are converted. If a ZeRO-1 optimizer is not loaded along with its model, call its
+    `refresh_master_weights()`, since it may hold master weights.
 
     Args:
-        path: the folder, or URL, that was given to `save_checkpoint`; `checkpoint_dir_str` is another name.
-        tag: which checkpoint; None: the newest complete one. Where none is saved yet, a warning is logged and nothing
-            is filled, so that a script that resumes by itself begins: `has_checkpoint` tells beforehand.
+        path: the folder or URL that was given to `save_checkpoint`; `checkpoint_dir_str` is another name.
+        tag: the checkpoint; None for the newest complete one. If none is saved yet, a warning is logged and nothing
+            is filled, so that a script that resumes by itself can start; `has_checkpoint` tells beforehand.
         model: the model to fill.
         optimizer: the optimizer to fill, together with `model`.
-        scheduler: its `load_state_dict` is called.
-        num_workers: 1 to 32; each rank reads what it needs in any case.
-        strict: the checkpoint's model must have the same names as this one. Otherwise what both have is loaded.
-        use_zero1_dcp: as the existing library's; without effect here, as the checkpoint says how it was saved.
+        scheduler: the scheduler to fill by `load_state_dict`.
+        num_workers: 1 to 32; has no effect, since each rank reads what it needs.
+        strict: require the same names in the checkpoint and the model. Otherwise the names in both are loaded.
+        use_zero1_dcp: as in the existing library; has no effect, since the checkpoint says how it was saved.
 
     Returns:
         The user content, None if there is none.
 
     Raises:
         ValueError: an argument is wrong, or not the same on all ranks.
-        CheckpointError: there is no such checkpoint, it does not fit, is damaged, or asks to run code; on all ranks.
+        CheckpointError: there is no such checkpoint, or it does not fit, is damaged, or would have to run code; on all
+            ranks.
     """
     coordinator = coordinator_for(None)
     finalize_checkpoint()
 
     def describe_call() -> dict[str, object]:
         if isinstance(optimizer, Mapping):
-            raise ValueError("optimizer is a dict; give the optimizer itself, which is filled")
+            raise ValueError("optimizer is a dict; pass the optimizer itself, which is filled")
         if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
             raise ValueError(f"scheduler is a {type(scheduler).__name__} without load_state_dict; leave it out")
         return {**describe_subjects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
 
     agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
     if use_zero1_dcp:
-        _logger.info("use_zero1_dcp changes nothing: a checkpoint says itself how its states of ZeRO-1 were saved")
+        _logger.info("use_zero1_dcp has no effect: a checkpoint says how its ZeRO-1 states were saved")
     place = on_rank_zero(coordinator, f"loading from {path}", lambda: _place(path, tag))
     if place is None:
-        _logger.warning("nothing is loaded: there is no complete checkpoint in %s yet; training starts anew", path)
+        _logger.warning("nothing is loaded: there is no complete checkpoint in %s yet; training starts fresh", path)
         return None
     found = Found(*place)
     subjects = subjects_of(model, optimizer)
@@ -143,7 +144,7 @@ def load_checkpoint(
     into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
     into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))
     nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
-    if as_masters:  # a second reading, as the optimizer wants the same tensors for itself
+    if as_masters:  # read a second time, since the optimizer needs the same tensors
         nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
     settle_adapters(subjects.lora, objects)
     on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler, strict=strict))
@@ -151,7 +152,7 @@ def load_checkpoint(
 
 
 def _place(path: str | os.PathLike[str], tag: str | None) -> tuple[Any, ...] | None:
-    """Where the checkpoint is; None if there is no tag and nothing is saved yet."""
+    """Find the checkpoint; None if no tag is given and nothing is saved yet."""
     try:
         return astuple(find_checkpoint(path, tag))
     except NothingSavedError:
@@ -159,9 +160,9 @@ def _place(path: str | os.PathLike[str], tag: str | None) -> tuple[Any, ...] | N
 
 
 def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> set[str]:
-    """Which of "model", "optimizer" and "scheduler" a checkpoint can fill. Called by all ranks.
+    """Return which of "model", "optimizer" and "scheduler" a checkpoint can fill. Called by all ranks.
 
-    For a checkpoint of the existing library, which is not inspected, all of them.
+    A checkpoint of the existing library is not inspected: it returns all of them.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; on all ranks.
@@ -178,7 +179,7 @@ def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> se
 
 
 def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool) -> _Values:
-    """Everything except tensors of the model and the optimizer, checked before anything is filled."""
+    """Read everything except the tensors of model and optimizer, and check it before anything is filled."""
     if scheduler and not holds_value(checkpoint, SCHEDULER):
         raise CheckpointError("it holds no scheduler; leave out scheduler=")
     settings: list[Settings] | None = None
@@ -187,7 +188,7 @@ def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool)
         if holds_dict_state(checkpoint):
             optimizer_dict = read_dict_state(checkpoint)
         elif subjects.model is None:
-            raise CheckpointError("it holds optimizer states by the names of parameters; give model= as well")
+            raise CheckpointError("it stores optimizer states by parameter names; pass model= as well")
         elif holds_value(checkpoint, SETTINGS):
             settings = match_settings(unpack_value(checkpoint, SETTINGS), subjects.group_names)
         elif not any(kind_of(name) == "optimizer" for name in checkpoint.tensors):
@@ -203,7 +204,7 @@ def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool)
 
 
 def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> CheckpointState:
-    """The optimizer's tensors, ready to be filled; drops its previous state."""
+    """Return the optimizer's tensors, ready to be filled; drops its previous state."""
     if subjects.model is None or subjects.optimizer is None or values.optimizer_dict is not None:
         return {}
     stored = {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()}
@@ -212,7 +213,7 @@ def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> C
 
 
 def _hand_over(values: _Values, subjects: Subjects, scheduler: Any, *, strict: bool) -> None:
-    """Give the optimizer and the scheduler everything except tensors of parameters."""
+    """Give the optimizer and the scheduler everything except the parameters' tensors."""
     if subjects.optimizer is not None and values.optimizer_dict is not None:
         subjects.optimizer.load_state_dict(values.optimizer_dict)
     if subjects.optimizer is not None and values.settings is not None:

@@ -65,11 +65,11 @@ class Contents:
         user_content: see `save_checkpoint`.
         zero1_optimizer: see `save_checkpoint`.
         with_settings: whether to keep the settings of the optimizer's groups, such as their learning rates.
-        description: of the model, for readers of the checkpoint that do not have one.
+        description: the model's description, for readers of the checkpoint that do not have one.
         run_tensors: further tensors of a run, such as this rank's random streams, under names of kind "run".
-        narrow_weights: whether to keep weights whose wider master weights are kept, too.
+        narrow_weights: whether to keep weights whose wider master weights are also kept.
         step: optimizer steps taken.
-        metrics: by which retention chooses checkpoints.
+        metrics: metrics by which retention chooses checkpoints.
     """
 
     model: nn.Module | None = None
@@ -105,36 +105,35 @@ def save_checkpoint(
 ) -> None:
     """Save a checkpoint atomically: it is complete or absent. Called by all ranks.
 
-    A checkpoint of the same tag is replaced; it stays valid until the new one is complete. A save waits for the one in
-    the background before it. `num_workers`, `use_xser` and `use_zero1_dcp` change nothing: every rank writes its own
-    tensors one at a time in any case, a state of ZeRO-1 has the name of its parameter, and the files open with
-    safetensors. Under `neuron_parallel_compile`, where all values are zeros,
-    nothing is written.
+    A checkpoint of the same tag is replaced; it stays valid until the new one is complete. A save waits for an earlier
+    background save. `num_workers`, `use_xser` and `use_zero1_dcp` have no effect: every rank writes its own tensors one
+    at a time in any case, a ZeRO-1 state has the name of its parameter, and the files open with safetensors. Under
+    `neuron_parallel_compile`, where all values are zeros, nothing is written.
 
     Args:
         path: the folder of the checkpoints, or a URL such as "s3://bucket/runs"; `checkpoint_dir_str` is another name.
         tag: this checkpoint's name. Without one, `path` itself becomes the checkpoint.
-        model: any module, `NxDModel` or `NxDPPModel`; one with adapters is saved as its `LoraConfig` says. Buffers are
-            those of the first replica.
-        optimizer: saved by the names of the model's parameters. A `state_dict`, or an optimizer without a model, is
-            saved as each rank has it, and loads at the same degrees only.
-        scheduler: anything with a `state_dict()`.
-        user_content: plain values and tensors; rank 0's counts.
+        model: any module, `NxDModel` or `NxDPPModel`; a model with adapters is saved as its `LoraConfig` says. Buffers
+            are taken from the first replica.
+        optimizer: an optimizer, saved by the names of the model's parameters. A `state_dict`, or an optimizer without
+            a model, is saved per rank and loads only at the same degrees.
+        scheduler: any object with a `state_dict()`.
+        user_content: plain values and tensors; rank 0's are saved.
         num_workers: 1 to 32.
-        use_xser: as the existing library's.
-        num_kept_ckpts: how many of the newest in `path` stay; None or -1: all. Applied once this one is complete, and
-            without a tag not at all.
+        use_xser: as in the existing library; has no effect here.
+        num_kept_ckpts: number of newest checkpoints in `path` to keep; None or -1 keeps all. Applied once this one is
+            complete; ignored without a tag.
         async_save: return when the tensors are copied, and write them in the background; see `finalize_checkpoint`.
-        zero1_optimizer: `optimizer` is the `state_dict` of a ZeRO-1 optimizer, different on each replica.
-        use_zero1_dcp: as the existing library's; without effect here.
-        avoid_saving_lower_precision_weights: leave out the weights whose float32 master weights are saved, so those of
-            ZeRO-1 with `use_master_weights_in_ckpt`; loading rounds them again. A model with adapters is saved whole.
-        nxd_config: taken for scripts that give it.
+        zero1_optimizer: whether `optimizer` is the `state_dict` of a ZeRO-1 optimizer, different on each replica.
+        use_zero1_dcp: as in the existing library; has no effect here.
+        avoid_saving_lower_precision_weights: leave out weights whose float32 master weights are saved, as by ZeRO-1
+            with `use_master_weights_in_ckpt`; loading rounds them again. A model with adapters is saved whole.
+        nxd_config: accepted for scripts that pass it.
 
     Raises:
         ValueError: an argument is wrong or not the same on all ranks, or something could only be read back by running
             code; nothing was written.
-        CheckpointError: a rank could not write, or the save in the background before has failed; on all ranks.
+        CheckpointError: a rank could not write, or the earlier background save failed; on all ranks.
     """
     if extracting_graphs():
         return
@@ -152,11 +151,11 @@ def save_checkpoint(
     root, name, step = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
 
     def drop_old_ones() -> None:
-        if not is_untagged(tag):  # else the checkpoints beside this one are of other runs
+        if not is_untagged(tag):  # otherwise the checkpoints next to this one belong to other runs
             keep_newest(root, check_kept(num_kept_ckpts))
 
     if use_zero1_dcp:
-        _logger.info("use_zero1_dcp changes nothing: states of ZeRO-1 load at any degrees in any case")
+        _logger.info("use_zero1_dcp has no effect: ZeRO-1 states load at any degrees in any case")
     described = None if model is None else describe_model(model, plain_model(model))
     contents = Contents(
         model,
@@ -181,21 +180,21 @@ def write_checkpoint(
     incremental: bool = False,
     check_replicas: bool = False,
 ) -> None:
-    """Write a checkpoint, replacing one of the same tag, once the one before is complete. Called by all ranks.
+    """Write a checkpoint, replacing one of the same tag, once the previous save is complete. Called by all ranks.
 
     Args:
-        root: the folder that is to hold it.
-        tag: its name.
-        contents: what it holds.
-        finish: called by rank 0 when it is complete: in the background by the next save, load or
+        root: the folder of checkpoints.
+        tag: name of this checkpoint.
+        contents: the contents of the checkpoint.
+        finish: called by rank 0 when the checkpoint is complete; for a background save, by the next save, load or
             `finalize_checkpoint`.
         in_background: return when the tensors are copied.
-        incremental: reference what the checkpoint before holds already.
-        check_replicas: compare the copies of what several ranks hold, bit by bit.
+        incremental: reference tensors that the previous checkpoint already holds.
+        check_replicas: compare the copies that several ranks hold, bit by bit.
 
     Raises:
         ValueError: something could only be read back by running code; nothing was written.
-        CheckpointError: a rank could not write, or the save in the background before has failed; on all ranks.
+        CheckpointError: a rank could not write, or the earlier background save failed; on all ranks.
     """
     finalize_checkpoint()
     coordinator = coordinator_for(None)
@@ -226,7 +225,7 @@ def write_checkpoint(
     objects, extra = on_every_rank(coordinator, doing, pack, error_type=ValueError)
 
     def finish_it() -> None:
-        if open_store(root).capabilities.other_files:  # else nobody else reads it
+        if open_store(root).capabilities.other_files:  # otherwise no other program can read it
             write_description(adapter, subjects.lora, os.fspath(root), tag)
         finish()
 
@@ -251,9 +250,9 @@ def write_checkpoint(
 
 
 def finalize_checkpoint() -> None:
-    """Wait for the save in the background, then delete the checkpoints that are not kept. Called by all ranks.
+    """Wait for the background save, then delete the checkpoints that are not kept. Called by all ranks.
 
-    Each save and load calls it first; without a save it does nothing. A program that ends finishes its save, too.
+    Each save and load calls it first; without a pending save it does nothing. A program also finishes its save on exit.
 
     Raises:
         CheckpointError: the save failed; on all ranks.
@@ -265,33 +264,33 @@ def finalize_checkpoint() -> None:
 
 
 def abandon_checkpoint() -> None:
-    """Forget the save in the background, as it cannot be completed: ranks are lost. Waits until it has ended here."""
+    """Drop the background save, which cannot complete because ranks are lost. Waits until it has ended on this rank."""
     while _pending:
         with suppress(CheckpointError):
             _pending.pop().handle.wait()
 
 
 def is_saving() -> bool:
-    """Whether a save in the background is not complete yet, or has failed; ranks may notice it at different times."""
+    """Whether a background save is not complete yet, or has failed; ranks may notice it at different times."""
     return any(not save.handle.committed for save in _pending)
 
 
 def _narrow_weights(subjects: Subjects) -> set[str]:
-    """The names of the weights that a checkpoint of these can do without; says so where there are none."""
+    """Return the names of the weights that the checkpoint can leave out; logs a line if there are none."""
     model, optimizer = subjects.model, subjects.optimizer
     found: set[str] = set()
     if model is not None and optimizer is not None and subjects.lora is None:
         found = weights_of_wider_masters(model, optimizer)
     if not found:
-        _logger.info("avoid_saving_lower_precision_weights changes nothing: no wider master weights are saved")
+        _logger.info("avoid_saving_lower_precision_weights has no effect: no wider master weights are saved")
     return found
 
 
 def _tensors(subjects: Subjects, contents: Contents) -> CheckpointState:
-    """This rank's tensors for the checkpoint."""
+    """Return this rank's tensors for the checkpoint."""
     model, optimizer, given = subjects.model, subjects.optimizer, contents.optimizer
     state = subjects.model_tensors()
-    if model is not None and not is_first_replica():  # statistics of batches differ between replicas
+    if model is not None and not is_first_replica():  # batch statistics differ between replicas
         buffers = buffer_names(model)
         state = {name: tensor for name, tensor in state.items() if name not in buffers}
     if model is not None and optimizer is not None:
@@ -310,23 +309,23 @@ def _tensors(subjects: Subjects, contents: Contents) -> CheckpointState:
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """A save in the background, and the work to do once it is complete."""
+    """A background save, and the work to do once it is complete."""
 
     handle: AsyncSave
     finish: Callable[[], None]
     is_first_rank: bool
 
     def finish_on_first_rank(self) -> None:
-        """Do the work that follows the commit; nothing on all ranks but the first."""
+        """Do the work that follows the commit, on the first rank only."""
         if self.is_first_rank:
             self.finish()
 
 
-_pending: list[_PendingSave] = []  # one at most
+_pending: list[_PendingSave] = []  # at most one
 
 
 def _finish_at_exit() -> None:
-    """As `finalize_checkpoint`, but without asking other ranks, whose processes may be gone."""
+    """Like `finalize_checkpoint`, but without communicating with other ranks, whose processes may be gone."""
     while _pending:
         save = _pending.pop()
         save.handle.wait()

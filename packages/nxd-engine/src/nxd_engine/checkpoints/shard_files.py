@@ -1,7 +1,7 @@
-"""`parallel_layers.save` and `load`: files of torch's of each model-parallel rank, as the existing library writes (v1).
+"""`parallel_layers.save` and `load`: a torch file per model-parallel rank, as the existing library writes them (v1).
 
-For checkpoints that load at other degrees, and are complete or not there, use `save_checkpoint` and `load_checkpoint`.
-Objects that could run code when unpickled are neither loaded nor saved.
+For atomic checkpoints that load at other degrees, use `save_checkpoint` and `load_checkpoint`. Objects that could run
+code when unpickled are neither loaded nor saved.
 """
 
 import io
@@ -31,7 +31,7 @@ NXD_SKIP_RENDEZVOUS = "NXD_SKIP_RENDEZVOUS"  # a variable of the existing librar
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Make the folder of a file, if it is not there."""
+    """Make the folder of a file if it does not exist."""
     os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
 
 
@@ -44,17 +44,18 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
 ) -> None:
-    """Write what each model-parallel rank gives; of replicas, the first one's. Called by all ranks.
+    """Write each model-parallel rank's content; of several replicas, the first one's. Called by all ranks.
 
     Args:
         state_dict: nested dicts and lists of tensors and plain values, such as `{"model": model.state_dict()}`;
             `checkpoint` is another name.
-        save_dir: a local folder that all ranks share; `output_dir` is another name. The files of this rank in it are
+        save_dir: a local folder that all ranks share; `output_dir` is another name. This rank's files in it are
             replaced.
-        save_serially: one rank at a time, so that a host needs memory for one of them.
-        save_xser: a file for each tensor.
+        save_serially: write one rank at a time, so that a host needs memory for only one of them.
+        save_xser: write a file for each tensor.
         down_cast_bf16: write float32 and float64 tensors as bfloat16.
-        master_dp_only: False: every replica writes its own files, for `load` with the same argument.
+        master_dp_only: only the first replica writes. With False every replica writes its own files, for `load` with
+            the same argument.
 
     Raises:
         ValueError: something could only be read back by running code, or ranks disagree; nothing was written.
@@ -98,25 +99,26 @@ def load(
     master_dp_only: bool = True,
     weights_only: bool = False,
 ) -> Any:
-    """Read what `save`, or the existing library's, wrote at the same degrees. Called by all ranks.
+    """Read files of `save`, here or in the existing library, written at the same degrees. Called by all ranks.
 
     Args:
-        load_dir: the folder that was given to `save`; `chkpt_path` is another name. With `sharded=False` a file.
-        model_or_optimizer: takes what is under `model_key`; `model` is another name.
-        model_key: of the model's state in what was saved; None if that is the whole of it.
-        load_xser: taken for scripts that give it: files say how they were written.
-        sharded: False if one file holds the tensors of the whole model, of which each rank takes its part; the model
-            must be given then. Names must be those of the model.
-        strict: the names in the file must be those of the model; otherwise what both have is loaded.
-        master_dp_only: False if `save` was told so: each replica reads its own file.
-        weights_only: taken for scripts that give it; nothing that is read here can run code.
+        load_dir: the folder that was given to `save`; `chkpt_path` is another name. With `sharded=False`, a file.
+        model_or_optimizer: the model or optimizer to fill from `model_key`; `model` is another name.
+        model_key: the key of the model's state in the saved content; None if the content is that state.
+        load_xser: accepted for scripts that pass it; the format is detected from the files.
+        sharded: False if one file holds the whole model, of which each rank takes its part. This needs the model, and
+            the file must have the model's names.
+        strict: require the same names in the file and the model; otherwise the names in both are loaded.
+        master_dp_only: as for `save`; with False each replica reads its own file.
+        weights_only: accepted for scripts that pass it; loading never runs code.
 
     Returns:
-        What was saved, without what has gone into the model or optimizer.
+        The saved content, without the part that the model or optimizer was filled from.
 
     Raises:
-        ValueError: `sharded=False` without a model, or the ranks call it differently.
-        CheckpointError: it is missing, damaged, of other degrees, does not fit, or asks to run code; on all ranks.
+        ValueError: `sharded=False` without a model, or the ranks' calls differ.
+        CheckpointError: a file is missing, damaged, from other degrees, does not fit, or would have to run code; on all
+            ranks.
     """
     coordinator = coordinator_for(None)
     doing = f"loading from {os.fspath(load_dir)}"
@@ -144,7 +146,7 @@ def load(
 
 
 def _check_plain(state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError if `load` would refuse what is not a tensor."""
+    """Raise ValueError if `load` would refuse a value that is not a tensor."""
     stream = io.BytesIO()
     try:
         torch.save(_replace_tensors(state_dict, lambda tensor: None), stream)
@@ -154,7 +156,7 @@ def _check_plain(state_dict: Mapping[str, Any]) -> None:
 
 
 def _detached(content: Mapping[str, Any], wide_dtype: torch.dtype | None) -> Any:
-    """Tensors on the CPU, without the rest of a memory that they are a part of; what is one tensor stays one."""
+    """Copy tensors to the CPU, without the rest of their storage; a tensor that occurs twice stays one tensor."""
     known: dict[tuple[object, ...], Tensor] = {}
 
     def detach(tensor: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def _replace_tensors(content: Any, replace: Callable[[Tensor], Any]) -> Any:
 
 
 def _write_plain(content: Any, path: str) -> None:
-    if os.path.isfile(path):  # an xser save of before
+    if os.path.isfile(path):  # an earlier xser save
         os.remove(path)
         shutil.rmtree(path + TENSORS_SUFFIX, ignore_errors=True)
     os.makedirs(path, exist_ok=True)
@@ -187,8 +189,8 @@ def _write_plain(content: Any, path: str) -> None:
 
 
 def write_xser(content: Any, path: str) -> None:
-    """Write a rank's content with a file for each tensor. Tensors first: the skeleton says that they are there."""
-    if os.path.isdir(path):  # a plain save of before
+    """Write a rank's content with a file for each tensor. The skeleton is written last and marks it complete."""
+    if os.path.isdir(path):  # an earlier plain save
         shutil.rmtree(path)
     if os.path.isfile(path):
         os.remove(path)
@@ -225,12 +227,12 @@ def _own_file(load_dir: str | os.PathLike[str], master_dp_only: bool) -> str:
         return os.path.join(path, V1_CONTENT) if os.path.isdir(path) else path
     files = v1_files(os.fspath(load_dir))
     if not files:
-        raise CheckpointError("there is nothing that parallel_layers.save wrote")
+        raise CheckpointError("it holds no files of parallel_layers.save")
     saved = (1 + max(rank.tp for rank in files), 1 + max(rank.pp for rank in files))
     if saved != (tp.size, pp.size):
         raise CheckpointError(
-            f"it was saved at TP {saved[0]} x PP {saved[1]}, and this is TP {tp.size} x PP {pp.size}; use those "
-            "degrees, or load_checkpoint, which loads at any"
+            f"it was saved at TP {saved[0]} x PP {saved[1]}, but this run has TP {tp.size} x PP {pp.size}; use "
+            "the same degrees, or load_checkpoint, which loads at any"
         )
     return files[Rank(pp.rank, 0, tp.rank, 0)]
 
@@ -242,7 +244,7 @@ def _whole_file(load_dir: str | os.PathLike[str]) -> str:
 
 def _as_module(target: object) -> nn.Module:
     if not isinstance(target, nn.Module):
-        raise ValueError(f"sharded=False needs the model, whose tensors say which parts to take; got {target!r}")
+        raise ValueError(f"sharded=False needs the model, whose tensors say which parts to read; got {target!r}")
     return target
 
 
@@ -250,7 +252,7 @@ def _part(content: Any, model_key: str | None) -> Mapping[str, Any]:
     part = content if model_key is None else content.get(model_key) if isinstance(content, dict) else None
     if not isinstance(part, Mapping):
         there = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"there is no state under model_key={model_key!r}; there are: {there}")
+        raise CheckpointError(f"no state under model_key={model_key!r}; found: {there}")
     return part
 
 
@@ -260,7 +262,7 @@ def _rest(content: Any, model_key: str | None) -> dict[str, Any]:
 
 def _load_state(target: nn.Module | Optimizer, state: Mapping[str, Any], *, strict: bool) -> None:
     if isinstance(target, Optimizer) and "param_groups" not in state:
-        raise CheckpointError("it is no optimizer's state; give model_key= as the optimizer's was saved under")
+        raise CheckpointError("it is not an optimizer's state; pass the model_key= that the optimizer was saved under")
     if isinstance(target, NxDPPModel):
         target.load_local_state_dict(state, strict=strict)
     elif isinstance(target, Optimizer):
@@ -277,7 +279,7 @@ def _slice_into(own: CheckpointState, state: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{name} is a {type(whole).__name__}; it must be a tensor")
         shape = tuple(tensor.global_shape if isinstance(tensor, ShardedTensor) else tensor.shape)
         if tuple(whole.shape) != shape:
-            raise CheckpointError(f"{name} is {list(whole.shape)}, the model's {list(shape)}")
+            raise CheckpointError(f"{name} is {list(whole.shape)}, but {list(shape)} in the model")
     for name, tensor in own.items():
         if isinstance(tensor, ShardedTensor):
             for shard in tensor.shards:

@@ -26,38 +26,38 @@ from torch.optim import Optimizer
 
 CheckpointState = dict[str, ShardedTensor | Tensor]
 
-OPTIMIZER_PREFIX = "optimizer/"  # and then <logical name>/<key>
-OPTIMIZER_DICT_PREFIX = "optimizer_state_dict/"  # bytes of a rank's state_dict, where no model named its parameters
+OPTIMIZER_PREFIX = "optimizer/"  # followed by <logical name>/<key>
+OPTIMIZER_DICT_PREFIX = "optimizer_state_dict/"  # bytes of a rank's state_dict, if no model named its parameters
 RNG_PREFIX = "rng/"  # random streams of a rank
 _NOT_OF_THE_MODEL = (OPTIMIZER_PREFIX, OPTIMIZER_DICT_PREFIX, RNG_PREFIX)
 
 _MASTER = f"/{MASTER_KEY}"
-_ONLY_ZERO1 = {"skipped_steps"}  # means nothing to other optimizers
+_ONLY_ZERO1 = {"skipped_steps"}  # other optimizers ignore it
 _EXTRA_STATE = "_extra_state"  # as torch names it
 _SHOWN_NAMES = 8
 _BLOCK_BYTES = 16 * 2**20
 
 
 def kind_of(name: str) -> Literal["model", "optimizer", "run"]:
-    """The kind of a checkpoint's tensor, by its name, whoever wrote the checkpoint."""
+    """Return the kind of a checkpoint's tensor by its name, whoever wrote the checkpoint."""
     if not name.startswith(_NOT_OF_THE_MODEL):
         return "model"
     return "run" if name.startswith(RNG_PREFIX) else "optimizer"
 
 
 def owner_of(name: str) -> str:
-    """The name of the model's tensor that a state of the optimizer belongs to; any other name itself."""
+    """Return the name of the model's tensor that an optimizer state belongs to; any other name unchanged."""
     return name.removeprefix(OPTIMIZER_PREFIX).rpartition("/")[0] if name.startswith(OPTIMIZER_PREFIX) else name
 
 
 def model_state(model: nn.Module) -> CheckpointState:
-    """Parameters and persistent buffers of `model` as logical tensors; they share its memory.
+    """Return parameters and persistent buffers of `model` as logical tensors; they share its memory.
 
-    A tied parameter appears once, under its first name; so do its copies in several stages of a pipeline. A pipeline
-    gives what this rank holds, under the names of the model before it was cut.
+    A tied parameter appears once, under its first name; so do its copies in several stages of a pipeline. For a
+    pipeline, this rank's tensors are returned under the names of the model before it was cut.
 
     Raises:
-        ValueError: a layer's weight has lost its shard metadata, so that its part would be taken for the whole.
+        ValueError: a layer's weight has lost its shard metadata, so its part would be mistaken for the whole.
     """
     _check_shard_metadata(model)
     state: CheckpointState = {}
@@ -67,13 +67,13 @@ def model_state(model: nn.Module) -> CheckpointState:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
-    """The optimizer's state as logical tensors: what has a parameter's shape is sharded as the parameter is.
+    """Return the optimizer's state as logical tensors; states of a parameter's shape are sharded like the parameter.
 
-    With ZeRO-1 each rank gives the boxes that it owns; names, shapes and values are those without it, so a checkpoint
-    of one loads into the other.
+    With ZeRO-1 each rank contributes the boxes that it owns; names, shapes and values are the same as without it, so
+    a checkpoint of one loads into the other.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the model's, or a state is neither tensor nor number.
+        ValueError: the optimizer holds a parameter that the model lacks, or a state is neither tensor nor number.
     """
     if isinstance(optimizer, NeuronZero1Optimizer):
         return _zero1_state(model, optimizer)
@@ -86,11 +86,11 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
                     state[f"{OPTIMIZER_PREFIX}{logical}/{key}"] = tensor
             elif value.numel() > 1 and is_cut(parameter):
                 raise ValueError(
-                    f"optimizer state {key!r} of {name} is {list(value.shape)}, and the part of the parameter here is "
-                    f"{list(parameter.shape)}: what other ranks have of it is not known; use an elementwise optimizer "
-                    "with tensor parallelism"
+                    f"optimizer state {key!r} of {name} is {list(value.shape)}, but this rank's part of the parameter "
+                    f"is {list(parameter.shape)}, so it is unknown which part other ranks hold; use an elementwise "
+                    "optimizer with tensor parallelism"
                 )
-            else:  # such as a count of steps, which each logical tensor of a fused parameter has
+            else:  # such as a step count, which each logical tensor of a fused parameter has
                 names = _logical_names(name, parameter)
                 state.update({f"{OPTIMIZER_PREFIX}{logical}/{key}": value for logical in names})
     return state
@@ -112,7 +112,7 @@ def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> Checkpoin
 
 
 def weights_of_wider_masters(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """The model's tensors that `optimizer_state` holds as wider master weights as well: with ZeRO-1 that saves them."""
+    """Return the model's tensors that `optimizer_state` also holds as wider master weights, if ZeRO-1 saves them."""
     if not isinstance(optimizer, NeuronZero1Optimizer):
         return set()
     names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
@@ -121,17 +121,17 @@ def weights_of_wider_masters(model: nn.Module, optimizer: Optimizer) -> set[str]
 
 
 def weights_kept_as_masters(stored: Iterable[str]) -> dict[str, str]:
-    """The model's tensors that a checkpoint of these names keeps as master weights only, with the names of those."""
+    """Map the model's tensors that a checkpoint stores only as master weights to the names of those."""
     names = set(stored)
     masters = {owner_of(name): name for name in names if name.startswith(OPTIMIZER_PREFIX) and name.endswith(_MASTER)}
     return {weight: name for weight, name in masters.items() if weight not in names}
 
 
 def saved_here(model: nn.Module, state: CheckpointState) -> CheckpointState:
-    """The part of a model's and optimizer's state that this rank saves: without further copies of a tied weight.
+    """Return the model and optimizer state that this rank saves, without further copies of a tied weight.
 
-    Copies on several stages of a pipeline, and more so their optimizer state, may be apart by rounding. The first one
-    counts, from which the others take their values; to load, all copies are needed.
+    Copies on several pipeline stages, and even more their optimizer states, may differ by rounding. The first copy is
+    saved, and the others take their values from it; to load, all copies are needed.
     """
     if not isinstance(model, NxDPPModel):
         return state
@@ -158,13 +158,13 @@ def check_names(
     Args:
         stored: names in the checkpoint, of any kind.
         wanted: names of the model's tensors on this rank.
-        ignored: names that may be stored though no rank wants them.
+        ignored: names that may be stored even if no rank wants them.
         what: the checkpoint, for the message.
-        coordinator: reaches the other ranks.
-        can_be_lax: whether the caller has `strict=False`.
+        coordinator: the coordinator of the ranks.
+        can_be_lax: whether the caller accepts `strict=False`.
 
     Raises:
-        CheckpointError: a name is missing or no rank wants it; the same text on all ranks.
+        CheckpointError: a name is missing, or no rank wants it; the same text on all ranks.
     """
     of_all_ranks = coordinator.all_gather_object((sorted(wanted), sorted(ignored)))
     wanted_names = {name for names, _ in of_all_ranks for name in names}
@@ -176,7 +176,7 @@ def check_names(
     if problems:
         raise CheckpointError(
             f"{what} does not fit the model: {'; '.join(problems)}. Load it into the model that was saved"
-            + (", or pass strict=False to load what both have" if can_be_lax else "")
+            + (", or pass strict=False to load the tensors that both have" if can_be_lax else "")
         )
 
 
@@ -186,13 +186,13 @@ def _listed(names: list[str]) -> str:
 
 
 def check_shapes(source: TensorSource, into: CheckpointState) -> None:
-    """Compare the tensors that a source and this rank have.
+    """Compare the shapes of a source's and this rank's tensors.
 
     Raises:
-        CheckpointError: some are of other shapes; it names them.
+        CheckpointError: some shapes differ; it names them.
     """
     problems = [
-        f"{name} is {list(source.tensors[name].global_shape)}, the model's {list(shape)}"
+        f"{name} is {list(source.tensors[name].global_shape)}, but {list(shape)} in the model"
         for name, tensor in into.items()
         if name in source.tensors
         and source.tensors[name].global_shape != (shape := as_sharded(name, tensor).global_shape)
@@ -203,26 +203,26 @@ def check_shapes(source: TensorSource, into: CheckpointState) -> None:
 
 
 def check_ties(source: TensorSource, tied: Mapping[str, str], what: str) -> None:
-    """Compare tensors that are one weight of a model where a source holds each of them. Called by one rank.
+    """Compare the tensors of a tied weight that a source stores several times. Called by one rank.
 
     Args:
-        source: of the model's tensors.
-        tied: by each further name of a tied weight, the name under which checkpoints know it.
+        source: source of the model's tensors.
+        tied: maps each further name of a tied weight to its name in checkpoints.
         what: the source, for the message.
 
     Raises:
-        CheckpointError: they differ, so that filling the model with one would lose the other.
+        CheckpointError: they differ, so filling the model with one would lose the other.
     """
     for name, known in tied.items():
         if name in source.tensors and known in source.tensors and not same_values(source, name, known):
             raise CheckpointError(
-                f"{what} does not fit the model: {name} and {known} are one tied weight there, and differ here; make "
-                "the model without the tie (tie_word_embeddings=false)"
+                f"{what} does not fit the model: it has different values for {name} and {known}, which are one tied "
+                "weight in the model; make the model without the tie (tie_word_embeddings=false)"
             )
 
 
 def same_values(source: TensorSource, name: str, other: str) -> bool:
-    """Whether two tensors of a source are equal, a block of rows after the other."""
+    """Whether two tensors of a source are equal, compared block by block."""
     info, its = source.tensors[name], source.tensors[other]
     if info.global_shape != its.global_shape or info.dtype != its.dtype:
         return False
@@ -240,12 +240,12 @@ def same_values(source: TensorSource, name: str, other: str) -> bool:
 
 @torch.no_grad()
 def fill_state(source: TensorSource, into: CheckpointState) -> None:
-    """Fill this rank's tensors from those of a source; types are converted, and what it lacks is left alone.
+    """Fill this rank's tensors from a source; types are converted, and tensors that it lacks are left alone.
 
-    Memory beside the tensors: 16 MiB of a source that maps files, otherwise the largest of this rank's boxes.
+    Extra memory: 16 MiB if the source maps files, otherwise the largest of this rank's boxes.
 
     Raises:
-        CheckpointError: shapes differ, and nothing is touched; elements are missing, or the source cannot be read.
+        CheckpointError: shapes differ (nothing is changed then), elements are missing, or the source cannot be read.
     """
     check_shapes(source, into)
     for name in into.keys() & source.tensors.keys():
@@ -257,7 +257,7 @@ def fill_state(source: TensorSource, into: CheckpointState) -> None:
 def _fill(source: TensorSource, name: str, block: Box, destination: Shard) -> None:
     found = source.shards(name, block)
     if uncovered(block, [shard.box for shard in found]):
-        raise CheckpointError(f"no stored tensor holds all of {name!r} {block}")
+        raise CheckpointError(f"the stored tensors do not cover {name!r} {block}")
     for shard in found:
         common = shard.box.intersect(block)
         if common is None:
@@ -269,7 +269,7 @@ def _fill(source: TensorSource, name: str, block: Box, destination: Shard) -> No
 
 
 def _blocks(box: Box, item_size: int) -> Iterator[Box]:
-    """Rows of a box, as many at a time as make some megabytes."""
+    """Yield the rows of a box in blocks of a few megabytes."""
     if not box.shape or not box.num_elements:
         yield box
         return
@@ -281,10 +281,10 @@ def _blocks(box: Box, item_size: int) -> Iterator[Box]:
 
 
 def _release(tensor: Tensor) -> None:
-    """Give back the whole pages under a view of a read-only mapped file, whose values stay readable.
+    """Release the whole pages under a view of a read-only mapped file; its values stay readable.
 
-    The system keeps them for as long as there is room, but counts them as the process's own; so a rank would seem, to
-    whoever limits it, to hold every byte that it has read.
+    The system caches these pages while there is room, but counts them as the process's memory; so a memory limit would
+    see a rank hold every byte that it has read.
     """
     if not tensor.numel() or not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -298,18 +298,18 @@ def _release(tensor: Tensor) -> None:
 def allocate_optimizer_state(
     model: nn.Module, optimizer: Optimizer, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ) -> None:
-    """Make room in a new optimizer for the state that a checkpoint holds, so that it can be loaded in place.
+    """Allocate the state that a checkpoint holds in a new optimizer, so that it can be loaded in place.
 
-    Master weights of ZeRO-1 that the checkpoint lacks are taken from the parameters at the next step. Room is made in
-    the dtypes that the optimizer keeps its states in, whatever those of the checkpoint are.
+    ZeRO-1 master weights that the checkpoint lacks are taken from the parameters at the next step. Tensors are
+    allocated in the dtypes in which the optimizer keeps its states, whatever dtypes the checkpoint has.
 
     Args:
         model: the model whose parameters the optimizer has.
-        optimizer: its existing state is replaced.
+        optimizer: the optimizer, whose existing state is replaced.
         stored: dtype and global shape of every tensor in the checkpoint.
 
     Raises:
-        ValueError: the states are of an optimizer of another class.
+        ValueError: the states belong to an optimizer of another class.
     """
     keys_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for full_name, description in stored.items():
@@ -333,7 +333,7 @@ def allocate_optimizer_state(
         spec = get_shard_spec(parameter)
         if spec is None:
             return shape == parameter.shape
-        if not spec.pieces:  # nothing but padding is here, whatever its logical shape
+        if not spec.pieces:  # this rank holds only padding, whatever the logical shape
             return len(shape) == parameter.dim()
         return any(shape == piece.logical_shape for piece in spec.pieces)
 
@@ -350,14 +350,14 @@ def allocate_optimizer_state(
 
 
 def settle_optimizer_state(optimizer: Optimizer, others: Mapping[str, Any]) -> None:
-    """To be called when the states for which `allocate_optimizer_state` made room have been filled.
+    """Finish loading: call it when the states allocated by `allocate_optimizer_state` have been filled.
 
     Args:
-        optimizer: whose states they are.
-        others: what `other_optimizer_state` gave; empty if nothing.
+        optimizer: the optimizer with these states.
+        others: the result of `other_optimizer_state`; empty if there is none.
 
     Raises:
-        ValueError: it has no way to take them.
+        ValueError: the optimizer cannot load them.
     """
     attributes = others.get("attributes", {})
     is_zero1 = isinstance(optimizer, NeuronZero1Optimizer)
@@ -378,10 +378,10 @@ def settle_optimizer_state(optimizer: Optimizer, others: Mapping[str, Any]) -> N
 
 
 def other_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps outside of its parameters' states and its groups; empty if nothing.
+    """Return the state that an optimizer keeps outside its parameters' states and groups; empty if there is none.
 
     Raises:
-        ValueError: its `state_dict` is of no known form, or it keeps tensors while ranks have parts of the model.
+        ValueError: its `state_dict` has an unknown form, or it keeps such tensors while the model is split over ranks.
     """
     if isinstance(optimizer, NeuronZero1Optimizer):
         numbers = {key: value for key, value in optimizer.other_state().items() if value}
@@ -391,7 +391,7 @@ def other_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     if active_group("tp").size * active_group("pp").size > 1 and any(isinstance(it, Tensor) for it in _leaves(others)):
         raise ValueError(
             f"the {type(optimizer).__name__} keeps tensors that belong to no parameter ({', '.join(_names(others))}); "
-            "which part of the model they belong to is not known, so they cannot be saved with tensor or pipeline "
+            "it is unknown which part of the model they belong to, so they cannot be saved with tensor or pipeline "
             "parallelism"
         )
     return others
@@ -410,7 +410,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """This rank's modules that have a `get_extra_state` of their own, by the names of their states."""
+    """Return this rank's modules that define `get_extra_state`, by the names of their states."""
     named = model.local_named_modules() if isinstance(model, NxDPPModel) else model.named_modules()
     return {
         f"{name}.{_EXTRA_STATE}".lstrip("."): module
@@ -420,20 +420,20 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check_shard_metadata(model: nn.Module) -> None:
-    """Copies and moves by torch's own means (`deepcopy`, `to_empty`, `load_state_dict(assign=True)`) drop it."""
+    """Raise ValueError if shard metadata is lost: `deepcopy`, `to_empty` and `load_state_dict(assign=True)` drop it."""
     for name, module in model.local_named_modules() if isinstance(model, NxDPPModel) else model.named_modules():
         if getattr(module, "tensor_parallel_size", 1) == 1:
             continue
         for own_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if own_name.rpartition(".")[2].startswith("weight") and get_shard_spec(parameter) is None:
                 raise ValueError(
-                    f"{own_name} is split over {module.tensor_parallel_size} ranks but has no shard metadata any more; "
-                    "move models with move_model_to_device, and carry it over with copy_parameter_attributes"
+                    f"{own_name} is split over {module.tensor_parallel_size} ranks but has lost its shard metadata; "
+                    "move models with move_model_to_device, and keep metadata with copy_parameter_attributes"
                 )
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """This rank's parameters, each once, by their names in a checkpoint."""
+    """Return this rank's parameters, each once, by their names in a checkpoint."""
     if not isinstance(model, NxDPPModel):
         return model.named_parameters()
     first_names = model.tied_names()
@@ -459,7 +459,7 @@ def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tu
 
 
 def _logical_tensors(name: str, parameter: Tensor, tensor: Tensor) -> CheckpointState:
-    """`tensor`, which is split as `parameter` is, as views by logical name."""
+    """Return views of `tensor`, which is split like `parameter`, by logical name."""
     spec = get_shard_spec(parameter)
     if spec is None:
         return {name: tensor}
@@ -470,7 +470,7 @@ def _logical_tensors(name: str, parameter: Tensor, tensor: Tensor) -> Checkpoint
 
 
 def _logical_names(name: str, parameter: Tensor) -> list[str]:
-    """Of the logical tensors that a parameter holds; its own where it is all padding."""
+    """Return the names of a parameter's logical tensors; its own name if it is all padding."""
     return list(_logical_tensors(name, parameter, parameter)) or [name]
 
 
@@ -481,7 +481,7 @@ def _sharded_tensor(tensor: Tensor, pieces: Iterable[ShardPiece]) -> ShardedTens
 
 
 def logical_name(parameter_name: str, relative: str) -> str:
-    """The full name behind a `ShardPiece.name`: the parameter's own, or one beside the module that owns it."""
+    """Return the full name of a `ShardPiece.name`: the parameter's own, or a sibling of the module that owns it."""
     if not relative:
         return parameter_name
     parent = parameter_name.split(".")[:-2]

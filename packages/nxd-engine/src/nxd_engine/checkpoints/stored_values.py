@@ -1,9 +1,9 @@
-"""Values in a checkpoint besides named tensors; reading them can never run code.
+"""Values in a checkpoint other than named tensors; reading them can never run code.
 
-These are scheduler, user content and the settings of the optimizer's groups. Values that JSON restores exactly are in
-the manifest, the rest in a file that torch's restricted unpickler reads. Settings are stored by the names of
-parameters, so they fit any layout. A `state_dict` without a model knows parameters by numbers only, so it loads only at
-the degrees at which it was saved.
+These are the scheduler, user content and the settings of the optimizer's groups. Values that JSON restores exactly are
+in the manifest, the rest in a file that torch's restricted unpickler reads. Settings are stored by parameter names, so
+they fit any layout. A `state_dict` saved without a model only numbers its parameters, so it loads only at the degrees
+of the save.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from nxd_engine.checkpoints.state import OPTIMIZER_DICT_PREFIX, modules_with_extra_state, named_parameters
 from nxd_engine.rank_sync import is_first_replica
 
-# Names of a checkpoint's values, besides the description of its model.
+# Names of a checkpoint's values, apart from the description of its model.
 SETTINGS = "optimizer_settings"
 SCHEDULER = "scheduler"
 USER_CONTENT = "user_content"
@@ -37,10 +37,10 @@ _SUFFIX = ".pt"
 
 
 def pack_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The arguments `objects` and `extra` of `nxd_ckpt.save` that keep these values; None is left out.
+    """Return the arguments `objects` and `extra` of `nxd_ckpt.save` that store these values; None is left out.
 
     Raises:
-        ValueError: a value holds what could only be read by running code.
+        ValueError: a value could only be read by running code.
     """
     objects: dict[str, Any] = {}
     extra: dict[str, bytes] = {}
@@ -59,10 +59,10 @@ def holds_value(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def unpack_value(checkpoint: Checkpoint, name: str) -> Any:
-    """A value as it was saved, None if there is none.
+    """Return a value as it was saved, None if there is none.
 
     Raises:
-        CheckpointError: it is damaged, or asks for something that could run code.
+        CheckpointError: it is damaged, or could only be read by running code.
     """
     if name + _SUFFIX not in checkpoint.extra:
         return _objects(checkpoint).get(name)
@@ -71,7 +71,7 @@ def unpack_value(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def is_exact_in_json(value: object) -> bool:
-    """Whether JSON gives this back with the same types; a tuple would come back as a list."""
+    """Whether JSON restores this with the same types; a tuple would come back as a list."""
     if type(value) is dict:
         return all(type(key) is str and is_exact_in_json(item) for key, item in value.items())
     if type(value) is list:
@@ -80,13 +80,13 @@ def is_exact_in_json(value: object) -> bool:
 
 
 def check_readable(what: str, content: bytes) -> None:
-    """Raise ValueError if the restricted unpickler would refuse what `torch.save` wrote."""
+    """Raise ValueError if the restricted unpickler would refuse these bytes of `torch.save`."""
     try:
         load_torch_stream(io.BytesIO(content), what)
     except CheckpointError as error:
         raise ValueError(
-            f"{error}; keep plain values and tensors only: of an argparse.Namespace vars(it), of an object its numbers "
-            "and strings"
+            f"{error}; save plain values and tensors only: vars(namespace) of an argparse.Namespace, or an object's "
+            "numbers and strings"
         ) from error
 
 
@@ -105,23 +105,23 @@ def _objects(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters in each group, on this rank.
+    """Return the names of the parameters in each group, on this rank.
 
     Raises:
-        ValueError: the optimizer holds a parameter that is not the model's.
+        ValueError: the optimizer holds a parameter that the model lacks.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
     strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strangers:
         raise ValueError(
-            f"the optimizer holds parameters of shape {strangers[:3]} that are not the model's; give the model that "
+            f"the optimizer holds parameters of shape {strangers[:3]} that are not the model's; pass the model that "
             "it was made for"
         )
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def gather_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Index, names and settings of the groups of all stages. Called by all ranks of a pipeline."""
+    """Gather index, names and settings of the groups of all stages. Called by all ranks of a pipeline."""
     own = [
         {"index": index, "names": list(group), "settings": settings_of(optimizer.param_groups[index])}
         for index, group in enumerate(names)
@@ -130,10 +130,10 @@ def gather_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> lis
 
 
 def gather_extra_states(model: nn.Module | None, coordinator: Coordinator, doing: str) -> dict[str, Any] | None:
-    """The extra states of the modules of all stages; None if there are none. Called by all ranks.
+    """Gather the extra states of the modules of all stages; None if there are none. Called by all ranks.
 
     Raises:
-        ValueError: one holds what could only be read by running code, or tensor-parallel ranks have different ones.
+        ValueError: one could only be read by running code, or differs between tensor-parallel ranks.
     """
 
     def own() -> dict[str, Any]:
@@ -154,7 +154,7 @@ def gather_extra_states(model: nn.Module | None, coordinator: Coordinator, doing
         if speaks and found != of_ranks[0][1]:
             name = next((it for it in found if found[it] != of_ranks[0][1].get(it)), "a module")
             raise ValueError(
-                f"{doing} failed: {name} is another value on rank {rank} than on rank 0, and one is saved for all "
+                f"{doing} failed: {name} differs between rank {rank} and rank 0, but one value is saved for all "
                 "tensor-parallel ranks; keep it the same on all of them, or make it a buffer with a shard_spec"
             )
     return states or None
@@ -164,26 +164,26 @@ def set_extra_states(model: nn.Module, states: Any, *, strict: bool) -> None:
     """Give modules their extra states.
 
     Raises:
-        CheckpointError: with `strict`, none of this model's modules has one that is there.
+        CheckpointError: with `strict`, a stored state belongs to no module of this model.
     """
     modules = modules_with_extra_state(model)
     for name, value in (states or {}).items():
         if name in modules:
             modules[name].set_extra_state(value)
         elif strict and active_group("pp").size == 1:
-            raise CheckpointError(f"it holds {name}, which no module of the model takes; pass strict=False to leave it")
+            raise CheckpointError(f"it holds {name}, which no module of the model uses; pass strict=False to ignore it")
 
 
 def settings_of(group: Settings) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def match_settings(stored: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Settings]:
-    """The stored settings for each group of these names; a group that is empty here gets those of its index.
+    """Return the stored settings for each group of these names; a group that is empty here is matched by its index.
 
     Raises:
-        ValueError: nothing was stored for a group, or parameters of one group had several settings.
+        ValueError: no settings were stored for a group, or parameters of one group had different settings.
     """
     return [_match_group(stored, index, set(group)) for index, group in enumerate(names)]
 
@@ -194,36 +194,36 @@ def _match_group(stored: Sequence[Mapping[str, Any]], index: int, names: set[str
     if not found:
         raise ValueError(
             f"the checkpoint has no settings for parameter group {index} with {sorted(names)[:3]}; "
-            "give the optimizer that was saved, or leave it out"
+            "pass an optimizer like the one that was saved, or leave it out"
         )
     settings: Settings = found[0]["settings"]
     if any(repr(entry["settings"]) != repr(settings) for entry in found):
         raise ValueError(
-            f"parameters of group {index} ({sorted(names)[:3]}, ...) were in groups of different settings when saved; "
-            "make the optimizer with the groups that it had then"
+            f"parameters of group {index} ({sorted(names)[:3]}, ...) were saved in groups with different settings; "
+            "make the optimizer with the groups of the save"
         )
     return settings
 
 
 def apply_settings(settings: Sequence[Settings], optimizer: Optimizer) -> None:
-    """Give each group its settings; what is a tensor, such as a learning rate on a device, stays one."""
+    """Give each group its settings; a setting that is a tensor, such as a learning rate on a device, stays one."""
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         for key, value in values.items():
             if isinstance(group.get(key), Tensor):
-                group[key] = torch.full_like(group[key], float(value))  # groups may share the one that is there
+                group[key] = torch.full_like(group[key], float(value))  # groups may share the current tensor
             else:
                 group[key] = value
 
 
 def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
-    """The one tensor, uint8 `[bytes]`, that this rank has to save; none where another replica saves the same.
+    """Return the one tensor, uint8 `[bytes]`, that this rank saves; none if another replica saves the same state.
 
     Args:
         state: an optimizer's `state_dict()`.
-        zero1: each replica has a state of its own. So it has where experts are split over replicas.
+        zero1: whether each replica has its own state; it also does if experts are split over replicas.
 
     Raises:
-        ValueError: it holds what could only be read by running code.
+        ValueError: it could only be read by running code.
     """
     if not _is_of_each_rank(zero1) and not is_first_replica():
         return {}
@@ -234,12 +234,12 @@ def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
 
 
 def holds_dict_state(checkpoint: Checkpoint) -> bool:
-    """Whether an optimizer's state was saved as ranks gave it."""
+    """Whether an optimizer's state was saved per rank, as a `state_dict`."""
     return any(name.startswith(OPTIMIZER_DICT_PREFIX) for name in checkpoint.tensors)
 
 
 def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What this rank, or the first replica of it, gave.
+    """Return the `state_dict` that this rank, or its first replica, saved.
 
     Raises:
         CheckpointError: it was saved at other degrees, or is damaged.
@@ -256,13 +256,13 @@ def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
         if name.startswith(OPTIMIZER_DICT_PREFIX)
     )
     raise CheckpointError(
-        f"checkpoint {checkpoint.tag!r} has the optimizer's state as a dict of {', '.join(found[-4:])}, and none of "
+        f"checkpoint {checkpoint.tag!r} has the optimizer's state as dicts of {', '.join(found[-4:])}, but none for "
         "this rank; use the degrees of that run, or save the optimizer itself and the model, which load at any degrees"
     )
 
 
 def _own_name(*, zero1: bool) -> str:
-    """Says the degrees as well, as the same rank of another layout had other parameters."""
+    """Return this rank's name; it includes the degrees, since the same rank of another layout has other parameters."""
     axes = ("pp", "tp", "dp", "cp") if _is_of_each_rank(zero1) else ("pp", "tp")
     groups = [(axis, active_group(axis)) for axis in axes]
     return OPTIMIZER_DICT_PREFIX + "-".join(

@@ -1,8 +1,8 @@
-"""Finds checkpoints by tag or age, recognises their format, and deletes old ones; in folders or behind URLs.
+"""Finds checkpoints by tag or age, detects their format, and deletes old ones; in folders or behind URLs.
 
-Folders of the existing library are recognised by their marker files (v2) or their ranks' names (v1). Behind a URL such
-as "s3://bucket/runs" they are listed where they are, and copied to each host when they are loaded, since their files
-are mapped into memory.
+Folders of the existing library are detected by their marker files (v2) or their ranks' names (v1). Behind a URL such
+as "s3://bucket/runs" they are listed in place, and copied to each host when they are loaded, since their files are
+mapped into memory.
 """
 
 import os
@@ -32,9 +32,9 @@ class Found:
     """One complete checkpoint.
 
     Attributes:
-        root: the folder that holds it under its tag; of v1, which has no tags, the folder itself.
+        root: the folder that holds it under its tag; for v1, which has no tags, the folder itself.
         tag: its name; "" for v1.
-        layout: whose format it is.
+        layout: its format.
     """
 
     root: str
@@ -43,17 +43,17 @@ class Found:
 
     @property
     def folder(self) -> str:
-        """Where it lies, a path or a URL."""
+        """The checkpoint's folder, a path or a URL."""
         return os.path.join(self.root, self.tag) if self.tag else self.root
 
 
 def choose_tag(path: str | os.PathLike[str], tag: str) -> tuple[str, str, int | None]:
-    """Folder, tag and step to save to; without a tag, the path itself is to become the checkpoint.
+    """Return folder, tag and step to save to; without a tag, the path itself becomes the checkpoint.
 
-    The step is that of the newest checkpoint there, such as one of `nxd train`: without it, a later one would be older.
+    The step is that of the newest checkpoint there, such as one of `nxd train`, so that the new one counts as newer.
 
     Raises:
-        ValueError: path or tag is none, or there is no tag, and the path holds checkpoints.
+        ValueError: path or tag is invalid, or no tag is given and the path holds checkpoints.
     """
     folder = _folder(path)
     there = nxd_ckpt.list_checkpoints(folder)
@@ -61,18 +61,18 @@ def choose_tag(path: str | os.PathLike[str], tag: str) -> tuple[str, str, int | 
         return folder, tag, there[-1].step if there else None
     if there:
         tags = ", ".join(info.tag for info in there[-3:])
-        raise ValueError(f"{folder} holds the checkpoints {tags}; give tag= for a new one")
+        raise ValueError(f"{folder} holds the checkpoints {tags}; pass tag= for a new one")
     return *_split(folder), None
 
 
 def is_untagged(tag: str | None) -> bool:
-    """Whether the path itself is meant, or the newest checkpoint in it.
+    """Whether no tag is given, so that the path itself or the newest checkpoint in it is meant.
 
     Raises:
-        ValueError: it is no tag, such as a number: 0 is not to be taken for none.
+        ValueError: the tag is not a string; a number 0 must not be mistaken for a missing tag.
     """
     if not isinstance(tag, str | None):
-        raise ValueError(f"tag={tag!r} is a {type(tag).__name__}; give a string, such as 'step_{tag}'")
+        raise ValueError(f"tag={tag!r} is a {type(tag).__name__}; pass a string, such as 'step_{tag}'")
     return not tag
 
 
@@ -81,16 +81,16 @@ class NothingSavedError(CheckpointError):
 
 
 def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
-    """The checkpoint of this tag, or the newest complete one, or the one that the path itself names.
+    """Return the checkpoint of this tag, or the newest complete one, or the one that the path itself names.
 
     Raises:
         ValueError: the path or the tag is not allowed.
-        CheckpointError: there is none (`NothingSavedError` if it could have been any); or no tag is given, and one of
-            ours is damaged and may be the newest.
+        CheckpointError: there is none (`NothingSavedError` if no tag is given); or no tag is given, and a damaged
+            checkpoint of ours may be the newest.
     """
     root = _folder(path).removeprefix("file://")
     if os.path.isfile(root):
-        raise CheckpointError(f"{root} is a file; give the folder that checkpoints were saved to")
+        raise CheckpointError(f"{root} is a file; pass the folder that checkpoints were saved to")
     if (tag is not None and not is_untagged(tag)) or not open_store(root).capabilities.other_files:
         return _of_tag(root, tag)
     newest = nxd_ckpt.latest(root)
@@ -107,7 +107,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     if name and _is_own(parent, name):
         return Found(parent, name, "nxd")
     raise NothingSavedError(
-        f"there is no complete checkpoint in {root}; give the folder that checkpoints were saved to, or ask "
+        f"there is no complete checkpoint in {root}; pass the folder that checkpoints were saved to, or call "
         "has_checkpoint first"
     )
 
@@ -117,7 +117,7 @@ def has_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a complete checkpoint, of this library or the existing one.
 
     Raises:
-        CheckpointError: one is damaged: whether to begin without it is not ours to choose.
+        CheckpointError: one is damaged; the caller must decide whether to start without it.
     """
     root = _folder(path).removeprefix("file://")
     if not os.path.isfile(root) and nxd_ckpt.latest(root) is not None:
@@ -130,7 +130,7 @@ def has_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def delete_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Remove the checkpoint that this path names; by one rank.
+    """Remove the checkpoint that this path names. Called by one rank.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is pinned.
@@ -139,22 +139,23 @@ def delete_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def open_own(path: str | os.PathLike[str], tag: str | None) -> Checkpoint:
-    """A checkpoint of this library, chosen as `find_checkpoint` does, for one process to read.
+    """Open a checkpoint of this library, chosen like in `find_checkpoint`, for one process to read.
 
     Raises:
         ValueError: the path or the tag is not allowed.
-        CheckpointError: there is none, or it is the existing library's.
+        CheckpointError: there is none, or it was written by the existing library.
     """
     found = _find_own(path, tag)
     return nxd_ckpt.open_checkpoint(found.root, found.tag)
 
 
 def open_own_together(path: str | os.PathLike[str], tag: str | None) -> Checkpoint:
-    """As `open_own`, the same checkpoint on all ranks: the first one chooses it. Called by all ranks.
+    """Like `open_own`, but opens the same checkpoint on all ranks: the first one chooses it. Called by all ranks.
 
     Raises:
-        ValueError: as there, on a rank that is alone.
-        CheckpointError: there is none, it is the existing library's, or it was replaced meanwhile; on all ranks.
+        ValueError: as for `open_own`, with a single rank.
+        CheckpointError: there is none, it was written by the existing library, or it was replaced meanwhile; on all
+            ranks.
     """
     coordinator = coordinator_for(None)
     if coordinator.world_size == 1:
@@ -164,15 +165,15 @@ def open_own_together(path: str | os.PathLike[str], tag: str | None) -> Checkpoi
     doing = f"opening checkpoint {found.folder}"
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
     if len(set(coordinator.all_gather_object(checkpoint.save_id))) > 1:
-        raise CheckpointError(f"{doing} failed: it was replaced while the ranks were at it; open it again")
+        raise CheckpointError(f"{doing} failed: it was replaced while the ranks were opening it; open it again")
     return checkpoint
 
 
 def check_kept(num_kept_ckpts: int | None) -> int:
-    """How many checkpoints to keep, `KEEP_ALL` for None.
+    """Return the number of checkpoints to keep, `KEEP_ALL` for None.
 
     Raises:
-        ValueError: not a number of checkpoints.
+        ValueError: it is not a number of checkpoints.
     """
     kept = KEEP_ALL if num_kept_ckpts is None else num_kept_ckpts
     if type(kept) is not int or (kept < 1 and kept != KEEP_ALL):
@@ -190,8 +191,8 @@ def _find_own(path: str | os.PathLike[str], tag: str | None) -> Found:
     found = find_checkpoint(path, tag)
     if found.layout != "nxd":
         raise CheckpointError(
-            f"{found.folder} is a checkpoint of the existing library, which does not say of which model it is; load "
-            "it into that with load_checkpoint, and save it anew"
+            f"{found.folder} is a checkpoint of the existing library, which does not say which model it holds; load "
+            "it into that model with load_checkpoint, and save it again"
         )
     return found
 
@@ -199,12 +200,12 @@ def _find_own(path: str | os.PathLike[str], tag: str | None) -> Found:
 def _folder(path: str | os.PathLike[str]) -> str:
     folder = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(folder, str) or not folder:
-        raise ValueError(f"path={path!r} is no folder of checkpoints; give a path or a URL")
+        raise ValueError(f"path={path!r} is not a folder of checkpoints; pass a path or a URL")
     return folder
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Folder and tag of a path that names the checkpoint itself."""
+    """Return folder and tag of a path that names the checkpoint itself."""
     if "://" not in path:
         return os.path.split(os.path.abspath(path))
     root, _, tag = path.rstrip("/").rpartition("/")
@@ -224,7 +225,7 @@ def _of_tag(root: str, tag: str | None) -> Found:
 def _is_own(root: str, tag: str) -> bool:
     try:
         nxd_ckpt.open_checkpoint(root, tag)
-    except (CheckpointError, ValueError):  # the folder's name may be no tag
+    except (CheckpointError, ValueError):  # the folder's name may not be a valid tag
         return False
     return True
 
@@ -242,13 +243,13 @@ def _is_complete(folder: str, tag: str) -> bool:
 
 
 def _legacy_age(root: str, tag: str) -> tuple[float, list[int], str]:
-    """The library's own rule, the time of the marker; of a copied folder, whose times are equal, the tags' numbers."""
+    """Order by the marker's time, as that library does; if times are equal, as in a copied folder, by tags' numbers."""
     numbers = [int(digits) for digits in re.findall(r"\d+", tag)]
     return _changed_at(os.path.join(root, tag, _V2_MARKERS[1])), numbers, tag
 
 
 def _names_in(folder: str) -> list[str]:
-    """Names of the files and folders in it; none if it is not there."""
+    """Return the names of the files and folders in a folder; none if it does not exist."""
     if not is_remote(folder):
         return os.listdir(folder) if os.path.isdir(folder) else []
     file_system, path = open_folder(folder)
@@ -267,7 +268,7 @@ def _is_file(path: str) -> bool:
 
 
 def _changed_at(path: str) -> float:
-    """When a file was last written, in seconds since 1970; 0 if its store does not say."""
+    """Return when a file was last written, in seconds since 1970; 0 if its store does not say."""
     if not is_remote(path):
         return os.path.getmtime(path)
     file_system, inner_path = open_folder(path)
@@ -280,9 +281,9 @@ def _changed_at(path: str) -> float:
 
 @contextmanager
 def on_every_host(folder: str, coordinator: Coordinator) -> Iterator[str]:
-    """A folder of this machine with the content of `folder`, for as long as all ranks need it. Called by all ranks.
+    """Provide `folder`'s content in a folder on this machine while any rank needs it. Called by all ranks.
 
-    Each host has one copy, made by its first rank, in the system's folder for temporary files.
+    Each host has one copy, made by its first rank, in the system's temporary folder.
 
     Raises:
         CheckpointError: a rank could not copy it; on all ranks.
@@ -300,11 +301,11 @@ def on_every_host(folder: str, coordinator: Coordinator) -> Iterator[str]:
         copied = gather_from_every_rank(coordinator, f"copying {folder} to this host", copy)[first]
         assert copied is not None
         yield copied
-        coordinator.all_gather_object(None)  # others may read on until here
+        coordinator.all_gather_object(None)  # other ranks may still be reading until here
 
 
 def write_text(folder: str, name: str, text: str) -> None:
-    """Write a file into a folder, which is made if missing."""
+    """Write a file into a folder, which is created if missing."""
     file_system, path = open_folder(folder)
     file_system.makedirs(path, exist_ok=True)
     with file_system.open(f"{path}/{name}", "w") as file:
@@ -312,13 +313,13 @@ def write_text(folder: str, name: str, text: str) -> None:
 
 
 def open_folder(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a folder or URL, and the path in it; nothing is made.
+    """Return the fsspec file system of a folder or URL, and the path in it; creates nothing.
 
     Raises:
-        ValueError: the scheme of the URL is not known.
+        ValueError: the scheme of the URL is unknown.
         ImportError: the package for this scheme is not installed.
     """
-    import fsspec  # noqa: PLC0415 - takes its time to import
+    import fsspec  # noqa: PLC0415 - slow to import
 
     file_system, path = fsspec.core.url_to_fs(url)
     file_system.invalidate_cache()  # others may have written since
