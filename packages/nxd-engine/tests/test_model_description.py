@@ -106,7 +106,7 @@ def test_strange_objects_describe_no_model(objects):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_parameters": "x"}, "rope_parameters='x' is no table"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' is not a table"),
         ({"hidden_size": "8"}, "must be numbers; got hidden_size='8'"),
         ({"model_type": "gpt2"}, "is not a LlamaForCausalLM"),
     ],
