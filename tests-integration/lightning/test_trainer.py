@@ -118,7 +118,7 @@ def test_number_that_the_last_stage_lacks_is_an_error_that_says_so(fit, layout):
         def on_train_start(self, trainer, pl_module):
             pl_module.from_last_stage(None)
 
-    with pytest.raises(RankFailure, match="the last stage has None here"):
+    with pytest.raises(RankFailure, match="the last stage logs None"):
         fit(layout(world=2, pp=2), callbacks=[Asking()])
 
 

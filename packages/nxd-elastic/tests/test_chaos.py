@@ -63,7 +63,7 @@ def test_measures_of_a_run_without_steps_have_no_goodput(tmp_path):
     ("wrong", "told"),
     [
         ({"kinds": ("kil",)}, "kinds='kil' must be of kill, stop, pause, slow, absent, host"),
-        ({"steps": (3, 1)}, "steps=3:1 is no range"),
+        ({"steps": (3, 1)}, "steps=3:1 is not a range"),
     ],
 )
 def test_wrong_plan_says_what_is_right(wrong, told):
@@ -169,4 +169,4 @@ def test_paused_rank_runs_again_where_the_command_is_ended(process, tmp_path):
 
 def test_command_without_a_run_says_what_to_give(capsys):
     assert main(["chaos", "--output", "run"]) == 2
-    assert "give either --pid of a run, or the command that starts one" in capsys.readouterr().err
+    assert "pass either --pid of a run, or the command that starts one" in capsys.readouterr().err

@@ -177,7 +177,7 @@ def test_mesh_that_there_is_must_have_the_degrees_of_the_config(run_ranks):
     def run():
         initialize_model_parallel(tensor_model_parallel_size=2)
         agreeing = neuronx_distributed_config(tensor_parallel_size=2)
-        with pytest.raises(ValueError, match="tensor_parallel_size=1, but 2 there"):
+        with pytest.raises(ValueError, match="tensor_parallel_size=1, but it has 2"):
             neuronx_distributed_config()
         return agreeing["tensor_parallel_size"], get_mesh().tp
 

@@ -100,7 +100,7 @@ def test_script_with_a_setup_of_its_own_gives_the_config_first_and_no_model_func
 def test_module_without_model_function_and_setup_says_what_to_give(tmp_path):
     module = Fitting(nxd_config={}, opt_cls=torch.optim.SGD)
 
-    with pytest.raises(ValueError, match="model_fn is missing: give the function that returns the model, or override"):
+    with pytest.raises(ValueError, match="model_fn is missing: pass the function that returns the model, or override"):
         fit(module, tmp_path)
 
 
@@ -179,7 +179,7 @@ class Plain(lightning.LightningModule):
             ValueError,
             "return one optimizer of initialize_parallel_optimizer",
         ),
-        (Plain, {}, TypeError, "Plain is no NeuronLTModule"),
+        (Plain, {}, TypeError, "Plain is not a NeuronLTModule"),
         (
             linear,
             {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]},
@@ -227,7 +227,7 @@ def test_checkpoint_keeps_plain_hyperparameters_and_metrics_of_the_module(tmp_pa
             self.seen += 1
 
     trainer = fit(WithBuffer(3), tmp_path, max_steps=2)
-    with pytest.warns(UserWarning, match="hyperparameters activation are no plain values"):
+    with pytest.warns(UserWarning, match="hyperparameters activation are not plain values"):
         trainer.save_checkpoint(tmp_path / "own.ckpt")
 
     loaded = WithBuffer.load_from_checkpoint(tmp_path / "own.ckpt")

@@ -97,5 +97,5 @@ def test_nothing_is_written_where_hooks_are_off(tmp_path):
 
 
 def test_an_interval_of_no_steps_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="hooks_interval=0 is no number of steps"):
+    with pytest.raises(ValueError, match="hooks_interval=0 is not a number of steps"):
         nxd_lightning.NeuronHooksCallback(options(tmp_path, hooks_interval=0))

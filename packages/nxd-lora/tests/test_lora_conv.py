@@ -71,5 +71,5 @@ def test_all_linear_leaves_convolutions_out_and_grouped_ones_are_refused():
     model = make_model("all-linear")
 
     assert [name for name, _ in model.module.named_parameters() if "lora" in name] == ["linear.lora_A", "linear.lora_B"]
-    with pytest.raises(ValueError, match="groups=2 and padding_mode='zeros', and adapters know groups=1"):
+    with pytest.raises(ValueError, match="groups=2 and padding_mode='zeros', but adapters support only groups=1"):
         make_model("grouped")

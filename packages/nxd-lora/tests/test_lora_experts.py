@@ -125,8 +125,8 @@ def test_weight_reads_as_itself_after_a_forward_that_raises():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_parameters": ["experts.up"]}, r"'experts.up' names no weights of experts.*gate_up_proj.weight"),
-        ({"target_parameters": ["linear_router.weight"]}, "'linear_router.weight' names no weights of experts"),
+        ({"target_parameters": ["experts.up"]}, r"'experts.up' names no expert weights.*gate_up_proj.weight"),
+        ({"target_parameters": ["linear_router.weight"]}, "'linear_router.weight' names no expert weights"),
         ({"target_parameters": TARGETS, "modules_to_save": ["mlp_op"]}, "both name expert_mlps.mlp_op.gate_up_proj"),
         (
             {"target_modules": ["gate_up_proj"]},

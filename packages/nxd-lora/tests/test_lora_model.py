@@ -160,7 +160,7 @@ def test_targets_that_name_nothing_raise_and_leave_the_model_alone(targets, mess
 def test_model_with_adapters_already_is_refused():
     model = LoraModel(Model(), config())
 
-    with pytest.raises(ValueError, match=r"has adapters already; unload\(\) them first"):
+    with pytest.raises(ValueError, match=r"already has adapters; unload\(\) them first"):
         LoraModel(model.module, config())
 
 

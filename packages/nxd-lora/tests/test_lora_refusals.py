@@ -34,7 +34,7 @@ def test_adapter_of_a_weight_that_other_parameters_make_is_refused_by_name(norme
     model = nn.ModuleDict({"up": normed(nn.Linear(4, 6)), "down": nn.Linear(6, 4)})
 
     with pytest.raises(
-        ValueError, match=r"names up, a ParametrizedLinear, whose weight is computed .* remove that before"
+        ValueError, match=r"names up, a ParametrizedLinear, whose weight is computed .* remove that first"
     ):
         LoraModel(model, LoraConfig(lora_rank=2, target_modules=["up"]))
     LoraModel(model, LoraConfig(lora_rank=2, target_modules=["down"]))
@@ -62,7 +62,7 @@ def test_adapter_config_of_a_stranger_is_refused_in_one_line(tmp_path, text):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"r": 10**12}, r"0\.lora_A is \[2, 4\], which is not of r=1000000000000; .*take the config that was saved"),
+        ({"r": 10**12}, r"0\.lora_A is \[2, 4\], which is not of r=1000000000000; .*use the config that was saved"),
         ({"r": 1}, "which is not of r=1"),
         ({"use_dora": True}, "it has no lora_magnitude_vector, with use_dora=True"),
         ({"target_modules": ["1"]}, "it has factors of 0, which target_modules does not name"),

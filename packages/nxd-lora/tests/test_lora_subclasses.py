@@ -95,7 +95,7 @@ class OwnColumn(ColumnParallelLinear):
     [
         (lambda: OwnColumn(4, 4), {}, "names 0, a OwnColumn, whose forward does more"),
         (lambda: ScaledLinear(4, 4), {"lora_dropout": 0.1}, r"set lora_dropout=0\.1 to 0"),
-        (lambda: ScaledLinear(4, 4), {"use_dora": True}, "use_dora=True does not know ScaledLinear"),
+        (lambda: ScaledLinear(4, 4), {"use_dora": True}, "use_dora=True does not support ScaledLinear"),
         (lambda: nn.Embedding(4, 4, max_norm=1.0), {}, "max_norm"),
         (lambda: ParallelEmbedding(4, 4, collect_output=False), {}, "collect_output=False"),
     ],

@@ -116,7 +116,7 @@ def test_checkpoint_of_other_sizes_than_its_config_says_is_refused(converted, tm
     state["model.layers.0.self_attn.qkv_proj.weight"] = torch.zeros(30, HIDDEN)
     save_checkpoint(tmp_path / "runs", "step_1", Layers(state))
 
-    with pytest.raises(ValueError, match=r"qkv_proj.weight \[30, 16\] is not of \[16, 4, 4\] rows, as --config says"):
+    with pytest.raises(ValueError, match=r"qkv_proj.weight \[30, 16\] needs \[16, 4, 4\] rows by --config"):
         converted("runs/step_1/model", "back", "--convert_to_full_state")
 
 
@@ -171,7 +171,7 @@ def test_files_of_ranks_are_rewritten_with_a_file_for_each_tensor(converted):
         ((), "give exactly one of --convert_from_full_state"),
         (("--convert_from_full_state", "--ep_size", "2"), "--ep_size above 1: not supported"),
         (("--convert_from_full_state", "--tp_size", "8"), "does not divide|must be a multiple of"),
-        (("--convert_to_full_state",), "is no folder"),
+        (("--convert_to_full_state",), "is not a folder"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(converted, options, message):
@@ -227,5 +227,5 @@ def test_zero1_states_go_to_another_number_of_replicas_and_back(tmp_path):
     assert convert_zero_checkpoints.get_parallel_info(args) == (3, 1, 1)
     assert torch.equal(last["exp_avg"], padded[1])
     assert last["step"] == 3
-    with pytest.raises(ValueError, match="whole states already"):
+    with pytest.raises(ValueError, match="already holds whole states"):
         run("whole", "twice", "--convert_to_full")

@@ -86,6 +86,6 @@ def test_arguments_by_position_are_in_that_librarys_order():
 )
 def test_arguments_whose_work_is_not_done_are_refused(further):
     with pytest.raises(
-        NotImplementedError, match=f"{next(iter(further))} of mixture-of-experts layers is not done here"
+        NotImplementedError, match=f"{next(iter(further))} of mixture-of-experts layers is not supported"
     ):
         make_layer(**further)

@@ -24,5 +24,5 @@ def test_other_owner_of_the_import_name_is_warned_of(tmp_path):
     result = import_beside(tmp_path)
 
     assert result.returncode == 1
-    assert "neuronx-distributed 0.12.1 is installed beside nxd-neuronx" in result.stderr
+    assert "neuronx-distributed 0.12.1 is installed next to nxd-neuronx" in result.stderr
     assert "pip uninstall neuronx-distributed" in result.stderr

@@ -249,7 +249,7 @@ def test_a_tree_of_candidates_accepts_the_branch_that_agrees_longest():
     assert (accepted.item(), int(count)) == (2, 3)
     assert ids.tolist() == [[5, 7, 20, 31]]
     assert (places - 1).tolist() == [0, 1, 4]
-    with pytest.raises(ValueError, match="with all its ancestors"):
+    with pytest.raises(ValueError, match="include all ancestors"):
         medusa_utils.generate_medusa_buffers([[0, 0]])
 
 

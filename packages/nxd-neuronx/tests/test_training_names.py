@@ -331,7 +331,7 @@ def test_lora_adapts_a_model_or_a_single_layer():
     assert torch.equal(single(torch.ones(4)), layer(torch.ones(4)))
     assert single.base_layer is layer
     assert get_lora_model(layer, None) is layer
-    with pytest.raises(ValueError, match="has an adapter already"):
+    with pytest.raises(ValueError, match="already has an adapter"):
         LoraLinear(layer, config)
     with pytest.raises(ValueError, match="adapts Linear, not Embedding"):
         LoraLinear(nn.Embedding(2, 2), config)

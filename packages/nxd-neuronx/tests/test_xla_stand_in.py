@@ -176,7 +176,7 @@ def test_script_that_is_no_file_is_refused(run_script):
 
     assert result.returncode == 2
     assert result.stderr.startswith("nxd run: ")
-    assert result.stderr.endswith("absent.py is no file; give the Python script to run\n")
+    assert result.stderr.endswith("absent.py is not a file; pass the Python script to run\n")
 
 
 def test_name_that_the_stand_in_lacks_is_an_error_that_lists_what_it_has(tmp_path, run_script):
@@ -185,7 +185,7 @@ def test_name_that_the_stand_in_lacks_is_an_error_that_lists_what_it_has(tmp_pat
     result = run_script(script="other.py")
 
     assert result.returncode == 1
-    assert "what stands in for torch_xla.runtime has no 'use_spmd'; it has device_type, " in result.stderr
+    assert "the stand-in for torch_xla.runtime has no 'use_spmd'; it has device_type, " in result.stderr
 
 
 def test_library_that_looks_for_a_tpu_learns_that_there_is_none(tmp_path, run_script):

@@ -24,7 +24,7 @@ def parse_range(text: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
     numbers = [least, most if colon else least]
     if not all(number.isdecimal() for number in numbers) or not 1 <= int(numbers[0]) <= int(numbers[1]):
-        raise ValueError(f"{text!r} is no range of ranks; write MIN:MAX, such as 2:8")
+        raise ValueError(f"{text!r} is not a range of ranks; write MIN:MAX, such as 2:8")
     return int(numbers[0]), int(numbers[1])
 
 

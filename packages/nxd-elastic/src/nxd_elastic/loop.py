@@ -68,7 +68,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            raise ValueError(f"{self.least}:{self.most} is no range of ranks; give such as 2:8")
+            raise ValueError(f"{self.least}:{self.most} is not a range of ranks; use one such as 2:8")
         for name in ("grace", "silence"):
             if not 1 <= getattr(self, name) < 1e6:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, 1 or more")
@@ -162,8 +162,8 @@ def run(
     trained = run_as_trainer(train_once, lifeline, options, layouts, accepts)
     if trained is None:
         print(
-            f"nxd elastic: rank {os.environ['RANK']} was lost and the others have finished the training; it does "
-            "nothing more, also of what the script does afterwards",
+            f"nxd elastic: rank {os.environ['RANK']} was lost and the others have finished the training; it exits "
+            "without running the rest of the script",
             file=sys.stderr,
             flush=True,
         )
@@ -336,7 +336,7 @@ class _Trainer:
             return
         over = self._board.over(before.number)
         if over is not None and over.ending == "lost":
-            raise PeerError(f"{over.reason}. No process has ended: look at the network, or raise --elastic-silence")
+            raise PeerError(f"{over.reason}. No process has ended: check the network, or raise --elastic-silence")
 
     def _clear_up(self) -> None:
         """End what the generation has: its communication, its saves, its memory."""

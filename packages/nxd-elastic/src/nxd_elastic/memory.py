@@ -131,5 +131,5 @@ def _own_address() -> str:
             probe.connect(where)
             found.append(probe.getsockname()[0])
     if not found:
-        raise OSError(f"this host reaches none of the addresses of MASTER_ADDR={name}")
+        raise OSError(f"this host cannot reach any address of MASTER_ADDR={name}")
     return min(found, key=lambda address: (ip_address(address).is_loopback, ":" in address))

@@ -141,8 +141,8 @@ class _Attempt:
             self._board.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
         elif waited > self._terms.grace * _PATIENCE:
             raise PeerError(
-                f"{len(ready)} of {self._terms.slots} ranks are left, too few for the least number or the layouts of "
-                f"--elastic, and no others have come in {waited:.0f} s; the newest checkpoint is intact"
+                f"{len(ready)} of {self._terms.slots} ranks are left, too few for the minimum or the layouts of "
+                f"--elastic, and no others have joined in {waited:.0f} s; the newest checkpoint is intact"
             )
 
     def _is_expected(self, slot: int, within_grace: bool) -> bool:

@@ -86,7 +86,7 @@ def supervise(*, silence: float, keeps_memory: bool = False) -> Lifeline | int:
     """
     if sys.platform != "linux":
         raise RuntimeError(
-            "elastic training supervises processes as only Linux can; run it there, or without --elastic"
+            "elastic training needs process supervision, which only Linux has; run it there, or without --elastic"
         )
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])

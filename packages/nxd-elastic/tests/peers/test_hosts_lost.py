@@ -236,5 +236,5 @@ def test_url_without_keepers_is_refused(url):
 def test_incremental_saves_are_refused(hosts):
     save(hosts.url(0, 1), "step-1", {"w": whole(1)}, incremental=True)
 
-    with pytest.raises(CheckpointError, match="leave incremental=True out"):
+    with pytest.raises(CheckpointError, match="leave out incremental=True"):
         save(hosts.url(0, 1), "step-2", {"w": whole(1)}, incremental=True)

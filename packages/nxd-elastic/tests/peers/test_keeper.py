@@ -144,9 +144,9 @@ def test_names_outside_the_folder_are_refused(keeper, tmp_path, name):
     client = KeeperClient(keeper.address)
     before = sorted(tmp_path.iterdir())
 
-    with pytest.raises(OSError, match="is no name of a file"):
+    with pytest.raises(OSError, match="is not a file name"):
         write(keeper, name, b"1")
-    with pytest.raises(OSError, match="is no name of a file"):
+    with pytest.raises(OSError, match="is not a file name"):
         client.content(name, 10)
 
     assert sorted(tmp_path.iterdir()) == before
@@ -255,7 +255,7 @@ def test_folder_that_others_may_have_made_is_refused(tmp_path, kind):
         folder = tmp_path / "link"
         folder.symlink_to(tmp_path / "host")
 
-    with pytest.raises(OSError, match="must be a folder of this user alone"):
+    with pytest.raises(OSError, match="must be private to this user"):
         Keeper(folder, "127.0.0.1", "right")
 
 

@@ -91,7 +91,7 @@ class NeuronCheckpointIO(CheckpointIOBase):
         """
         lacking = sorted(others.keys() - checkpoint_parts(_resolved(path)))
         if lacking:
-            warnings.warn(f"{path} holds no {' and no '.join(lacking)}, which begin anew", stacklevel=2)
+            warnings.warn(f"{path} holds no {' and no '.join(lacking)}; these start fresh", stacklevel=2)
         found = {name: value for name, value in others.items() if name not in lacking}
         load_checkpoint(_resolved(path), model=model, strict=strict, **found)
 
@@ -119,7 +119,7 @@ def _plain_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     left_out = sorted(parameters.keys() - plain.keys())
     if left_out:
         warnings.warn(
-            f"the hyperparameters {', '.join(left_out)} are no plain values and are left out of the checkpoint; give "
+            f"the hyperparameters {', '.join(left_out)} are not plain values and are left out of the checkpoint; pass "
             "them again when you load it, or keep them out of save_hyperparameters(ignore=...)",
             stacklevel=2,
         )

@@ -19,12 +19,12 @@ def check_trainer(trainer: Any) -> None:
         check_spelling(part)
     if not isinstance(trainer.lightning_module, NeuronLTModule):
         raise TypeError(
-            f"{type(trainer.lightning_module).__name__} is no NeuronLTModule, whose model and optimizer are made "
-            "for a mesh; inherit from NeuronLTModule, or give the Trainer one of Lightning's own strategies"
+            f"{type(trainer.lightning_module).__name__} is not a NeuronLTModule, whose model and optimizer are made "
+            "for a mesh; inherit from NeuronLTModule, or pass the Trainer one of Lightning's own strategies"
         )
     if trainer.gradient_clip_val is not None:
         raise ValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would clip each rank's part by itself; set "
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would clip each rank's part separately; set "
             'nxd_config["optimizer_config"]["max_grad_norm"], by which the optimizer clips'
         )
 
@@ -38,8 +38,8 @@ def check_optimizers(optimizers: list[Any]) -> None:
     if len(optimizers) > 1 or not all(isinstance(optimizer, NxDOptimizer) for optimizer in optimizers):
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
-            f"configure_optimizers gave {kinds}; return one optimizer of initialize_parallel_optimizer, which averages "
-            "gradients over the ranks"
+            f"configure_optimizers returned {kinds}; return one optimizer of initialize_parallel_optimizer, which "
+            "averages gradients over the ranks"
         )
 
 
@@ -51,6 +51,6 @@ def check_precision(plugin: Any) -> None:
     """
     if getattr(plugin, "scaler", None) is not None:
         raise ValueError(
-            f"precision={plugin.precision!r} scales losses, but here the model itself goes backward from them; "
+            f"precision={plugin.precision!r} scales losses, but here the model itself runs backward; "
             'use precision="bf16-mixed" or "bf16-true", or NeuronXLAPrecisionPlugin with a config of mixed precision'
         )

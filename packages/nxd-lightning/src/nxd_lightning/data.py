@@ -166,7 +166,7 @@ class ResumableBatches:
         loader.samples_consumed = before
         if num_samples < samples_of_a_step:
             raise ValueError(
-                f"there are {num_samples} sequences to train on, fewer than global_batch_size={samples_of_a_step}; "
+                f"there are only {num_samples} training sequences, fewer than global_batch_size={samples_of_a_step}; "
                 "add text or lower one of global_batch_size and sequence_length"
             )
         self._steps = num_samples // samples_of_a_step

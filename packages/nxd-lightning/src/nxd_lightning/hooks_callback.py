@@ -42,7 +42,7 @@ class NeuronHooksCallback(_Callback):
         self.target_layers = [name.strip() for name in (cfg.target_layers or "").split(",") if name.strip()]
         self.hooks_interval = int(cfg.hooks_interval)
         if self.hooks_interval < 1:
-            raise ValueError(f"hooks_interval={cfg.hooks_interval!r} is no number of steps; use 1 or more")
+            raise ValueError(f"hooks_interval={cfg.hooks_interval!r} is not a number of steps; use 1 or more")
         default = f"hooks_outputs/{os.environ.get('SLURM_JOB_ID')}/hooks_dumps"
         self.hooks_dump_base_directory = str(getattr(cfg, "hooks_dump_base_directory", None) or default)
         self.master_print_model_layers = bool(cfg.master_print_model_layers)

@@ -174,7 +174,7 @@ class NeuronLTModule(_LightningModule):
         if hasattr(self, "model"):
             return
         if self.model_fn is None:
-            raise ValueError("model_fn is missing: give the function that returns the model, or override setup")
+            raise ValueError("model_fn is missing: pass the function that returns the model, or override setup")
         _reset_seed()
         seed = torch.initial_seed()
         self.model = initialize_parallel_model(self.nxd_config, self.model_fn, *self.model_args, **self.model_kwargs)
@@ -312,7 +312,7 @@ class NeuronLTModule(_LightningModule):
         try:
             number = float(value) if is_last else 0.0
         except TypeError as error:
-            raise TypeError(f"the last stage has {value!r} here, but other stages wait for its number") from error
+            raise TypeError(f"the last stage logs {value!r}, but the other stages wait for a number") from error
         mine = torch.tensor(number, dtype=widest_float(get_device()), device=get_device())
         return broadcast(mine, stages, source=stages.size - 1)
 
@@ -369,20 +369,20 @@ class NeuronLTModule(_LightningModule):
     def _check_trainer(self, trainer: Any) -> None:
         if getattr(trainer.strategy, "strategy_name", "") != "nxd":
             raise RuntimeError(
-                f"NeuronLTModule runs on a mesh, which {type(trainer.strategy).__name__} knows nothing of; make the "
+                f"NeuronLTModule runs on a mesh, which {type(trainer.strategy).__name__} does not support; make the "
                 "Trainer with strategy=NeuronXLAStrategy(nxd_config)"
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if self.nxd_config[name] != getattr(trainer.strategy, name):
                 raise ValueError(
                     f"the module's nxd_config has {name}={self.nxd_config[name]}, its strategy "
-                    f"{getattr(trainer.strategy, name)}; give both the same nxd_config"
+                    f"{getattr(trainer.strategy, name)}; pass both the same nxd_config"
                 )
         if self.automatic_optimization and self.grad_accum_steps > 1:
             if trainer.accumulate_grad_batches not in (1, self.grad_accum_steps):
                 raise ValueError(
                     f"grad_accum_steps={self.grad_accum_steps}, but the Trainer has "
-                    f"accumulate_grad_batches={trainer.accumulate_grad_batches}; give one of them"
+                    f"accumulate_grad_batches={trainer.accumulate_grad_batches}; set only one of them"
                 )
             trainer.accumulate_grad_batches = self.grad_accum_steps
 

@@ -267,7 +267,7 @@ class NeuronXLAStrategy(StrategyBase):
             return super().reduce(tensor, group, reduce_op)
         op = next((op for name, op in REDUCTIONS.items() if name in str(reduce_op).lower()), None)
         if op is None:
-            raise ValueError(f"reduce_op={reduce_op!r} is not known; use one of {', '.join(REDUCTIONS)}")
+            raise ValueError(f"unknown reduce_op={reduce_op!r}; use one of {', '.join(REDUCTIONS)}")
         if op == "avg" and not tensor.is_floating_point():
             tensor = tensor.float()
         return all_reduce(tensor.to(get_device()), get_world_group(), op=op).to(tensor.device)
@@ -321,10 +321,10 @@ class NeuronXLAStrategy(StrategyBase):
             ValueError: there are `storage_options`.
         """
         if self.is_left_alone:
-            warnings.warn(f"no {filepath} is written: it takes all ranks, and this one has failed", stacklevel=2)
+            warnings.warn(f"{filepath} is not written: that needs all ranks, and this one has failed", stacklevel=2)
             return
         if storage_options is not None:
-            raise ValueError("NeuronXLAStrategy takes no storage_options; give save_checkpoint the path only")
+            raise ValueError("NeuronXLAStrategy does not support storage_options; pass save_checkpoint only the path")
         subjects: dict[str, Any] = {"model": self.lightning_module.model}
         if "optimizer_states" in checkpoint:
             subjects |= self._fitted()
@@ -371,7 +371,7 @@ def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Para
     degrees = ParallelDegrees.of_config(complete_config(config))
     twice = [f"{SIZES[axis]}={size}" for axis, size in given.items() if size not in (1, getattr(degrees, axis))]
     if twice:
-        raise ValueError(f"{', '.join(twice)} differs from nxd_config; give the degrees in nxd_config only")
+        raise ValueError(f"{', '.join(twice)} differs from nxd_config; set the degrees in nxd_config only")
     return degrees
 
 

@@ -82,7 +82,7 @@ def config_from_adapter_config(content: Mapping[str, Any]) -> LoraConfig:
     if initialization not in (True, False, "gaussian"):
         problems.append(f"init_lora_weights={initialization!r}")  # it would change the base model
     if problems:
-        raise ValueError(f"the adapter uses what is not supported here: {', '.join(problems)}")
+        raise ValueError(f"the adapter uses unsupported features: {', '.join(problems)}")
     return LoraConfig(
         lora_rank=content["r"],
         lora_alpha=content.get("lora_alpha", 8),
@@ -112,7 +112,7 @@ def check_same_scale(model: LoraModel, saved: LoraConfig, source: str) -> None:
     if differing:
         raise ValueError(
             f"the adapter in {source} does not have this model's scale: {'; '.join(differing)}; wrap the model with "
-            "the values there"
+            "the adapter's values"
         )
 
 
@@ -145,7 +145,7 @@ def check_tensors(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], sou
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
-            f"the adapter's config does not fit its tensors ({source}): {'; '.join(problems[:3])}{more}; take the "
+            f"the adapter's config does not fit its tensors ({source}): {'; '.join(problems[:3])}{more}; use the "
             "config that was saved with them"
         )
 

@@ -19,8 +19,8 @@ from nxd_lora.linear import FACTOR_NAMES, branch_dropout, init_of_a
 def _add_factors(layer: nn.Conv2d, config: LoraConfig, part: str) -> None:
     if layer.groups > 1 or layer.padding_mode != "zeros":
         raise ValueError(
-            f"{layer} has groups={layer.groups} and padding_mode={layer.padding_mode!r}, and adapters know groups=1 "
-            "and 'zeros'; leave it out of target_modules"
+            f"{layer} has groups={layer.groups} and padding_mode={layer.padding_mode!r}, but adapters support only "
+            "groups=1 and 'zeros'; leave it out of target_modules"
         )
     rank, like = config.lora_rank, layer.weight
     shapes = ((rank, layer.in_channels, *layer.kernel_size), (layer.out_channels, rank, 1, 1))

@@ -28,7 +28,7 @@ def add_magnitudes(layer: nn.Module) -> None:
     """
     adapter = require_adapter(layer)
     if adapter.kind.rows is None or (len(adapter.kind.parts) > 1 and getattr(layer, "gather_output", False)):
-        raise ValueError(f"use_dora=True does not know {type(layer).__name__} here; leave it out of target_modules")
+        raise ValueError(f"use_dora=True does not support {type(layer).__name__}; leave it out of target_modules")
     for part in adapter.parts:
         like = layer.get_parameter(factor_name(adapter.kind.factor_names[1], part))
         magnitude = empty_parameter((like.shape[0],), like.dtype, like.device)

@@ -34,7 +34,7 @@ def _add_factors(layer: Any, config: LoraConfig, part: str) -> None:
     }
     if any(unusual.values()):
         names = ", ".join(name for name, is_set in unusual.items() if is_set)
-        raise ValueError(f"{layer} was built with {names}, which adapters do not know; leave it out of target_modules")
+        raise ValueError(f"{layer} has {names}, which adapters do not support; leave it out of target_modules")
     rank = config.lora_rank
     partial = getattr(layer, "sequence_parallel_enabled", False)
     layer.lora_embedding_A = make_factor(layer.weight, 0, lora_rank=rank, rank_dim=0, sequence_parallel=partial)

@@ -66,8 +66,8 @@ def _make_factor(
     split_dim = _split_dim(weight)
     if split_dim == 0:
         raise ValueError(
-            f"the experts of {type(layer).__name__}.{part} are split over tensor-parallel ranks along their number, "
-            "which adapters do not know; leave it out of target_parameters"
+            f"the experts of {type(layer).__name__}.{part} are split over tensor-parallel ranks by whole experts, "
+            "which adapters do not support; leave it out of target_parameters"
         )
     weight_spec = get_shard_spec(weight)
     logical = weight.shape if weight_spec is None else weight_spec.pieces[0].logical_shape

@@ -153,7 +153,7 @@ def _add_parallel_factors(layer: Any, config: LoraConfig, part: str) -> None:
     }
     if any(unusual.values()):
         names = ", ".join(name for name, is_set in unusual.items() if is_set)
-        raise ValueError(f"{layer} was built with {names}, which adapters do not know; leave it out of target_modules")
+        raise ValueError(f"{layer} has {names}, which adapters do not support; leave it out of target_modules")
     add_linear_factors(layer, config, sizes=(layer.input_size, layer.output_size))
 
 

@@ -253,6 +253,6 @@ def _check_not_tied(module: nn.Module, layers: list[nn.Module]) -> None:
     tied = dict.fromkeys(" and ".join(names_of[weight]) for weight in own if len(names_of[weight]) > 1)
     if tied:
         raise ValueError(
-            f"{'; '.join(tied)} are one tied weight: merging an adapter into it would change the other layer, too. "
+            f"{'; '.join(tied)} are one tied weight: merging an adapter into it would also change the other layer. "
             "Untie them first (give each its own copy), or keep the adapter unmerged"
         )

@@ -103,7 +103,7 @@ def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
     try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
+        raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; expected an object")
     config = config_from_adapter_config(content)

@@ -51,7 +51,7 @@ def load_adapter(model: LoraModel, tensors: Mapping[str, Tensor]) -> None:
         RuntimeError: the adapter is merged into the weights.
     """
     if model.is_merged:
-        raise RuntimeError("the adapter is merged into the weights; unmerge() before loading another one")
+        raise RuntimeError("the adapter is merged into the weights; unmerge() before loading another adapter")
     parameters = dict(model.module.named_parameters(remove_duplicate=False))  # files have tied ones by both names
     known = {name: shape for name, p in parameters.items() for name, shape, _, _ in _boxes(name, p)}
     needed = {name for parameter in model.adapter_parameters().items() for name, _, _, _ in _boxes(*parameter)}
@@ -119,7 +119,7 @@ def _differing(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parame
 def _check_fit(
     tensors: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], needed: set[str], differing: list[str]
 ) -> None:
-    """All ranks raise alike: what one stage does not know may be another's, and what one rank has only padding of."""
+    """Raise on all ranks or none: a tensor unknown on one stage, or all padding on one rank, may belong to another."""
     group = active_group("pp", "tp")
     missing = [f"{name} is missing" for name in sorted(needed - set(tensors))]
     shapes = [

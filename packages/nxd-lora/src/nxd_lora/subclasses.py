@@ -72,7 +72,7 @@ def check_forward(name: str, layer: nn.Module, config: LoraConfig) -> None:
     if not isinstance(getattr(layer, "weight", None), nn.Parameter | None):
         raise ValueError(
             f"target_modules names {name}, a {type(layer).__name__}, whose weight is computed from others, as by "
-            "weight_norm; remove that before (torch.nn.utils.parametrize.remove_parametrizations), or leave "
+            "weight_norm; remove that first (torch.nn.utils.parametrize.remove_parametrizations), or leave "
             f"{name} out of target_modules"
         )
     if _forward_of(layer) != "other":
@@ -80,16 +80,16 @@ def check_forward(name: str, layer: nn.Module, config: LoraConfig) -> None:
     what = f"target_modules names {name}, a {type(layer).__name__}, whose forward does more than the plain layer's"
     remedy = f"leave {name} out of target_modules"
     if isinstance(layer, _SPLIT_LINEAR):
-        raise ValueError(f"{what}, and whose weight is split: an adapter would miss that; {remedy}")
+        raise ValueError(f"{what}, and whose weight is split, which an adapter would ignore; {remedy}")
     if config.lora_dropout and not isinstance(layer, _TABLES):
         raise ValueError(
-            f"{what}: its adapter knows no dropout; set lora_dropout={config.lora_dropout} to 0, or {remedy}"
+            f"{what}: its adapter does not support dropout; set lora_dropout={config.lora_dropout} to 0, or {remedy}"
         )
     if vars(layer).get("forward") is not None:
-        raise ValueError(f"{what}, and was replaced: an adapter would miss a recomputation; {remedy}")
+        raise ValueError(f"{what}, and was replaced, so an adapter would miss a recomputation; {remedy}")
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dtype not in _DTYPES or weight.dim() < 2:
-        raise ValueError(f"{what}, and whose weight is no plain matrix of floating-point numbers; {remedy}")
+        raise ValueError(f"{what}, and whose weight is not a plain floating-point matrix; {remedy}")
 
 
 def _forward_of(layer: nn.Module) -> Literal["plain", "scaled", "other"]:

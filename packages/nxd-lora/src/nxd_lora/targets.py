@@ -191,12 +191,12 @@ def check_saved_modules(module: nn.Module, config: LoraConfig) -> None:
     for saved in config.modules_to_save or ():
         if not any(_is_in(saved, name) for name in named):
             last_parts = ", ".join(dict.fromkeys(name.split(".")[-2] for name in named if "." in name))
-            raise ValueError(f"modules_to_save names {saved!r}, which this model has not; it has {last_parts}")
+            raise ValueError(f"modules_to_save names {saved!r}, which this model does not have; it has {last_parts}")
     trained = {id(parameter) for name, parameter in named.items() if is_saved_module(name, config)}
     for name, parameter in named.items():
         if id(parameter) in trained and not is_saved_module(name, config):
             raise ValueError(
-                f"modules_to_save would train {name}, too, whose weight is tied; name its module as well, or leave out "
+                f"modules_to_save would also train {name}, whose weight is tied; name its module as well, or leave out "
                 "the one it is tied to"
             )
 
@@ -216,7 +216,7 @@ def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
             train cannot do so alone.
     """
     if adapted_layers(module):
-        raise ValueError("this model has adapters already; unload() them first")
+        raise ValueError("this model already has adapters; unload() them first")
     check_saved_modules(module, config)
     layers = _target_layers(module, config) if config.target_modules or not config.target_parameters else {}
     return layers | _layers_of_target_parameters(module, config)
@@ -274,7 +274,7 @@ def _check_others(module: nn.Module, targets: Sequence[str] | str | None, adapta
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         raise ValueError(
             f"target_modules={targets!r} also names {', '.join(refused[:3])}{more}, which LoRA cannot adapt; name the "
-            "layers that are to be adapted by longer parts of their names, or by a regular expression"
+            "layers to adapt by longer parts of their names, or by a regular expression"
         )
 
 
@@ -295,8 +295,8 @@ def _layers_of_target_parameters(module: nn.Module, config: LoraConfig) -> dict[
     if unused:
         known = ", ".join(_ends(full_names.values())) or "none"
         raise ValueError(
-            f"target_parameters: {', '.join(map(repr, unused))} names no weights of experts, [experts, ., .]; those of "
-            f"this model are {known}. Linear layers are named by target_modules"
+            f"target_parameters: {', '.join(map(repr, unused))} names no expert weights [experts, ., .]; this "
+            f"model has {known}. Name linear layers in target_modules"
         )
     return {layer: tuple(parts) for layer, parts in found.items()}
 

@@ -76,7 +76,7 @@ class CheckpointConverterBase:
         text("--output_dir", required=True, help="folder to write to")
         text("--hw_backend", required=True, help="trn1 or trn2: the order of repeated key and value heads")
         text("--config", help="the model's config.json")
-        text("--model_key", default="model", help="the model's key in what a rank saved")
+        text("--model_key", default="model", help="the model's key in each rank's file")
         for name in ("tp_size", "pp_size", "ep_size", "virtual_pp_size", "kv_size_multiplier"):
             text(f"--{name}", type=int, default=1)
         for name in ("n_layers", "i_tp_round_factor"):
@@ -85,7 +85,7 @@ class CheckpointConverterBase:
             text(f"--{name}", type=_boolean, default=False)
         for name in _COMMANDS:
             text(f"--{name}", action="store_true")
-        text("--model_style", choices=["hf", "megatron"], default="hf", help="whose names the model has")
+        text("--model_style", choices=["hf", "megatron"], default="hf", help="naming style of the model")
         text("--nxdt_yaml_config", help="YAML of neuronx-distributed-training, instead of --config")
         return parser
 
@@ -167,14 +167,14 @@ class CheckpointConverterBase:
         if not path:
             raise ValueError("give --input_dir, the file or folder of the whole model's weights")
         if not os.path.exists(path):
-            raise ValueError(f"{path!r} is no file or folder here; download the model first and give its folder")
+            raise ValueError(f"{path!r} is not a file or folder here; download the model first and pass its folder")
         if os.path.isdir(path) or path.endswith(".safetensors"):
             source = open_hugging_face(path)
             return {name: read_whole(source, name) for name in source.tensors}
         content = load_rank_file(path)
         state = content.get(args.model_key, content) if isinstance(content, dict) else content
         if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise ValueError(f"{path} holds no dict of tensors; give the whole model's state, or --model_key")
+            raise ValueError(f"{path} holds no dict of tensors; pass the whole model's state, or --model_key")
         return state
 
     def pre_process_full_state_before_tp_conversion(self, full_state: Any, args: argparse.Namespace) -> Any:
@@ -264,7 +264,7 @@ class CheckpointConverterBase:
             order, size = self._heads(args)
             lengths = [order.num_heads * size, order.num_kv_heads * size, order.num_kv_heads * size]
         if sum(lengths) != tensor.shape[dim]:
-            raise ValueError(f"{name} {list(tensor.shape)} is not of {lengths} rows, as --config says; give its own")
+            raise ValueError(f"{name} {list(tensor.shape)} needs {lengths} rows by --config; pass its own config")
         return {prefix + part: value for part, value in zip(parts, tensor.split(lengths, dim), strict=True)}
 
     def _sharding(
@@ -346,7 +346,7 @@ class CheckpointConverterBase:
     def _rewrite(self, args: argparse.Namespace, *, xser: bool) -> None:
         files = v2_files(args.input_dir) or v1_files(args.input_dir)
         if not files:
-            raise ValueError(f"{args.input_dir} holds no ranks' files; give the folder with dp_rank_00_tp_rank_... .pt")
+            raise ValueError(f"{args.input_dir} holds no rank files; pass the folder with dp_rank_00_tp_rank_... .pt")
         folder = os.path.join(args.output_dir, "model")
         os.makedirs(folder, exist_ok=True)
         for rank, file in files.items():
@@ -405,7 +405,7 @@ def _own_checkpoint(path: str | None) -> Checkpoint | None:
 def _readable(path: str | None) -> Iterator[str]:
     """The folder of a checkpoint, for a folder with nothing but the ranks' files of its model as well."""
     if not path or not os.path.isdir(path):
-        raise ValueError(f"--input_dir {path} is no folder; give the one with the ranks' files")
+        raise ValueError(f"--input_dir {path} is not a folder; pass the folder with the rank files")
     if not v2_files(path):
         yield path
         return

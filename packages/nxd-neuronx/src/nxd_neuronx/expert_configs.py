@@ -37,10 +37,10 @@ class GLUType(Enum):
             ValueError: there is no such type.
         """
         if glu_type is None:
-            _logger.warning("glu_type is None; GLU is taken")
+            _logger.warning("glu_type is None; GLU is used")
             return cls.GLU
         if glu_type not in [*cls, *(it.value for it in cls)]:
-            raise ValueError(f"glu_type={glu_type!r} is not known; use one of {[it.value for it in cls]}")
+            raise ValueError(f"unknown glu_type={glu_type!r}; use one of {[it.value for it in cls]}")
         return cls(glu_type)
 
 
@@ -58,7 +58,7 @@ def to_torch_dtype(dtype_str: str) -> torch.dtype:
         ValueError: it is none of float32, float16 and bfloat16.
     """
     if dtype_str not in _DTYPES:
-        raise ValueError(f"dtype {dtype_str!r} is not known; use one of {', '.join(_DTYPES)}")
+        raise ValueError(f"unknown dtype {dtype_str!r}; use one of {', '.join(_DTYPES)}")
     return _DTYPES[dtype_str]
 
 

@@ -22,7 +22,7 @@ def check_unset(**asked: Any) -> None:
     """Raise a NotImplementedError for arguments whose work is not done here."""
     for name, value in asked.items():
         if value:
-            raise NotImplementedError(f"{name} of mixture-of-experts layers is not done here; leave it out")
+            raise NotImplementedError(f"{name} of mixture-of-experts layers is not supported; leave it out")
 
 
 def is_other_group(given: GivenGroup, axis: str) -> bool:
@@ -36,7 +36,7 @@ class ExpertFusedLinear(ExpertLinear):
     def _outputs(self, input_: Tensor, expert_indices: Tensor | None) -> Tensor:
         weight = self.weight if expert_indices is None else self.weight[expert_indices]
         if input_.shape[0] not in (1, len(weight)):
-            raise ValueError(f"input_ has {input_.shape[0]} experts and this rank {len(weight)}; give as many, or 1")
+            raise ValueError(f"input_ has {input_.shape[0]} experts, this rank {len(weight)}; pass as many, or 1")
         return torch.einsum("e...i,eio->e...o", input_.expand(len(weight), *input_.shape[1:]), weight)
 
 

@@ -207,7 +207,7 @@ class ExpertMLPs(ExpertMLPsV2):
         **kernel_options: Any,
     ) -> None:
         if kernel_options:
-            _logger.info("ExpertMLPs: %s choose kernels and change nothing here", ", ".join(sorted(kernel_options)))
+            _logger.info("ExpertMLPs: %s select kernels and have no effect here", ", ".join(sorted(kernel_options)))
         config = RoutedExpertsMLPOpsConfig(
             num_experts,
             hidden_size,

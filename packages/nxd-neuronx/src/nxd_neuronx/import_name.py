@@ -22,8 +22,8 @@ def warn_of_other_owner() -> None:
     other = other_owner()
     if other is not None:
         warnings.warn(
-            f"{other} is installed beside nxd-neuronx, and both own the import name neuronx_distributed: which one "
-            f"answers depends on the order of installation. {how_to_part_them()}",
+            f"{other} is installed next to nxd-neuronx, and both own the import name neuronx_distributed: which one "
+            f"is imported depends on the order of installation. {how_to_part_them()}",
             RuntimeWarning,
             stacklevel=3,
         )

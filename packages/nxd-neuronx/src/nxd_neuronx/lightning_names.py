@@ -23,7 +23,7 @@ def from_nxd_lightning(module: str, *names: str) -> Callable[[str], Any]:
         except ModuleNotFoundError as error:
             if error.name != "nxd_lightning":
                 raise
-            raise ImportError(f"{module}.{name} is in a package of its own; pip install nxd-lightning") from error
+            raise ImportError(f"{module}.{name} is in a separate package; pip install nxd-lightning") from error
         return getattr(nxd_lightning, name)
 
     return getattr_of_module

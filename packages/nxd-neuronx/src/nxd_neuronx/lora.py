@@ -82,7 +82,7 @@ class LoraLayer(LoraModel):
             wanted = " or ".join(cls.__name__ for cls in self.layer_classes)
             raise ValueError(f"{type(self).__name__} adapts {wanted}, not {type(base_layer).__name__}")
         if adapter_of(base_layer) is not None:
-            raise ValueError(f"this {type(base_layer).__name__} has an adapter already; call unload() first")
+            raise ValueError(f"this {type(base_layer).__name__} already has an adapter; call unload() first")
         super().__init__(base_layer, lora_config, layers={"": tuple(kind.parts)})
 
     @property

@@ -68,7 +68,7 @@ class ModelBuilder:
         kinds = {bound.signature.parameters[name].kind for name in bound.arguments}
         named = kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
         if by_position and kwargs and not named:
-            raise ValueError(f"forward{bound.signature} does not name all inputs; give them all as args, or as kwargs")
+            raise ValueError(f"forward{bound.signature} does not name all inputs; pass them all as args, or as kwargs")
         inputs = dict(bound.arguments) if named else kwargs or by_position
         self._programs.append(Program(tag or f"program_{len(self._programs)}", inputs))
         return self
@@ -123,7 +123,7 @@ def _one_for_all(compiler_args: Mapping[str, str | None]) -> str | None:
     """
     given = sorted({it for it in compiler_args.values() if it and arguments_of_compiler(it, None)})
     if len(given) > 1:
-        raise ValueError(f"compiler_args differ between programs: {given}; give all the same")
+        raise ValueError(f"compiler_args differ between programs: {given}; pass the same to all")
     return given[0] if given else None
 
 
@@ -254,7 +254,7 @@ class FirstModelBuilder:
             ValueError: the key is taken.
         """
         if key in self._instances:
-            raise ValueError(f"a model of key {key!r} has been added already; give each its own")
+            raise ValueError(f"a model with key {key!r} has already been added; use a different key for each")
         self._instances[key] = model_instance
         self._compiler_args[key] = compiler_args
         for index, inputs in enumerate(example_inputs):

@@ -23,9 +23,9 @@ def load_yaml_file(file_path: str) -> Any:
     try:
         return yaml.safe_load(Path(file_path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"there is no file {file_path}; give the YAML config of the training run") from error
+        raise ValueError(f"{file_path} does not exist; pass the YAML config of the training run") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file_path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{file_path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def convert_yaml_to_json(yaml_path: str, filename: str = "yaml_config.json") -> str:

@@ -94,7 +94,7 @@ class PipelineStageModule(nn.Module):
         self.partition_fn = partition_fn
         stage_of = (partition_fn or _evenly)(layers, num_stages)
         if len(stage_of) != len(layers):
-            raise ValueError(f"partition_fn gives {len(stage_of)} of {len(layers)} layers a stage; give each layer one")
+            raise ValueError(f"partition_fn assigns only {len(stage_of)} of {len(layers)} layers; assign all")
         self.stage_modules = [layer for layer in layers if stage_of[layer] == stage_index]
         self.shared_weights_on_pp_stages = _shared_weights(stage_of, stage_index)
 
@@ -121,11 +121,11 @@ class PipelineStageModule(nn.Module):
         weights = [operator.attrgetter(path)(layer) for layer, path in layer_and_weight_path]
         shapes = {tuple(it.shape) if isinstance(it, Tensor) else type(it).__name__ for it in weights}
         if len(shapes) != 1 or not isinstance(weights[0], Tensor):
-            raise ValueError(f"the weights of group {sharing_group_name!r} are {shapes}; give tensors of one shape")
+            raise ValueError(f"the weights of group {sharing_group_name!r} are {shapes}; pass tensors of one shape")
         for layer, path in layer_and_weight_path:
             groups = layer.__dict__.setdefault(WEIGHT_SHARING_ATTR_NAME, {})
             if sharing_group_name in groups:
-                raise RuntimeError(f"a layer is in group {sharing_group_name!r} already; choose another name")
+                raise RuntimeError(f"a layer is already in group {sharing_group_name!r}; choose another name")
             groups[sharing_group_name] = path
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -238,7 +238,7 @@ def get_concrete_args(
     parameters = signature(model.forward).parameters
     if input_names is None:
         if args is None and kwargs is None:
-            raise ValueError("nothing says which inputs are given; pass input_names, args or kwargs")
+            raise ValueError("the model's inputs are unknown; pass input_names, args or kwargs")
         input_names = [*list(parameters)[: len(args or ())], *(kwargs or ())]
     unknown = [name for name in input_names if name not in parameters]
     if unknown:

@@ -59,7 +59,7 @@ def get_platform_lnc() -> LogicalNCConfig:
     if said is None or said == "-1":
         return LogicalNCConfig(2 if os.environ.get(_TARGET_VARIABLE) in ("trn2", "trn3") else 1)
     if said not in ("1", "2"):
-        raise ValueError(f"{_LNC_VARIABLE}={said!r} is no logical core; set it to 1 or 2")
+        raise ValueError(f"{_LNC_VARIABLE}={said!r} is not a logical core size; set it to 1 or 2")
     return LogicalNCConfig(int(said))
 
 

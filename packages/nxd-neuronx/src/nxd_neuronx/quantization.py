@@ -97,7 +97,7 @@ def blockwise_scale_dequantize(
         ValueError: shapes do not fit, or the layout is one of NKI kernels.
     """
     if mx_swizzle:
-        raise ValueError("mx_swizzle=True is a layout that only NKI kernels read; give the values in their own order")
+        raise ValueError("mx_swizzle=True is a layout that only NKI kernels read; pass the values in their own order")
     if tensor.dtype == torch.uint16:
         tensor = apply_lut_byte_4bit_tensor(split_byte_4bit_tensor(tensor.contiguous()).unsqueeze(-1))
     return blockwise_dequantize(tensor, scale, upcast_dtype)

@@ -14,13 +14,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nxd run",
         usage="nxd run [--nproc N] SCRIPT [ARGUMENT ...]",
-        description="Run a Python script as `python SCRIPT` would, on several ranks of this machine if asked for. "
-        "Where torch-xla is not installed, the script can import it all the same: its calls are carried out by "
+        description="Run a Python script like `python SCRIPT`, on several ranks of this machine if --nproc is given. "
+        "If torch-xla is not installed, the script can still import it; its calls are carried out by "
         "torch.distributed. Under torchrun: torchrun ... -m nxd_cli run SCRIPT.",
     )
     add_nproc(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("script_arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument(
+        "script_arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of the script"
+    )
     return parser
 
 
@@ -29,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(_parser(), arguments)
     script = Path(options.script)
     if not script.is_file():
-        raise UserError(f"{script} is no file; give the Python script to run")
+        raise UserError(f"{script} is not a file; pass the Python script to run")
     code = started_ranks(options.nproc, "run", arguments)
     if code is not None:
         return code

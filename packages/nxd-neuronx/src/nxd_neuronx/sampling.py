@@ -81,7 +81,7 @@ def generate_medusa_buffers(medusa_choices: Sequence[Sequence[int]]) -> dict[str
     number = {path: index + 1 for index, path in enumerate(paths)}
     orphans = [path for path in paths if not path or (len(path) > 1 and path[:-1] not in number)]
     if not paths or orphans:
-        raise ValueError(f"medusa_choices has {orphans or 'no path'}; give every node with all its ancestors")
+        raise ValueError(f"medusa_choices has {orphans or 'no path'}; include all ancestors of every node")
     mask = torch.eye(len(paths) + 1)
     mask[:, 0] = 1
     for path, index in number.items():

@@ -73,10 +73,10 @@ def parallel_model_trace(
         ValueError: `states` are given, or weights twice.
     """
     if states is not None:
-        raise ValueError("states= is given, which nothing takes here; let func return the model and its aliases")
+        raise ValueError("states= is not used here; let func return the model and its aliases")
     if checkpoint_loader_callable is not None:
         if "weights" in settings:
-            raise ValueError("weights= and checkpoint_loader_callable= both give the weights; give one of them")
+            raise ValueError("weights= and checkpoint_loader_callable= both provide the weights; pass only one of them")
         settings["weights"] = dict(checkpoint_loader_callable())
     model = nxd_trace.parallel_model_trace(
         func,
@@ -124,7 +124,7 @@ class NxDModel(nn.Module, BaseNxDModel):
             WorkerError: a worker died, or the model is closed.
         """
         if forward_mode != "default":
-            raise ValueError(f"forward_mode={forward_mode!r} is not supported; calls run to their end, as 'default'")
+            raise ValueError(f"forward_mode={forward_mode!r} is not supported; calls run to completion")
         args, kwargs = self._as_traced(args, kwargs)
         if model_name is not None:
             return self.model.run(model_name, *args, **kwargs)

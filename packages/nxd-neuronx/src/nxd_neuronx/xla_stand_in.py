@@ -99,7 +99,7 @@ class _Missing:
     def __call__(self, name: str) -> Any:
         library = self._module.partition(".")[0].replace("_", "-")
         raise AttributeError(
-            f"{library} is not installed, and what stands in for {self._module} has no {name!r}; it has {self._has}"
+            f"{library} is not installed, and the stand-in for {self._module} has no {name!r}; it has {self._has}"
         )
 
 

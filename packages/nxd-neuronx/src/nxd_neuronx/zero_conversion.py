@@ -21,7 +21,7 @@ _WHOLE = "full_"
 def _optimizer_folder(args: argparse.Namespace) -> str:
     folder = os.path.join(args.input_dir, "optim")
     if not os.path.isdir(folder):
-        raise ValueError(f"{args.input_dir} has no folder optim; give the folder of one checkpoint")
+        raise ValueError(f"{args.input_dir} has no folder optim; pass the folder of one checkpoint")
     return folder
 
 
@@ -58,7 +58,7 @@ def merge_optim_dp_checkpoints(args: argparse.Namespace, tp_rank: int, pp_rank: 
     ranks = sorted(rank for rank in files if (rank.tp, rank.pp) == (tp_rank, pp_rank))
     shards = [load_rank_file(files[rank]) for rank in ranks]
     if not all(isinstance(it, dict) and {"base_state", "shape_info"} <= it.keys() for it in shards):
-        raise ValueError(f"the states in {args.input_dir}/optim are not those of ZeRO-1; they need no conversion")
+        raise ValueError(f"the states in {args.input_dir}/optim are not ZeRO-1 states; they need no conversion")
     base_state = {
         number: {key: _merged([it["base_state"][number][key] for it in shards], shape, key) for key in values}
         for number, values in shards[0]["base_state"].items()
@@ -87,15 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Converts ZeRO-1 states between numbers of replicas.")
     parser.add_argument("--input_dir", required=True, help="folder of one checkpoint, with its folder optim")
     parser.add_argument("--output_dir", required=True, help="folder to write optim to")
-    parser.add_argument("--num_workers", type=int, default=1, help="of no effect")
-    parser.add_argument("--dp_size", type=int, help="replicas to shard for")
+    parser.add_argument("--num_workers", type=int, default=1, help="has no effect")
+    parser.add_argument("--dp_size", type=int, help="number of replicas to shard for")
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--convert_to_full", action="store_true", help="to whole states")
-    target.add_argument("--convert_to_sharded", action="store_true", help="to the shards of --dp_size replicas")
+    target.add_argument("--convert_to_full", action="store_true", help="convert to whole states")
+    target.add_argument("--convert_to_sharded", action="store_true", help="convert to the shards of --dp_size replicas")
     args = parser.parse_args(arguments)
     whole = is_full(args)
     if args.convert_to_full and whole:
-        raise ValueError(f"{args.input_dir} holds whole states already; --convert_to_sharded splits them")
+        raise ValueError(f"{args.input_dir} already holds whole states; --convert_to_sharded splits them")
     if args.convert_to_sharded and (args.dp_size is None or args.dp_size < 1):
         raise ValueError(f"--convert_to_sharded needs --dp_size, the number of replicas; got {args.dp_size}")
     args.is_xser, args.new_dp_size = is_xser(args), args.dp_size
@@ -124,7 +124,7 @@ def _files(args: argparse.Namespace) -> dict[Rank, str]:
             tp_rank, pp_rank = (int(part) for part in path.stem.split("_") if part.isdecimal())
             files[Rank(pp_rank, 0, tp_rank, 0)] = str(path)
     if not files:
-        raise ValueError(f"{folder} holds no ranks' files dp_rank_00_tp_rank_00_pp_rank_00.pt; give another folder")
+        raise ValueError(f"{folder} holds no rank files dp_rank_00_tp_rank_00_pp_rank_00.pt; pass another folder")
     return files
 
 
@@ -133,7 +133,7 @@ def _merged(values: Sequence[Any], shape: Sequence[int], key: str) -> Any:
         return values[0]
     whole = torch.cat(list(values))[: shape[0]]
     if list(whole.shape) != list(shape):
-        raise ValueError(f"the shards of {key!r} make {list(whole.shape)}, not {list(shape)}; a replica is missing")
+        raise ValueError(f"the shards of {key!r} make up {list(whole.shape)}, not {list(shape)}; a replica is missing")
     return whole
 
 

@@ -30,21 +30,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nxd chaos",
         usage="nxd chaos --output FOLDER [options] (--pid PID | -- COMMAND ...)",
-        description="Disturb ranks of a run by a seed, and measure by its metrics: seconds from each loss of a rank to "
-        "the next step, steps lost, goodput. The run should log every step (train.log_every=1). Linux only.",
+        description="Disturb random ranks of a run, and measure from its metrics: seconds from each lost rank to the "
+        "next step, steps lost, goodput. The run should log every step (train.log_every=1). Linux only.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the run's folder")
-    parser.add_argument("--pid", type=int, help="of a run that is at work: the process that has started its ranks")
-    parser.add_argument("--seed", type=int, default=0, help="decides on ranks and moments (default: %(default)s)")
-    parser.add_argument("--count", type=int, metavar="N", help="disturbances; if unset, until the run ends")
+    parser.add_argument("--pid", type=int, help="the process that started the ranks of a running run")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for ranks and times (default: %(default)s)")
+    parser.add_argument("--count", type=int, metavar="N", help="number of disturbances; unlimited if unset")
     parser.add_argument(
         "--kinds",
         default="kill",
-        help="of kill (SIGKILL), stop (SIGSTOP), pause (stop for up to 3 s), slow (stop in short turns), absent (kill, "
-        "and nobody takes its place for some time), host (kill a launcher with its ranks), with commas between "
-        "(default: %(default)s)",
+        help="comma-separated: kill (SIGKILL), stop (SIGSTOP), pause (stop for up to 3 s), slow (stop in short turns), "
+        "absent (kill, and delay the replacement), host (kill a launcher with its ranks) (default: %(default)s)",
     )
     parser.add_argument(
         "--every-steps",
@@ -53,9 +52,11 @@ def _parser() -> argparse.ArgumentParser:
         help="steps from a recovery to the next disturbance (default: %(default)s)",
     )
     parser.add_argument(
-        "--every-seconds", metavar="MIN:MAX", help="seconds between disturbances instead, also during recoveries"
+        "--every-seconds",
+        metavar="MIN:MAX",
+        help="seconds between disturbances, instead of steps, also during recoveries",
     )
-    parser.add_argument("command_of_run", nargs="*", metavar="COMMAND", help="that starts a run, after --")
+    parser.add_argument("command_of_run", nargs="*", metavar="COMMAND", help="the command that starts a run, after --")
     return parser
 
 
@@ -65,9 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     from nxd_elastic.chaos import FollowedRun, disturb, measure, render  # noqa: PLC0415
 
     if sys.platform != "linux":
-        raise UserError("it finds ranks by /proc, which only Linux has")
+        raise UserError("it finds ranks through /proc, which only Linux has")
     if (options.pid is None) == (not options.command_of_run):
-        raise UserError("give either --pid of a run, or the command that starts one after --")
+        raise UserError("pass either --pid of a run, or the command that starts one after --")
     plan = reports_user_errors(lambda: _plan(options))
     process = reports_user_errors(lambda: _process(options))
     followed = FollowedRun(process, options.output)
@@ -119,7 +120,7 @@ def _range(name: str, text: str, kind: type[N]) -> tuple[N, N]:
     try:
         return kind(least), kind(most if colon else least)
     except ValueError as error:
-        raise ValueError(f"{name} {text} is no range; write MIN:MAX, such as 2:6") from error
+        raise ValueError(f"{name} {text} is not a range; write MIN:MAX, such as 2:6") from error
 
 
 def _say(line: str) -> None:

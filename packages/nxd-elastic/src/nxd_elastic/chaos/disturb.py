@@ -51,7 +51,7 @@ class Plan:
             bounds = getattr(self, name)
             if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
                 raise ValueError(
-                    f"{name}={bounds[0]}:{bounds[1]} is no range; give the least and the most, such as 2:6"
+                    f"{name}={bounds[0]}:{bounds[1]} is not a range; pass the minimum and the maximum, such as 2:6"
                 )
 
 

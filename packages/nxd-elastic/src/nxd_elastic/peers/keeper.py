@@ -96,7 +96,7 @@ class Keeper(socketserver.ThreadingTCPServer):
             Refused: it is no name of a file.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise Refused(f"{name!r} is no name of a file")
+            raise Refused(f"{name!r} is not a file name")
         return self.folder / name
 
     def server_close(self) -> None:
@@ -151,7 +151,7 @@ def _check_own(folder: Path) -> None:
     """Raise OSError where others may have put, or may read, what lies in a folder; its name can be guessed."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise OSError(f"{folder} must be a folder of this user alone: use another one, or remove it (or chmod 700 it)")
+        raise OSError(f"{folder} must be private to this user: use another one, or remove it (or chmod 700 it)")
 
 
 def _locked(path: Path) -> int:

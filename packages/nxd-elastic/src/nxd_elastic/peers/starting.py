@@ -114,7 +114,7 @@ class KeeperProcess:
         address = process.stdout.readline().decode().strip()
         if not address:
             code = process.wait()
-            raise OSError(f"the keeper of {self._folder} ended with code {code}; see what it printed")
+            raise OSError(f"the keeper of {self._folder} ended with code {code}; see its output")
         return process, address
 
     def _close_pipes(self) -> None:

@@ -42,8 +42,8 @@ def peers_url(keepers: Sequence[str], own: str | None = None, copies: int = 1) -
     """
     if not keepers or (own is not None and own not in keepers) or copies < 0:
         raise ValueError(
-            f"own={own!r} and copies={copies} do not fit the keepers {', '.join(keepers) or '(none)'}; give one of "
-            "them, and 0 copies or more"
+            f"own={own!r} and copies={copies} do not fit the keepers {', '.join(keepers) or '(none)'}; set own to "
+            "one of them, and copies to 0 or more"
         )
     return f"{SCHEME}{','.join(keepers)}/?copies={copies}" + (f"&own={own}" if own else "")
 
@@ -225,7 +225,7 @@ class PeerSave:
 
     def hold(self, files: Collection[str]) -> None:
         """See `SaveTransaction.hold`; here every checkpoint is whole."""
-        raise CheckpointError("checkpoints in the memory of hosts are whole; leave incremental=True out")
+        raise CheckpointError("checkpoints in host memory cannot be incremental; leave out incremental=True")
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
         """See `SaveTransaction.write_file`: on this rank's host, and on the next ones at the same time."""
