@@ -165,11 +165,11 @@ def test_adapter_in_a_checkpoint_of_its_own_is_merged(folder, written, tmp_path)
         (["{other}", "--adapter", "{adapter}"], r"the adapter does not fit the model: .* pass an adapter of"),
         (
             ["{plain}", "--chat", "--prompt", "x"],
-            r"--chat needs a chat template, and the model's tokenizer has none; .*",
+            r"--chat needs a chat template, which the model's tokenizer does not have; .*",
         ),
         (["{folder}", "--min-p", "2"], r"min_p=2\.0 must be from 0 to 1"),
         (["{folder}", "--system", "x"], r"--system is for conversations; add --chat"),
-        (["{folder}", "--stop", ""], r"--stop is empty; give the text to end before"),
+        (["{folder}", "--stop", ""], r"--stop is empty; give the text to stop before"),
         (["{damaged}"], r"{damaged}/config.json is no JSON: .*"),
         (["{bin}"], r"{bin} holds neither model.safetensors.index.json nor model.safetensors"),
     ],
@@ -229,7 +229,7 @@ def test_draft_model_writes_the_text_that_is_written_without_it(folder, make_cha
     drawn = nxd("generate", str(folder), "--prompt", "the cat", "--max-new-tokens", "12", *options)
 
     assert guessed.stdout == plain.stdout, guessed.stderr
-    assert "nxd generate: --draft helps where --temperature is 0; tokens are drawn without it\n" in drawn.stderr
+    assert "nxd generate: --draft only helps with --temperature 0; sampling does not use it\n" in drawn.stderr
     assert drawn.returncode == 0
 
 

@@ -1,3 +1,3 @@
-"""`python -m nxd_trainer` is `nxd`: how other launchers, such as torchrun, start its ranks."""
+"""`python -m nxd_trainer` runs `nxd`; other launchers, such as torchrun, start ranks with it."""
 
-import nxd_cli.__main__  # noqa: F401 - it runs the command
+import nxd_cli.__main__  # noqa: F401 - runs the command

@@ -142,12 +142,12 @@ def test_stream_cannot_go_on_with_other_sizes():
     [
         (
             ["data.column=text", "data.path=x"],
-            "holds nothing out, and data.held_out_fraction=0.05; set data.eval",
+            "cannot hold out data.held_out_fraction=0.05; set data.eval",
         ),
         (["data.held_out_fraction=0"], "data.streaming=true reads rows of text; set data.column to the column"),
         (
             ["data.held_out_fraction=0", "data.column=text", "data.path=x", "train.epochs=2"],
-            "data.streaming=true reads text without an end, which train.epochs cannot take; leave one of them out",
+            "data.streaming=true reads an endless stream of text, which train.epochs does not support; leave one out",
         ),
     ],
 )

@@ -26,7 +26,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["optimizer.type=sgd", "optimizer.betas=0.8,0.9"],
-            "optimizer.betas is for optimizer.type=adamw; give what others need in optimizer.config",
+            "optimizer.betas is for optimizer.type=adamw; set the arguments of others in optimizer.config",
         ),
         (
             ["optimizer.type=sgd", "optimizer.factory=torch.optim:RAdam"],
@@ -34,7 +34,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["optimizer.factory=RAdam"],
-            "optimizer.factory=RAdam is not of the form module:name, such as torch.optim:NAdam",
+            "optimizer.factory=RAdam does not have the form module:name, such as torch.optim:NAdam",
         ),
         (
             ["model.rope_scaling.factor=8"],
@@ -46,20 +46,20 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["optimizer.schedule=warmup_stable_decay", "optimizer.num_decay_steps=9", "train.steps=20"],
-            "optimizer.warmup_steps=20 and optimizer.num_decay_steps=9 are more than train.steps=20; lower one of them",
+            "optimizer.warmup_steps=20 plus optimizer.num_decay_steps=9 is more than train.steps=20; lower one of them",
         ),
         (
             ["train.early_stopping_patience=2", "train.eval_every=0"],
-            "train.early_stopping_patience=2 goes by the held-out loss, and train.eval_every=0 computes none; "
+            "train.early_stopping_patience=2 needs a held-out loss, which train.eval_every=0 turns off; "
             "set train.eval_every, or train.early_stopping_patience=0",
         ),
         (
             ["data.column=text"],
-            "data.column=text needs data.path, a file of rows or a folder of them",
+            "data.column=text needs data.path, a file or folder of rows",
         ),
         (
             ["data.chat=true", "data.tokenizer=folder"],
-            "data.chat=true needs data.path, a file of rows or a folder of them",
+            "data.chat=true needs data.path, a file or folder of rows",
         ),
         (
             ["data.packing=true"],
@@ -67,23 +67,23 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["data.chat=true", "data.path=chat.jsonl"],
-            "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path",
+            "data.chat=true needs data.tokenizer, a tokenizer folder with a chat template, or model.path",
         ),
         (
             ["data.chat=true", "data.column=text", "data.path=chat.jsonl", "model.path=folder"],
-            "data.column=text is a column of plain text, and data.chat=true reads none; set one of them",
+            "data.column=text is a column of plain text, which data.chat=true does not read; set one of them",
         ),
         (
             ["data.path=a", 'data.sources={"b": 1}', "data.dataset=org/name", "data.column=text"],
-            "data.path, data.sources and data.dataset each say where the data are; keep one of them",
+            "data.path, data.sources and data.dataset each name the data; keep one of them",
         ),
         (
             ["data.dataset=org/name"],
-            "data.dataset=org/name has rows; set data.column to their text, or data.chat=true",
+            "data.dataset=org/name holds rows; set data.column to the column with their text, or data.chat=true",
         ),
         (
             ["data.dataset_config=main"],
-            "data.dataset_config is of a data.dataset; leave it out",
+            "data.dataset_config needs data.dataset; set it, or leave data.dataset_config out",
         ),
         (
             ["train.steps=10", "train.stop_after=11"],
@@ -106,7 +106,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["parallel.pipeline_parallel_size=2", "pipeline.virtual_pipeline_size=2"],
-            "pipeline.virtual_pipeline_size=2 is not for pipeline.schedule=1f1b, which has 1; "
+            "pipeline.virtual_pipeline_size=2 does not fit pipeline.schedule=1f1b, which has 1; "
             "leave it unset, or use gpipe, interleaved, zb-v or dualpipe-v",
         ),
         (
@@ -115,27 +115,27 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["model.path=folder", "model.hidden_size=128", "model.rope_theta=5"],
-            "model.hidden_size and model.rope_theta: model.path has sizes of its own; give what it needs in "
+            "model.hidden_size and model.rope_theta cannot be set: model.path has its own sizes; use "
             "model.config, or leave it to the folder's config.json",
         ),
         (
             ["model.factory=a:b", "model.vocab_size=300"],
-            "model.vocab_size: model.factory has sizes of its own; give what it needs in model.config",
+            "model.vocab_size cannot be set: model.factory has its own sizes; use model.config",
         ),
-        (["model.factory=make"], "model.factory=make is not of the form module:name, such as my_models:make"),
+        (["model.factory=make"], "model.factory=make does not have the form module:name, such as my_models:make"),
         (
             ["model.config.head_dim=8"],
-            "model.config is for model.type, model.path or model.factory; our Llama has no keys besides its sizes",
+            "model.config is for model.type, model.path or model.factory; our Llama is configured by its sizes alone",
         ),
-        (["pipeline.layer_class=a:b"], "pipeline.layer_class is for what model.factory makes; leave it out"),
-        (["parallel.pad_heads=true"], "parallel.pad_heads is for what model.factory makes; leave it out"),
+        (["pipeline.layer_class=a:b"], "pipeline.layer_class is for models made by model.factory; leave it out"),
+        (["parallel.pad_heads=true"], "parallel.pad_heads is for models made by model.factory; leave it out"),
         (
             ["parallel.activation_checkpointing=ful"],
-            "parallel.activation_checkpointing=ful is not known; did you mean full?",
+            "parallel.activation_checkpointing=ful is unknown; did you mean full?",
         ),
         (
             ["lora.rank=4", "lora.use_dora=true", "lora.dropout=0.1"],
-            "lora.use_dora=true is not for lora.dropout=0.1; set it to 0",
+            "lora.use_dora=true does not support lora.dropout=0.1; set it to 0",
         ),
         (
             ["dpo.beta=0.1", "data.tokenizer=folder"],
@@ -147,65 +147,67 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "data.chat=true"],
-            "dpo.beta=0.1 is not for data.chat; leave that out",
+            "dpo.beta=0.1 does not support data.chat; leave data.chat out",
         ),
         (
             ["parallel.context_parallel_size=2", "train.compile=true"],
-            "parallel.context_parallel_size computes other blocks on each rank; set train.compile=false",
+            "parallel.context_parallel_size computes different blocks on each rank; set train.compile=false",
         ),
         (
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "parallel.context_parallel_size=2"],
-            "parallel.context_parallel_size is not for dpo.beta, whose loss needs whole answers; set it to 1",
+            "parallel.context_parallel_size does not support dpo.beta, whose loss needs whole answers; set it to 1",
         ),
         (
             ["parallel.activation_offload=true"],
-            "parallel.activation_offload is for what parallel.activation_checkpointing keeps; set it to full",
+            "parallel.activation_offload offloads the tensors that parallel.activation_checkpointing keeps; "
+            "set parallel.activation_checkpointing=full",
         ),
         (
             ["parallel.activation_offload=true", "parallel.activation_checkpointing=full", "train.compile=true"],
-            "parallel.activation_offload is not for compiled models; set train.compile=false",
+            "parallel.activation_offload does not support compiled models; set train.compile=false",
         ),
         (["moe.z_loss_coef=0.1"], "moe.z_loss_coef=0.1 is for models with experts; our Llama has none"),
         (
             ["moe.aux_loss_coef=0.1", "model.type=mixtral", "train.compile=true"],
-            "moe.aux_loss_coef=0.1 counts what routers choose, which needs train.compile=false",
+            "moe.aux_loss_coef=0.1 counts the routers' choices, which needs train.compile=false",
         ),
-        (["dpo.label_smoothing=0.1"], "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"),
-        (["dpo.loss=ipo"], "dpo.loss=ipo means nothing with dpo.beta=0; set dpo.beta"),
+        (["dpo.label_smoothing=0.1"], "dpo.label_smoothing has no effect with dpo.beta=0; set dpo.beta"),
+        (["dpo.loss=ipo"], "dpo.loss=ipo has no effect with dpo.beta=0; set dpo.beta"),
         (
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "dpo.loss=hinge", "dpo.label_smoothing=0.1"],
             "dpo.label_smoothing is for dpo.loss=sigmoid and robust, not hinge; leave it out",
         ),
         (
             ["lora.target_modules=q_proj"],
-            "lora.target_modules means nothing with lora.rank=0; set lora.rank, such as 16",
+            "lora.target_modules has no effect with lora.rank=0; set lora.rank, such as 16",
         ),
         (
             ["checkpoint.keep=0", "checkpoint.keep_every=10"],
-            "checkpoint.keep_every=10 adds nothing to checkpoint.keep=0, which keeps all; "
+            "checkpoint.keep_every=10 has no effect with checkpoint.keep=0, which keeps all; "
             "set checkpoint.keep to 1 or more, or checkpoint.keep_every=0",
         ),
         (
             ["checkpoint.keep_best=2", "data.held_out_fraction=0"],
-            "checkpoint.keep_best=2 goes by the held-out loss, and data.held_out_fraction=0 computes none; "
+            "checkpoint.keep_best=2 needs a held-out loss, which data.held_out_fraction=0 turns off; "
             "set data.held_out_fraction, or checkpoint.keep_best=0",
         ),
         (
             ["checkpoint.memory_every=2", "checkpoint.resume=never"],
-            "checkpoint.memory_every=2 writes what checkpoint.resume=never does not read; set it to latest",
+            "checkpoint.memory_every=2 has no effect with checkpoint.resume=never; set it to latest",
         ),
         (
             ["checkpoint.memory_every=2", "lora.rank=4", "lora.save=merged"],
-            "checkpoint.memory_every=2 writes what lora.save=merged cannot resume from; set lora.save=adapter or both",
+            "checkpoint.memory_every=2 needs checkpoints to resume from, which lora.save=merged does not write; "
+            "set lora.save=adapter or both",
         ),
         (
             ["checkpoint.keep_best=2", "train.eval_every=0"],
-            "checkpoint.keep_best=2 goes by the held-out loss, and train.eval_every=0 computes none; "
+            "checkpoint.keep_best=2 needs a held-out loss, which train.eval_every=0 turns off; "
             "set train.eval_every, or checkpoint.keep_best=0",
         ),
         (
             ["checkpoint.keep_best=2", "checkpoint.save_every=30", "train.eval_every=20"],
-            "checkpoint.keep_best=2 goes by the held-out loss, which some checkpoints would lack; "
+            "checkpoint.keep_best=2 needs a held-out loss, which some checkpoints would lack; "
             "make checkpoint.save_every=30 a multiple of train.eval_every=20",
         ),
     ],
@@ -355,7 +357,7 @@ def test_vocab_size_below_the_tokenizers_is_refused():
 def test_evaluation_file_gives_the_held_out_loss_where_nothing_is_held_out():
     keys = ["checkpoint.keep_best=1", "data.held_out_fraction=0"]
 
-    with pytest.raises(RecipeError, match=r"data\.held_out_fraction=0 computes none"):
+    with pytest.raises(RecipeError, match=r"data\.held_out_fraction=0 turns off"):
         load_recipe(overrides=keys)
     assert load_recipe(overrides=[*keys, "data.evaluation_path=a.txt"]).checkpoint.keep_best == 1
 

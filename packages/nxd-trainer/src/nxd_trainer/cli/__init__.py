@@ -1,4 +1,4 @@
 """The commands of nxd-trainer, one file each: `main(arguments)` reads the command line and prints.
 
-The work is done elsewhere, and imported when it is needed.
+The work is done in other modules, which are imported when needed.
 """

@@ -1,4 +1,4 @@
-"""Arguments that several commands have: models, checkpoints, tokenizers."""
+"""Arguments shared by several commands: models, checkpoints, tokenizers."""
 
 import argparse
 import os
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def model_folder(text: str) -> Path:
-    """The folder that was named; of a run's, the one with its checkpoints."""
+    """Return the named folder, or its checkpoints folder if it is the folder of a run."""
     folder = Path(text)
     checkpoints = folder / "checkpoints"
-    # Not Path's own methods, which raise for what no file can be called.
+    # Not Path's own methods, which raise for names that no file can have.
     is_run = os.path.isfile(folder / "recipe.toml") and os.path.isdir(checkpoints)
     return checkpoints if is_run else folder
 
@@ -17,22 +17,22 @@ def model_folder(text: str) -> Path:
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a checkpoint."""
     parser.add_argument("checkpoints", type=model_folder, help="folder of a run, or of its checkpoints")
-    parser.add_argument("--tag", help="which checkpoint; the newest if unset")
+    parser.add_argument("--tag", help="name of the checkpoint; the newest if unset")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a model to write text with."""
+    """Add the arguments that name a model to generate text with."""
     parser.add_argument(
         "model",
         type=model_folder,
-        help="a Hugging Face folder (config.json, safetensors, tokenizer), or that of a run or of its checkpoints",
+        help="a Hugging Face folder (config.json, safetensors, tokenizer), or the folder of a run or its checkpoints",
     )
-    parser.add_argument("--tag", help="which checkpoint; the newest if unset")
+    parser.add_argument("--tag", help="name of the checkpoint; the newest if unset")
     parser.add_argument(
         "--adapter",
         type=model_folder,
         metavar="FOLDER",
-        help="a LoRA adapter of PEFT's files or in a checkpoint, to merge",
+        help="a LoRA adapter to merge: a PEFT folder or a checkpoint",
     )
     add_tokenizer(parser)
 
@@ -43,15 +43,19 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=model_folder,
         metavar="MODEL",
-        help="a smaller model of the same tokenizer, which guesses tokens: the same texts, sooner at temperature 0",
+        help="a smaller model with the same tokenizer that proposes tokens: the same text, faster at temperature 0",
     )
     parser.add_argument(
-        "--num-speculative-tokens", type=int, default=4, metavar="N", help="guesses at a time (default: %(default)s)"
+        "--num-speculative-tokens",
+        type=int,
+        default=4,
+        metavar="N",
+        help="draft tokens per step (default: %(default)s)",
     )
 
 
 def add_compiled_degrees(parser: argparse.ArgumentParser) -> None:
-    """Add `--context-parallel-size` and `--expert-parallel-size`, of compiled models."""
+    """Add `--context-parallel-size` and `--expert-parallel-size`, for compiled models."""
     parser.add_argument(
         "--context-parallel-size",
         type=int,
@@ -64,12 +68,12 @@ def add_compiled_degrees(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="worker processes, of those that there are, that a model's experts are divided among (default: 1)",
+        help="number of the worker processes that a model's experts are divided among (default: 1)",
     )
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """Add `--tokenizer`, for checkpoints that do not say theirs."""
+    """Add `--tokenizer`, for checkpoints that do not name theirs."""
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'; unset: what the model says"
+        "--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'; unset: the model's"
     )

@@ -1,4 +1,4 @@
-"""`nxd data`: shows what a run will train on, before it does."""
+"""`nxd data`: shows the data that a run will train on."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nxd data",
         usage="nxd data [RECIPE] [--svg FILE] [--KEY VALUE | KEY=VALUE ...]",
-        description="Tokenise a recipe's data as nxd train does, and show the first samples with the tokens that the "
-        "loss counts, the lengths of documents, what packing saves, and what is hardly meant so. The keys are those of "
+        description="Tokenize a recipe's data as nxd train does, and show the first samples with the tokens that the "
+        "loss counts, the document lengths, the savings from packing, and probable mistakes. Takes the same keys as "
         "nxd train.",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write what is shown as a picture")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the output as a picture")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prepare the data and show them; the tokens stay in the cache of the run."""
+    """Prepare the data and show them; the tokens stay in the run's cache."""
     remaining, settings = take_settings(arguments, FLAGS, recipe_switches())
     options = parse(_parser(), remaining)
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, settings))
     reports_user_errors(lambda: check_paths(recipe))
     if recipe.data.streaming:
-        raise UserError("nxd data counts and shows all data, and data.streaming=true reads them later; leave that out")
+        raise UserError("nxd data reads all data in advance, which data.streaming=true does not allow; leave it out")
     if is_launched():
         raise UserError("nxd data runs in one process; start it without torchrun")
 

@@ -14,22 +14,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nxd export")
     add_checkpoint(parser)
     parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="of the weights; as stored if unset")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype of the weights; as stored if unset")
     parser.add_argument(
         "--like",
         type=Path,
         metavar="FOLDER",
-        help="of the same model: its config and names of tensors, and its tokenizer where the checkpoint carries none; "
-        "its weights are the base of an adapter; unset: what the checkpoint says of itself",
+        help="folder of the same model, for its config and tensor names, its tokenizer if the checkpoint has none, and "
+        "the base weights of an adapter; unset: the checkpoint's own description",
     )
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of the files, such as 500MiB (default: %(default)s)"
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="maximum size of a file, such as 500MiB (default: %(default)s)",
     )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the folder and say where."""
+    """Write the folder and print its path."""
     options = parse(_parser(), arguments)
     from nxd_trainer.export import export_hugging_face  # noqa: PLC0415
     from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415

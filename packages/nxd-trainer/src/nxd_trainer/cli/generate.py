@@ -1,4 +1,4 @@
-"""`nxd generate`: write text with a model, or answer in a conversation."""
+"""`nxd generate`: generate text with a model, or answer in a conversation."""
 
 import argparse
 import os
@@ -22,8 +22,8 @@ from nxd_trainer.cli.arguments import add_compiled_degrees, add_draft, add_model
 if TYPE_CHECKING:
     from nxd_trainer.opened_model import Words
 
-_LENGTHS = 128  # compiled lengths are multiples of this, so that other prompts find their programs in the cache
-_LONGEST_TALK = 4096  # tokens of a compiled conversation, which says its prompts later
+_LENGTHS = 128  # compiled lengths are multiples of this, so that other prompts hit the program cache
+_LONGEST_TALK = 4096  # tokens of a compiled conversation, whose prompts are not known in advance
 _PROMPT = "def "
 _SAMPLING = (
     "max_new_tokens",
@@ -49,41 +49,41 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="answer by the model's chat template; without --prompt each line of standard input is a turn",
+        help="answer with the model's chat template; without --prompt each line of standard input is a turn",
     )
     parser.add_argument("--system", help="with --chat: the system prompt")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: likeliest token (default)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: most likely token (default)")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0: all tokens (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="the likeliest with this probability")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="this part of the likeliest's")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="most likely tokens up to this total")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="minimum, relative to the likeliest")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="F", help="1: none (default)")
     parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="F", help="-2 to 2; 0: none (default)")
     parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="F", help="-2 to 2; 0: none (default)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this; may be repeated")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for sampling (default: %(default)s)")
     parser.add_argument(
         "--compiled",
         action="store_true",
-        help="compile the model first, for longer texts, as --draft does; with --nproc, tensor parallel in workers",
+        help="compile the model first, for longer texts; implied by --draft; with --nproc, tensor-parallel workers",
     )
-    parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: what this machine has")
+    parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: the one available here")
     add_nproc(parser, "--tensor-parallel-size")
     add_compiled_degrees(parser)
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the prompt and what the model writes after it, or the answers of a conversation."""
+    """Print the prompt and the model's continuation, or the answers in a conversation."""
     options = parse(_parser(), arguments)
     if "" in options.stop:
-        raise UserError("--stop is empty; give the text to end before")
+        raise UserError("--stop is empty; give the text to stop before")
     if not options.chat and options.system is not None:
         raise UserError("--system is for conversations; add --chat")
     if options.compiled or options.draft is not None:
         return _run_compiled(options)
     if options.chat and options.prompt is None and options.nproc not in (None, 1):
-        raise UserError("several ranks cannot read a conversation from standard input; give --prompt, or --compiled")
+        raise UserError("several ranks cannot read a conversation from standard input; give --prompt or --compiled")
     for name in ("context_parallel_size", "expert_parallel_size"):
         if getattr(options, name) != 1:
             raise UserError(f"--{name.replace('_', '-')} is for compiled models; add --compiled")
@@ -118,7 +118,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
 
     from nxd_trace import start_fork_server  # noqa: PLC0415
 
-    start_fork_server()  # it loads its libraries while this process loads its own
+    start_fork_server()  # loads its libraries while this process loads its own
 
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
@@ -130,7 +130,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
     if options.draft is not None:
         draft = reports_user_errors(lambda: open_for_compilation(options.draft, tokenizer=options.tokenizer))
         if options.temperature > 0:
-            print("nxd generate: --draft helps where --temperature is 0; tokens are drawn without it", file=sys.stderr)
+            print("nxd generate: --draft only helps with --temperature 0; sampling does not use it", file=sys.stderr)
     words = checkpoint.words.ending_at(options.stop)
     longest = min(it.max_positions for it in (checkpoint, draft) if it is not None)
     if options.chat and options.prompt is None:
@@ -170,7 +170,7 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write_texts(options: argparse.Namespace, words: "Words", write: Write, *, is_shown: bool) -> None:
-    """Write what was asked for, and show it as it comes."""
+    """Generate the requested texts, and show them as they are generated."""
     show = _show if is_shown else _show_nothing
     if not options.chat:
         show(_text_of(options))
@@ -189,7 +189,7 @@ def _write_texts(options: argparse.Namespace, words: "Words", write: Write, *, i
 def _write_text(
     prompt: list[int], options: argparse.Namespace, words: "Words", write: Write, show: Callable[[str], None]
 ) -> str:
-    """Write one text and a line's end; gives the text."""
+    """Generate one text, show it with a newline, and return it."""
     from nxd_trace.serving.text import StopText, TextStream  # noqa: PLC0415
 
     stream = TextStream(words.tokenizer.decode, [StopText(text) for text in options.stop])
@@ -239,8 +239,8 @@ def _chat_prompt(messages: list[dict[str, str]], words: "Words") -> list[int]:
     chat = words.chat
     if chat is None:
         raise UserError(
-            "--chat needs a chat template, and the model's tokenizer has none; give --tokenizer FOLDER of a chat "
-            "model's, or leave out --chat"
+            "--chat needs a chat template, which the model's tokenizer does not have; give the --tokenizer folder of a "
+            "chat model, or leave out --chat"
         )
     return reports_user_errors(lambda: chat.encode_prompt(messages))
 

@@ -9,22 +9,22 @@ from nxd_cli.command import check_own_process, parse, reports_user_errors
 
 from nxd_trainer.cli.arguments import add_compiled_degrees, add_draft, add_model
 
-_LONGEST = 4096  # tokens, unless a length is given: the cache has room for so many of each prompt in the batch
-EXIT_WORKERS_FAILED = 4  # 3 is uvicorn's, for an address that it cannot listen at
+_LONGEST = 4096  # default length in tokens: the cache has room for this many of each prompt in the batch
+EXIT_WORKERS_FAILED = 4  # uvicorn uses 3 for an address that it cannot listen on
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nxd serve")
     add_model(parser)
     add_draft(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: a free one (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: any free port (default: %(default)s)")
     parser.add_argument(
         "--allowed-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="name by which clients reach this server, beside addresses, localhost and this machine's name; may be "
+        help="additional host name of this server, besides IP addresses, localhost and this machine's name; may be "
         "repeated",
     )
     parser.add_argument(
@@ -37,18 +37,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shared-prefixes",
         action="store_true",
-        help="prompts of different clients that begin alike share their cache: faster, but a client can find out "
-        "whether another one has sent a text",
+        help="share the cache of common prompt prefixes between clients: faster, but a client can find out whether "
+        "another one has sent a text",
     )
-    parser.add_argument("--name", default="nxd", help="of the model, in requests (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
+    parser.add_argument("--name", default="nxd", help="name of the model in requests (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="concurrent prompts (default: 8)")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help=f"of prompt and completion; unset: the model's, at most {_LONGEST}"
+        "--max-length",
+        type=int,
+        metavar="N",
+        help=f"tokens of prompt and completion; unset: the model's, at most {_LONGEST}",
     )
     parser.add_argument(
-        "--max-waiting", type=int, default=64, metavar="N", help="prompts of one client in the queue (default: 64)"
+        "--max-waiting", type=int, default=64, metavar="N", help="queued prompts per client (default: 64)"
     )
-    parser.add_argument("--compiler", help="inductor or export; unset: what this machine has")
+    parser.add_argument("--compiler", help="inductor or export; unset: the one available here")
     parser.add_argument(
         "--nproc",
         "--tensor-parallel-size",
@@ -58,38 +61,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_compiled_degrees(parser)
     parser.add_argument(
-        "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="of one request (default: %(default)s)"
+        "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="size of a request (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-connections", type=int, default=1024, metavar="N", help="at a time (default: %(default)s)"
+        "--max-connections", type=int, default=1024, metavar="N", help="open connections (default: %(default)s)"
     )
     parser.add_argument(
         "--client-timeout",
         type=float,
         default=30,
         metavar="S",
-        help="seconds for a client to begin a request, to send its body, and to take the answer (default: %(default)s)",
+        help="seconds for a client to start a request, send its body, and read the answer (default: %(default)s)",
     )
     parser.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30,
         metavar="S",
-        help="seconds for running requests after SIGTERM; a second signal ends at once (default: %(default)s)",
+        help="seconds for running requests after SIGTERM; a second signal exits at once (default: %(default)s)",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=5,
         metavar="N",
-        help="of workers that died, in ten minutes; after one death more the server ends with exit code "
+        help="restarts of dead workers within ten minutes; after one more death the server exits with code "
         f"{EXIT_WORKERS_FAILED} (default: %(default)s)",
     )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compile the model, and serve it until a signal comes."""
+    """Compile the model, and serve it until a signal arrives."""
     options = parse(_parser(), arguments)
     reports_user_errors(lambda: check_own_process(options.nproc, "nxd serve"))
 
@@ -105,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
         serve,
     )
 
-    start_fork_server()  # it loads its libraries while this process loads its own
+    start_fork_server()  # loads its libraries while this process loads its own
 
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
@@ -133,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{options.model}: {checkpoint.description.architecture}, {str(checkpoint.dtype).removeprefix('torch.')}; "
         f"batches of up to {options.batch_size}, texts of up to {length} tokens"
         f"{'' if checkpoint.words.chat else '; no chat template'}"
-        f"{'' if draft is None else f'; {options.draft} guesses {options.num_speculative_tokens} tokens at a time'}"
+        f"{'' if draft is None else f'; {options.draft} drafts {options.num_speculative_tokens} tokens at a time'}"
     )
     generator = reports_user_errors(
         lambda: checkpoint.compile(

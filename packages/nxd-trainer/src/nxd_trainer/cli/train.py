@@ -30,33 +30,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     add_nproc(parser)
     parser.add_argument(
-        "--elastic", metavar="MIN:MAX", help="go on when ranks are lost and when they come, with so many ranks"
+        "--elastic", metavar="MIN:MAX", help="keep training when ranks are lost or join, with this many ranks"
     )
     parser.add_argument(
         "--elastic-layouts",
         metavar="LAYOUTS",
         default="",
-        help="layouts besides the recipe's, in order of preference, such as 'tp=2,pp=2;tp=2'",
+        help="fallback layouts after the recipe's, in order of preference, such as 'tp=2,pp=2;tp=2'",
     )
     parser.add_argument(
         "--elastic-grace",
         metavar="SECONDS",
         type=float,
         default=30.0,
-        help="how long a lost rank is waited for before going on with fewer (default: %(default)g)",
+        help="how long to wait for a lost rank before continuing with fewer (default: %(default)g)",
     )
     parser.add_argument(
         "--elastic-silence",
         metavar="SECONDS",
         type=float,
         default=10.0,
-        help="how long a rank may give no sign of life before it is lost (default: %(default)g)",
+        help="how long a rank may send no heartbeat before it counts as lost (default: %(default)g)",
     )
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, in the ranks that the command line asks for."""
+    """Train on the ranks that the command line requests."""
     remaining, settings = take_settings(arguments, FLAGS, recipe_switches())
     options = parse(_parser(), remaining)
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, settings))
@@ -82,11 +82,11 @@ def main(arguments: Sequence[str]) -> int:
             return _run_elastic(recipe, options)
         with StopRequest() as stop, own_threads():
             return _exit_code(_train(recipe, stop))
-    except RanksLostError as error:  # the rank that speaks for its host may be the lost one
+    except RanksLostError as error:  # the rank that reports for its host may be the lost one
         raise PeerError(str(error)) from error
     except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
         raise UserError(str(error)) from error
-    except OSError as error:  # a full disk; of several ranks, only the one that writes knows
+    except OSError as error:  # a full disk; only the writing rank notices
         if is_launched():
             raise
         raise UserError(str(error)) from error
@@ -104,7 +104,7 @@ def _train(recipe: Recipe, stop: "StopRequest") -> "TrainResult":
 
 
 def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
-    """In the supervisor that the launcher has started: the exit code of its trainer; in a trainer: of the training."""
+    """Return an exit code: its trainer's in the supervisor that the launcher started, the training's in a trainer."""
     from nxd_elastic.loop import check_launch  # noqa: PLC0415
     from nxd_elastic.supervisor import supervise  # noqa: PLC0415
     from nxd_state import records_graphs  # noqa: PLC0415
@@ -115,7 +115,7 @@ def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
     elastic = reports_user_errors(lambda: _elastic_recipe(recipe, options))
     try:
         if records_graphs():
-            raise RuntimeError("--elastic starts communication again in a process, which XLA cannot; leave it out")
+            raise RuntimeError("--elastic restarts communication within a process, which XLA cannot do; leave it out")
         check_launch()
         keeps_memory = recipe.checkpoint.memory_every > 0
         lifeline = supervise(silence=elastic.options.silence, keeps_memory=keeps_memory)
@@ -142,7 +142,7 @@ def _elastic_recipe(recipe: Recipe, options: argparse.Namespace) -> "ElasticReci
 
 def _set_timeout(recipe: Recipe) -> None:
     if recipe.parallel.timeout is not None:
-        os.environ["NXD_TIMEOUT"] = str(recipe.parallel.timeout)  # which checkpoints obey as well
+        os.environ["NXD_TIMEOUT"] = str(recipe.parallel.timeout)  # checkpoints use it too
 
 
 def _exit_code(result: "TrainResult") -> int:
@@ -153,7 +153,7 @@ def _exit_code(result: "TrainResult") -> int:
 
 
 def _check_ranks(recipe: Recipe, nproc: int) -> None:
-    """What can be known before any rank is started."""
+    """Check the number of ranks before any rank is started."""
     check_nproc(nproc)
     degrees = recipe.parallel.degrees
     model_ranks = degrees.model_ranks

@@ -1,6 +1,6 @@
-"""Checks combinations of a recipe's values, and the parallel layouts they fit.
+"""Checks combinations of a recipe's values, and whether they fit a parallel layout.
 
-Single values are checked where they are read; this module only has rules over several keys.
+Single values are checked where they are read; this module only has rules that involve several keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecipeError(OptionError):
 
 
 def check_paths(recipe: Recipe) -> None:
-    """Check that what a recipe reads is there, before anything is loaded.
+    """Check that the files and folders that a recipe reads exist, before anything is loaded.
 
     Raises:
         RecipeError: a file or folder does not exist.
@@ -55,7 +55,7 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The keys involved and the mistake line, for each rule that holds at every layout and is broken."""
+    """Yield the keys involved and an error line for each broken rule that does not depend on the layout."""
     train = recipe.train
     yield from _model_choice_mistakes(recipe)
     if recipe.model.is_own_llama:
@@ -79,13 +79,13 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
     )
     if nearest and recipe.parallel.activation_checkpointing not in nearest:
         name = "parallel.activation_checkpointing"
-        yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is not known; did you mean {nearest[0]}?"
+        yield (name,), f"{name}={recipe.parallel.activation_checkpointing} is unknown; did you mean {nearest[0]}?"
     if recipe.parallel.activation_offload and recipe.parallel.activation_checkpointing == "none":
         names = ("parallel.activation_offload", "parallel.activation_checkpointing")
-        yield names, f"{names[0]} is for what {names[1]} keeps; set it to full"
+        yield names, f"{names[0]} offloads the tensors that {names[1]} keeps; set {names[1]}=full"
     if recipe.parallel.activation_offload and recipe.train.compile:
         names = ("parallel.activation_offload", "train.compile")
-        yield names, f"{names[0]} is not for compiled models; set train.compile=false"
+        yield names, f"{names[0]} does not support compiled models; set train.compile=false"
     if recipe.parallel.pipeline_parallel_size > 1:
         yield from _pipeline_mistakes(recipe)
     yield from _row_mistakes(recipe)
@@ -103,17 +103,17 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
 def _lora_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     for name in ("lora.target_modules", "lora.target_parameters", "lora.modules_to_save", "lora.use_dora"):
         if _value(recipe, name) and not recipe.lora.rank:
-            yield ("lora.rank", name), f"{name} means nothing with lora.rank=0; set lora.rank, such as 16"
+            yield ("lora.rank", name), f"{name} has no effect with lora.rank=0; set lora.rank, such as 16"
     if recipe.lora.use_dora and recipe.lora.dropout:
-        mistake = f"lora.use_dora=true is not for lora.dropout={recipe.lora.dropout}; set it to 0"
+        mistake = f"lora.use_dora=true does not support lora.dropout={recipe.lora.dropout}; set it to 0"
         yield ("lora.use_dora", "lora.dropout"), mistake
     for name, off in (("lora.dropout", "0"), ("lora.use_dora", "false")):
         if recipe.lora.target_parameters and _value(recipe, name):
-            yield ("lora.target_parameters", name), f"lora.target_parameters is not for {name}; set that to {off}"
+            yield ("lora.target_parameters", name), f"lora.target_parameters does not support {name}; set {name}={off}"
 
 
 def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What names the model, and keys that say nothing of one that is named so."""
+    """Check the keys that choose the model, and keys that do not apply to the chosen one."""
     model = recipe.model
     chosen = [f"model.{name}" for name in ("path", "type", "factory") if getattr(model, name) is not None]
     if len(chosen) > 1:
@@ -125,51 +125,60 @@ def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], st
             instead = "model.config" if model.path is None else "model.config, or leave it to the folder's config.json"
             yield (
                 (*sizes, *chosen),
-                f"{_listed(sizes, 'and')}: {chosen[0]} has sizes of its own; give what it needs in {instead}",
+                f"{_listed(sizes, 'and')} cannot be set: {chosen[0]} has its own sizes; use {instead}",
             )
     for name in ("model.factory", "pipeline.layer_class"):
         given = _value(recipe, name)
         if given is not None and not re.fullmatch(r"[\w.]+:\w+", given):
-            yield (name,), f"{name}={given} is not of the form module:name, such as my_models:make"
+            yield (name,), f"{name}={given} does not have the form module:name, such as my_models:make"
     if model.config is not None and model.is_own_llama:
-        mistake = "model.config is for model.type, model.path or model.factory; our Llama has no keys besides its sizes"
+        mistake = (
+            "model.config is for model.type, model.path or model.factory; our Llama is configured by its sizes alone"
+        )
         yield ("model.config", "model.type", "model.path", "model.factory"), mistake
     if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
         yield ("model.rope_scaling",), f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
     of_experts, of_layers = recipe.parallel.expert_tensor_parallel_size, recipe.parallel.tensor_parallel_size
     if of_experts not in (None, 1, of_layers):
         name = "parallel.expert_tensor_parallel_size"
-        yield (name,), f"{name}={of_experts} must be 1 or parallel.tensor_parallel_size={of_layers}; unset, it is that"
+        yield (name,), f"{name}={of_experts} must be 1 or parallel.tensor_parallel_size={of_layers} (the default)"
     elif recipe.parallel.degrees.splits_experts and model.is_own_llama:
         name = "parallel.expert_parallel_size"
         yield (name, "model.type", "model.path"), f"{name} is for models with experts, and our Llama has none"
     for name in ("parallel.pad_heads", "pipeline.layer_class"):
         if _value(recipe, name) and model.factory is None:
-            yield (name, "model.factory"), f"{name} is for what model.factory makes; leave it out"
+            yield (name, "model.factory"), f"{name} is for models made by model.factory; leave it out"
 
 
 def _row_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     data = recipe.data
     origins = [f"data.{name}" for name in ("path", "sources", "dataset") if getattr(data, name) is not None]
     if len(origins) > 1:
-        yield tuple(origins), f"{_listed(origins, 'and')} each say where the data are; keep one of them"
+        yield tuple(origins), f"{_listed(origins, 'and')} each name the data; keep one of them"
     if data.column is not None and data.chat:
-        mistake = f"data.column={data.column} is a column of plain text, and data.chat=true reads none; set one of them"
+        mistake = (
+            f"data.column={data.column} is a column of plain text, which data.chat=true does not read; set one of them"
+        )
         yield ("data.column", "data.chat"), mistake
     for name, wanted in (("data.column", data.column), ("data.chat", data.chat)):
         if wanted and not origins:
             given = str(wanted).lower() if wanted is True else wanted
-            yield (name, "data.path"), f"{name}={given} needs data.path, a file of rows or a folder of them"
+            yield (name, "data.path"), f"{name}={given} needs data.path, a file or folder of rows"
     if data.dataset is not None and data.column is None and not data.chat:
-        mistake = f"data.dataset={data.dataset} has rows; set data.column to their text, or data.chat=true"
+        mistake = (
+            f"data.dataset={data.dataset} holds rows; set data.column to the column with their text, or data.chat=true"
+        )
         yield ("data.dataset", "data.column", "data.chat"), mistake
     if data.dataset_config is not None and data.dataset is None:
-        yield ("data.dataset_config", "data.dataset"), "data.dataset_config is of a data.dataset; leave it out"
+        yield (
+            ("data.dataset_config", "data.dataset"),
+            "data.dataset_config needs data.dataset; set it, or leave data.dataset_config out",
+        )
     if data.packing and not data.chat:
         mistake = "data.packing=true is for conversations; text is always packed. Leave it out, or set data.chat=true"
         yield ("data.packing", "data.chat"), mistake
     if data.chat and data.tokenizer is None and recipe.model.path is None:
-        mistake = "data.chat=true needs data.tokenizer, a folder of a tokenizer with a chat template, or model.path"
+        mistake = "data.chat=true needs data.tokenizer, a tokenizer folder with a chat template, or model.path"
         yield ("data.chat", "data.tokenizer", "model.path"), mistake
 
 
@@ -177,7 +186,7 @@ def _streaming_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     data = recipe.data
     if not data.streaming:
         if data.shuffle_buffer_size != DataSection.shuffle_buffer_size:
-            mistake = "data.shuffle_buffer_size is for data.streaming=true; all others are shuffled whole. Leave it out"
+            mistake = "data.shuffle_buffer_size is for data.streaming=true; other data are fully shuffled. Leave it out"
             yield ("data.shuffle_buffer_size", "data.streaming"), mistake
         return
     if data.column is None:
@@ -185,11 +194,13 @@ def _streaming_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
         yield ("data.streaming", "data.column"), mistake
     for name in ("data.chat", "data.sources", "train.epochs", "dpo.beta"):
         if _value(recipe, name):
-            mistake = f"data.streaming=true reads text without an end, which {name} cannot take; leave one of them out"
+            mistake = (
+                f"data.streaming=true reads an endless stream of text, which {name} does not support; leave one out"
+            )
             yield ("data.streaming", name), mistake
     if data.held_out_fraction and data.evaluation_path is None:
         mistake = (
-            f"data.streaming=true holds nothing out, and data.held_out_fraction={data.held_out_fraction:g}; set "
+            f"data.streaming=true cannot hold out data.held_out_fraction={data.held_out_fraction:g}; set "
             "data.evaluation_path, or data.held_out_fraction=0"
         )
         yield ("data.streaming", "data.held_out_fraction", "data.evaluation_path"), mistake
@@ -199,9 +210,9 @@ def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     beta, given = recipe.dpo.beta, f"dpo.beta={recipe.dpo.beta:g}"
     if not beta:
         if recipe.dpo.label_smoothing:
-            yield ("dpo.label_smoothing", "dpo.beta"), "dpo.label_smoothing means nothing with dpo.beta=0; set dpo.beta"
+            yield ("dpo.label_smoothing", "dpo.beta"), "dpo.label_smoothing has no effect with dpo.beta=0; set dpo.beta"
         if recipe.dpo.loss != "sigmoid":
-            yield ("dpo.loss", "dpo.beta"), f"dpo.loss={recipe.dpo.loss} means nothing with dpo.beta=0; set dpo.beta"
+            yield ("dpo.loss", "dpo.beta"), f"dpo.loss={recipe.dpo.loss} has no effect with dpo.beta=0; set dpo.beta"
         return
     if recipe.dpo.label_smoothing and recipe.dpo.loss not in ("sigmoid", "robust"):
         mistake = f"dpo.label_smoothing is for dpo.loss=sigmoid and robust, not {recipe.dpo.loss}; leave it out"
@@ -213,9 +224,11 @@ def _dpo_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     refused = ("data.column", "data.chat", "data.packing", "data.sources", "model.factory", "lora.modules_to_save")
     for name in refused:
         if _value(recipe, name):
-            yield ("dpo.beta", name), f"{given} is not for {name}; leave that out"
+            yield ("dpo.beta", name), f"{given} does not support {name}; leave {name} out"
     if recipe.lora.rank and recipe.lora.bias != "none":
-        mistake = f"{given} is not for lora.bias={recipe.lora.bias}, which changes the reference; set lora.bias=none"
+        mistake = (
+            f"{given} does not support lora.bias={recipe.lora.bias}, which changes the reference; set lora.bias=none"
+        )
         yield ("dpo.beta", "lora.bias"), mistake
 
 
@@ -223,7 +236,9 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     options, defaults = recipe.optimizer, type(recipe.optimizer)()
     if options.factory is not None:
         if not re.fullmatch(r"[\w.]+:\w+", options.factory):
-            mistake = f"optimizer.factory={options.factory} is not of the form module:name, such as torch.optim:NAdam"
+            mistake = (
+                f"optimizer.factory={options.factory} does not have the form module:name, such as torch.optim:NAdam"
+            )
             yield ("optimizer.factory",), mistake
         if options.type != defaults.type:
             mistake = f"optimizer.type={options.type} and optimizer.factory each name an optimizer; set one of them"
@@ -232,7 +247,7 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
         if (options.type != "adamw" or options.factory is not None) and getattr(options, name) != getattr(
             defaults, name
         ):
-            mistake = f"optimizer.{name} is for optimizer.type=adamw; give what others need in optimizer.config"
+            mistake = f"optimizer.{name} is for optimizer.type=adamw; set the arguments of others in optimizer.config"
             yield (f"optimizer.{name}", "optimizer.type", "optimizer.factory"), mistake
     for name, schedule in (
         ("num_decay_steps", "warmup_stable_decay"),
@@ -246,7 +261,7 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     decay = options.num_decay_steps
     if decay is not None and options.warmup_steps + decay > recipe.train.steps:
         mistake = (
-            f"optimizer.warmup_steps={options.warmup_steps} and optimizer.num_decay_steps={decay} are more than "
+            f"optimizer.warmup_steps={options.warmup_steps} plus optimizer.num_decay_steps={decay} is more than "
             f"train.steps={recipe.train.steps}; lower one of them"
         )
         yield ("optimizer.warmup_steps", "optimizer.num_decay_steps", "train.steps"), mistake
@@ -255,9 +270,9 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
 def _context_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     name = "parallel.context_parallel_size"
     if recipe.parallel.context_parallel_size > 1 and recipe.train.compile:
-        yield (name, "train.compile"), f"{name} computes other blocks on each rank; set train.compile=false"
+        yield (name, "train.compile"), f"{name} computes different blocks on each rank; set train.compile=false"
     if recipe.parallel.context_parallel_size > 1 and recipe.dpo.beta:
-        yield (name, "dpo.beta"), f"{name} is not for dpo.beta, whose loss needs whole answers; set it to 1"
+        yield (name, "dpo.beta"), f"{name} does not support dpo.beta, whose loss needs whole answers; set it to 1"
 
 
 def _moe_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -266,7 +281,7 @@ def _moe_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
         if value and recipe.model.is_own_llama:
             yield (name, "model.type", "model.path"), f"{name}={value:g} is for models with experts; our Llama has none"
         if value and recipe.train.compile:
-            mistake = f"{name}={value:g} counts what routers choose, which needs train.compile=false"
+            mistake = f"{name}={value:g} counts the routers' choices, which needs train.compile=false"
             yield (name, "train.compile"), mistake
 
 
@@ -275,7 +290,7 @@ def _early_stopping_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], 
     for name in ("train.eval_every", "data.held_out_fraction"):
         if patience and not _number(recipe, name):
             mistake = (
-                f"train.early_stopping_patience={patience} goes by the held-out loss, and {name}=0 computes none; set "
+                f"train.early_stopping_patience={patience} needs a held-out loss, which {name}=0 turns off; set "
                 f"{name}, or train.early_stopping_patience=0"
             )
             yield ("train.early_stopping_patience", name), mistake
@@ -300,7 +315,7 @@ def _llama_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
-    # Brings torch in, which a recipe without a pipeline is checked without.
+    # Imports torch, which checking a recipe without a pipeline does not need.
     from nxd_pipeline import default_stages_per_rank, stages_per_rank  # noqa: PLC0415
 
     schedule, virtual = recipe.pipeline.schedule, recipe.pipeline.virtual_pipeline_size
@@ -308,7 +323,7 @@ def _pipeline_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     if virtual is not None and needed and virtual != needed:
         fitting = [name for name in TRAINING_SCHEDULES if stages_per_rank(name) in (None, virtual)]
         mistake = (
-            f"pipeline.virtual_pipeline_size={virtual} is not for pipeline.schedule={schedule}, which has {needed}; "
+            f"pipeline.virtual_pipeline_size={virtual} does not fit pipeline.schedule={schedule}, which has {needed}; "
             f"leave it unset, or use {_listed(fitting)}"
         )
         yield ("pipeline.virtual_pipeline_size", "pipeline.schedule"), mistake
@@ -331,12 +346,12 @@ def _memory_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     every = recipe.checkpoint.memory_every
     if every and recipe.lora.rank and recipe.lora.save == "merged":
         mistake = (
-            f"checkpoint.memory_every={every} writes what lora.save=merged cannot resume from; set "
-            "lora.save=adapter or both"
+            f"checkpoint.memory_every={every} needs checkpoints to resume from, which lora.save=merged does not "
+            "write; set lora.save=adapter or both"
         )
         yield ("checkpoint.memory_every", "lora.save"), mistake
     if every and recipe.checkpoint.resume == "never":
-        mistake = f"checkpoint.memory_every={every} writes what checkpoint.resume=never does not read; set it to latest"
+        mistake = f"checkpoint.memory_every={every} has no effect with checkpoint.resume=never; set it to latest"
         yield ("checkpoint.memory_every", "checkpoint.resume"), mistake
 
 
@@ -345,7 +360,7 @@ def _retention_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     for name in ("checkpoint.keep_every", "checkpoint.keep_best"):
         if _number(recipe, name) and not options.keep:
             mistake = (
-                f"{name}={_number(recipe, name)} adds nothing to checkpoint.keep=0, which keeps all; "
+                f"{name}={_number(recipe, name)} has no effect with checkpoint.keep=0, which keeps all; "
                 f"set checkpoint.keep to 1 or more, or {name}=0"
             )
             yield (name, "checkpoint.keep"), mistake
@@ -354,31 +369,31 @@ def _retention_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
     for name in ("train.eval_every", "data.held_out_fraction"):
         if not _number(recipe, name) and not (name == "data.held_out_fraction" and recipe.data.evaluation_path):
             mistake = (
-                f"checkpoint.keep_best={options.keep_best} goes by the held-out loss, and {name}=0 computes none; "
+                f"checkpoint.keep_best={options.keep_best} needs a held-out loss, which {name}=0 turns off; "
                 f"set {name}, or checkpoint.keep_best=0"
             )
             yield ("checkpoint.keep_best", name), mistake
     if recipe.train.eval_every and options.save_every % recipe.train.eval_every:
         mistake = (
-            f"checkpoint.keep_best={options.keep_best} goes by the held-out loss, which some checkpoints would lack; "
+            f"checkpoint.keep_best={options.keep_best} needs a held-out loss, which some checkpoints would lack; "
             f"make checkpoint.save_every={options.save_every} a multiple of train.eval_every={recipe.train.eval_every}"
         )
         yield ("checkpoint.keep_best", "checkpoint.save_every", "train.eval_every"), mistake
 
 
 def check_layout(recipe: Recipe, dp_size: int, *, vocab_size: int | None = None) -> None:
-    """Check that the model and the batch can be cut for `parallel.*` and this data-parallel size.
+    """Check that the model and the batch can be split by `parallel.*` and this data-parallel size.
 
-    Pure arithmetic, so every rank may call it and comes to the same answer.
+    Pure arithmetic, so every rank may call it and gets the same answer.
 
     Args:
         recipe: a recipe that `load_recipe` accepted.
-        dp_size: data-parallel ranks.
-        vocab_size: rows of the embedding once the tokenizer is known; None takes `model.vocab_size`, and
-            leaves the vocabulary unchecked where that is unset.
+        dp_size: number of data-parallel ranks.
+        vocab_size: rows of the embedding, once the tokenizer is known; None uses `model.vocab_size`, and
+            skips the vocabulary check if that is unset.
 
     Raises:
-        RecipeError: a ValueError naming the sizes that do not divide and the degrees that would.
+        RecipeError: a ValueError naming the sizes that are not divisible and the degrees that would work.
     """
     mistakes = [
         *_model_mistakes(recipe, vocab_size or recipe.model.vocab_size),
@@ -390,8 +405,8 @@ def check_layout(recipe: Recipe, dp_size: int, *, vocab_size: int | None = None)
 
 def _model_mistakes(recipe: Recipe, vocab_size: int | None) -> Iterator[str]:
     sharded: dict[str, int] = {}
-    if recipe.model.is_own_llama:  # other models pad what they can, and say themselves what they cannot
-        names = ["num_attention_heads", "hidden_size", "intermediate_size"]  # key-value heads are copied
+    if recipe.model.is_own_llama:  # other models pad what they can and report the rest themselves
+        names = ["num_attention_heads", "hidden_size", "intermediate_size"]  # key-value heads are replicated
         sharded |= {f"model.{name}": _number(recipe, f"model.{name}") for name in names}
     if recipe.parallel.sequence_parallel:
         sharded["data.sequence_length"] = recipe.data.sequence_length
@@ -420,10 +435,10 @@ def _batch_mistakes(recipe: Recipe, dp_size: int) -> Iterator[str]:
 
 
 def padded_vocab_size(recipe: Recipe, tokenizer_vocab_size: int) -> int:
-    """Rows of the embedding: `model.vocab_size`, or the tokenizer's size rounded up to a multiple of 64.
+    """Return the embedding's rows: `model.vocab_size`, or the tokenizer's size rounded up to a multiple of 64.
 
     Raises:
-        RecipeError: `model.vocab_size` has no room for all the tokenizer's ids.
+        RecipeError: `model.vocab_size` is smaller than the tokenizer's vocabulary.
     """
     if recipe.model.vocab_size is None:
         return -(-tokenizer_vocab_size // VOCAB_SIZE_MULTIPLE) * VOCAB_SIZE_MULTIPLE

@@ -1,6 +1,6 @@
-"""Reads and writes recipes, and lists their keys: files of TOML, YAML or JSON, overrides, plain dictionaries.
+"""Reads and writes recipes (TOML, YAML or JSON files, overrides, plain dictionaries), and lists their keys.
 
-Every mistake is collected before anything is raised. `checks.py` checks combinations of values.
+All mistakes are collected before an error is raised. `checks.py` checks combinations of values.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ IMPORTED_KEYS = frozenset({"model.factory", "optimizer.factory", "pipeline.layer
 
 
 def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file, apply overrides on top, and check the whole.
+    """Read a recipe file, apply overrides on top, and check the result.
 
-    A file may come from a stranger, so it cannot choose what is imported: keys that name a module's objects must be
-    among the overrides as well.
+    A file may be untrusted, so it cannot choose what is imported: keys that name Python objects must also be
+    among the overrides.
 
     Args:
         file: `.toml`, `.yaml`, `.yml` or `.json`; None starts from the defaults.
-        overrides: texts like `train.steps=100`, `optimizer.betas=0.9,0.99`, `data.path=none`,
+        overrides: strings like `train.steps=100`, `optimizer.betas=0.9,0.99`, `data.path=none`,
             `model.config.head_dim=64`, `output=runs/a`; the last one for a key wins.
 
     Raises:
@@ -46,7 +46,7 @@ def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -
         raise RecipeError(
             f"recipe {file}",
             [
-                f"{key} names code, and what a file names is not run; if you trust it, repeat {key} on the command line"
+                f"{key} names code, which a file alone cannot run; if you trust it, repeat {key} on the command line"
                 for key in sorted(named)
             ],
         )
@@ -57,9 +57,9 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
     """Make a recipe from nested sections (`{"train": {"steps": 100}, "output": "runs/a"}`) and overrides.
 
     Args:
-        content: sections and top-level keys; what is left out keeps its default.
+        content: sections and top-level keys; missing keys keep their defaults.
         overrides: as for `load_recipe`.
-        origin: what an error names as the place of its mistakes.
+        origin: the source of the recipe, as error messages name it.
 
     Raises:
         RecipeError: a ValueError with one line for each mistake.
@@ -71,7 +71,7 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
     recipe = Recipe(**arguments | {name: cls(**arguments[name]) for name, cls in _section_types().items()})
     wrong_keys = given.keys() - values.keys()
     for keys, mistake in consistency_mistakes(recipe):
-        if wrong_keys.isdisjoint(keys):  # else it would complain about a default that the user did not choose
+        if wrong_keys.isdisjoint(keys):  # otherwise it would report a default that the user did not choose
             mistakes.append(mistake)
     if mistakes:
         raise RecipeError(origin, mistakes)
@@ -79,9 +79,9 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Nested plain values (str, int, float, bool, list, dict) that `recipe_from_dict` turns back to the recipe.
+    """Convert a recipe to nested plain values (str, int, float, bool, list, dict), which `recipe_from_dict` reads.
 
-    Unset keys (None) are left out.
+    Unset keys (None) are omitted.
     """
     values: dict[str, object] = {}
     for key in recipe_keys().values():
@@ -92,10 +92,10 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def save_recipe(recipe: Recipe, file: str | Path) -> Path:
-    """Write the recipe as `.toml` (with each key's meaning as a comment) or `.json`; makes its folder.
+    """Write the recipe as `.toml` (with each key's meaning as a comment) or `.json`, and create its folder.
 
     Raises:
-        ValueError: another suffix.
+        ValueError: the file has another suffix.
     """
     file = Path(file)
     if file.suffix == ".toml":
@@ -110,19 +110,19 @@ def save_recipe(recipe: Recipe, file: str | Path) -> Path:
 
 
 def recipe_keys() -> dict[str, Key]:
-    """Every key of a recipe by its full name ("train.steps", "output"), in the order of the sections."""
+    """Return every key of a recipe by its full name ("train.steps", "output"), in section order."""
     return _schema().keys
 
 
 def recipe_switches() -> list[str]:
-    """Those that are true or false."""
+    """Return the names of the boolean keys."""
     return [name for name, key in recipe_keys().items() if key.value_type is bool]
 
 
 def render_recipe_help() -> str:
-    """All keys with type, default and meaning, one section after another.
+    """Describe all keys, section by section, with type, default and meaning.
 
-    Plain text of at most 130 columns, ready to be an argparse epilog under RawDescriptionHelpFormatter.
+    Returns plain text of at most 130 columns, for an argparse epilog with RawDescriptionHelpFormatter.
     """
     lines: list[str] = []
     section: str | None = None
@@ -140,11 +140,11 @@ _SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: a few of them in one another are more values than any memory holds."""
+    """Loads YAML without aliases: a few nested ones expand to more values than fit in memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases such as *name are not read; write the value itself")
+            raise yaml.YAMLError("aliases such as *name are not supported; write the value itself")
         return super().compose_node(parent, index)
 
 
@@ -169,7 +169,7 @@ def _read_file(file: Path) -> Mapping[str, object]:
     if file.is_dir():
         inside = sorted(it.name for it in file.iterdir() if it.suffix in _SUFFIXES)
         instead = f"give {file / inside[0]}" if len(inside) == 1 else "give a recipe file"
-        raise RecipeError(origin, [f"is a folder; {instead}, or a folder of a model as model.path={file}"])
+        raise RecipeError(origin, [f"is a folder; {instead}, or pass a model folder as model.path={file}"])
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -185,8 +185,8 @@ def _read_file(file: Path) -> Mapping[str, object]:
             raise RecipeError(origin, [f"has suffix {file.suffix!r}; expected .toml, .yaml, .yml or .json"])
     except RecipeError:
         raise
-    except Exception as error:  # PyYAML also raises KeyError, IndexError and more for values that it cannot make
-        reason = " ".join(str(error).split())  # YAML explains over several lines
+    except Exception as error:  # PyYAML also raises KeyError, IndexError and more for values that it cannot construct
+        reason = " ".join(str(error).split())  # YAML errors span several lines
         raise RecipeError(origin, [f"is not valid {file.suffix[1:].upper()}: {reason}"]) from error
     if content is None:  # an empty YAML file
         return {}
@@ -235,13 +235,13 @@ def _toml_value(value: object) -> str:
         return "[" + ", ".join(_toml_value(part) for part in value) + "]"
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(part)}" for key, part in value.items()) + " }"
-    if isinstance(value, str):  # JSON's escapes are TOML's, except that TOML wants DEL escaped, too
+    if isinstance(value, str):  # TOML uses JSON's escapes, and also requires DEL to be escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)
 
 
 def _show_default(default: object) -> str:
-    """A default as it would be written in an override; "unset" for None."""
+    """Format a default as an override would write it; "unset" for None."""
     if default is None:
         return "unset"
     if isinstance(default, tuple):

@@ -1,6 +1,6 @@
-"""What a run may change when it resumes, key by key.
+"""Rules for which keys a run may change when it resumes.
 
-A test holds that every key of a recipe has its rule, so that none changes a run without a word.
+A test checks that every key of a recipe has a rule, so that no change goes unreported.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Literal
 from nxd_trainer.recipe.files import recipe_from_dict, recipe_keys, recipe_to_dict
 from nxd_trainer.recipe.sections import Recipe
 
-# free: changes no number but by rounding, or is said anyway. told: changes what comes after, as people want, and is
-# said. refused: the value must be the same. compared: what it leads to must be the same, which is the model, its tokens
-# and their order, or the weights that adapters need.
+# free: changes results only by rounding, or is reported elsewhere. told: deliberately changes the rest of the run, and
+# is reported. refused: the value must be the same. compared: its result must be the same: the model, its tokens and
+# their order, or the weights that adapters need.
 Rule = Literal["free", "told", "refused", "compared"]
 
 _OF_SECTIONS: dict[str, Rule] = {
@@ -30,8 +30,8 @@ _OF_SECTIONS: dict[str, Rule] = {
     "": "free",
 }
 _OF_KEYS: dict[str, Rule] = {
-    "model.path": "told",  # its weights are those of the checkpoint by then
-    "parallel.zero1": "told",  # narrow weights have masters with it
+    "model.path": "told",  # the weights now come from the checkpoint
+    "parallel.zero1": "told",  # it adds master weights for low-precision weights
     "data.evaluation_path": "told",
     "data.cache_folder": "free",
     "train.stop_after": "free",
@@ -42,22 +42,22 @@ _OF_KEYS: dict[str, Rule] = {
     "train.dtype": "refused",
     "optimizer.type": "refused",
     "optimizer.factory": "refused",
-    "lora.save": "free",  # but for merged weights
+    "lora.save": "free",  # except for merged weights
     "checkpoint.initial_weights": "told",
 }
 
 
 def rule_of(key: str) -> Rule:
-    """What happens where a run resumes with another value for a key, such as "train.steps"."""
+    """Return the rule for a run that resumes with a different value for a key, such as "train.steps"."""
     return _OF_KEYS[key] if key in _OF_KEYS else _OF_SECTIONS[key.rpartition(".")[0]]
 
 
 def changes_to_tell(recipe: Recipe, of_checkpoint: Mapping[str, Any]) -> list[str]:
-    """Lines such as "optimizer.lr 0.001 -> 0.01", of keys that may change and are told.
+    """Return lines such as "optimizer.lr 0.001 -> 0.01" for the changed keys that must be reported.
 
     Args:
-        recipe: that a run resumes with.
-        of_checkpoint: as `recipe_to_dict` gave it; keys that were not known then have their defaults.
+        recipe: the recipe that the run resumes with.
+        of_checkpoint: the checkpoint's recipe, from `recipe_to_dict`; keys that it lacks have their defaults.
     """
     defaults = recipe_to_dict(recipe_from_dict({}))
     own = recipe_to_dict(recipe)

@@ -25,86 +25,86 @@ DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The model to train: our Llama with these sizes, or what path, type or factory names."""
+    """The model to train: our Llama with these sizes, or the model that path, type or factory names."""
 
-    path: Path | None = option(None, "folder of a Hugging Face model, with whose weights a new run begins")
-    type: str | None = option(None, "architecture of transformers, such as qwen3, with these sizes and random weights")
+    path: Path | None = option(None, "folder of a Hugging Face model whose weights a new run starts from")
+    type: str | None = option(None, "transformers architecture, such as qwen3, with these sizes and random weights")
     factory: str | None = option(
-        None, "MODULE:FUNCTION that makes the model, which takes input_ids and labels and returns the loss"
+        None, "MODULE:FUNCTION that returns the model, which takes input_ids and labels and returns the loss"
     )
     config: Mapping[str, Any] | None = option(
-        None, "further keys of the config of model.type or model.path; the arguments of model.factory"
+        None, "additional config keys of model.type or model.path, or the arguments of model.factory"
     )
     hidden_size: int = option(256, "width of the residual stream", at_least=1)
     intermediate_size: int = option(768, "width inside the MLP", at_least=1)
     num_hidden_layers: int = option(4, "decoder layers", at_least=1)
     num_attention_heads: int = option(8, "query heads", at_least=1)
     num_key_value_heads: int = option(4, "key/value heads, each shared by a group of query heads", at_least=1)
-    max_position_embeddings: int = option(2048, "longest sequence the model is made for", at_least=1)
+    max_position_embeddings: int = option(2048, "longest sequence that the model supports", at_least=1)
     rope_theta: float | None = option(
-        None, "base of the rotary frequencies; unset: 10000, or as model.type has it", above=0
+        None, "base of the rotary frequencies; unset: 10000, or the default of model.type", above=0
     )
     rope_scaling: Mapping[str, Any] | None = option(
         None,
-        "rotary frequencies of another rope_type, as in a config.json; unset: plain, or as model.type has it",
+        "rotary frequencies of another rope_type, as in a config.json; unset: plain, or the default of model.type",
     )
     rms_norm_eps: float | None = option(
-        None, "added to the mean square in RMSNorm; unset: 1e-5, or as model.type has it", above=0
+        None, "added to the mean square in RMSNorm; unset: 1e-5, or the default of model.type", above=0
     )
     tie_word_embeddings: bool | None = option(
-        None, "use the token embedding as output head, too; unset: false, or as model.type has it"
+        None, "also use the token embedding as the output head; unset: false, or the default of model.type"
     )
     vocab_size: int | None = option(
         None, "rows of the embedding; unset: the tokenizer's, rounded up to a multiple of 64", at_least=1
     )
     initializer_range: float | None = option(
-        None, "standard deviation of the initial weights; unset: 0.02, or as model.type has it", above=0
+        None, "standard deviation of the initial weights; unset: 0.02, or the default of model.type", above=0
     )
 
     @property
     def is_own_llama(self) -> bool:
-        """Whether it is the Llama of this package."""
+        """Whether the model is this package's Llama."""
         return self.path is None and self.type is None and self.factory is None
 
     @property
     def has_these_sizes(self) -> bool:
-        """Whether the sizes here are the model's: they say nothing of what comes from a folder or a factory."""
+        """Whether the sizes here are the model's: models from a folder or a factory have their own."""
         return self.path is None and self.factory is None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How one model is spread over ranks; the ranks left over are data parallel."""
+    """How one model is split over ranks; the remaining factor is data parallel."""
 
     tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
     pipeline_parallel_size: int = option(1, "ranks that the layers are distributed over", at_least=1)
-    context_parallel_size: int = option(1, "ranks that each sequence is cut over", at_least=1)
+    context_parallel_size: int = option(1, "ranks that each sequence is split over", at_least=1)
     expert_parallel_size: int = option(1, "ranks that the experts of a layer are distributed over", at_least=1)
     expert_tensor_parallel_size: int | None = option(
-        None, "ranks that share each expert: 1, or tensor_parallel_size; unset: that", at_least=1
+        None, "ranks that share each expert: 1 or tensor_parallel_size; unset: the latter", at_least=1
     )
     zero1: bool = option(False, "shard the optimizer's state over the data-parallel ranks (ZeRO-1)")
     activation_checkpointing: str = option(
         "none",
-        "computed again in backward: none, full (decoder layers), selective (but for matrix products), or classes",
+        "recomputed in backward: none, full (decoder layers), selective (all but matrix products), or class names",
     )
     activation_offload: bool = option(
-        False, "keep what activation_checkpointing keeps in the host's memory until backward"
+        False, "offload the tensors that activation_checkpointing keeps to host memory until backward"
     )
     timeout: float | None = option(
-        None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, else 1800", above=0
+        None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, or 1800", above=0
     )
     pad_heads: bool = option(
-        False, "fill up what heads of model.factory are missing for tensor_parallel_size; models of transformers do it"
+        False, "pad the heads of model.factory to fit tensor_parallel_size; transformers models always do"
     )
 
     @property
     def degrees(self) -> ParallelDegrees:
-        """These degrees; how many replicas there are, the launch decides.
+        """The parallel degrees of these sizes; the launch decides the number of replicas.
 
         Raises:
-            ValueError: experts cannot be split so.
+            ValueError: the experts cannot be split this way.
         """
         return ParallelDegrees(
             self.tensor_parallel_size,
@@ -117,7 +117,7 @@ class ParallelSection:
         )
 
     def at(self, degrees: ParallelDegrees) -> Self:
-        """The same with the sizes of other degrees; whole experts stay whole."""
+        """Return a copy with the sizes of other degrees; whole experts stay whole."""
         whole_experts = self.expert_tensor_parallel_size == 1
         sizes = {name: getattr(degrees, axis) for axis, name in SIZES.items()}
         return replace(self, **sizes, expert_tensor_parallel_size=1 if whole_experts else None)
@@ -125,101 +125,101 @@ class ParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSection:
-    """What keeps the experts of a layer evenly busy; for models of transformers with experts."""
+    """Load balancing of the experts, for transformers models that have them."""
 
     aux_loss_coef: float | None = option(
         None,
         "weight of the load-balancing loss; unset: the model's router_aux_loss_coef with output_router_logits=true, "
-        "else 0",
+        "or 0",
         at_least=0,
     )
     aux_loss_scope: Literal["global", "sequence"] = option(
-        "global", "what it is to be even over: layers and tokens of the global batch, or each sequence in each layer"
+        "global", "scope to balance over: all layers and tokens of the global batch, or each sequence in each layer"
     )
     z_loss_coef: float = option(0.0, "weight of the router z-loss, which keeps logits small", at_least=0)
     bias_update_rate: float = option(
-        0.0, "step of e_score_correction_bias against the loads, without a loss; 0: it stays", at_least=0
+        0.0, "step size of e_score_correction_bias, which balances loads without a loss; 0: off", at_least=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSection:
-    """How pipeline-parallel ranks work together; without effect where there is one."""
+    """How pipeline-parallel ranks work together; no effect with pipeline_parallel_size=1."""
 
-    schedule: TrainingSchedule = option("1f1b", "order of the work, by its name in nxd-pipeline")
+    schedule: TrainingSchedule = option("1f1b", "pipeline schedule, by its name in nxd-pipeline")
     virtual_pipeline_size: int | None = option(
         None, "stages on each rank; unset: 2 for interleaved, zb-v and dualpipe-v, else 1", at_least=1
     )
     trace_file: Path | None = option(
-        None, "timeline of a step on all ranks, for Perfetto, with a picture beside it; unset: none"
+        None, "file for a Perfetto timeline of one step on all ranks, with a picture beside it; unset: none"
     )
     layer_class: str | None = option(
-        None, "MODULE:CLASS of the layers of model.factory, between which it is cut; other models tell theirs"
+        None, "MODULE:CLASS of the layers of model.factory, where stages are split; known for other models"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The data to train on and how they are cut into sequences."""
+    """The data to train on and how they are split into sequences."""
 
     path: Path | None = option(None, "file or folder; unset: the sources of the running Python's standard library")
     sources: Mapping[str, Any] | None = option(
-        None, "several files or folders, each with its weight, in place of path: { books = 0.7, code = 0.3 }"
+        None, "several files or folders with weights, in place of path: { books = 0.7, code = 0.3 }"
     )
-    dataset: str | None = option(None, "data set of the Hugging Face hub, in place of path, such as openai/gsm8k")
-    dataset_config: str | None = option(None, "which of several configs the data set has")
-    dataset_split: str = option("train", "split of the data set")
+    dataset: str | None = option(None, "dataset of the Hugging Face hub, in place of path, such as openai/gsm8k")
+    dataset_config: str | None = option(None, "config of the dataset, if it has several")
+    dataset_split: str = option("train", "split of the dataset")
     evaluation_path: Path | None = option(
-        None, "file or folder to evaluate on, read as path is; unset: held_out_fraction of the training data"
+        None, "file or folder to evaluate on, read like path; unset: held_out_fraction of the training data"
     )
     column: str | None = option(
-        None, "column with the text of rows (.jsonl, .json, .csv, .parquet, .arrow); unset: files are text"
+        None, "text column of files with rows (.jsonl, .json, .csv, .parquet, .arrow); unset: files are plain text"
     )
-    chat: bool = option(False, "rows are conversations, of which the loss counts what the assistant says")
-    packing: bool = option(False, "several conversations in a sequence, none of which attends to another")
+    chat: bool = option(False, "rows are conversations; the loss counts the assistant's tokens only")
+    packing: bool = option(False, "pack several conversations into a sequence, without attention between them")
     suffixes: tuple[str, ...] | None = option(
-        None, "files read from a folder; unset: .py,.txt,.md,.rst, or those of rows with data.column or data.chat"
+        None, "files to read in a folder; unset: .py,.txt,.md,.rst, or the row formats with data.column or data.chat"
     )
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = option(
-        None, "type of the tokens in flat .bin files; .npy and .bin with .idx say theirs"
+        None, "dtype of the tokens in flat .bin files; .npy files and .bin files with .idx declare theirs"
     )
-    include_tests: bool = option(False, "with path unset: read the standard library's own tests, too")
+    include_tests: bool = option(False, "with path unset: also read the standard library's tests")
     tokenizer: Path | None = option(
-        None, "Hugging Face tokenizer.json, or a folder with one; unset: that of model.path, else one token per byte"
+        None, "Hugging Face tokenizer.json, or a folder with one; unset: that of model.path, or one token per byte"
     )
     sequence_length: int = option(256, "tokens in a training sequence", at_least=1)
     held_out_fraction: float = option(0.05, "share of the sequences kept for evaluation; 0: none", at_least=0, below=1)
-    streaming: bool = option(False, "read the column while training, and keep no tokens: for data that are too many")
-    shuffle_buffer_size: int = option(1024, "with streaming: sequences that are shuffled at a time", at_least=1)
-    cache_folder: Path | None = option(None, "where tokenised text is kept; unset: tokens/ in the output folder")
+    streaming: bool = option(False, "read the column while training, and cache no tokens: for very large data")
+    shuffle_buffer_size: int = option(1024, "with streaming: sequences in the shuffle buffer", at_least=1)
+    cache_folder: Path | None = option(None, "folder for tokenized text; unset: tokens/ in the output folder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    """Length, batch, precision and rhythm of the training loop."""
+    """Length, batch size, precision and intervals of the training loop."""
 
     steps: int = option(300, "optimizer steps of the whole run", at_least=1)
     epochs: float | None = option(None, "passes over the training data, in place of steps", above=0)
     stop_after: int | None = option(
-        None, "end this invocation after that step, to be resumed later; unset: run to the end", at_least=1
+        None, "stop this invocation after this step, to be resumed later; unset: run to the end", at_least=1
     )
     global_batch_size: int = option(16, "sequences in one optimizer step, over all ranks", at_least=1)
     gradient_accumulation_steps: int = option(
-        1, "microbatches each rank cuts its share into; a pipeline's, too", at_least=1
+        1, "microbatches that each rank splits its batch into, with a pipeline too", at_least=1
     )
-    seed: int = option(0, "seed of the initial weights, dropout and the order of the data", at_least=0)
-    dtype: DtypeName = option("float32", "type of the weights")
-    autocast: Literal["none", "bfloat16"] = option("none", "type of the matrix products of float32 weights")
-    compile: bool = option(False, "compile the model's layers by torch.compile, with static shapes")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm; 0: never", at_least=0)
-    log_every: int = option(10, "steps between two logged lines", at_least=1)
-    eval_every: int = option(50, "steps between two evaluations on held-out text; 0: none", at_least=0)
+    seed: int = option(0, "seed of the initial weights, dropout and data order", at_least=0)
+    dtype: DtypeName = option("float32", "dtype of the weights")
+    autocast: Literal["none", "bfloat16"] = option("none", "dtype of matrix products with float32 weights")
+    compile: bool = option(False, "compile the model's layers with torch.compile and static shapes")
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0: no clipping", at_least=0)
+    log_every: int = option(10, "steps between log lines", at_least=1)
+    eval_every: int = option(50, "steps between evaluations on held-out text; 0: none", at_least=0)
     eval_batches: int = option(4, "global batches in an evaluation", at_least=1)
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = option(
-        ("tensorboard",), "what gets the metrics besides metrics.jsonl; empty: nothing"
+        ("tensorboard",), "trackers that get the metrics besides metrics.jsonl; empty: none"
     )
     early_stopping_patience: int = option(
-        0, "evaluations in a row without a lower held-out loss, after which the run ends; 0: it goes on", at_least=0
+        0, "end the run after this many evaluations in a row without a lower held-out loss; 0: never", at_least=0
     )
     early_stopping_threshold: float = option(0.0, "how much lower a held-out loss must be to count", at_least=0)
 
@@ -228,88 +228,86 @@ class TrainSection:
 class OptimizerSection:
     """The optimizer and its learning-rate schedule."""
 
-    type: Literal["adamw", "sgd", "adafactor"] = option("adamw", "the optimizer, one of torch's")
+    type: Literal["adamw", "sgd", "adafactor"] = option("adamw", "torch optimizer")
     factory: str | None = option(
         None, "MODULE:CLASS of another torch optimizer, such as transformers:Adafactor, in place of type"
     )
     config: Mapping[str, Any] | None = option(
-        None, "further arguments of the optimizer, by its own names, such as momentum of sgd"
+        None, "additional arguments of the optimizer, by its own names, such as momentum for sgd"
     )
     lr: float = option(1e-3, "learning rate after the warm-up", above=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "of adamw: decay of the two moments", at_least=0, below=1)
-    eps: float = option(1e-8, "of adamw: added to the root of the second moment", above=0)
-    weight_decay: float = option(0.1, "weight decay of matrices; of adamw and adafactor it is decoupled", at_least=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "adamw: decay of the two moments", at_least=0, below=1)
+    eps: float = option(1e-8, "adamw: added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "weight decay of matrices; decoupled in adamw and adafactor", at_least=0)
     warmup_steps: int = option(20, "steps of linear warm-up", at_least=0)
-    min_lr_ratio: float = option(0.1, "least learning rate, as a share of lr", at_least=0, at_most=1)
-    schedule: LrScheduleName = option("cosine", "learning rate after the warm-up, by its name in transformers")
+    min_lr_ratio: float = option(0.1, "minimum learning rate, as a fraction of lr", at_least=0, at_most=1)
+    schedule: LrScheduleName = option("cosine", "learning-rate schedule after the warm-up, by its name in transformers")
     num_decay_steps: int | None = option(
-        None, "of warmup_stable_decay: steps of the decay, at the end of the run; unset: a tenth of it", at_least=1
+        None, "warmup_stable_decay: steps of the decay at the end of the run; unset: a tenth of the run", at_least=1
     )
-    decay_type: DecayType = option("linear", "of warmup_stable_decay: shape of the decay")
-    num_cycles: int = option(1, "of cosine_with_restarts: how often it falls", at_least=1)
-    power: float = option(1.0, "of polynomial: its exponent", above=0)
+    decay_type: DecayType = option("linear", "warmup_stable_decay: shape of the decay")
+    num_cycles: int = option(1, "cosine_with_restarts: number of cycles", at_least=1)
+    power: float = option(1.0, "polynomial: the exponent", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """Low-rank adapters that are trained in place of the model."""
+    """Low-rank adapters, trained in place of the model."""
 
-    rank: int = option(0, "rows of an adapter's factors; 0: no adapters", at_least=0)
-    alpha: float = option(8.0, "what adapters add is multiplied by alpha / rank", above=0)
-    dropout: float = option(0.0, "share of the adapters' inputs that is dropped", at_least=0, below=1)
+    rank: int = option(0, "rank of the adapters; 0: no adapters", at_least=0)
+    alpha: float = option(8.0, "adapter outputs are multiplied by alpha / rank", above=0)
+    dropout: float = option(0.0, "fraction of the adapters' inputs that is dropped", at_least=0, below=1)
     target_modules: tuple[str, ...] = option(
-        (), "layers that get adapters, by the ends of their names: q_proj,v_proj; empty: all linear ones but the head"
+        (), "layers that get adapters, by name suffix: q_proj,v_proj; empty: all linear layers but the head"
     )
     target_parameters: tuple[str, ...] = option(
-        (), "fused weights of experts that get adapters, by the ends of their names; then no other layers by themselves"
+        (), "fused expert weights that get adapters, by name suffix; then no other layers by default"
     )
-    modules_to_save: tuple[str, ...] = option((), "modules that train themselves, beside the adapters: lm_head")
+    modules_to_save: tuple[str, ...] = option((), "modules that are trained in full, beside the adapters: lm_head")
     bias: Literal["none", "all", "lora_only"] = option(
-        "none", "biases that are trained, too: of adapted layers, or all"
+        "none", "biases that are also trained: none, all, or those of adapted layers"
     )
     use_rslora: bool = option(False, "multiply by alpha / sqrt(rank) instead")
-    use_dora: bool = option(False, "train a magnitude for each row of the adapted weights as well (DoRA)")
+    use_dora: bool = option(False, "also train a magnitude for each row of the adapted weights (DoRA)")
     save: Literal["adapter", "both", "merged"] = option(
-        "adapter", "what checkpoints hold: adapter alone, model and adapter, or a model with it in its weights"
+        "adapter", "contents of checkpoints: the adapter, model and adapter, or the model with the adapter merged"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoSection:
-    """Learning to prefer the chosen of two answers to the rejected one (DPO)."""
+    """Direct preference optimization (DPO): learn to prefer chosen answers to rejected ones."""
 
-    beta: float = option(0.0, "how strongly the model is held to what it was before; 0: no preferences", at_least=0)
-    loss: DpoLossName = option("sigmoid", "what is minimized, by the names of TRL")
+    beta: float = option(0.0, "how strongly the model is held to the reference; 0: no DPO", at_least=0)
+    loss: DpoLossName = option("sigmoid", "loss to minimize, by its name in TRL")
     label_smoothing: float = option(
-        0.0, "share of pairs that are taken to be the wrong way round, by sigmoid and robust", at_least=0, below=0.5
+        0.0, "sigmoid and robust: fraction of pairs assumed to be the wrong way round", at_least=0, below=0.5
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When checkpoints are written, how many stay, and whether a run resumes from one."""
+    """When checkpoints are written, how many are kept, and whether a run resumes from one."""
 
-    folder: Path | None = option(None, "where checkpoints lie; unset: checkpoints/ in the output folder")
-    save_every: int = option(100, "steps between two checkpoints; 0: only at the end", at_least=0)
+    folder: Path | None = option(None, "folder of the checkpoints; unset: checkpoints/ in the output folder")
+    save_every: int = option(100, "steps between checkpoints; 0: only at the end", at_least=0)
     background: bool = option(False, "write checkpoints while training goes on, from a copy in memory")
     incremental: bool = option(
-        False, "reference what the checkpoint before holds already, such as frozen weights, instead of writing it again"
+        False, "reference data that the previous checkpoint holds, such as frozen weights, instead of rewriting it"
     )
     keep: int = option(3, "newest checkpoints kept; 0: all", at_least=0)
-    keep_every: int = option(0, "checkpoints of steps that this divides are kept as well; 0: none", at_least=0)
-    keep_best: int = option(0, "checkpoints with the lowest held-out loss kept as well; 0: none", at_least=0)
+    keep_every: int = option(0, "also keep checkpoints at multiples of this step; 0: none", at_least=0)
+    keep_best: int = option(0, "also keep this many checkpoints with the lowest held-out loss; 0: none", at_least=0)
     check_replicas_every: int = option(
-        10, "of so many checkpoints, the ranks compare their copies of weights before one; 0: never", at_least=0
+        10, "ranks compare their copies of the weights before every Nth checkpoint; 0: never", at_least=0
     )
-    memory_every: int = option(
-        0, "steps between two checkpoints in the memory of the hosts, for --elastic; 0: none", at_least=0
-    )
-    memory_copies: int = option(1, "other hosts that have each of their files as well: so many may be lost", at_least=0)
+    memory_every: int = option(0, "steps between checkpoints in host memory, for --elastic; 0: none", at_least=0)
+    memory_copies: int = option(1, "other hosts that also hold each of these files: this many may be lost", at_least=0)
     resume: Literal["latest", "never", "required"] = option(
-        "latest", "resume from the newest checkpoint if there is one, never, or fail where there is none"
+        "latest", "resume from the newest checkpoint if there is one, never resume, or fail if there is none"
     )
     initial_weights: Path | None = option(
-        None, "checkpoints, whoever wrote them, or a Hugging Face folder, with whose weights a new run begins"
+        None, "checkpoints of any kind, or a Hugging Face folder, whose weights a new run starts from"
     )
 
 
@@ -331,15 +329,15 @@ class Recipe:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where this run's checkpoints lie."""
+        """The folder of this run's checkpoints."""
         return self.checkpoint.folder or self.output / "checkpoints"
 
     @property
     def token_cache_folder(self) -> Path:
-        """Where this run's tokenised text lies."""
+        """The folder of this run's tokenized text."""
         return self.data.cache_folder or self.output / "tokens"
 
     @property
     def last_step(self) -> int:
-        """The step at which this invocation ends: `train.stop_after` where set, else `train.steps`."""
+        """The step at which this invocation ends: `train.stop_after` if set, otherwise `train.steps`."""
         return self.train.steps if self.train.stop_after is None else self.train.stop_after
