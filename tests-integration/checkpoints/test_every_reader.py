@@ -94,7 +94,7 @@ def test_run_resumes_from_its_own_checkpoints_only(run_ranks, written, text, tmp
     if writer == "nxd train":
         assert run_ranks(resume, 2) == [("step-00000002", 2, [])] * 2
     else:
-        with pytest.raises(RankFailure, match=r"ValueError: .* is no checkpoint of nxd train: .*initial_weights="):
+        with pytest.raises(RankFailure, match=r"ValueError: .* is not a checkpoint of nxd train: .*initial_weights="):
             run_ranks(resume, 2)
 
 

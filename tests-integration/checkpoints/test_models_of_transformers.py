@@ -167,7 +167,7 @@ def test_export_gives_the_model_to_transformers(checkpoints, tmp_path, model_typ
 
 
 def test_tokenizer_that_nobody_knows_is_asked_for(written):
-    with pytest.raises(ValueError, match=r"comes without a tokenizer; give tokenizer="):
+    with pytest.raises(ValueError, match=r"has no tokenizer; give tokenizer="):
         load_for_generation(written("save_checkpoint", "qwen3"))
 
 

@@ -158,8 +158,8 @@ def test_adapter_in_a_checkpoint_of_its_own_is_merged(folder, written, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{adapter}"], r"{adapter} is an adapter; give the model that it is for \(.*\), and --adapter {adapter}"),
-        (["{folder}", "--tag", "last"], r"--tag last names a checkpoint, and {folder} is a Hugging Face folder; .*"),
+        (["{adapter}"], r"{adapter} is an adapter; give its base model \(.*\), and --adapter {adapter}"),
+        (["{folder}", "--tag", "last"], r"--tag last names a checkpoint, but {folder} is a Hugging Face folder; .*"),
         (["{folder}", "--adapter", "{folder}"], r"--adapter {folder} holds neither adapter_config.json nor .*"),
         (["{empty}"], r"there is no complete checkpoint in {empty}; give .*"),
         (["{other}", "--adapter", "{adapter}"], r"the adapter does not fit the model: .* pass an adapter of"),
@@ -238,9 +238,9 @@ def test_draft_model_writes_the_text_that_is_written_without_it(folder, make_cha
     [
         (
             "tokenizer",
-            r"the draft model \(Qwen3ForCausalLM\) has another tokenizer: '!' is token 6 there, and 5 in the .*",
+            r"the draft model \(Qwen3ForCausalLM\) has a different tokenizer: '!' is token 6 there, but 5 in the .*",
         ),
-        ("vocabulary", r"the draft model \(Qwen3ForCausalLM\) has vocab_size=320, and the model \d+; take a draft .*"),
+        ("vocabulary", r"the draft model \(Qwen3ForCausalLM\) has vocab_size=320, the model \d+; use a draft .*"),
         ("guesses", r"num_speculative_tokens=0 must be 1 or more with a draft model"),
         ("nothing", r"there is no complete checkpoint in {draft}; give .*"),
     ],

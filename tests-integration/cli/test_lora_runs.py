@@ -127,14 +127,17 @@ def test_base_that_is_gone_or_another_is_refused_with_what_to_give(run_of, base,
     weights = (moving / "model.safetensors").read_bytes()
     (moving / "model.safetensors").write_bytes(weights[:-8] + b"\0" * 8)
     assert main(generate) == 2
-    assert f"{moving} cannot be used: {moving} holds other weights than when the run began" in capsys.readouterr().err
+    assert (
+        f"{moving} cannot be used: the weights in {moving} have changed since the run started"
+        in capsys.readouterr().err
+    )
     code, told = train(*settings, "train.steps=2")
     assert (code, "the initial weights are" in told) == (2, True)
 
     (moving / "model.safetensors").write_bytes(weights)
     moving.rename(tmp_path / "moved")
     assert main(generate) == 2
-    assert "If it has moved, give it in the checkpoint's place, and this folder as --adapter" in capsys.readouterr().err
+    assert "If it has moved, give it instead, and this folder as --adapter" in capsys.readouterr().err
     assert train(*settings, f"model.path={tmp_path / 'moved'}", "train.steps=2")[0] == 0
 
 
@@ -170,7 +173,7 @@ def test_adapter_on_random_weights_is_saved_with_them(tmp_path, train):
     code, told = train(*settings, "train.steps=1")
 
     assert code == 0
-    assert "checkpoints hold the base model as well (lora.save=both)" in told
+    assert "checkpoints also hold the base model (lora.save=both)" in told
     assert main(["generate", str(tmp_path / "checkpoints"), "--max-new-tokens", "2"]) == 0
     assert train(*settings, "train.steps=2")[0] == 0
 

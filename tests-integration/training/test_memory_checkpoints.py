@@ -132,5 +132,5 @@ def test_damaged_memory_begins_no_run_with_a_part_of_its_weights(run_ranks, sett
             content[-1] ^= 1
             file.write_bytes(content)
 
-    with pytest.raises(Exception, match="no checkpoint to resume from but a damaged one in memory"):
+    with pytest.raises(Exception, match="the only checkpoint to resume from is damaged, in memory"):
         run_ranks(run, 2, settings, addresses(hosts)[:2])

@@ -177,7 +177,7 @@ def test_run_does_not_go_on_with_other_adapters(losses_of, tmp_path):
     losses_of("one", 1, *QWEN3, "train.stop_after=2")
     kept = sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir())
 
-    with pytest.raises(RuntimeError, match=r"is of another run: lora\.rank is 2, the checkpoint has 0"):
+    with pytest.raises(RuntimeError, match=r"belongs to another run: lora\.rank is 2, the checkpoint has 0"):
         losses_of("one", 1, *QWEN3, *ADAPTERS)
 
     assert sorted(path.name for path in (tmp_path / "one" / "checkpoints").iterdir()) == kept
@@ -196,14 +196,14 @@ def test_adapters_saved_with_their_base_go_on_without_the_first_weights(losses_o
 def test_run_whose_adapters_are_merged_does_not_go_on_with_them_apart(losses_of):
     losses_of("one", 1, *QWEN3, *ADAPTERS, "lora.save=merged", "train.stop_after=2")
 
-    with pytest.raises(RuntimeError, match=r"is of another run: lora\.save is adapter, the checkpoint has merged"):
+    with pytest.raises(RuntimeError, match=r"belongs to another run: lora\.save is adapter, the checkpoint has merged"):
         losses_of("one", 1, *QWEN3, *ADAPTERS)
 
 
 def test_adapters_do_not_go_on_upon_other_weights(losses_of):
     losses_of("one", 1, *QWEN3, *ADAPTERS, "train.stop_after=2")
 
-    with pytest.raises(RuntimeError, match=r"is of another run: train\.seed is 7, the checkpoint has 0"):
+    with pytest.raises(RuntimeError, match=r"belongs to another run: train\.seed is 7, the checkpoint has 0"):
         losses_of("one", 1, *QWEN3, *ADAPTERS, "train.seed=7")
 
 
@@ -234,7 +234,7 @@ def test_run_begins_with_the_weights_of_a_checkpoint_that_is_chosen_once(run_ran
         (1, 0, True),
         (0, 1, True),
     ]
-    with pytest.raises(RuntimeError, match=r"of another model: model\.rms_norm_eps is 0\.5, there 1e-06"):
+    with pytest.raises(RuntimeError, match=r"belong to another model: model\.rms_norm_eps is 0\.5, there 1e-06"):
         run_ranks(begin, 1, [*begun, "model.rms_norm_eps=0.5", f"output={tmp_path / 'other'}"])
     with pytest.raises(RuntimeError, match=r"model\.model_type is mistral, there qwen3"):
         run_ranks(begin, 1, [*begun, "model.type=mistral", f"output={tmp_path / 'another'}"])

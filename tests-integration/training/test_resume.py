@@ -269,7 +269,7 @@ def test_two_runs_in_one_folder_are_refused(run_ranks, settings):
         recipe = load_recipe(None, settings)
         initialize_model_parallel()
         first = prepare_run(recipe)
-        with pytest.raises(ValueError, match="another run is at work") as raised:
+        with pytest.raises(ValueError, match="another run is using") as raised:
             prepare_run(recipe)
         del first
         prepare_run(recipe)

@@ -7,5 +7,5 @@ from nxd_trainer.training.elastic import ElasticRecipe
 
 
 def test_recipe_that_never_resumes_is_refused():
-    with pytest.raises(ValueError, match="would begin the run anew whenever a rank is lost"):
+    with pytest.raises(ValueError, match="would restart the run from scratch whenever a rank is lost"):
         ElasticRecipe(load_recipe(None, ["checkpoint.resume=never"]), [], Options(1, 2))

@@ -9,7 +9,7 @@ from nxd_cli import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--graph", "", "parallel.pipeline_parallel_size=2"], "the graphs of pipelines are not looked at"),
+        (["--graph", "", "parallel.pipeline_parallel_size=2"], "graphs of pipelines cannot be checked"),
         (["--graph", "", "parallel.tensor_parallel_size=2", "--ranks", "3"], "--ranks 3 must be a multiple of"),
         (
             ["--graph", "", "parallel.context_parallel_size=2", "--ranks", "3"],

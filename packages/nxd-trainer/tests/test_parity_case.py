@@ -36,7 +36,7 @@ def test_recipe_that_agrees_ends_with_0(capsys):
     ("arguments", "message"),
     [
         (["nowhere.toml"], "nowhere.toml"),
-        ([*TINY, "--compare-steps", "-1"], "-1 steps compare nothing; use 1 or more"),
+        ([*TINY, "--compare-steps", "-1"], "there is nothing to compare in -1 steps; use 1 or more"),
     ],
 )
 def test_recipe_that_cannot_be_compared_is_a_mistake(capsys, arguments, message):

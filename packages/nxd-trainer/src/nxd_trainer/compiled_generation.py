@@ -1,4 +1,4 @@
-"""Compiled generators from checkpoints: of our Llama, a decoder of `nxd_trace.generation`, and transformers' models."""
+"""Compiled generators from checkpoints, for our Llama (a decoder of `nxd_trace.generation`) and transformers models."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -29,7 +29,7 @@ class LlamaDecoder(nn.Module):
     """A `LlamaForCausalLM` as a decoder, with a cache of fixed shape and a position for each token.
 
     Args:
-        model: built with `sequence_parallel=False`; may be on the meta device.
+        model: a model built with `sequence_parallel=False`; may be on the meta device.
 
     Raises:
         ValueError: the model is sequence parallel.
@@ -42,7 +42,7 @@ class LlamaDecoder(nn.Module):
         self.model = model
         self.max_positions = model.config.max_position_embeddings
         dtype = next(model.parameters()).dtype
-        # Data rather than part of the graph, which would compute them at every token: [variants, positions, head].
+        # Stored as data, since the graph would recompute them for every token: [variants, positions, head].
         self._long_from = long_rope_from(model.config)
         lengths = [self.max_positions] if self._long_from is None else [self._long_from, self.max_positions]
         like = torch.empty(0, dtype=dtype, device="cpu")
@@ -51,17 +51,17 @@ class LlamaDecoder(nn.Module):
         self.cos, self.sin = nn.Buffer(cos, persistent=False), nn.Buffer(sin, persistent=False)
 
     def cache_layers(self) -> Sequence[CacheLayer]:
-        """One per layer, all alike."""
+        """Return one cache layer per model layer, all alike."""
         config, size = self.model.config, active_group("tp").size
         heads = config.num_key_value_heads * kv_size_multiplier_for(config.num_key_value_heads, size) // size
         layer = CacheLayer(heads, config.head_size, config.head_size, next(self.model.parameters()).dtype)
         return [layer] * config.num_hidden_layers
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
-        """Ids and positions `[batch, seq]` to the logits after the last column, `[batch, vocab]`."""
+        """Map ids and positions `[batch, seq]` to the logits after the last column, `[batch, vocab]`."""
         llama = self.model.model
         hidden_sbh = llama.embed_tokens(input_ids.t())
-        # A sequence's newest token decides for all of its columns.
+        # A sequence's newest token selects the variant for all of its columns.
         variant = cache.newest >= self._long_from if self._long_from else cache.newest.new_zeros(())
         variant = variant.long().expand_as(positions)
         rotary = (self.cos[variant, positions].unsqueeze(1), self.sin[variant, positions].unsqueeze(1))
@@ -73,12 +73,12 @@ class LlamaDecoder(nn.Module):
 
 
 def _stacked(tables: Sequence[Tensor], length: int) -> Tensor:
-    """Tables of fewer positions filled up with zeros, which no sequence reads: `[variants, positions, head]`."""
+    """Pad shorter tables with zeros that no sequence reads, and stack them: `[variants, positions, head]`."""
     return torch.stack([functional.pad(table, (0, 0, 0, length - len(table))) for table in tables])
 
 
 class _LayersCache(KeyValueCache):
-    """What the layers call to extend the cache."""
+    """The cache interface that the layers call."""
 
     def __init__(self, view: CacheView) -> None:
         super().__init__()
@@ -90,11 +90,11 @@ class _LayersCache(KeyValueCache):
 
 @dataclass(frozen=True)
 class BuildLlamaDecoder:
-    """Builds the decoder in each worker, on the meta device; a class because workers get it by pickle.
+    """Builds the decoder in each worker, on the meta device; a class so that it can be pickled.
 
     Attributes:
-        config: sizes.
-        dtype: of all parameters.
+        config: the model's sizes.
+        dtype: the dtype of all parameters.
     """
 
     config: LlamaConfig
@@ -109,11 +109,11 @@ class BuildLlamaDecoder:
 
 @dataclass(frozen=True)
 class BuildHuggingFaceDecoder:
-    """As `BuildLlamaDecoder`, of a model of transformers, with memory.
+    """Like `BuildLlamaDecoder`, for a transformers model, with memory allocated.
 
     Attributes:
-        description: of the model.
-        dtype: of all parameters.
+        description: the model's description.
+        dtype: the dtype of all parameters.
     """
 
     description: ModelDescription
@@ -129,11 +129,11 @@ class CompilableCheckpoint:
     """A checkpoint to generate text with.
 
     Attributes:
-        description: of the model.
-        dtype: of its weights.
-        weights: of the model, with an adapter merged into them.
-        words: its tokenizer and chat template.
-        max_positions: tokens that the model can be compiled for.
+        description: the model's description.
+        dtype: the dtype of its weights.
+        weights: the model's weights, with an adapter merged into them.
+        words: the tokenizer and chat template.
+        max_positions: the longest text that the model can be compiled for, in tokens.
     """
 
     description: ModelDescription
@@ -154,23 +154,23 @@ class CompilableCheckpoint:
         num_speculative_tokens: int = 4,
         **settings: Any,
     ) -> Generator:
-        """A compiled generator; each worker reads only its part of the weights.
+        """Compile a generator; each worker reads only its part of the weights.
 
-        A generator of an equal model, sizes and versions that was compiled before on this machine is used again.
+        If this machine has already compiled the same model, sizes and versions, that generator is reused.
 
         Args:
-            batch_size: sequences at a time.
-            max_length: of a prompt and what is written after it, in tokens; as long as the model goes if None.
+            batch_size: concurrent sequences.
+            max_length: tokens of a prompt and its completion; the model's maximum if None.
             tp_degree: ranks that share the weights.
             context_parallel_size: replicas of these that read a prompt together.
             expert_parallel_size: ranks that a model's experts are divided among, as for `compile_generator`.
-            draft: a smaller model of the same tokenizer that guesses tokens, on one rank. Texts are those without it.
-            num_speculative_tokens: guesses that are checked at a time, with a draft model.
+            draft: a smaller model with the same tokenizer that drafts tokens, on one rank. It does not change the text.
+            num_speculative_tokens: draft tokens that are verified at a time, with a draft model.
             **settings: as for `nxd_trace.generation.compile_generator`.
 
         Raises:
-            ValueError: the model cannot be compiled or not over so many ranks, or is made for shorter sequences; or the
-                draft model has another vocabulary.
+            ValueError: the model cannot be compiled, cannot be split over this many ranks, or supports only shorter
+                sequences; or the draft model has another vocabulary.
             nxd_ckpt.CheckpointError: the checkpoint is damaged.
         """
         max_length = max_length or self.max_positions
@@ -193,24 +193,24 @@ class CompilableCheckpoint:
         return generator
 
     def _check_draft(self, draft: Self, max_length: int, num_speculative_tokens: int) -> None:
-        """What can be known before anything is compiled."""
+        """Raise ValueError before anything is compiled if the draft model does not fit."""
         what = f"the draft model ({draft.description.architecture})"
         ours, theirs = (it.words.tokenizer.vocabulary for it in (self, draft))
         if ours != theirs:
             differing = min(token for token, _ in ours.items() ^ theirs.items())
             raise ValueError(
-                f"{what} has another tokenizer: {differing!r} is token {theirs.get(differing)} there, and "
-                f"{ours.get(differing)} in the model's; take a draft model of the same family"
+                f"{what} has a different tokenizer: {differing!r} is token {theirs.get(differing)} there, but "
+                f"{ours.get(differing)} in the model's; use a draft model of the same family"
             )
         sizes = [it.description.config.get("vocab_size") for it in (self, draft)]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"{what} has vocab_size={sizes[1]}, and the model {sizes[0]}; take a draft model of the same vocabulary"
+                f"{what} has vocab_size={sizes[1]}, the model {sizes[0]}; use a draft model with the same vocabulary"
             )
         if max_length > draft.max_positions:
             raise ValueError(
-                f"{what} is made for {draft.max_positions} tokens, fewer than the {max_length} of a text; compile for "
-                "shorter texts (--max-length), or take another draft model"
+                f"{what} supports {draft.max_positions} tokens, fewer than the {max_length} of a text; compile for "
+                "shorter texts (--max-length), or use another draft model"
             )
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be 1 or more with a draft model")
@@ -229,7 +229,7 @@ class CompilableCheckpoint:
         if max_length > self.max_positions:
             raise ValueError(
                 f"a length of {max_length} tokens is more than the {self.max_positions} that the model can be compiled "
-                "for (max_position_embeddings, or the window of its attention); use that or less"
+                "for (max_position_embeddings, or its attention window); use that or less"
             )
         content = {
             "config": self.description.config,
@@ -254,20 +254,20 @@ class CompilableCheckpoint:
         )
 
     def decoder_builder(self, tp_degree: int) -> BuildLlamaDecoder | BuildHuggingFaceDecoder:
-        """The builder of the decoder in each worker: our own Llama where it can be the model at this degree."""
+        """Return the builder of the decoder in each worker: our own Llama if it supports the model at this degree."""
         config = self.description.own_llama_at(tp_degree)
         if config is not None:
             return BuildLlamaDecoder(config, self.dtype)
         return BuildHuggingFaceDecoder(replace(self.description, files={}), self.dtype)
 
     def _check_experts(self, expert_parallel_size: int) -> None:
-        """Raise ValueError if the model has no experts, or so many ranks do not divide them."""
+        """Raise ValueError if the model has no experts, or this many ranks do not divide them."""
         is_own = self.description.own_llama_at(1) is not None
         experts = 0 if is_own else number_of_experts(model_on_meta_of(self.description))
         if not experts:
             raise ValueError(
-                f"expert_parallel_size={expert_parallel_size} is for models with experts that have an expert-parallel "
-                f"plan, and {self.description.architecture} has none; leave it out"
+                f"expert_parallel_size={expert_parallel_size} needs a model with experts and an expert-parallel plan, "
+                f"which {self.description.architecture} is not; leave it out"
             )
         if experts % expert_parallel_size:
             raise ValueError(
@@ -276,20 +276,20 @@ class CompilableCheckpoint:
             )
 
     def _check_degrees(self, tp_degree: int, replicas: int, expert_parallel_size: int) -> None:
-        """Raise ValueError if the model cannot be compiled, or not over so many ranks; better than in the workers."""
+        """Raise ValueError, before workers start, if the model cannot be compiled or split over this many ranks."""
         if self.description.own_llama_at(tp_degree) is not None:
             return
-        from nxd_plan.profile import planned_ranks  # noqa: PLC0415 - it loads slowly, and is seldom needed
+        from nxd_plan.profile import planned_ranks  # noqa: PLC0415 - slow to load, and rarely needed
 
         splits_each = replicas % expert_parallel_size == 0  # as the workers lay them out
         degrees = ParallelDegrees(tp_degree, ep=expert_parallel_size, etp=0 if splits_each else 1)
-        # A process with ranks of its own cannot take the place of others; there the workers find what does not divide.
+        # A process with ranks of its own cannot emulate others; then the workers report sizes that do not divide.
         has_ranks = dist.is_initialized() or model_parallel_is_initialized()
         try:
             with nullcontext() if has_ranks else planned_ranks(degrees):
                 model = parallelize(model_on_meta_of(self.description), expert_parallel=splits_experts())
                 HuggingFaceDecoder(model).cache_layers()
-        except Exception as error:  # any error of the model
+        except Exception as error:  # any error from the model
             self.description.check_own_llama(tp_degree)
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ValueError(
@@ -315,14 +315,14 @@ def open_for_compilation(
     """Read a model's description and its tokenizer.
 
     Args:
-        folder: of a Hugging Face model, or of checkpoints, see `load_for_generation`.
-        tag: of the checkpoint; the newest complete one if None.
+        folder: a Hugging Face folder, or checkpoints, see `load_for_generation`.
+        tag: the checkpoint's name; the newest complete one if None.
         tokenizer: as for `load_for_generation`.
         adapter: as for `load_for_generation`.
 
     Raises:
-        ValueError: the model is none that can be compiled, it does not say which model or tokenizer it is of, or the
-            adapter does not fit it.
+        ValueError: the model cannot be compiled, the model or tokenizer cannot be determined, or the adapter does not
+            fit the model.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     opened = open_model(folder, tag, adapter=adapter)
@@ -337,7 +337,7 @@ def _max_positions(description: ModelDescription) -> int:
         return config.max_position_embeddings
     try:
         return HuggingFaceDecoder(model_on_meta_of(description)).max_positions
-    except (TypeError, AttributeError) as error:  # the second of a config that does not say how long texts may be
+    except (TypeError, AttributeError) as error:  # AttributeError: the config has no maximum length
         raise ValueError(
             f"{description.architecture} cannot be compiled: {error}; nxd generate runs it uncompiled"
         ) from error

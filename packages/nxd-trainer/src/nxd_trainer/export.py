@@ -1,7 +1,7 @@
-"""Writing a checkpoint as a Hugging Face folder, which transformers loads.
+"""Exports a checkpoint to a Hugging Face folder, which transformers loads.
 
-A checkpoint's tensors already have the names and shapes of the Hugging Face model in memory; where its files differ,
-`nxd_engine.hugging_face` converts them.
+A checkpoint's tensors already have the names and shapes of the Hugging Face model in memory; where the files of that
+model differ, `nxd_engine.hugging_face` converts them.
 """
 
 from collections.abc import Mapping
@@ -28,26 +28,26 @@ def export_hugging_face(
 ) -> Path:
     """Write the model of a checkpoint so that `transformers` loads it. Needs no process group.
 
-    The checkpoint may be of `nxd train`, `import_hugging_face`, `save_checkpoint` or Lightning; with `like`, of any
-    trainer whose model is one of transformers. A LoRA adapter is merged into its base model, which lies beside it, in
-    `like`, or where the checkpoint of `nxd train` says. The tokenizer and its template are those that the checkpoint
-    carries, which it was trained with. Memory: the largest tensor.
+    The checkpoint may come from `nxd train`, `import_hugging_face`, `save_checkpoint` or Lightning; with `like`, from
+    any trainer with a transformers model. A LoRA adapter is merged into its base model, which is in the same
+    checkpoint, in `like`, or in the folder named by the checkpoint of `nxd train`. The tokenizer and chat template are
+    those that the checkpoint carries, which it was trained with. Memory: the largest tensor.
 
     Args:
-        folder: of checkpoints.
-        target: the folder to write; made if need be.
-        tag: the newest complete one if None.
-        like: a folder of the same model, whose config and names of tensors the new one gets, and the files of the
-            tokenizer where the checkpoint carries none. If None, what the checkpoint says of itself.
-        dtype: of the written tensors; the checkpoint's if None.
-        max_shard_size: most bytes of tensors in one file, such as "5GB" or "500MiB".
+        folder: the folder of checkpoints.
+        target: the folder to write; created if missing.
+        tag: the checkpoint's name; the newest complete one if None.
+        like: a folder of the same model, for the config and tensor names, and for the tokenizer files if the
+            checkpoint has none. If None, the checkpoint's own description is used.
+        dtype: the dtype of the written tensors; the checkpoint's if None.
+        max_shard_size: maximum bytes of tensors in one file, such as "5GB" or "500MiB".
 
     Returns:
         The target folder.
 
     Raises:
-        ValueError: the target already holds a model, or the checkpoint does not say of which model it is; or the base
-            of its adapter is not there, or is another one by now.
+        ValueError: the target already holds a model, the checkpoint does not say which model it holds, or the base
+            model of its adapter is missing or has changed.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = open_own(folder, tag)
@@ -68,7 +68,7 @@ def export_hugging_face(
 
 
 def _companions(own: Mapping[str, bytes], like: str | Path | None) -> Mapping[str, bytes]:
-    """The files that a checkpoint carries, and what a folder of the same model has besides: one tokenizer of both."""
+    """Merge a checkpoint's files with those of a folder of the same model; the tokenizer comes from one of them."""
     beside = {} if like is None else read_companions(like)
     if any(map(is_of_tokenizer, own)):
         beside = {name: content for name, content in beside.items() if not is_of_tokenizer(name)}

@@ -1,7 +1,7 @@
 """Builds a recipe's objects: the config of the documented API, the model and its tokenizer.
 
-`nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` use this module, which makes the same calls that a script would
-make. `optimizers` makes the optimizer, and `training.run_state` turns text into batches.
+`nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` use this module, which makes the same calls as a script would.
+`optimizers` makes the optimizer, and `training.run_state` turns text into batches.
 """
 
 import copy
@@ -44,7 +44,7 @@ from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
-# Of our Llama, where the recipe leaves them to the architecture.
+# Defaults of our Llama for keys that the recipe leaves to the architecture.
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5,
@@ -52,58 +52,58 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 
-# Types of transformers that attend within a document only, by where positions begin anew; a test compares each.
+# Transformers types that attend within a document only, which starts where positions restart; a test compares each.
 PACKED_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "glm4")
 
-# What models of transformers divide their sum of losses by; without it, by the labels in the microbatch.
+# Transformers models divide their sum of losses by this input, or without it by the labels in the microbatch.
 NUM_ITEMS = "num_items_in_batch"
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
-    """The tokenizer of a recipe's text, and its name in checkpoints.
+    """Return the tokenizer of a recipe's text, and its name in checkpoints.
 
     Raises:
-        ValueError: nothing usable is there.
+        ValueError: there is no usable tokenizer.
     """
     named = recipe.data.tokenizer or tokenizer_in(recipe.model.path) or BYTES
     return load_tokenizer(None if str(named) == BYTES else named), str(named)
 
 
 def recipe_model(recipe: Recipe) -> ModelSpec:
-    """Determine the model that a recipe names. Communicates nothing, and allocates nothing but a factory's model.
+    """Determine the model that a recipe names. Does not communicate, and allocates only a factory's model.
 
     Raises:
-        ValueError: there is no such model, it has no room for the tokenizer's ids or for the sequences, or is not one
-            that can be trained so.
+        ValueError: there is no such model, it is too small for the tokenizer's ids or the sequences, or it cannot be
+            trained this way.
     """
     model = _recipe_model(recipe)
     if recipe.dpo.beta:
         return replace(model, make=with_dpo_loss(model.make, recipe), input_names=(*model.input_names, REFERENCE))
     if not recipe.data.chat:
-        return model  # microbatches learn equally many tokens, and their mean loss is the mean over tokens
+        return model  # microbatches count equally many tokens, so their mean loss is the mean over tokens
     names = (*model.input_names, NUM_ITEMS)
     return replace(model, input_names=(*names, _packing_input(recipe, model)) if recipe.data.packing else names)
 
 
 def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
-    """The input by which a model keeps documents apart.
+    """Return the name of the input by which a model keeps documents apart.
 
     Raises:
-        ValueError: it has none, or nobody has compared whether it does.
+        ValueError: the model has no such input, or no test covers it.
     """
     if recipe.model.is_own_llama:
         kind = (recipe.model.rope_scaling or {}).get("rope_type")
         if kind in ("dynamic", "longrope"):
             raise ValueError(
-                f"data.packing=true with model.rope_scaling.rope_type={kind}, whose frequencies depend on a document's "
-                "length; leave data.packing out"
+                f"data.packing=true does not support model.rope_scaling.rope_type={kind}, whose frequencies depend on "
+                "a document's length; leave data.packing out"
             )
         return "document_ids"
     model_type = model.description.config.get("model_type")
     if model.description.factory is None and model_type in PACKED_TYPES:
         return "position_ids"
     raise ValueError(
-        f"data.packing=true is for our Llama and for models of transformers of type {', '.join(PACKED_TYPES)}, which "
+        f"data.packing=true is for our Llama and for transformers models of type {', '.join(PACKED_TYPES)}, which "
         f"are known to keep documents apart; leave it out for {model_type or recipe.model.factory}"
     )
 
@@ -131,7 +131,7 @@ def _recipe_model(recipe: Recipe) -> ModelSpec:
 
 
 def _without_memory(recipe: Recipe, config: LlamaConfig, model: ModelSpec) -> ModelSpec:
-    """The same Llama for a pipeline, of which each rank then makes its stages only."""
+    """Return the same Llama for a pipeline, where each rank allocates only its stages."""
     first_weights = _FirstWeights()
 
     def make() -> nn.Module:
@@ -144,17 +144,17 @@ def _without_memory(recipe: Recipe, config: LlamaConfig, model: ModelSpec) -> Mo
 
 
 class _FirstWeights:
-    """Fills modules made on the meta device with what they draw where they are made with memory.
+    """Fills modules made on the meta device with the same initial weights as modules made with memory.
 
-    There each draws in its turn, from the random state that the one before has left. So here all draw once, one at a
-    time, to find the state that each begins with; what is on this rank's stages draws again.
+    With memory, each module draws in turn, from the random state that the previous one left. So here all modules draw
+    once, one at a time, to find the state that each starts from; those on this rank's stages then draw again.
     """
 
     def __init__(self) -> None:
         self._states: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
     def draw_all(self, model: nn.Module) -> None:
-        """Find the states, in the order in which the modules were made."""
+        """Find the random states, in the order in which the modules were made."""
         first_with: dict[int, nn.Module] = {}
         for module in model.modules():
             own = next(module.parameters(recurse=False), None)
@@ -164,15 +164,15 @@ class _FirstWeights:
                 copy.deepcopy(module).to_empty(device="cpu").reset_parameters()  # type: ignore[operator]
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill the parameters of a module, which have memory."""
+        """Fill the parameters of a module, which must have memory."""
         torch.set_rng_state(self._states[module])
         module.reset_parameters()  # type: ignore[operator]
 
 
 def whole_model(recipe: Recipe) -> nn.Module:
-    """A recipe's model with its first weights, before it is split over ranks; of our Llama this rank's part.
+    """Return a recipe's model with its initial weights before it is split over ranks; for our Llama, this rank's part.
 
-    Torch must be seeded as for `build_model`, for the same weights. It is in evaluation mode, without dropout.
+    Seed torch as for `build_model` to get the same weights. The model is in evaluation mode, without dropout.
 
     Raises:
         ValueError: as for `recipe_model`.
@@ -188,10 +188,10 @@ def whole_model(recipe: Recipe) -> nn.Module:
 
 
 def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
-    """The arguments of `neuronx_distributed_config`; see `training_config`.
+    """Return the arguments of `neuronx_distributed_config`; see `training_config`.
 
     Raises:
-        ValueError: the recipe's schedule cannot be played.
+        ValueError: the recipe's schedule cannot run.
     """
     parallel = recipe.parallel
     config = training_config(
@@ -213,10 +213,10 @@ def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
 
 
 def recipe_schedule(recipe: Recipe) -> Schedule:
-    """The order of the work on a pipeline's ranks.
+    """Return the recipe's pipeline schedule.
 
     Raises:
-        ValueError: it cannot be played.
+        ValueError: the schedule cannot run.
     """
     return make_schedule(
         recipe.pipeline.schedule,
@@ -227,17 +227,17 @@ def recipe_schedule(recipe: Recipe) -> Schedule:
 
 
 def describe_pipeline(recipe: Recipe) -> str:
-    """The layout of the recipe's ranks and microbatches, on one line."""
+    """Describe the recipe's stages, microbatches and idle time in one line."""
     schedule = recipe_schedule(recipe)
     idle = simulate(insert_communication(schedule)).bubble_fraction
     return (
         f"pipeline: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {schedule.name}; "
-        f"{idle:.0%} idle where all stages take equally long"
+        f"{idle:.0%} idle if all stages take equally long"
     )
 
 
 def build_model(recipe: Recipe, model: ModelSpec) -> NxDModel:
-    """The model on this rank, with its first weights; they depend on the seed, not on the layout."""
+    """Build the model on this rank with its initial weights, which depend on the seed, not on the layout."""
     torch.manual_seed(recipe.train.seed)
     routers: dict[str, RouterLayer] = {}
 
@@ -255,7 +255,7 @@ def build_model(recipe: Recipe, model: ModelSpec) -> NxDModel:
 
 
 def _balance_experts(recipe: Recipe, model: NxDModel, routers: Mapping[str, RouterLayer], aux_loss_coef: float) -> None:
-    """Have a model's experts counted, and its routers trained as the recipe says."""
+    """Count the load of a model's experts, and balance its routers as the recipe says."""
     options = recipe.moe
     config = BalanceConfig(
         aux_loss_coef=aux_loss_coef if options.aux_loss_coef is None else options.aux_loss_coef,
@@ -267,37 +267,39 @@ def _balance_experts(recipe: Recipe, model: NxDModel, routers: Mapping[str, Rout
     if asks_for_nothing and (not routers or recipe.train.compile or records_graphs()):
         return
     if records_graphs():
-        raise ValueError("moe.*: on XLA nothing is known of what routers choose; leave the keys of [moe] out")
+        raise ValueError("moe.*: the routers' choices are not available on XLA; leave the keys of [moe] out")
     try:
         model.balance_experts(config, routers)
-    except ValueError as error:  # its keys have the same names
+    except ValueError as error:  # the recipe's keys have the same names
         raise ValueError(f"moe.{error}") from error
 
 
 def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> None:
-    """Compile each repeated layer of a model in place, when it first runs: equal layers share what was compiled.
+    """Compile each repeated layer of a model in place, when it first runs; equal layers share compiled code.
 
-    Shapes are static, so batches of another shape are compiled for themselves.
+    Shapes are static, so each batch shape is compiled separately.
 
     Args:
-        model: whole, or a pipeline's stages.
-        layer_class: of the layers; found as for activation checkpointing if None.
+        model: the whole model, or a pipeline's stages.
+        layer_class: class of the layers; found as for activation checkpointing if None.
 
     Raises:
         ValueError: the device compiles whole steps, or the model has no such layers.
-        PermissionError: others could put code where the compiler keeps its own.
+        PermissionError: other users could write to the compiler's cache.
     """
     if records_graphs():
-        raise ValueError("train.compile=true on XLA, which compiles the whole step by itself; set train.compile=false")
+        raise ValueError(
+            "train.compile=true does not support XLA, which compiles the whole step itself; set train.compile=false"
+        )
     keep_compiled_code_private()
     for layer in named_transformer_layers(model, layer_class).values():
         layer.compile(backend=compile_backend(), dynamic=False)
 
 
 def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-    """A batch as a model takes it, but for what a reference model says of it.
+    """Return a batch as the model's inputs, except for the outputs of a reference model.
 
-    Labels are the next tokens; models of transformers want them as `shift_labels`.
+    Labels are the next tokens; transformers models take them as `shift_labels`.
     """
     values = {
         "input_ids": batch.input_ids,
@@ -314,14 +316,14 @@ def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
 
 
 def autocast(recipe: Recipe) -> torch.autocast:
-    """Around the forward passes: matrix products as `train.autocast` says."""
-    # A cache would keep a bfloat16 copy of every weight from the first microbatch to the end of the step.
+    """Return the context for forward passes, with matrix products in the type of `train.autocast`."""
+    # A cache would keep a bfloat16 copy of every weight until the end of the step.
     enabled = recipe.train.autocast == "bfloat16"
     return torch.autocast(get_device().type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelSpec:
-    """A model of transformers, by the `config.json` of a folder or by its type."""
+    """Return a transformers model, by a folder's `config.json` or by type."""
     model, further = recipe.model, dict(recipe.model.config or {})
     if model.path is not None:
         config = {**read_model_config(model.path), **further}
@@ -354,7 +356,7 @@ def _made_by_factory(recipe: Recipe, factory: str) -> ModelSpec:
     arguments = dict(recipe.model.config or {})
     make = import_named(factory, "model.factory")
     if not callable(make):
-        raise ValueError(f"model.factory={factory} is a {type(make).__name__}; give a function that makes a model")
+        raise ValueError(f"model.factory={factory} is a {type(make).__name__}; give a function that returns a model")
     torch.manual_seed(recipe.train.seed)
     try:
         made = make(**arguments)
@@ -372,8 +374,9 @@ def _made_by_factory(recipe: Recipe, factory: str) -> ModelSpec:
         return transformers_spec(made, description, DTYPES[recipe.train.dtype])
     if recipe.data.chat and NUM_ITEMS not in inspect.signature(made.forward).parameters:
         raise ValueError(
-            f"model.factory={factory} makes a {type(made).__name__} whose forward does not take {NUM_ITEMS}; with "
-            "data.chat=true it must divide its sum of losses by that, since microbatches learn unequally many tokens"
+            f"model.factory={factory} returned a {type(made).__name__} whose forward does not take {NUM_ITEMS}; with "
+            "data.chat=true it must divide its sum of losses by that, since microbatches count different numbers of "
+            "tokens"
         )
     layers = recipe.pipeline.layer_class
     layer_class = None if layers is None else import_named(layers, "pipeline.layer_class")
@@ -381,7 +384,7 @@ def _made_by_factory(recipe: Recipe, factory: str) -> ModelSpec:
 
 
 def _check_fits(recipe: Recipe, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise ValueError for a model without room for the tokenizer's ids or the sequences, as far as it says."""
+    """Raise ValueError if the model's config shows that the tokenizer's ids or the sequences do not fit."""
     rows = config.get("vocab_size")
     positions = next((config[name] for name in ("max_position_embeddings", "n_positions") if name in config), None)
     named = next(f"model.{it}={name}" for it in ("path", "type", "factory") if (name := getattr(recipe.model, it)))
@@ -393,8 +396,8 @@ def _check_fits(recipe: Recipe, config: Mapping[str, Any], tokenizer: Tokenizer)
         )
     if isinstance(positions, int) and positions < recipe.data.sequence_length:
         mistakes.append(
-            f"{named} is made for {positions} positions, less than data.sequence_length={recipe.data.sequence_length}; "
-            "lower that"
+            f"{named} supports {positions} positions, fewer than data.sequence_length={recipe.data.sequence_length}; "
+            "lower data.sequence_length"
         )
     if mistakes:
         raise ValueError("; ".join(mistakes))

@@ -24,22 +24,22 @@ def load_for_generation(
     tokenizer: str | Path | None = None,
     adapter: str | Path | None = None,
 ) -> tuple[nn.Module, Tokenizer]:
-    """The model and tokenizer of a folder, on this rank's device; each rank reads only its part. Called by all.
+    """Load a folder's model and tokenizer on this rank's device; each rank reads only its part. Call it on all ranks.
 
-    A LoRA adapter that lies beside its base model is merged into it.
+    A LoRA adapter stored with its base model is merged into it.
 
     Args:
-        folder: of a Hugging Face model, or of checkpoints of `nxd train`, `save_checkpoint`, Lightning or
+        folder: a Hugging Face folder, or checkpoints from `nxd train`, `save_checkpoint`, Lightning or
             `import_hugging_face`.
-        tag: of the checkpoint; the newest complete one if None.
-        tokenizer: a file or a folder, or "bytes"; what the model says of itself if None.
+        tag: the checkpoint's name; the newest complete one if None.
+        tokenizer: a file, a folder or "bytes"; the model's own if None.
         adapter: the folder of an adapter to merge, see `open_model`.
 
     Raises:
-        ValueError: the sizes do not divide by the tensor-parallel degree, or the model does not say which model or
-            tokenizer it is of; or the adapter does not fit it.
-        nxd_ckpt.CheckpointError: there is no such checkpoint, it is damaged, or its tensors are not those of the model
-            that it says; on all ranks.
+        ValueError: the tensor-parallel degree does not divide the sizes, the model or tokenizer cannot be determined,
+            or the adapter does not fit the model.
+        nxd_ckpt.CheckpointError: there is no such checkpoint, it is damaged, or its tensors do not match the model
+            that it names; on all ranks.
     """
     model, words = load_with_words(folder, tag, tokenizer=tokenizer, adapter=adapter)
     return model, words.tokenizer
@@ -52,7 +52,7 @@ def load_with_words(
     tokenizer: str | Path | None = None,
     adapter: str | Path | None = None,
 ) -> tuple[nn.Module, Words]:
-    """As `load_for_generation`, with the chat template and the tokens that end a text."""
+    """Like `load_for_generation`, with the chat template and the tokens that end a text."""
     opened = open_model_together(folder, tag, adapter=adapter)
     words = open_words(opened, tokenizer)
     model = load_model(opened.weights, opened.description, opened.dtype, opened.where)
@@ -72,15 +72,15 @@ def generate(
     """Yield new tokens one by one, the same on every rank.
 
     Args:
-        model: a `LlamaForCausalLM` built with `sequence_parallel=False`, or a causal language model of transformers.
+        model: a `LlamaForCausalLM` built with `sequence_parallel=False`, or a transformers causal language model.
         prompt: token ids `[seq]`, at least one.
         max_new_tokens: stop after this many.
-        temperature: 0 takes the likeliest token; higher is bolder.
-        end_token: stop after it.
+        temperature: 0 takes the most likely token; higher values sample more freely.
+        end_token: stop after this token.
         **settings: as for `nxd_trace.generation.SamplingSettings`, such as `top_k`, `seed` and `stop_tokens`.
 
     Raises:
-        ValueError: an empty prompt, more tokens than the model has positions, or a setting outside its range.
+        ValueError: the prompt is empty, the model has too few positions, or a setting is out of range.
         FloatingPointError: the logits have NaNs.
     """
     stop_tokens = (*settings.pop("stop_tokens", ()), *([] if end_token is None else [end_token]))
@@ -92,10 +92,10 @@ def generate(
     longest = _max_positions(model)
     if longest is not None and prompt.numel() + max_new_tokens > longest:
         raise ValueError(
-            f"{prompt.numel()} prompt tokens and {max_new_tokens} new ones are more than the model's "
+            f"{prompt.numel()} prompt tokens plus {max_new_tokens} new ones exceed the model's "
             f"max_position_embeddings={longest}; ask for {max(0, longest - prompt.numel())} or fewer"
         )
-    # Draws are made on the CPU from one seed on every rank, so all ranks choose the same token.
+    # Every rank samples on the CPU with the same seed, so all ranks choose the same token.
     draws = torch.Generator().manual_seed(sampling.seed)
     logits_after = _next_logits(model)
     tokens = prompt.unsqueeze(0).to(get_device())
@@ -111,14 +111,14 @@ def generate(
 
 
 def _max_positions(model: Any) -> int | None:
-    """Tokens that the model is made for; None if it does not say."""
+    """Return the number of positions that the model supports; None if its config does not say."""
     config = model.config.get_text_config() if is_transformers_model(model) else model.config
     found: int | None = getattr(config, "max_position_embeddings", None)
     return found
 
 
 def _next_logits(model: Any) -> Callable[[Tensor], Tensor]:
-    """From further tokens `[1, seq]` to the logits after them, `[vocab]`. What came before is kept."""
+    """Return a function from new tokens `[1, seq]` to the logits after them, `[vocab]`; it caches earlier tokens."""
     if not is_transformers_model(model):
         cache = KeyValueCache()
         return lambda tokens: all_gather(model(tokens, cache=cache)[0, -1], active_group("tp"))

@@ -1,7 +1,7 @@
-"""The model that a command is given: a Hugging Face folder, or a checkpoint, and an adapter beside either.
+"""Opens the model that a command is given: a Hugging Face folder or a checkpoint, with an optional adapter.
 
-What a folder is, is told by its files: `config.json` makes a Hugging Face folder, `adapter_config.json` an adapter of
-PEFT; everything else is looked into for checkpoints.
+The format is detected from the files: `config.json` means a Hugging Face folder, `adapter_config.json` a PEFT adapter;
+any other folder is searched for checkpoints.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -67,11 +67,11 @@ class OpenedModel:
     """A model whose weights have not been read yet.
 
     Attributes:
-        description: of the model.
-        weights: with adapters merged into them.
-        dtype: of the weights.
-        where: the model came from, for messages.
-        tokenizer: that encodes its text: `BYTES`, or the folder that the user named; None: of the description's files.
+        description: the model's description.
+        weights: the weights, with adapters merged into them.
+        dtype: the dtype of the weights.
+        where: the model's source, for messages.
+        tokenizer: `BYTES`, or the folder that the user named; None: the tokenizer in the description's files.
     """
 
     description: ModelDescription
@@ -83,12 +83,12 @@ class OpenedModel:
 
 @dataclass(frozen=True)
 class Words:
-    """What a model reads and writes texts with.
+    """A model's tokenizer, chat template and end tokens.
 
     Attributes:
-        tokenizer: of the model.
-        chat: the template of its conversations; None without.
-        end_tokens: each ends a text.
+        tokenizer: the model's tokenizer.
+        chat: the chat template; None if there is none.
+        end_tokens: tokens that end a text.
     """
 
     tokenizer: Tokenizer
@@ -96,7 +96,7 @@ class Words:
     end_tokens: tuple[int, ...]
 
     def ending_at(self, stops: Iterable[str]) -> "Words":
-        """The same, with texts also ending at each token that one of these stop texts spells, such as `<|im_end|>`."""
+        """Return a copy that also ends texts at each token that one of these stop texts spells: `<|im_end|>`."""
         tokens = (unseen_token(text, self.tokenizer.encode, self.tokenizer.decode) for text in stops)
         return replace(self, end_tokens=(*self.end_tokens, *(token for token in tokens if token is not None)))
 
@@ -105,12 +105,12 @@ def open_model(folder: str | Path, tag: str | None = None, *, adapter: str | Pat
     """Open a model for one process to read.
 
     Args:
-        folder: of a Hugging Face model with safetensors, or of checkpoints.
-        tag: of the checkpoint; the newest complete one if None.
-        adapter: the folder of a LoRA adapter as PEFT writes it, or of checkpoints of one without its base model.
+        folder: a Hugging Face folder with safetensors, or a folder of checkpoints.
+        tag: the checkpoint's name; the newest complete one if None.
+        adapter: the folder of a LoRA adapter in PEFT's format, or of checkpoints of one without its base model.
 
     Raises:
-        ValueError: the folder is none of these, or the adapter does not fit the model.
+        ValueError: the folder holds no model, or the adapter does not fit the model.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or files are damaged.
     """
     return _open_model(folder, tag, adapter, open_own)
@@ -119,7 +119,7 @@ def open_model(folder: str | Path, tag: str | None = None, *, adapter: str | Pat
 def open_model_together(
     folder: str | Path, tag: str | None = None, *, adapter: str | Path | None = None
 ) -> OpenedModel:
-    """As `open_model`, the same model on all ranks. Called by all ranks.
+    """Like `open_model`, with the same model on all ranks. Call it on all ranks.
 
     Raises:
         RuntimeError: another rank could not open it.
@@ -131,10 +131,10 @@ def open_model_together(
 
 
 def open_words(opened: OpenedModel, given: str | Path | None = None) -> Words:
-    """The tokenizer of a model, or the one given in its place, with its chat template.
+    """Open a model's tokenizer, or the given one in its place, with its chat template.
 
     Raises:
-        ValueError: neither is known, or nothing usable is there.
+        ValueError: no tokenizer is known, or it is not usable.
     """
     if given or opened.tokenizer:
         return _words(opened, str(given or opened.tokenizer))
@@ -142,12 +142,12 @@ def open_words(opened: OpenedModel, given: str | Path | None = None) -> Words:
         write_companions(opened.description.files, folder)
         if tokenizer_in(folder) is None:
             name = opened.description.tokenizer
-            trained_with = f" (it was trained with {name}, which is not opened on a checkpoint's word)" if name else ""
+            trained_with = f" (it names {name}, which is not opened on the checkpoint's word alone)" if name else ""
             raise ValueError(
-                f"{opened.where} comes without a tokenizer{trained_with}; give tokenizer= (on the command line "
+                f"{opened.where} has no tokenizer{trained_with}; give tokenizer= (on the command line "
                 f'--tokenizer): a tokenizer.json, its folder, or "{BYTES}"'
             )
-        write_config(folder, opened.description.config)  # some tokenizers are known by the model's type alone
+        write_config(folder, opened.description.config)  # some tokenizers can only be identified by the model's type
         return _words(opened, folder)
 
 
@@ -175,11 +175,11 @@ def _open_model(
     path = Path(folder)
     if (path / CONFIG_FILE).is_file():
         if tag is not None:
-            raise ValueError(f"--tag {tag} names a checkpoint, and {folder} is a Hugging Face folder; leave it out")
+            raise ValueError(f"--tag {tag} names a checkpoint, but {folder} is a Hugging Face folder; leave --tag out")
         opened = _open_folder(path)
     elif (path / ADAPTER_CONFIG_FILE).is_file():
         base = read_json_object(path / ADAPTER_CONFIG_FILE).get("base_model_name_or_path") or "its base model"
-        raise ValueError(f"{folder} is an adapter; give the model that it is for ({base}), and --adapter {folder}")
+        raise ValueError(f"{folder} is an adapter; give its base model ({base}), and --adapter {folder}")
     else:
         checkpoint = open_checkpoint(folder, tag)
         opened = attempt(f"open {folder}", lambda: open_checkpointed_model(checkpoint, None))
@@ -198,14 +198,14 @@ def _open_folder(folder: Path) -> OpenedModel:
 
 
 def open_checkpointed_model(checkpoint: Checkpoint, like: ModelDescription | None) -> OpenedModel:
-    """The model in a checkpoint, with its adapter merged into it; the base of an adapter alone is where it says.
+    """Open the model in a checkpoint, with its adapter merged; an adapter without base model names where that is.
 
     Args:
-        checkpoint: any of ours.
-        like: description of the model in place of the checkpoint's own; its folder has the base of an adapter alone.
+        checkpoint: a checkpoint in our format.
+        like: a model description to use instead of the checkpoint's; its folder has the base model of an adapter.
 
     Raises:
-        ValueError: it does not say which model it is, or the base model is not there, or is another one by now.
+        ValueError: the checkpoint does not say which model it holds, or its base model is missing or has changed.
         CheckpointError: files are damaged.
     """
     description = replace(like or description_of(checkpoint), files=companions_in(checkpoint))
@@ -221,30 +221,30 @@ def open_checkpointed_model(checkpoint: Checkpoint, like: ModelDescription | Non
 
 
 def _open_base(description: ModelDescription, where: str) -> TensorSource:
-    """The weights that an adapter was trained with, where its checkpoint says they were."""
+    """Open the base weights of an adapter in the place that its checkpoint names."""
     initial = description.initial
     if initial is None:
         raise ValueError(
-            f"{where} holds a LoRA adapter without its base model, and does not say where that is; give the base model "
-            "in its place, and this folder as --adapter (of nxd export: as --like)"
+            f"{where} holds a LoRA adapter without its base model, and does not name it; give the base model instead, "
+            "and this folder as --adapter (for nxd export, give the base model as --like)"
         )
     get_logger("nxd_trainer").warning(
-        f"the base model of the adapter in {where} is read from {initial}, as the checkpoint says"
+        f"reading the base model of the adapter in {where} from {initial}, which the checkpoint names"
     )
     try:
         return open_initial(initial)
     except (ValueError, OSError, CheckpointError) as error:
         raise ValueError(
             f"{where} holds a LoRA adapter, and its base model {initial} cannot be used: {error}. If it has moved, "
-            "give it in the checkpoint's place, and this folder as --adapter (of nxd export: as --like)"
+            "give it instead, and this folder as --adapter (for nxd export, give the base model as --like)"
         ) from error
 
 
 def open_initial(initial: InitialWeights) -> TensorSource:
-    """The weights that a run began with, as one source of the whole model.
+    """Open the weights that a run started from, as one source of the whole model.
 
     Raises:
-        ValueError: they are others by now, or not there.
+        ValueError: the weights have changed, or are missing.
         CheckpointError: files are damaged.
     """
     source: TensorSource
@@ -254,23 +254,21 @@ def open_initial(initial: InitialWeights) -> TensorSource:
         checkpoint = nxd_ckpt.open_checkpoint(initial.folder, initial.tag)
         found, source = checkpoint.save_id, ModelTensors(from_checkpoint(checkpoint))
     if found != initial.fingerprint:
-        raise ValueError(f"{initial} holds other weights than when the run began")
+        raise ValueError(f"the weights in {initial} have changed since the run started")
     return source
 
 
 def _with_adapter(opened: OpenedModel, adapter: str | Path, open_checkpoint: OpenCheckpoint) -> OpenedModel:
     if opened.weights.branches:
-        raise ValueError(f"{opened.where} has an adapter already; leave out --adapter {adapter}")
+        raise ValueError(f"{opened.where} already has an adapter; leave out --adapter {adapter}")
     tensors, content, files = _open_adapter(Path(adapter), open_checkpoint)
     weights = _merged_beside(opened.weights.source, tensors, content, opened.description)
     beside = weights.tensors.keys() - opened.weights.tensors.keys()
     if beside or not weights.branches:
         what = f"has {sorted(beside)[0]!r}, which the model lacks" if beside else "adapts no layer of the model"
-        raise ValueError(
-            f"the adapter {adapter} does not fit {opened.where}: it {what}; give the model it was made for"
-        )
+        raise ValueError(f"the adapter {adapter} does not fit {opened.where}: it {what}; give the adapter's base model")
     opened = replace(opened, weights=weights, where=f"{opened.where} with the adapter {adapter}")
-    if any(map(is_of_tokenizer, files)):  # those that it was trained with
+    if any(map(is_of_tokenizer, files)):  # the files of the tokenizer it was trained with
         return replace(opened, description=replace(opened.description, files=files), tokenizer=None)
     return opened
 
@@ -284,13 +282,13 @@ def _merged_beside(
 def _open_adapter(
     folder: Path, open_checkpoint: OpenCheckpoint
 ) -> tuple[TensorSource, Mapping[str, Any], Mapping[str, bytes]]:
-    """An adapter's tensors by our names, its description, and the files that lie beside it in a checkpoint."""
+    """Open an adapter: its tensors by our names, its description, and the companion files in its checkpoint."""
     if (folder / ADAPTER_CONFIG_FILE).is_file():
         content = read_json_object(folder / ADAPTER_CONFIG_FILE)
         if content.get("target_parameters"):
             raise ValueError(
-                f"--adapter {folder} adapts weights of experts (target_parameters), which are merged here from "
-                "checkpoints only; have PEFT merge it (merge_and_unload), and give the merged model"
+                f"--adapter {folder} adapts expert weights (target_parameters), which can only be merged from "
+                "checkpoints; merge it with PEFT (merge_and_unload), and give the merged model"
             )
         stored = open_hugging_face(folder / ADAPTER_FILE)
         named = {name_from_peft(name): (name, info.global_shape) for name, info in stored.tensors.items()}
@@ -312,7 +310,7 @@ def _open_adapter(
 
 @dataclass(frozen=True)
 class _Beside:
-    """A model's tensors and an adapter's, as one `TensorSource`; of biases that both have, the adapter's."""
+    """A model's tensors and an adapter's as one `TensorSource`; the adapter's biases replace the model's."""
 
     model: TensorSource
     adapter: TensorSource
@@ -330,7 +328,7 @@ class _Beside:
 
 
 def _end_tokens(description: ModelDescription, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Those that transformers would end at, and the tokenizer's."""
+    """Return the end tokens that transformers uses, and the tokenizer's."""
     named: Any = description.config.get("eos_token_id")
     if GENERATION_CONFIG_FILE in description.files:
         content = parse_json_object(GENERATION_CONFIG_FILE, description.files[GENERATION_CONFIG_FILE])

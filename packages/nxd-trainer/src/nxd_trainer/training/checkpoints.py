@@ -1,7 +1,7 @@
-"""A run's checkpoints: their contents, writing them at once or in the background, and resuming from one.
+"""A run's checkpoints: their contents, writing them directly or in the background, and resuming from one.
 
-They use the functions behind `save_checkpoint` and `load_checkpoint`: the position of the run is user content, and
-random streams are tensors of each rank.
+They use the functions behind `save_checkpoint` and `load_checkpoint`: the run's position is user content, and each
+rank's random states are tensors.
 """
 
 import os
@@ -44,11 +44,11 @@ class TrainingDiverged(RuntimeError):
 
 
 class RunSaver:
-    """Saves a run as its recipe's `checkpoint` section says; at most one checkpoint is being written at a time.
+    """Saves a run as its recipe's `checkpoint` section says, one checkpoint at a time.
 
     Args:
         state: the run.
-        say: called with a line about each checkpoint.
+        say: logs a line about each checkpoint.
     """
 
     def __init__(self, state: RunState, say: Callable[[str], None]) -> None:
@@ -58,17 +58,17 @@ class RunSaver:
         self._num_saves = 0
 
     def save(self, held_out_loss: float | None) -> None:
-        """Write a checkpoint under the tag of the run's step, or begin to, once the one before is complete.
+        """Write a checkpoint named for the run's step, or start to, once the previous one is complete.
 
-        By all ranks.
+        Call it on all ranks.
 
         Args:
-            held_out_loss: of the weights as they are now, if it is known.
+            held_out_loss: the held-out loss of the current weights, if known.
 
         Raises:
-            TrainingDiverged: there is nothing worth saving.
-            CheckpointError: it cannot be written, or the one before was not; or ranks that hold the same weights hold
-                them with different bits, where the recipe has them compared.
+            TrainingDiverged: a weight is infinite or nan.
+            CheckpointError: this or the previous checkpoint could not be written; or the recipe compares replicas, and
+                ranks hold different bits of the same weights.
         """
         self.finish()
         check_weights(self._state)
@@ -88,16 +88,16 @@ class RunSaver:
         self.poll()
 
     def poll(self) -> None:
-        """Say that the checkpoint is complete, if so. Raises nothing: ranks may notice it at different steps."""
+        """Report the checkpoint if it is complete. Does not raise, as ranks may notice at different steps."""
         if self._untold is not None and not is_saving():
             self._say(f"saved {self._state.recipe.checkpoint_folder / self._untold}")
             self._untold = None
 
     def finish(self) -> None:
-        """Wait until what is being written is complete. By all ranks.
+        """Wait until the current write is complete. Call it on all ranks.
 
         Raises:
-            CheckpointError: it has failed; on every rank.
+            CheckpointError: the write failed; on every rank.
         """
         untold, self._untold = self._untold, None
         finalize_checkpoint()
@@ -105,7 +105,7 @@ class RunSaver:
         self.poll()
 
     def close(self) -> None:
-        """As `finish`, and free what background saves hold; afterwards the folder is as it will stay. By all ranks."""
+        """Like `finish`, and free the resources of background saves; the folder is then final. Call it on all ranks."""
         try:
             self.finish()
         finally:
@@ -125,23 +125,23 @@ class RunSaver:
 
 
 def run_tag(state: RunState) -> str:
-    """What a checkpoint of the run at its present step is called."""
+    """Return the name of a checkpoint of the run at its current step."""
     return f"step-{state.step:08d}"
 
 
 def run_contents(state: RunState, held_out_loss: float | None = None, *, stands_alone: bool = True) -> Contents:
-    """All that a run resumes from.
+    """Return everything that a run resumes from.
 
     Args:
         state: the run.
-        held_out_loss: of the weights as they are now, if it is known.
-        stands_alone: with the files that others need who read the checkpoint.
+        held_out_loss: the held-out loss of the current weights, if known.
+        stands_alone: whether to include the files that other readers of the checkpoint need.
     """
     return Contents(
         state.model,
         state.optimizer,
         user_content=_describe_run(state),
-        with_settings=False,  # the recipe's count
+        with_settings=False,  # the recipe's settings apply
         description=state.description if stands_alone else replace(state.description, files={}),
         run_tensors=_own_rng_state(),
         step=state.step,
@@ -153,11 +153,11 @@ def resume_run(state: RunState) -> str | None:
     """Resume from the newest checkpoint, as the recipe's `checkpoint.resume` says.
 
     Returns:
-        Where it was, for people; None if the run begins, with the weights that the recipe names, if it names some.
+        A label of the checkpoint; None if the run starts from scratch, or with the weights that the recipe names.
 
     Raises:
-        ValueError: a checkpoint is required and there is none; or none is wanted and there are some, which a new run
-            must not mix with; or it is of another model or other data.
+        ValueError: a checkpoint is required but there is none; or `resume` is "never" but the folder holds checkpoints,
+            which a new run must not mix with; or the checkpoint has a different model or data.
     """
     wish = state.recipe.checkpoint.resume
     folder = state.recipe.checkpoint_folder
@@ -178,11 +178,11 @@ def resume_run(state: RunState) -> str | None:
 
 
 def resume_from(state: RunState, root: Path | str, tag: str) -> None:
-    """Put a run where a checkpoint was saved. By all ranks.
+    """Restore a run from a checkpoint. Call it on all ranks.
 
     Raises:
-        ValueError: it is of another model or other data.
-        CheckpointError: it is damaged; on all ranks.
+        ValueError: the checkpoint has a different model or data.
+        CheckpointError: the checkpoint is damaged; on all ranks.
     """
     checkpoint = together(f"open {root}/{tag}", lambda: nxd_ckpt.open_checkpoint(root, tag), error_type=CheckpointError)
     where = f"{root}/{tag}"
@@ -190,8 +190,8 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
     is_merged = content["recipe"].get("lora", {}).get("save") == "merged"
     if is_merged and state.recipe.lora.save == "merged":
         raise ValueError(
-            f"{where} holds weights with the adapter in them (lora.save=merged), from which no run can resume; choose "
-            "another output folder. Runs with lora.save=adapter or both resume"
+            f"{where} holds weights with the adapter merged into them (lora.save=merged), which cannot be resumed; "
+            "choose another output folder. Runs with lora.save=adapter or both can resume"
         )
     description = find_description(checkpoint)
     needs_base = holds_adapter_alone(checkpoint)
@@ -203,7 +203,7 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         load_base(state)
     changes = changes_to_tell(state.recipe, content["recipe"])
     if changes:
-        told = f"resumes with other keys than {where} was written with: {'; '.join(changes)}"
+        told = f"keys have changed since {where} was written: {'; '.join(changes)}"
         get_logger("nxd_trainer").warning(told)
     load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
     state.train_loader.load_state_dict(content["train_loader"])
@@ -213,15 +213,15 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
     if checkpoint.mesh == asdict(get_mesh()) and rng_state.keys() <= checkpoint.tensors.keys():
         nxd_ckpt.load(root, tag, into=rng_state, strict=False)
         _set_own_rng_state(rng_state)
-    else:  # the streams of another layout or kind of device mean nothing here: begin new ones
+    else:  # random states of another layout or device type do not apply: start new ones
         seed_model_parallel(state.recipe.train.seed + state.step)
 
 
 def newest_on_disk(recipe: Recipe) -> CheckpointInfo | None:
-    """The newest checkpoint in the run's folder. By all ranks.
+    """Find the newest checkpoint in the run's folder. Call it on all ranks.
 
     Raises:
-        ValueError: one of the checkpoints is damaged: whether to resume from an older one is not ours to choose.
+        ValueError: one of the checkpoints is damaged; the user must decide whether to resume from an older one.
     """
 
     def find() -> CheckpointInfo | None:
@@ -234,7 +234,7 @@ def newest_on_disk(recipe: Recipe) -> CheckpointInfo | None:
 
 
 def _describe_run(state: RunState) -> dict[str, object]:
-    """The contents of a checkpoint besides tensors: the description of the run, and its position in the data."""
+    """Return a checkpoint's contents besides tensors: the run's description and its position in the data."""
     return {
         "step": state.step,
         "recipe": recipe_to_dict(state.recipe),
@@ -245,24 +245,24 @@ def _describe_run(state: RunState) -> dict[str, object]:
 
 
 def _describe_data(state: RunState) -> dict[str, object]:
-    """The inputs that determine the run's tokens and their split."""
+    """Return the inputs that determine the run's tokens and their split."""
     options = state.recipe.data
     fraction = 0.0 if options.evaluation_path is not None else options.held_out_fraction
     return {"digest": state.data.digest, "held_out_fraction": fraction}
 
 
 def _run_content(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
-    """What the run has put into its checkpoint beside tensors; it was formerly not kept as user content.
+    """Read the run's data besides tensors from its checkpoint; old checkpoints do not keep them as user content.
 
     Raises:
-        ValueError: the checkpoint is not of a run.
+        ValueError: the checkpoint was not written by a run.
     """
     content = unpack_value(checkpoint, USER_CONTENT) or checkpoint.objects
     if not isinstance(content, dict) or not {"recipe", "data", "train_loader"} <= content.keys():
         root = os.path.dirname(where)
         raise ValueError(
-            f"{where} is no checkpoint of nxd train: it does not say where in its data the run was. To begin a run "
-            f"with its weights, choose another output folder and set checkpoint.initial_weights={root}"
+            f"{where} is not a checkpoint of nxd train: it has no position in the data. To start a run from its "
+            f"weights, choose another output folder and set checkpoint.initial_weights={root}"
         )
     return content
 
@@ -270,20 +270,20 @@ def _run_content(checkpoint: Checkpoint, where: str) -> dict[str, Any]:
 def _check_same_run(
     state: RunState, description: ModelDescription | None, content: dict[str, Any], where: str, *, needs_base: bool
 ) -> None:
-    """Raise ValueError if the checkpoint is of another model, precision or text, or of other adapters."""
+    """Raise ValueError if the checkpoint has a different model, precision, text or adapters."""
     recipe = recipe_to_dict(state.recipe)
     own: dict[str, dict[str, object]] = {"data": _describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
     theirs = {**content["recipe"], "data": content["data"]}
-    theirs["lora"] = recipe_to_dict(Recipe())["lora"] | theirs.get("lora", {})  # older runs have not said all of it
+    theirs["lora"] = recipe_to_dict(Recipe())["lora"] | theirs.get("lora", {})  # older runs lack some of these keys
     own["optimizer"] = {name: recipe["optimizer"].get(name) for name in ("type", "factory")}
-    theirs["optimizer"] = {"type": "adamw", **theirs.get("optimizer", {})}  # which older runs have not said
+    theirs["optimizer"] = {"type": "adamw", **theirs.get("optimizer", {})}  # older runs lack the type
     may_change = ("save",) if theirs["lora"].get("save") != "merged" else ()
     lora = {name: value for name, value in recipe["lora"].items() if name not in may_change}
     own["lora"] = lora if state.recipe.lora.rank else {"rank": 0}
     theirs["dpo"] = recipe_to_dict(Recipe())["dpo"] | theirs.get("dpo", {})
     own["dpo"] = recipe["dpo"]
     initial = None if description is None else description.initial
-    # Adapters and preferences mean nothing with other initial weights.
+    # Adapters and preferences depend on the initial weights.
     saves_adapter = state.recipe.lora.rank > 0 and state.recipe.lora.save == "adapter"
     needs_initial = needs_base or saves_adapter or state.recipe.dpo.beta > 0
     if needs_initial and initial is None:
@@ -298,24 +298,24 @@ def _check_same_run(
     ]
     other = description or ModelDescription({})
     if needs_initial and initial is not None and not _can_be_found(initial, state.description.initial):
-        told = state.description.initial or "not where the recipe names some"
+        told = state.description.initial or "not in the place that the recipe names"
         differences.append(f"the initial weights are {told}, the checkpoint has those of {initial}")
     differences = model_differences(state.description, other, "the checkpoint has") + differences
     if differences:
         raise ValueError(
-            f"{where} is of another run: {'; '.join(differences)}. Restore that, or take another output folder"
+            f"{where} belongs to another run: {'; '.join(differences)}. Restore that, or use another output folder"
         )
 
 
 def _can_be_found(theirs: InitialWeights, own: InitialWeights | None) -> bool:
-    """Whether a run finds the weights that a checkpoint needs: where its own are, or as an older checkpoint beside."""
+    """Whether a run can find the weights that a checkpoint needs: its own, or another checkpoint beside its own."""
     if own is None:
         return False
     return theirs.fingerprint == own.fingerprint or (theirs.tag is not None and theirs.folder == own.folder)
 
 
 def check_weights(state: RunState) -> None:
-    """Raise TrainingDiverged on every rank if a weight on any of them is infinite or nan: before it is saved."""
+    """Before a save, raise TrainingDiverged on every rank if a weight on any rank is infinite or nan."""
     finite = torch.stack([parameter.isfinite().all() for parameter in state.model.parameters()]).all().float()
     step_boundary()
     world = get_world_group()
@@ -324,14 +324,14 @@ def check_weights(state: RunState) -> None:
 
 
 def diverged(state: RunState, what: str) -> TrainingDiverged:
-    """The error of a run that can only resume from its last checkpoint."""
+    """Return the error of a run that can only resume from its last checkpoint."""
     complete = nxd_ckpt.list_checkpoints(state.recipe.checkpoint_folder)
-    advice = f"resume from {state.recipe.checkpoint_folder / complete[-1].tag}" if complete else "start again"
+    advice = f"resume from {state.recipe.checkpoint_folder / complete[-1].tag}" if complete else "start over"
     return TrainingDiverged(f"{what}; lower optimizer.lr or lengthen optimizer.warmup_steps, and {advice}")
 
 
 def _own_rng_state() -> dict[str, Tensor]:
-    """This rank's random streams as tensors, under names of its own."""
+    """Return this rank's random states as tensors, under rank-specific names."""
     rank = get_world_group().rank
     return {
         f"{RNG_PREFIX}rank-{rank:05d}/{stream}/{kind}": tensor

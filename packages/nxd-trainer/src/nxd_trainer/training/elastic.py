@@ -1,4 +1,4 @@
-"""`nxd train --elastic`: a recipe's run as an elastic training."""
+"""`nxd train --elastic`: runs a recipe as elastic training."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from nxd_trainer.training import StopRequest, TrainResult, prepare_run, run_trai
 
 
 class ElasticRecipe:
-    """A recipe at the layouts that it may run at; the global batch and the order of the data are always the recipe's.
+    """A recipe and the layouts that it may run with; the global batch and data order are always the recipe's.
 
     Args:
-        recipe: whose own layout is the first choice.
-        others: further ones, in order of preference.
-        options: how many ranks there may be.
+        recipe: the recipe, whose own layout is the first choice.
+        others: other layouts, in order of preference.
+        options: limits on the number of ranks.
 
     Raises:
         ValueError: a layout never fits the recipe or the number of ranks, or the recipe does not resume.
@@ -28,22 +28,22 @@ class ElasticRecipe:
     def __init__(self, recipe: Recipe, others: Sequence[ParallelDegrees], options: Options) -> None:
         if recipe.checkpoint.resume == "never":
             raise ValueError(
-                "checkpoint.resume='never' would begin the run anew whenever a rank is lost; leave it out with "
-                "--elastic, and give another output for a run from the beginning"
+                "checkpoint.resume='never' would restart the run from scratch whenever a rank is lost; leave it out "
+                "with --elastic, and set another output to start from scratch"
             )
         self.recipe, self.options = recipe, options
         own = recipe.parallel.degrees
         self.layouts = [own, *(recipe.parallel.at(it).degrees for it in others)]
-        self._dp = max(1, options.most // own.model_ranks)  # of a launch in which no rank is lost
+        self._dp = max(1, options.most // own.model_ranks)  # with no rank lost
         for layout in self.layouts:
             self._check(layout)
 
     def accepts(self, degrees: ParallelDegrees) -> bool:
-        """Whether the recipe can be run so."""
+        """Whether the recipe can run with these degrees."""
         return self._mistake(degrees) is None
 
     def at(self, degrees: ParallelDegrees) -> Recipe:
-        """The recipe at a layout: a microbatch of a rank has as many samples as at the launch, if that divides."""
+        """Return the recipe at a layout, keeping the microbatch size of the launch if it divides the global batch."""
         train = self.recipe.train
         samples = train.global_batch_size // (train.gradient_accumulation_steps * self._dp)
         steps = train.gradient_accumulation_steps
@@ -57,7 +57,7 @@ class ElasticRecipe:
         fits = [replace(layout, dp=dp) for dp in range(most, 0, -1) if layout.model_ranks * dp >= self.options.least]
         if not fits:
             raise ValueError(
-                f"the layout {layout} needs a multiple of {layout.model_ranks} ranks, and --elastic allows "
+                f"the layout {layout} needs a multiple of {layout.model_ranks} ranks, but --elastic allows "
                 f"{self.options.least} to {self.options.most}"
             )
         mistakes = [self._mistake(fit) for fit in fits]
@@ -76,20 +76,20 @@ class ElasticRecipe:
 def train_elastically(
     elastic: ElasticRecipe, lifeline: Lifeline, stop: StopRequest, prepare: Callable[[], None]
 ) -> TrainResult | None:
-    """Train a recipe in a process that a supervisor has forked.
+    """Train a recipe in a process that a supervisor forked.
 
     Args:
         elastic: the recipe.
-        lifeline: the supervisor's other end.
-        stop: may have been active before.
-        prepare: is called in each generation before model parallelism is initialised.
+        lifeline: the pipe to the supervisor.
+        stop: the stop request; may already have been active.
+        prepare: function called in each generation before model parallelism is initialized.
 
     Returns:
-        How the run ended; None where the others have ended it without this process.
+        How the run ended; None if the other processes ended it without this one.
 
     Raises:
-        PeerError, ValueError, CheckpointError, TrainingDiverged: as `prepare_run` and `run_training` do, for whatever
-            is not the loss of a rank.
+        PeerError, ValueError, CheckpointError, TrainingDiverged: as in `prepare_run` and `run_training`, for any
+            failure but the loss of a rank.
     """
 
     def train_once(membership: Membership) -> TrainResult:
@@ -110,7 +110,7 @@ def train_elastically(
 
 @dataclass
 class _Asked:
-    """What the training asks between steps: a signal, or a rank that waits to join, ends it after the next one."""
+    """Stop request between steps: a signal, or a rank waiting to join, ends the training after the next step."""
 
     stop: StopRequest
     membership: Membership
@@ -130,6 +130,6 @@ class _Asked:
 
 
 def options_of(elastic: tuple[int, int], grace: float, silence: float) -> Options:
-    """The options of the command line, for a launch with `WORLD_SIZE` ranks."""
+    """Return the command line's options for a launch with `WORLD_SIZE` ranks."""
     least, most = elastic
     return Options(least, min(most, int(os.environ.get("WORLD_SIZE", most))), grace, silence)

@@ -1,7 +1,7 @@
 """Records the graphs of a recipe's first steps, for `nxd doctor --graph`.
 
-torch-xla decides at its first graph whether it dumps graphs, and a process plays one rank: so every rank gets a process
-of its own. Run as a module, this file is such a process: `python -m nxd_trainer.training.graph_recording RECIPE ...`.
+torch-xla decides at its first graph whether to dump graphs, and a process acts as one rank, so every rank gets its own
+process. Run as a module, this file is such a process: `python -m nxd_trainer.training.graph_recording RECIPE ...`.
 """
 
 import json
@@ -23,21 +23,21 @@ from nxd_trainer.training.step import take_step
 
 
 def record_recipe(file: str, settings: Sequence[str], *, ranks: int | None, steps: int) -> RecordedSteps:
-    """The graphs of the first steps of a recipe's run, on its first and last rank.
+    """Record the graphs of the first steps of a recipe's run, on its first and last rank.
 
     Args:
-        file: of the recipe; empty for the defaults.
-        settings: `key=value`, over what the file says.
-        ranks: of the job; None for as few as the layout takes.
-        steps: to record.
+        file: the recipe file; empty for the defaults.
+        settings: `key=value` overrides of the file.
+        ranks: number of ranks; None for the fewest that the layout allows.
+        steps: number of steps to record.
 
     Raises:
-        ValueError: the recipe has mistakes, or torch-xla is not installed, or the steps cannot be recorded.
+        ValueError: the recipe has mistakes, torch-xla is not installed, or the steps cannot be recorded.
     """
     recipe = load_recipe(file or None, settings)
     degrees = recipe.parallel.degrees
     if degrees.pp > 1:
-        raise ValueError(f"the graphs of pipelines are not looked at; parallel.pipeline_parallel_size={degrees.pp}")
+        raise ValueError(f"graphs of pipelines cannot be checked; parallel.pipeline_parallel_size={degrees.pp}")
     least = degrees.least_ranks
     world_size = least if ranks is None else ranks
     if world_size < 1 or world_size % least:
@@ -48,7 +48,7 @@ def record_recipe(file: str, settings: Sequence[str], *, ranks: int | None, step
             needed += f", and of {degrees.ep * degrees.etp} ranks with the experts of a layer"
         raise ValueError(f"--ranks {world_size} must be a multiple of {needed}")
     if steps < 1:
-        raise ValueError(f"--steps {steps} must be 1 or more; 3 show whether a graph comes again")
+        raise ValueError(f"--steps {steps} must be 1 or more; 3 show whether graphs repeat")
     degrees = degrees.on(world_size)
     check_layout(recipe, degrees.dp)
     first_and_last = sorted({0, world_size - 1})
@@ -59,13 +59,13 @@ def record_recipe(file: str, settings: Sequence[str], *, ranks: int | None, step
 
 
 def _record_ranks(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_steps: int) -> list[RecordedRank]:
-    """The graphs of the first steps of a recipe's run, on some ranks of `world_size`.
+    """Record the graphs of the first steps of a recipe's run, on some ranks of `world_size`.
 
-    One rank really runs, and so shows what cuts a step in two. Of several each is recorded without its peers, and
-    nothing is run. Tokens are cached where the recipe says; nothing else is left behind.
+    A single rank really runs, and so shows what splits a step's graph. With several, each is recorded without its
+    peers, and nothing runs. Tokens stay in the recipe's cache; nothing else is left behind.
 
     Raises:
-        ValueError: torch-xla is not installed, or the steps cannot be recorded; with what the process said.
+        ValueError: torch-xla is not installed, or the steps cannot be recorded; includes the process's output.
     """
     check_torch_xla()
     with tempfile.TemporaryDirectory(prefix="nxd-doctor-") as name:
@@ -74,7 +74,7 @@ def _record_ranks(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_
         checkpoint = replace(recipe.checkpoint, resume="never", folder=None)
         file = save_recipe(replace(recipe, output=folder / "run", data=data, checkpoint=checkpoint), folder / "r.json")
         recorded = []
-        for rank in ranks:  # one after another: each takes as much memory as the rank would
+        for rank in ranks:  # one at a time: each needs as much memory as the rank would
             result = folder / f"rank-{rank}.json"
             settings = [file, result, rank, world_size, num_steps]
             run_on_cpu(
@@ -88,22 +88,22 @@ def _record_ranks(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_
 
 
 def record_rank(recipe_file: str, result: str, rank: int, world_size: int, num_steps: int) -> None:
-    """Record `num_steps` steps of `rank` and write them to the file `result`; what a process of its own runs.
+    """Record `num_steps` steps of `rank` and write them to the file `result`; the entry point of the process.
 
-    With several ranks, torch's own "fake" transport stands for the peers; messages between hosts' processes come back
-    as this rank sent them, and those on the device are in the graphs, which are not run.
+    With several ranks, torch's "fake" transport stands in for the peers: messages between processes come back as this
+    rank sent them, and those on the device are in the graphs, which do not run.
     """
     start_capture()
     if world_size > 1:
         import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  (registers the transport "fake")
 
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
-    recipe = recipe_from_dict(json.loads(Path(recipe_file).read_text()))  # our own, which may name a factory
+    recipe = recipe_from_dict(json.loads(Path(recipe_file).read_text()))  # written by us, so it may name a factory
     initialize_mesh(recipe.parallel.degrees)
     state = build_run_state(recipe)
     record = capture_steps if world_size == 1 else record_steps
     if world_size == 1:
-        step_boundary()  # as `nxd train`: the filling of tensors is no part of the first step
+        step_boundary()  # as in `nxd train`: filling tensors is not part of the first step
     with module_scopes(state.model):
         steps = record(lambda: take_step(state), num_steps)
     Path(result).write_text(json.dumps([[asdict(graph) for graph in graphs] for graphs in steps]))

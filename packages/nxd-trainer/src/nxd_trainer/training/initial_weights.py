@@ -1,4 +1,4 @@
-"""Loading a run's initial weights, where its recipe names some, and comparing two models."""
+"""Loads the initial weights that a recipe names, and compares two models."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,12 +22,12 @@ from nxd_optim import NeuronZero1Optimizer
 
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
-# Keys about how a config was written, or how a model is run.
+# Keys that describe how a config was written or how a model is run.
 _NOT_COMPARED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path")
 
 
 def load_first_weights(state: RunState) -> None:
-    """Fill the model of a run with its initial weights, if the recipe names some. By all ranks.
+    """Fill the model of a run with the initial weights that the recipe names, if any. Call it on all ranks.
 
     Raises:
         ValueError: as for `load_initial_weights`.
@@ -35,24 +35,24 @@ def load_first_weights(state: RunState) -> None:
     """
     adapter = load_base(state)
     initial = state.recipe.checkpoint.initial_weights
-    if initial is not None and state.description.initial is not None:  # of which the base has been loaded
+    if initial is not None and state.description.initial is not None:  # its base model has been loaded
         adapter = _choose(initial).adapter_alone
     if adapter is not None:
         if state.description.initial is None or not state.recipe.lora.rank:
             raise ValueError(
                 f"checkpoint.initial_weights={initial} holds a LoRA adapter without its base model; set model.path to "
-                "that and lora.rank to the adapter's, or take what nxd export makes of it, which has it in its weights"
+                "the base model and lora.rank to the adapter's, or use the merged model that nxd export writes"
             )
         load_checkpoint(adapter.root, adapter.tag or None, model=state.model)
 
 
 def load_base(state: RunState) -> Found | None:
-    """As `load_first_weights`, without an adapter alone that the recipe begins with: it is returned. By all ranks."""
+    """Like `load_first_weights`, but return an adapter without base model instead of loading it. Call on all ranks."""
     return _fill(state, state.model, state.optimizer)
 
 
 def load_reference(state: RunState) -> None:
-    """Fill the reference model of a run, if it has one, with the run's initial weights. By all ranks.
+    """Fill the reference model of a run, if it has one, with the run's initial weights. Call it on all ranks.
 
     Raises:
         ValueError: as for `load_initial_weights`.
@@ -68,7 +68,7 @@ def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> F
     if known is not None and known.tag is None and initial is None:
         on_first_rank_of_each_host(lambda: _check_known(known, weights_fingerprint(known.folder)))
         _load_folder(model, optimizer, Path(known.folder))
-    elif known is not None:  # by its tag: where it lies others may be newer by now
+    elif known is not None:  # by its tag: newer checkpoints may have been added to its folder
         load_initial_weights(model, optimizer, state.description, Path(known.folder), known)
     else:
         chosen = None if initial is None else _choose(initial)
@@ -83,13 +83,13 @@ def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> F
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What a folder of initial weights holds.
+    """The contents of a folder of initial weights.
 
     Attributes:
-        found: the checkpoint; None of a Hugging Face folder.
-        description: of its model, if it says.
+        found: the checkpoint; None for a Hugging Face folder.
+        description: the model's description, if it has one.
         has_adapter: whether it holds an adapter.
-        is_alone: whether it holds nothing else.
+        is_alone: whether it holds an adapter only.
     """
 
     found: Found | None
@@ -99,12 +99,12 @@ class _Chosen:
 
     @property
     def adapter_alone(self) -> Found | None:
-        """The checkpoint, if it is of an adapter without its base model."""
+        """The checkpoint, if it holds an adapter without its base model."""
         return self.found if self.is_alone else None
 
 
 def _choose(folder: Path, known: InitialWeights | None = None) -> _Chosen:
-    """Choose a checkpoint once for all ranks, as others may be saved there meanwhile. By all ranks."""
+    """Choose a checkpoint once for all ranks, as new ones may be saved meanwhile. Call it on all ranks."""
 
     def look() -> _Chosen:
         if (folder / CONFIG_FILE).is_file():
@@ -128,18 +128,17 @@ def load_initial_weights(
     folder: Path,
     known: InitialWeights | None = None,
 ) -> None:
-    """Fill a model, whatever its layout, each rank reading its part; types are converted. By all ranks.
+    """Fill a model of any layout, each rank reading its part; dtypes are converted. Call it on all ranks.
 
     Args:
-        model: to be trained; adapters keep their own first weights, unless the folder has some.
-        optimizer: that has not taken a step; None for a model that is not trained.
-        description: of the model.
-        folder: of checkpoints, whoever wrote them, of which the newest complete one is taken; or of a Hugging Face
-            model.
-        known: which weights these are to be; those that are there if None.
+        model: the model to train; adapters keep their own initial weights, unless the folder has some.
+        optimizer: an optimizer that has not taken a step; None for a model that is not trained.
+        description: the model's description.
+        folder: a folder of checkpoints of any kind, whose newest complete one is used; or a Hugging Face folder.
+        known: the expected weights; any if None.
 
     Raises:
-        ValueError: they are weights of another model; it says which sizes differ. Or they are not those known.
+        ValueError: the weights belong to another model (the message says which sizes differ), or are not `known`.
         CheckpointError: there is no such checkpoint, files are damaged, or its tensors are not the model's.
     """
     _load_chosen(model, optimizer, description, folder, _choose(folder, known))
@@ -150,10 +149,10 @@ def _load_chosen(
 ) -> None:
     found, theirs = chosen.found, chosen.description
     differences = [] if theirs is None else model_differences(description, theirs, "there", among=_matters_to_weights)
-    if differences:  # of a model that is not described, names and shapes must do
+    if differences:  # without a description, only names and shapes are compared
         raise ValueError(
-            f"checkpoint.initial_weights={folder} are of another model: {'; '.join(differences)}. Give the recipe "
-            "those sizes"
+            f"checkpoint.initial_weights={folder} belong to another model: {'; '.join(differences)}. Set the recipe "
+            "to those sizes"
         )
     if found is None:
         _load_folder(model, optimizer, folder)
@@ -164,11 +163,13 @@ def _load_chosen(
 
 def _check_known(known: InitialWeights | None, fingerprint: str) -> None:
     if known is not None and known.fingerprint != fingerprint:
-        raise ValueError(f"{known} holds other weights than when the run began; restore them, or begin another run")
+        raise ValueError(
+            f"the weights in {known} have changed since the run started; restore them, or start another run"
+        )
 
 
 def _load_folder(model: NxDModel, optimizer: NxDOptimizer | None, folder: Path) -> None:
-    """Fill a model from a Hugging Face folder, but for adapters. By all ranks."""
+    """Fill a model, except for adapters, from a Hugging Face folder. Call it on all ranks."""
     adapters = [] if model.lora_model is None else adapter_names(model.lora_model, with_biases=False)
     load_pretrained(model.pipeline, folder, may_lack=adapters)
     _tell_weights(model, optimizer)
@@ -185,13 +186,13 @@ def _tell_weights(model: NxDModel, optimizer: NxDOptimizer | None, *, has_adapte
 def model_differences(
     own: ModelDescription, other: ModelDescription, told: str, *, among: Callable[[str], bool] = lambda _: True
 ) -> list[str]:
-    """The differences of another model, such as "model.hidden_size is 64, there 128".
+    """List the differences between two models, such as "model.hidden_size is 64, there 128".
 
     Args:
         own: one model.
         other: the other one.
-        told: goes before the other's values, such as "there".
-        among: whether a key counts.
+        told: text before the other's values, such as "there".
+        among: predicate for the keys to compare.
     """
     ours, theirs = _compared(own), _compared(other)
     return [
@@ -202,7 +203,7 @@ def model_differences(
 
 
 def _compared(description: ModelDescription) -> dict[str, Any]:
-    """The sizes of a Llama that ours can be, whoever describes it; of others all keys of their config."""
+    """Return the sizes of a Llama that ours supports, whatever its description; for others, all config keys."""
     if description.factory is not None:
         return {**description.config, "factory": description.factory}
     try:
@@ -213,5 +214,5 @@ def _compared(description: ModelDescription) -> dict[str, Any]:
 
 
 def _matters_to_weights(name: str) -> bool:
-    """Whether a key of a config says what is computed with weights, not how they began or how they are trained."""
+    """Whether a config key affects what is computed with weights, not how they are initialized or trained."""
     return name != "initializer_range" and not name.endswith(("dropout", "_pdrop", "_token_id"))

@@ -1,6 +1,6 @@
-"""A run's checkpoints in the memory of its hosts: written often, read when ranks are lost, and gone with the job.
+"""A run's checkpoints in host memory: written often, read when ranks are lost, and gone when the job ends.
 
-They hold what those on disk hold, so any layout resumes from them. One of them is kept, beside that being written.
+They hold the same data as those on disk, so any layout resumes from them. One is kept besides the one being written.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ _logger = get_logger("nxd_trainer")
 
 
 class MemorySaver:
-    """Writes them in the background, as the recipe's `checkpoint.memory_every` says.
+    """Writes memory checkpoints in the background, as the recipe's `checkpoint.memory_every` says.
 
     Args:
         state: the run.
-        warn: called with a line about a checkpoint that could not be written, which ends nothing.
+        warn: logs a line about a checkpoint that could not be written; the run continues.
 
     Raises:
-        ValueError: the recipe asks for them, and no host keeps files in memory.
+        ValueError: the recipe asks for them, but no host keeps files in memory.
     """
 
     def __init__(self, state: RunState, warn: Callable[[str], None]) -> None:
@@ -38,10 +38,10 @@ class MemorySaver:
         self._is_writing = False
 
     def save(self) -> None:
-        """Begin to write one of the run as it is. By all ranks, when nothing is being written.
+        """Start writing a checkpoint of the current state. Call it on all ranks, when nothing is being written.
 
         Raises:
-            TrainingDiverged: a weight is not finite; what is kept stays.
+            TrainingDiverged: a weight is not finite; the last checkpoint is kept.
         """
         url = self._url
         assert url is not None
@@ -56,10 +56,10 @@ class MemorySaver:
         self._is_writing = True
 
     def finish(self) -> None:
-        """Wait for the one that is being written. By all ranks.
+        """Wait for the checkpoint that is being written. Call it on all ranks.
 
         Raises:
-            RanksLostError: a rank is gone.
+            RanksLostError: a rank is lost.
         """
         if not self._is_writing:
             return
@@ -68,20 +68,20 @@ class MemorySaver:
             finalize_checkpoint()
         except RanksLostError:
             raise
-        except CheckpointError as error:  # such as memory that is full; the same on all ranks
+        except CheckpointError as error:  # such as full memory; the same on all ranks
             self._warn(f"no checkpoint in the memory of hosts: {error}")
 
 
 def resume_from_memory(state: RunState) -> str | None:
-    """Resume from the newest checkpoint in the memory of the hosts, if that on disk is not newer. By all ranks.
+    """Resume from the newest checkpoint in host memory, unless the one on disk is newer. Call it on all ranks.
 
-    One that cannot be read, because more hosts are lost than have copies, is passed over.
+    Checkpoints that cannot be read, because more hosts are lost than have copies, are skipped.
 
     Returns:
-        Where it was, for people; None if there is none to resume from.
+        A label of the checkpoint; None if there is none to resume from.
 
     Raises:
-        CheckpointError: one was damaged, so that the run may have been filled with a part of it, and there is no other.
+        CheckpointError: a damaged checkpoint may have partly filled the run, and there is no other one.
     """
     url = _url(state.recipe)
     if url is None or state.recipe.checkpoint.resume == "never":
@@ -96,18 +96,18 @@ def resume_from_memory(state: RunState) -> str | None:
             resume_from(state, url, info.tag)
         except RanksLostError:
             raise
-        except CheckpointError as error:  # on all ranks; what it has filled is filled again by whatever comes next
-            _logger.warning(f"passing over {info.tag} in the memory of the hosts: {error}")
+        except CheckpointError as error:  # on all ranks; the next load overwrites the tensors that it filled
+            _logger.warning(f"skipping {info.tag} in the memory of the hosts: {error}")
             damage = error if _has_all_files(url, info.tag) else damage
             continue
         return f"{info.tag} in the memory of the hosts"
-    if damage is not None and on_disk is None:  # then the run would begin with weights that are partly filled
-        raise CheckpointError(f"no checkpoint to resume from but a damaged one in memory: {damage}") from damage
+    if damage is not None and on_disk is None:  # the run would otherwise start from partly filled weights
+        raise CheckpointError(f"the only checkpoint to resume from is damaged, in memory: {damage}") from damage
     return None
 
 
 def _has_all_files(url: str, tag: str) -> bool:
-    """Whether reading has begun, as it does where all files are there; as the first rank sees it."""
+    """Whether the first rank sees all files; if so, loading has started to fill tensors."""
 
     def look() -> bool:
         try:
@@ -128,20 +128,20 @@ def _url(recipe: Recipe) -> str | None:
     url = job_url(options.memory_copies)
     if url is None:
         raise ValueError(
-            f"checkpoint.memory_every={options.memory_every}, and no host of this run keeps checkpoints in memory: add "
-            "--elastic, which starts that, or leave it out"
+            f"checkpoint.memory_every={options.memory_every}, but no host of this run keeps checkpoints in memory: "
+            "add --elastic, which enables that, or leave it out"
         )
     return url
 
 
 def _by_first_rank(url: str) -> list[CheckpointInfo]:
-    """Newest first, as the first rank sees them: other hosts may reach others."""
+    """List the checkpoints that the first rank sees, newest first: other hosts may reach different ones."""
     found: list[CheckpointInfo] = []
     if get_world_group().rank == 0:
         try:
             found = nxd_ckpt.list_checkpoints(url)
-        except (CheckpointError, OSError) as error:  # then there is the disk
-            _logger.warning(f"passing over the memory of the hosts: {error}")
+        except (CheckpointError, OSError) as error:  # fall back to the disk
+            _logger.warning(f"skipping the memory of the hosts: {error}")
     of_first: list[CheckpointInfo] = all_gather_object(found, get_world_group())[0]
     return of_first[::-1]
 

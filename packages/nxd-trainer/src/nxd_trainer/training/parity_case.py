@@ -15,29 +15,29 @@ from nxd_trainer.recipe.sections import DpoSection
 
 
 def case_of_file(file: str | None, settings: Sequence[str], steps: int) -> ParityCase:
-    """`case_of_recipe` of a recipe's file, or of the defaults, with `key=value` over what it says; for `nxd parity`.
+    """Call `case_of_recipe` with a recipe file, or the defaults, and `key=value` overrides; for `nxd parity`.
 
     Raises:
-        ValueError: the recipe has mistakes, or see `case_of_recipe`.
+        ValueError: the recipe has mistakes, or as for `case_of_recipe`.
     """
     return case_of_recipe(load_recipe(file, settings), steps)
 
 
 def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
-    """The case of a recipe for `compare`: of its batches only the sizes, and neither text nor learning-rate schedule.
+    """Return a recipe's case for `compare`, with random batches of its sizes and without its learning-rate schedule.
 
     Args:
-        recipe: one that `load_recipe` accepted.
-        steps: to train.
+        recipe: a recipe that `load_recipe` accepted.
+        steps: number of steps to train.
 
     Raises:
-        ValueError: there are no steps, or the recipe's model or tokenizer cannot be had.
+        ValueError: `steps` is less than 1, or the recipe's model or tokenizer cannot be loaded.
     """
     if steps < 1:
-        raise ValueError(f"{steps} steps compare nothing; use 1 or more (--compare-steps)")
+        raise ValueError(f"there is nothing to compare in {steps} steps; use 1 or more (--compare-steps)")
     recipe = replace(
         recipe, data=replace(recipe.data, chat=False, packing=False), dpo=DpoSection()
-    )  # all tokens of these batches are learned
+    )  # the loss counts all tokens of these batches
     tokenizer, _ = tokenizer_of(recipe)
     model = recipe_model(recipe)
     config = nxd_config(recipe, model)
@@ -58,6 +58,6 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
 
 
 def _batch_of(tokens: Tensor) -> Batch:
-    """Tokens `[global batch, seq + 1]`, all of them learned."""
+    """Return tokens `[global batch, seq + 1]` as a batch, with all of them in the loss."""
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return Batch(inputs, labels, torch.arange(inputs.shape[1]).expand_as(inputs), torch.tensor([labels.numel(), 1]))

@@ -42,7 +42,7 @@ from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.step import CAN_WAIT, IN_HASTE, FinishedStep, StepsUnderWay, evaluate, take_step
 from nxd_trainer.training.stragglers import Straggler, StragglerWatch
 
-EXTRACTED_STEPS = 3  # the first makes the optimizer's states, the second is like all others; the third shows that it is
+EXTRACTED_STEPS = 3  # the first creates the optimizer states, the second is like all others, the third confirms that
 
 
 @dataclass(frozen=True)
@@ -61,26 +61,26 @@ class TrainResult:
 
 
 class AskedToStop(Protocol):
-    """What the loop asks between steps, once before each."""
+    """A stop request that the loop checks once before each step."""
 
     @property
     def signal_number(self) -> int:
-        """Not 0 where this rank wants the run to stop after the next step."""
+        """Nonzero if this rank wants the run to stop after the next step."""
 
     @property
     def can_wait(self) -> bool:
-        """Whether it can wait for an evaluation that is due then."""
+        """Whether stopping can wait for an evaluation that is due at that step."""
 
 
 class StopRequest:
-    """Remembers the first SIGTERM or SIGINT, to stop at the end of a step; a second one ends the process as usual.
+    """Records the first SIGTERM or SIGINT, to stop at the end of a step; a second one ends the process as usual.
 
     A context manager.
 
-    The loop asks `signal_number` between steps, agrees with the other ranks, saves, and leaves.
+    The loop checks `signal_number` between steps, agrees with the other ranks, saves, and returns.
     """
 
-    can_wait = False  # whoever sends signals may kill the process some seconds later
+    can_wait = False  # the sender of the signal may kill the process some seconds later
 
     def __init__(self) -> None:
         self.signal_number = 0
@@ -106,9 +106,9 @@ class StopRequest:
 
 
 def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
-    """Data, model and optimizer of a run, and the checkpoint it resumes from, for people (None at its beginning).
+    """Prepare a run's data, model and optimizer; also return a label of the checkpoint it resumes from, or None.
 
-    The mesh must be initialised with the recipe's degrees.
+    The mesh must be initialized with the recipe's degrees.
 
     Raises:
         ValueError: the recipe does not fit the ranks, the data or the checkpoint; the same error on every rank.
@@ -122,9 +122,9 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
 
 
 def train(recipe: Recipe) -> TrainResult:
-    """Train as the recipe says, from the beginning or from the newest checkpoint. Call it on every rank.
+    """Train a recipe, from scratch or from the newest checkpoint. Call it on every rank.
 
-    The mesh must be initialised with the recipe's degrees.
+    The mesh must be initialized with the recipe's degrees.
 
     Raises:
         ValueError: as for `prepare_run`.
@@ -134,15 +134,15 @@ def train(recipe: Recipe) -> TrainResult:
 
 
 def run_training(state: RunState, resumed: str | None, stop: AskedToStop) -> TrainResult:
-    """The steps of a prepared run, with progress, metrics, checkpoints and the report at its end.
+    """Run the steps of a prepared run, with progress, metrics, checkpoints and the final report.
 
-    `stop` is asked between steps; it may have been active during the preparation already. Under
+    `stop` is checked between steps; it may already have been active during the preparation. Under
     `neuron_parallel_compile` a few steps are taken and nothing is written.
 
     Raises:
         TrainingDiverged: the loss, a gradient or a weight became infinite or nan; it has not been saved.
-        CheckpointError: a checkpoint could not be written; of one in the background it is raised before the next one
-            begins, or at the end.
+        CheckpointError: a checkpoint could not be written; a background failure is raised before the next checkpoint
+            starts, or at the end.
     """
     logger = get_logger("nxd_trainer")
     if extracting_graphs():
@@ -185,14 +185,14 @@ def _trackers(state: RunState) -> list[Tracker]:
 
 @torch.no_grad()
 def _renew_in_order(state: RunState) -> None:
-    """On XLA, make weights and optimizer states anew, one after the other, by way of the host.
+    """On XLA, recreate weights and optimizer states one after the other, through the host.
 
-    Its graphs list their results in the order they were made in, and a checkpoint is read in another order on each
-    rank: the ranks would record, and compile, graphs that differ in nothing else.
+    XLA graphs list their results in creation order, and each rank reads a checkpoint in a different order: without
+    this, the ranks would record and compile graphs that differ only in that order.
     """
     if not records_graphs():
         return
-    step_boundary()  # loaded tensors are computed then, and not part of the next step's graph
+    step_boundary()  # computes loaded tensors now, outside the next step's graph
     for tensor in _tensors(state):
         tensor.data = tensor.detach().cpu().to(tensor.device)
 
@@ -217,10 +217,10 @@ def _on_xla(values: dict[str, Tensor]) -> Iterator[Tensor]:
 def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
     """Take a few steps, and evaluate if the recipe does, so that `neuron_parallel_compile` gets each graph.
 
-    Nothing is computed meanwhile, and all values are zeros. So no loss is looked at, and nothing is written.
+    Nothing is computed and all values are zeros, so losses are not checked and nothing is written.
 
     Args:
-        say: is given a line about it.
+        say: logs a line.
     """
     say(f"extracting graphs: {EXTRACTED_STEPS} steps on zeros; nothing is trained, saved or reported")
     for _ in range(EXTRACTED_STEPS):
@@ -247,7 +247,7 @@ def _run_steps(
         for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
-            in_memory.finish()  # before the step counts: a rank that is lost from here on costs this step alone
+            in_memory.finish()  # before the step counts: losing a rank after this costs only this step
             throughput.add(recipe.train.global_batch_size, step.tokens_seen - tokens_seen)
             tokens_seen = step.tokens_seen
             progress.advance(step.number)
@@ -288,7 +288,7 @@ def _stopping(stop: AskedToStop) -> float:
 
 
 def _is_looked_at(recipe: Recipe, step: int) -> bool:
-    """Whether the run is evaluated or saved after a step: as it is then, before another one is begun."""
+    """Whether the run is evaluated or saved after this step, before the next one starts."""
     return (
         step == recipe.last_step
         or _is_due(step, recipe.train.eval_every)
@@ -300,7 +300,7 @@ def _is_looked_at(recipe: Recipe, step: int) -> bool:
 def _check_finite(state: RunState, saver: RunSaver, step: FinishedStep) -> None:
     if math.isfinite(step.loss) and (step.grad_norm is None or math.isfinite(step.grad_norm)):
         return
-    saver.finish()  # so that the error tells of the newest checkpoint
+    saver.finish()  # so that the error names the newest checkpoint
     gradient = "" if step.grad_norm is None else f" and the gradient norm {step.grad_norm}"
     raise diverged(state, f"the loss is {step.loss}{gradient} in step {step.number}")
 
@@ -354,9 +354,9 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     for warning in state.data.warnings:
         logger.warning(warning)
     if state.step >= state.recipe.last_step:
-        logger.info(f"nothing to do: the run is at step {state.step}, and is to end at {state.recipe.last_step}")
+        logger.info(f"nothing to do: the run is at step {state.step} and ends at {state.recipe.last_step}")
     if resumed and state.recipe.train.eval_every:
-        held_out_loss = evaluate(state)  # shows that the run is where it was
+        held_out_loss = evaluate(state)  # shows that the run resumed correctly
         if held_out_loss is not None:
             logger.info(f"held-out loss as resumed, at step {state.step}: {held_out_loss:.4f}")
 

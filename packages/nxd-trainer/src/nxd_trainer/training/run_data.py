@@ -1,6 +1,6 @@
-"""The data of a run: a recipe's sources, tokenised into the cache once and opened by every rank.
+"""The data of a run: a recipe's sources, tokenized into the cache once and opened by every rank.
 
-`prepare_data` writes and is called once on a host; `open_data` reads. Neither communicates.
+`prepare_data` writes and is called once per host; `open_data` reads. Neither communicates.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from nxd_trainer.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of data in the cache.
+    """A data source in the cache.
 
     Attributes:
-        name: its path, or its name on the hub.
-        entry: its folder in the cache.
-        weight: its share of the samples, as a part of the weights' sum.
-        left_out: a line about files that are not taken; None where all are.
+        name: path, or name on the hub.
+        entry: folder in the cache.
+        weight: share of the samples, relative to the sum of all weights.
+        left_out: a line about skipped files; None if there are none.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """What `prepare_data` has written: sources to train on, and one to evaluate on where a recipe names it.
+    """The output of `prepare_data`: sources to train on, and one to evaluate on if the recipe names it.
 
-    There are none to train on where those are read meanwhile.
+    There are no sources to train on if the training data are streamed.
     """
 
     sources: Sequence[Source]
@@ -76,13 +76,13 @@ class RunData:
     """The data of a run.
 
     Attributes:
-        train: what it trains on; nothing where it is a stream.
-        held_out: what it is evaluated on.
-        digest: another text whenever the tokens, or what is learned of them, are others.
-        notes: lines about what the data are and what is left out.
-        warnings: lines about what is hardly meant so.
-        sources: whole documents or conversations, by the names of their sources.
-        stream: what it trains on, where that is read meanwhile.
+        train: sequences to train on; empty with a stream.
+        held_out: sequences to evaluate on.
+        digest: a hash that changes with the tokens or with the tokens that the loss counts.
+        notes: lines about the data and the parts that are left out.
+        warnings: lines about probable mistakes.
+        sources: whole documents or conversations, by source name.
+        stream: the stream to train on, if the data are streamed.
     """
 
     train: Sequences
@@ -95,14 +95,14 @@ class RunData:
 
 
 def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedData:
-    """Tokenise a recipe's data, unless the cache has them.
+    """Tokenize a recipe's data, unless they are cached.
 
     Args:
-        recipe: whose `data` section it is.
-        vocab_size: ids that the model knows, where that is known.
+        recipe: the recipe with the `data` section.
+        vocab_size: the model's vocabulary size, if known.
 
     Raises:
-        ValueError: they cannot be used; the line says which file, and what to do.
+        ValueError: the data cannot be used; the message names the file and says what to do.
     """
     data = recipe.data
     sources: list[Source] = []
@@ -144,10 +144,10 @@ def _prepared(recipe: Recipe, path: Path | None, vocab_size: int | None) -> Sour
 
 
 def open_data(recipe: Recipe, prepared: PreparedData) -> RunData:
-    """Open what `prepare_data` has written, on this or another process.
+    """Open the output of `prepare_data`, in this or another process.
 
     Raises:
-        ValueError: there is too little of it, or the cache is damaged; or there is nothing to stream.
+        ValueError: there are too few data, the cache is damaged, or there is nothing to stream.
     """
     if recipe.data.streaming:
         return _opened_stream(recipe, prepared.evaluation)
@@ -181,7 +181,7 @@ def open_data(recipe: Recipe, prepared: PreparedData) -> RunData:
 
 
 def _opened(recipe: Recipe, source: Source, held_out_fraction: float) -> RunData:
-    """One source alone."""
+    """Open a single source."""
     options = recipe.data
     if recipe.dpo.beta:
         answers = open_conversations(source.entry)
@@ -226,7 +226,7 @@ def _opened_stream(recipe: Recipe, evaluation: Source | None) -> RunData:
     nothing = TokenRows(np.empty((0, options.sequence_length + 1), dtype=np.int64))
     held_out = nothing if evaluation is None else _opened(recipe, evaluation, 0.0).train
     digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
-    notes = [f"{read} are read meanwhile; {options.shuffle_buffer_size:,} sequences are shuffled at a time"]
+    notes = [f"{read} are streamed, with a shuffle buffer of {options.shuffle_buffer_size:,} sequences"]
     if evaluation is not None:
         notes.append(f"evaluation: {len(held_out):,} sequences of {evaluation.name}")
     left_out = files_left_out(options.path, options.suffixes, takes_rows=True)
@@ -234,10 +234,10 @@ def _opened_stream(recipe: Recipe, evaluation: Source | None) -> RunData:
 
 
 def with_counted_steps(recipe: Recipe, train: Sequences) -> Recipe:
-    """The recipe with `train.steps` as many as its `train.epochs` are, where it has some.
+    """Return the recipe with `train.steps` computed from `train.epochs`, if that is set.
 
     Raises:
-        ValueError: it is to stop later than that.
+        ValueError: `train.stop_after` is more than these steps.
     """
     options = recipe.train
     if options.epochs is None:

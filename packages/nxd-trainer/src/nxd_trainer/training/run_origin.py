@@ -1,6 +1,6 @@
-"""Where a run's model comes from, and the files that its checkpoints carry so that they stand alone.
+"""Finds the source of a run's model, and the files that make its checkpoints self-contained.
 
-Nothing here communicates: it reads folders, and is called once on a host.
+Nothing here communicates: it reads folders, and is called once per host.
 """
 
 import json
@@ -28,11 +28,11 @@ _QUESTION, _ANSWER = "Yes?", "Indeed."
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run's checkpoints say of where its model comes from.
+    """The source of a run's model, as its checkpoints record it.
 
     Attributes:
-        initial: the weights that it begins with, where they are needed again and can be found.
-        files: of the tokenizer, the chat template and generation.
+        initial: the initial weights, if they are needed again and can be found.
+        files: files of the tokenizer, the chat template and generation.
         notes: lines about them.
     """
 
@@ -42,14 +42,14 @@ class Origin:
 
 
 def find_origin(recipe: Recipe, config: Mapping[str, Any]) -> Origin:
-    """Read what there is of a recipe's model besides its weights.
+    """Read the files of a recipe's model besides its weights.
 
     Args:
-        recipe: of the run.
-        config: of the model.
+        recipe: the run's recipe.
+        config: the model's config.
 
     Raises:
-        ValueError: a file is not what its name says, or is a link that leads out of its folder; or the checkpoint with
+        ValueError: a file has the wrong contents for its name, or is a link out of its folder; or the checkpoint with
             the initial weights is damaged.
     """
     needs_initial = recipe.lora.rank > 0 or recipe.dpo.beta > 0
@@ -58,10 +58,10 @@ def find_origin(recipe: Recipe, config: Mapping[str, Any]) -> Origin:
 
 
 def find_initial(recipe: Recipe) -> InitialWeights | None:
-    """Where the weights of the whole model lie that a run with adapters, or with preferences, begins with.
+    """Find the weights of the whole model that a run with adapters or preferences starts from.
 
-    None where nobody could find them again: they are random, those of a factory or of the existing library, or not
-    there, which a new run is told when it loads them.
+    None if they could not be found again: random weights, those of a factory or of the existing library, or missing
+    ones, which a new run reports when it loads them.
 
     Raises:
         ValueError: a checkpoint is damaged.
@@ -91,7 +91,7 @@ def _of_folder(folder: Path) -> InitialWeights:
 
 
 def model_files(recipe: Recipe, config: Mapping[str, Any]) -> tuple[dict[str, bytes], list[str]]:
-    """The files of a run's tokenizer, and those of generation beside the model that it begins with; and notes."""
+    """Return the files of a run's tokenizer and of its initial model's generation settings, with notes."""
     tokenizer, name = tokenizer_of(recipe)
     files = {} if name == BYTES else read_companions(name)
     files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
@@ -106,7 +106,7 @@ def model_files(recipe: Recipe, config: Mapping[str, Any]) -> tuple[dict[str, by
     except ValueError:  # no template, or one that refuses such a short conversation
         return files, []
     if turn is None:
-        return files, ["the chat template ends answers by no token of its own; nxd generate --stop TEXT ends them"]
+        return files, ["the chat template has no token that ends answers; nxd generate --stop TEXT ends them"]
     content: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "pad_token_id") if config.get(key)}
     if GENERATION_CONFIG_FILE in files:
         content = parse_json_object(GENERATION_CONFIG_FILE, files[GENERATION_CONFIG_FILE])
@@ -116,12 +116,12 @@ def model_files(recipe: Recipe, config: Mapping[str, Any]) -> tuple[dict[str, by
         return files, []
     content["eos_token_id"] = [*ends, turn]
     told = tokenizer.decode([turn], skip_special_tokens=False)
-    note = f"the chat template ends answers by {told}: generation from this run's checkpoints ends there, too"
+    note = f"the chat template ends answers with {told}: generation from this run's checkpoints stops there, too"
     return {**files, GENERATION_CONFIG_FILE: (json.dumps(content, indent=2) + "\n").encode()}, [note]
 
 
 def _end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The special token that a chat template puts after an answer; None where there is none.
+    """Return the special token that a chat template puts after an answer; None if there is none.
 
     Raises:
         ValueError: the template refuses the conversation.

@@ -34,7 +34,7 @@ from nxd_trainer.report import Tracker
 from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
 from nxd_trainer.training.run_origin import find_origin
 
-STEPS_AHEAD = 2  # one is on its way to the device while the next is being made
+STEPS_AHEAD = 2  # one is being copied to the device while the next is made
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ T = TypeVar("T")
 class TrainBatches:
     """The batches of successive training steps.
 
-    The position of the loader, which checkpoints hold, is that of the batches taken, not of those read ahead.
+    The loader's position, which checkpoints store, counts the batches taken, not those read ahead.
 
     Args:
-        loader: where they come from; its position must not be changed by others from the first step to `close`.
+        loader: the source of the batches; nothing else may change its position from the first step to `close`.
     """
 
     def __init__(self, loader: TrainLoader | StreamLoader) -> None:
@@ -53,10 +53,10 @@ class TrainBatches:
         self._ahead: Generator[Batch, None, None] | None = None
 
     def next_step(self) -> Batch:
-        """This rank's microbatches of the next step, one below the other, there or on their way to the device.
+        """Return this rank's microbatches of the next step, concatenated, on the device or being copied to it.
 
         Raises:
-            Exception: what the loader raised for this step.
+            Exception: the loader's error for this step.
         """
         if self._ahead is None:
             steps = self._loader.steps_from(self._loader.samples_consumed)
@@ -66,7 +66,7 @@ class TrainBatches:
         return batch
 
     def close(self) -> None:
-        """End the thread; a step that is asked for later begins another one."""
+        """End the thread; the next step starts a new one."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -77,9 +77,9 @@ class EarlyStopping:
     """Ends a run whose held-out loss no longer falls.
 
     Attributes:
-        patience: evaluations in a row without a lower loss, after which the run ends; 0: never.
+        patience: evaluations in a row without a lower loss after which the run ends; 0: never.
         threshold: how much lower a loss must be to count.
-        best_loss: the lowest so far.
+        best_loss: lowest loss so far.
         num_without_gain: evaluations since then.
     """
 
@@ -90,7 +90,7 @@ class EarlyStopping:
 
     @property
     def is_due(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run should end."""
         return 0 < self.patience <= self.num_without_gain
 
     def add(self, held_out_loss: float) -> None:
@@ -101,12 +101,12 @@ class EarlyStopping:
             self.num_without_gain += 1
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """What a checkpoint keeps: finite numbers, and None for no loss yet."""
+        """Return the state for a checkpoint: finite numbers, and None before the first loss."""
         best_loss = self.best_loss if math.isfinite(self.best_loss) else None
         return {"best_loss": best_loss, "num_without_gain": self.num_without_gain}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the values of `state_dict`."""
         best_loss = state_dict["best_loss"]
         self.best_loss = math.inf if best_loss is None else float(best_loss)
         self.num_without_gain = int(state_dict["num_without_gain"])
@@ -117,17 +117,17 @@ class RunState:
     """The state of a training run on one rank.
 
     Attributes:
-        description: of the model, for checkpoints.
-        input_names: what the model takes of a batch.
-        train_loader: knows the position in the data.
-        train_batches: what steps take from it, on the device.
-        data: what it trains on.
-        early_stopping: counts the evaluations without a lower held-out loss.
-        output_lock: keeps other runs out of the output folder while this object lives.
+        description: the model's description, for checkpoints.
+        input_names: names of the model's inputs.
+        train_loader: the data loader, with the position in the data.
+        train_batches: the loader's batches on the device.
+        data: the run's data.
+        early_stopping: count of the evaluations without a lower held-out loss.
+        output_lock: lock that keeps other runs out of the output folder while this object lives.
         step: optimizer steps taken since the run began, over all invocations.
-        reference: of preferences, the model before the run; None where there are none, or it is the model without its
-            adapters.
-        trackers: what gets the metrics besides their file; only where metrics are written.
+        reference: for preferences, the model before the run; None without preferences, or if the model without its
+            adapters is the reference.
+        trackers: trackers that get the metrics besides their file; only on the rank that writes metrics.
     """
 
     recipe: Recipe
@@ -152,7 +152,7 @@ class RunState:
 
     @property
     def layout(self) -> str:
-        """Such as "TP 2 x DP 2"; see `ParallelDegrees.describe`."""
+        """The layout, such as "TP 2 x DP 2"; see `ParallelDegrees.describe`."""
         parallel = self.recipe.parallel
         return ParallelDegrees.of_mesh(
             get_mesh(), sequence_parallel=parallel.sequence_parallel, zero1=parallel.zero1
@@ -160,14 +160,14 @@ class RunState:
 
 
 def build_run_state(recipe: Recipe) -> RunState:
-    """Data, model and optimizer of a run that begins at step 0. The mesh must be initialised.
+    """Build the data, model and optimizer of a run at step 0. The mesh must be initialized.
 
     Raises:
         ValueError: the recipe does not fit the layout, or the data cannot be used; the same error on every rank.
     """
     lock = lock_output(recipe.output)
     data_parallel = get_group("dp")
-    source = together("make out its model", lambda: recipe_model(recipe), error_type=ValueError)
+    source = together("determine its model", lambda: recipe_model(recipe), error_type=ValueError)
     vocab_size = source.description.config.get("vocab_size")
     check_layout(recipe, data_parallel.size, vocab_size=vocab_size)
     origin = on_first_rank_of_each_host(lambda: find_origin(recipe, source.description.config))
@@ -177,7 +177,9 @@ def build_run_state(recipe: Recipe) -> RunState:
     recipe = with_counted_steps(recipe, data.train)
     built = recipe
     if recipe.lora.rank and recipe.lora.save == "adapter" and origin.initial is None:
-        data.notes.append("checkpoints hold the base model as well (lora.save=both), whose weights lie nowhere else")
+        data.notes.append(
+            "checkpoints also hold the base model (lora.save=both), whose weights are not stored anywhere else"
+        )
         built = replace(recipe, lora=replace(recipe.lora, save="both"))
     train_loader = _train_loader(recipe, data, data_parallel)
     held_out_loader = HeldOutLoader(
@@ -189,7 +191,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         dp_size=data_parallel.size,
     )
     model = build_model(built, source)
-    together("look at its adapters", lambda: check_can_be_merged(model), error_type=ValueError)
+    together("check its adapters", lambda: check_can_be_merged(model), error_type=ValueError)
     reference = _build_reference(recipe) if recipe.dpo.beta else None
     return RunState(
         recipe=recipe,
@@ -219,8 +221,8 @@ def _train_loader(recipe: Recipe, data: RunData, data_parallel: Group) -> TrainL
 
 
 def _build_reference(recipe: Recipe) -> NxDModel | None:
-    """The model that preferences are compared with, with its first weights; None: the one that is trained has it."""
-    # A traced pipeline computes what it was traced with, and so not the log-probabilities without the loss.
+    """Build the reference model of preferences, without weights; None if the trained model without adapters is it."""
+    # A traced pipeline always computes the loss that it was traced with, so it cannot return log-probabilities.
     if recipe.lora.rank and (recipe.parallel.pipeline_parallel_size == 1 or not recipe.model.is_own_llama):
         return None
     plain = replace(recipe, lora=LoraSection(), pipeline=replace(recipe.pipeline, trace_file=None))
@@ -235,13 +237,13 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
     """Call `make` on one rank of each host while the others wait; all get its value.
 
     Raises:
-        Exception: what `make` raised on any host, on every rank.
+        Exception: the error of `make` on any host; on every rank.
     """
     outcome: tuple[list[T], Exception | None] = ([], None)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             outcome = ([make()], None)
-        except Exception as error:  # handed to every rank, where it is raised again
+        except Exception as error:  # sent to every rank, which raises it again
             outcome = ([], error)
     outcomes = all_gather_object(outcome, get_world_group())
     for _, failure in outcomes:
@@ -251,9 +253,9 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
 
 
 def lock_output(folder: Path) -> IO[str] | None:
-    """Lock an output folder for as long as the returned file is open; only the first rank holds one.
+    """Lock an output folder for as long as the returned file is open; only the first rank holds it.
 
-    The system lets go of the lock when the process ends, however it ends.
+    The operating system releases the lock when the process ends, however it ends.
 
     Raises:
         ValueError: another run holds it; on every rank.
@@ -266,7 +268,7 @@ def lock_output(folder: Path) -> IO[str] | None:
             descriptor = files.lock(str(folder / ".lock"))
             lock = None if descriptor is None else os.fdopen(descriptor, "r+")
         except BlockingIOError:
-            problem = f"another run is at work in {folder}; wait for it, or choose another output folder"
+            problem = f"another run is using {folder}; wait for it, or choose another output folder"
         except OSError as error:
             problem = f"output={folder} cannot be written: {error}"
     problem = all_gather_object(problem, get_world_group())[0]
@@ -276,12 +278,12 @@ def lock_output(folder: Path) -> IO[str] | None:
 
 
 def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
-    """All batches of an evaluation, there or on their way to the device."""
+    """Return all batches of an evaluation, on the device or being copied to it."""
     return read_ahead(map(_sent, loader), STEPS_AHEAD)
 
 
 def concatenated(batches: Sequence[Batch]) -> Batch:
-    """Microbatches of a step as one batch, which a model cuts into these again."""
+    """Concatenate a step's microbatches into one batch, which the model splits again."""
     return Batch(
         input_ids=torch.cat([batch.input_ids for batch in batches]),
         labels=torch.cat([batch.labels for batch in batches]),
@@ -291,5 +293,5 @@ def concatenated(batches: Sequence[Batch]) -> Batch:
 
 
 def _sent(batch: Batch) -> Batch:
-    # A list: a tuple half made from a generator must not be held by others, as by who looks through all objects.
+    # A list: code that walks all objects must not get hold of a tuple half built from a generator.
     return Batch(*[send_to_device(tensor, get_device()) for tensor in batch])

@@ -1,6 +1,6 @@
 """One optimizer step, and one evaluation: computation and communication, in order.
 
-`StepsUnderWay` begins a step before the values of the last one are read, so that an accelerator stays busy.
+`StepsUnderWay` starts a step before the values of the last one are read, so that an accelerator stays busy.
 """
 
 from collections import deque
@@ -32,30 +32,30 @@ from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.optimizers import learning_rate_on
 from nxd_trainer.training.run_state import RunState, concatenated, held_out_batches
 
-# What a rank that is to stop adds to a sum over ranks: all that can wait are less than one that cannot.
+# A rank that should stop adds one of these to a sum over ranks; all that can wait add up to less than one that cannot.
 IN_HASTE, CAN_WAIT = 1.0, 2.0**-20
 
 
 def take_step(state: RunState, *, stopping: float = 0.0) -> tuple[Tensor, Tensor | None]:
-    """A whole optimizer step, without waiting for its values. On XLA it is one graph, which is sent to the device.
+    """Take an optimizer step without waiting for its values. On XLA it is one graph, which is sent to the device.
 
     Args:
-        stopping: `IN_HASTE` or `CAN_WAIT` where this rank has been asked to stop.
+        stopping: `IN_HASTE` or `CAN_WAIT` if this rank has been asked to stop.
 
     Returns:
-        `[2]`, in the device's widest float, the same on every rank: the mean loss over the ranks that have one, and the
-        sum of `stopping`; then the norm of the gradients before clipping, 0-d (None without clipping).
+        A tensor `[2]`, in the device's widest float, the same on every rank: the mean loss over the ranks that have
+        one, and the sum of `stopping`; then the gradient norm before clipping, 0-d (None without clipping).
     """
     rank_loss = compute_gradients(state)
     device = get_device()
-    # Not 0-d: torch-xla takes the scalars 0 and 1 for constants.
+    # Not 0-d: torch-xla treats the scalars 0 and 1 as constants.
     request = send_to_device(torch.tensor([stopping], dtype=widest_float(device)), device)
     sums = all_reduce(torch.cat([loss_to_add(rank_loss).view(1), request]), get_world_group())  # one message for both
     return sums, update_weights(state)
 
 
 def compute_gradients(state: RunState) -> Tensor | None:
-    """Forward and backward over the next step's microbatches; gradients are averaged on the way.
+    """Run forward and backward over the next step's microbatches, and average gradients.
 
     Returns:
         The mean loss of this rank's microbatches, 0-d; None on a rank without the last stage.
@@ -65,12 +65,12 @@ def compute_gradients(state: RunState) -> Tensor | None:
         state.model.router_balance.padding_mask = batch.is_token
     with autocast(state.recipe):
         loss = state.model.run_train(**_inputs(state, batch))
-    assert not isinstance(loss, list)  # that is what return_mb_loss asks for
+    assert not isinstance(loss, list)  # only with return_mb_loss
     return loss
 
 
 def _inputs(state: RunState, batch: Batch) -> dict[str, Any]:
-    """A batch as the model takes it; with preferences also what the reference model says of it."""
+    """Return a batch as the model's inputs; with preferences, also the reference model's outputs."""
     inputs: dict[str, Any] = model_inputs(state.input_names, batch)
     if REFERENCE in state.input_names:
         with model_of_reference(state.model, state.reference) as model:
@@ -80,10 +80,10 @@ def _inputs(state: RunState, batch: Batch) -> dict[str, Any]:
 
 
 def update_weights(state: RunState) -> Tensor | None:
-    """Clip the gradients and apply them, at this step's learning rate.
+    """Clip the gradients and apply them with this step's learning rate.
 
     Returns:
-        Their norm before clipping, 0-d; None without clipping.
+        The gradient norm before clipping, 0-d; None without clipping.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate_on(get_device(), learning_rate(state))
@@ -97,7 +97,7 @@ def update_weights(state: RunState) -> Tensor | None:
 
 
 def learning_rate(state: RunState) -> float:
-    """The learning rate of the next step: a function of the step alone, so nothing of it needs saving."""
+    """Return the learning rate of the next step; it depends only on the step, so there is no state to save."""
     options = state.recipe.optimizer
     return options.lr * lr_multiplier(
         state.step,
@@ -114,7 +114,7 @@ def learning_rate(state: RunState) -> float:
 
 @torch.no_grad()
 def evaluate(state: RunState) -> float | None:
-    """Mean loss over the held-out batches, the same on every rank; None where nothing is held out."""
+    """Return the mean loss over the held-out batches, the same on every rank; None if nothing is held out."""
     if not len(state.held_out_loader):
         return None
     state.model.eval()
@@ -126,10 +126,10 @@ def evaluate(state: RunState) -> float | None:
 
 
 def loss_to_add(rank_loss: Tensor | None) -> Tensor:
-    """What a rank gives to a sum over the world, so that it is the mean of the losses, in the device's widest float.
+    """Scale a rank's loss so that the sum over the world is the mean loss, in the device's widest float.
 
     Args:
-        rank_loss: None on a rank without the last pipeline stage, which sees no loss.
+        rank_loss: loss of this rank; None on a rank without the last pipeline stage.
     """
     reporting = get_world_group().size // get_mesh().pp
     loss = torch.zeros(()) if rank_loss is None else rank_loss.detach()
@@ -158,14 +158,14 @@ class FinishedStep:
     """A step that has been computed; the same on every rank.
 
     Attributes:
-        number: optimizer steps taken with it, from 1.
-        learning_rate: that it was taken with.
-        tokens: that the loss has counted since the run began.
-        tokens_seen: read since the run began, without padding.
-        loss: mean over all tokens of the step that it counts.
-        grad_norm: before clipping; None without clipping.
-        stopping: the sum over ranks of `IN_HASTE` and `CAN_WAIT`, of those that had been asked to stop when it began.
-        routing: what the routers of a model with experts did.
+        number: the step's number, from 1.
+        learning_rate: learning rate of the step.
+        tokens: tokens that the loss has counted since the run began.
+        tokens_seen: tokens read since the run began, without padding.
+        loss: mean over all counted tokens of the step.
+        grad_norm: gradient norm before clipping; None without clipping.
+        stopping: sum over ranks of `IN_HASTE` and `CAN_WAIT`, for those asked to stop before the step started.
+        routing: router statistics of a model with experts.
     """
 
     number: int
@@ -179,21 +179,21 @@ class FinishedStep:
 
 
 class StepsUnderWay:
-    """Begins steps of a run, and finishes them in order, so late that an accelerator need not wait for this process.
+    """Starts steps of a run and finishes them in order, late enough that an accelerator never waits for this process.
 
     Attributes:
-        stopping: whether a finished step tells that a rank has been asked to stop.
-        in_haste: whether it tells that this cannot wait for an evaluation.
+        stopping: whether a finished step reports that a rank was asked to stop.
+        in_haste: whether stopping cannot wait for an evaluation.
     """
 
     def __init__(self, state: RunState) -> None:
         self.stopping = self.in_haste = False
         self._state = state
         self._begun: deque[Callable[[], FinishedStep]] = deque()
-        self._may_be_under_way = 0 if is_host() else 1  # the CPU has computed a step that has begun
+        self._may_be_under_way = 0 if is_host() else 1  # on the CPU, a started step is already computed
 
     def begin(self, *, stopping: float) -> None:
-        """Take a step as far as this process has to do with it: the run's state is then that after the step.
+        """Start a step: when this returns, the run's state in this process is that after the step.
 
         Args:
             stopping: see `take_step`.
@@ -217,10 +217,10 @@ class StepsUnderWay:
         self._begun.append(finish)
 
     def finish(self, *, all_of_them: bool) -> Iterator[FinishedStep]:
-        """Wait for steps: but for the newest on an accelerator, which may still be computed while the next is begun.
+        """Wait for steps, except the newest on an accelerator, which may still run while the next is started.
 
         Args:
-            all_of_them: also for the newest; in any case so once ranks are to stop.
+            all_of_them: whether to wait for the newest too; always so once ranks should stop.
         """
         while len(self._begun) > (0 if all_of_them or self.stopping else self._may_be_under_way):
             step = self._begun.popleft()()

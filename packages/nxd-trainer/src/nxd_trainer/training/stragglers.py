@@ -1,7 +1,7 @@
-"""Names the rank, stage or replica that is slow, and by how much: it computes while the others wait for it.
+"""Finds the rank, stage or replica that the others wait for, and how slow it is.
 
-Each rank measures the seconds of its steps less those in which it waited for other ranks, and all compare them when a
-step is logged: one number per rank. Not on accelerators, whose queues wait instead of the process.
+Each rank measures the seconds of its steps minus the time it waited for other ranks, and all compare this one number
+when a step is logged. Not on accelerators, where the device queue waits instead of the process.
 """
 
 import time
@@ -15,16 +15,16 @@ from nxd_state import Mesh, all_gather, get_mesh, get_world_group, is_host, wait
 
 SLOW = 1.5  # times the seconds of the others
 _SECONDS_THAT_COUNT = 0.01  # of a step, more than the others
-_TELL_AFTER = 5  # logged steps in a row: a moment is none of a rank
+_TELL_AFTER = 5  # logged steps in a row: a brief delay does not make a rank slow
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """What is slow.
+    """A slow rank, stage or replica.
 
     Attributes:
-        name: such as "stage 1", "replica 0" or "rank 3 (stage 1, replica 0)".
-        slowdown: how many times as long it computes as the median of the ranks.
+        name: name such as "stage 1", "replica 0" or "rank 3 (stage 1, replica 0)".
+        slowdown: its compute time relative to the median rank.
     """
 
     name: str
@@ -35,7 +35,7 @@ class StragglerWatch:
     """Measures this rank's steps, and compares them with those of the others.
 
     Args:
-        warn: called with a line where the same is slow for some time, and once it no longer is.
+        warn: logs a line when something stays slow, and when it no longer is.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -48,14 +48,14 @@ class StragglerWatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step of this rank."""
+        """Measure a step of this rank."""
         began, waited = time.perf_counter(), wait_seconds()
         yield
         self._busy += time.perf_counter() - began - (wait_seconds() - waited)
         self._steps += 1
 
     def compare(self) -> Straggler | None:
-        """What is slow in the steps since this was last asked; None if nothing is. By all ranks."""
+        """Return what was slow in the steps since the last call; None if nothing was. Call it on all ranks."""
         if not self._compares:
             return None
         busy = torch.tensor([self._busy / max(1, self._steps)], dtype=torch.float64)
@@ -77,9 +77,9 @@ class StragglerWatch:
 
 
 def find_straggler(busy: Sequence[float], mesh: Mesh) -> Straggler | None:
-    """What is slow, of the seconds that each rank computes in a step; None if nothing is.
+    """Find what is slow, given the seconds that each rank computes in a step; None if nothing is.
 
-    A stage or a replica is, if its ranks are and no other one; else the slowest rank.
+    The result is a stage or replica if exactly its ranks are slow; otherwise the slowest rank.
     """
     usual = median_low(busy)
     slow = {
