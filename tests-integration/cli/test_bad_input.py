@@ -57,7 +57,7 @@ MISTAKES = {
 }
 
 FOUND_BY_RANKS = {
-    "no data": ("data.suffixes=.rst", "holds no file that ends in .rst"),
+    "no data": ("data.suffixes=.rst", "holds no files that end in .rst"),
     "rows as text": ("data.path=rows.jsonl", "data.path=rows.jsonl holds rows, which are not text; set data.column to"),
 }
 

@@ -241,7 +241,7 @@ def test_rows_without_two_answers_are_refused_with_their_place(run_ranks, folder
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "completion": "b"}\n')
 
-    with pytest.raises(RuntimeError, match=r"rows\.jsonl.* is no preference; expected prompt, chosen and"):
+    with pytest.raises(RuntimeError, match=r"rows\.jsonl.* is not a preference; expected prompt, chosen and"):
         run_ranks(train_in_float64, 1, [*settings, f"model.path={folder_of('qwen3')}", f"data.path={file}"])
 
 

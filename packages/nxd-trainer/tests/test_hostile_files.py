@@ -313,7 +313,7 @@ def test_links_that_leave_a_folder_are_left_out_and_told(folder):
 
     [corpus] = data.sources.values()
     assert bytes(corpus.tokens[corpus.tokens < 256].tolist()) == b"good" * 200
-    assert data.notes == ["left out of data.path: 1 links out of the folder (data.sources takes what they name)"]
+    assert data.notes == ["left out of data.path: 1 links out of the folder (data.sources takes their targets)"]
 
 
 @pytest.mark.parametrize("cache", ["x", "datasets--a--b"])
@@ -387,7 +387,7 @@ def test_tokenizer_that_makes_ever_more_of_a_text_is_refused(folder, part):
     pytest.importorskip("tokenizers")
     (folder / "tokenizer.json").write_text(json.dumps({**VOCABULARY, **part}))
 
-    with pytest.raises(ValueError, match=r"data\.tokenizer: the \w+ of .* has \d+ steps?, which make up to"):
+    with pytest.raises(ValueError, match=r"data\.tokenizer: the \w+ of .* has \d+ steps?, which expand a text up to"):
         load_tokenizer(folder)
 
 
@@ -463,7 +463,7 @@ def test_tokenizer_with_code_of_its_own_is_refused_without_a_question(folder, co
     (folder / "config.json").write_text('{"model_type": "other"}')
     (folder / "code.py").write_text("open('ran', 'w')\nclass Tokenizer: pass")
 
-    with pytest.raises(ValueError, match="holds no Hugging Face tokenizer") as raised:
+    with pytest.raises(ValueError, match="is not a Hugging Face tokenizer") as raised:
         load_tokenizer(folder)
 
     assert "\n" not in str(raised.value)

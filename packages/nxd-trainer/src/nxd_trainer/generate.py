@@ -92,7 +92,7 @@ def generate(
     longest = _max_positions(model)
     if longest is not None and prompt.numel() + max_new_tokens > longest:
         raise ValueError(
-            f"{prompt.numel()} prompt tokens plus {max_new_tokens} new ones exceed the model's "
+            f"{prompt.numel()} prompt tokens plus {max_new_tokens} new ones are more than the model's "
             f"max_position_embeddings={longest}; ask for {max(0, longest - prompt.numel())} or fewer"
         )
     # Every rank samples on the CPU with the same seed, so all ranks choose the same token.

@@ -50,9 +50,9 @@ def test_row_of_any_form_is_the_same_conversation(row, expected):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a", "id": 1}, r"is no conversation; expected messages, .* it has text, id; .* set data\.column"),
-        ({}, r"it has no column"),
-        ({"prompt": "a"}, r"is no conversation"),
+        ({"text": "a", "id": 1}, r"is not a conversation; expected messages, .* it has text, id; .* set data\.column"),
+        ({}, r"it has no columns"),
+        ({"prompt": "a"}, r"is not a conversation"),
         ({"messages": "a"}, r"messages is a str; expected a list of messages"),
         ({"messages": []}, r"messages is empty; expected a list"),
         ({"messages": ["a"]}, r"messages\[0\] is a str; expected an object with role and content"),
@@ -67,9 +67,9 @@ def test_row_of_any_form_is_the_same_conversation(row, expected):
         ({"messages": TURNS, "tools": "look"}, r"tools is a str; expected a list of JSON schemas"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, r"has the role 'asistant'; did you mean 'assistant'"),
         ({"messages": [{**TURNS[2], "weight": 0.5}]}, r"has weight=0\.5; expected 1 or true, or 0 or false"),
-        ({"messages": [{**TURNS[1], "train": True}]}, r"has train=True and the role 'user'; only what the assistant"),
+        ({"messages": [{**TURNS[1], "train": True}]}, r"has train=True and the role 'user'; only the assistant's"),
         ({"messages": [called("[3]")]}, r"tool_calls\[0\] has '\[3\]' as its arguments; expected an object"),
-        ({"messages": [called('{"city": ')]}, r"tool_calls\[0\]: arguments is no JSON"),
+        ({"messages": [called('{"city": ')]}, r"tool_calls\[0\]: arguments is not JSON"),
         ({"messages": [{"role": "assistant", "function_call": {}, "content": ""}]}, r"function_call, which tool_calls"),
     ],
 )
@@ -284,11 +284,11 @@ def test_template_is_told_the_variables_of_a_prompt(make_chat_tokenizer, variabl
     ("name", "message"),
     [
         ("enable_thinkin", r"does not read 'enable_thinkin'; did you mean 'enable_thinking'\?"),
-        ("documents", r"'documents' is given to the chat template already; leave it out"),
+        ("documents", r"'documents' is already set for the chat template; leave it out"),
         ("messages", r"'messages' is given"),
         ("tools", r"'tools' is given"),
         ("add_generation_prompt", r"'add_generation_prompt' is given"),
-        ("eos_token", r"'eos_token' is given"),
+        ("eos_token", r"'eos_token' is already set"),
         ("_nxd_start", r"does not read '_nxd_start'; leave it out"),
     ],
 )
@@ -338,7 +338,7 @@ PROMPT_DIFFERS = BY_INDEX.replace("{% if add_generation_prompt %}", "{% if add_g
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (PROMPT_DIFFERS, r"what comes before message 2 in another way than in the whole .* \{% generation %\}"),
+        (PROMPT_DIFFERS, r"the text before message 2 differently than in the whole .* \{% generation %\}"),
         ("{{ raise_exception('turns must alternate') }}", r"the chat template of .* refuses it: turns must alternate"),
         ("{{ 1 / 0 }}", r"the chat template of .* refuses it: division by zero"),
         ("{{ messages.append(1) }}", r"refuses it: .* is not safely callable|refuses it: access to attribute"),
@@ -368,6 +368,6 @@ def test_tokenizer_without_a_chat_template_is_refused(make_chat_tokenizer):
     folder = make_chat_tokenizer(None)
 
     with pytest.raises(
-        ValueError, match=r"data\.chat=true needs a chat template, and .* has none; set data\.tokenizer"
+        ValueError, match=r"data\.chat=true needs a chat template, but .* has none; set data\.tokenizer"
     ):
         ChatTemplate(folder)

@@ -63,7 +63,7 @@ def test_what_is_longer_than_a_sequence_is_cut_off_and_counted(conversations):
         "3 sequences to train on, 11.1% of them padding",
     ]
     assert told.warnings == [
-        "2 conversations are longer than data.sequence_length=6: 7 tokens are cut off, 7 of them of answers"
+        "2 conversations are longer than data.sequence_length=6: 7 tokens are cut off, 7 of them in answers"
     ]
 
 
@@ -94,7 +94,7 @@ def test_thoughts_that_the_template_leaves_out_are_told(conversations):
     sequences, _, cuts = cut_conversations(found, sequence_length=9)
 
     assert describe_conversations(sequences, cuts).warnings == [
-        "the chat template leaves out the thoughts of 2 answers that are learned, in 2 rows; to train on them, end a "
+        "the chat template omits the thoughts of 2 learned answers, in 2 rows; to train on them, end a "
         "conversation at each such answer, or give the tokenizer a template that keeps them"
     ]
 
@@ -168,7 +168,7 @@ def test_damaged_entry_says_to_delete_it(conversations, tmp_path):
     [entry] = (tmp_path / "cache").iterdir()
     (entry / "tokens.bin").write_bytes(b"1234")
 
-    with pytest.raises(ValueError, match=r"is damaged: .*; delete it to have it made anew"):
+    with pytest.raises(ValueError, match=r"is damaged: .*; delete it to rebuild it"):
         open_conversations(entry)
 
 
@@ -178,7 +178,7 @@ def test_token_that_the_model_does_not_know_is_refused(make_chat_tokenizer, tmp_
     tokenizer = load_tokenizer(folder)
     tokenizer.vocab_size = 4
 
-    with pytest.raises(ValueError, match=r"chat\.jsonl, line 1 has token \d+, and the tokenizer knows 4 ids"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl, line 1 has token \d+, but the tokenizer has 4 ids"):
         build_conversations(tmp_path / "chat.jsonl", tokenizer, ChatTemplate(folder), cache_folder=tmp_path / "cache")
 
 
@@ -186,7 +186,7 @@ def test_files_without_a_row_hold_no_conversation(make_chat_tokenizer, tmp_path)
     folder = make_chat_tokenizer(MARKED)
     (tmp_path / "chat.jsonl").write_text("\n")
 
-    with pytest.raises(ValueError, match=r"chat\.jsonl holds no conversation"):
+    with pytest.raises(ValueError, match=r"chat\.jsonl holds no conversations"):
         build_conversations(
             tmp_path / "chat.jsonl", load_tokenizer(folder), ChatTemplate(folder), cache_folder=tmp_path / "cache"
         )

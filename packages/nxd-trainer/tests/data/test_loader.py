@@ -128,16 +128,16 @@ def test_state_is_the_same_on_every_rank(numbered):
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"seed": 6}, "seed=5 where the checkpoint has 6 .from train.seed."),
-        ({"num_samples": 49}, "num_samples=50 where the checkpoint has 49 .from data."),
-        ({"sequence_length": 8}, "sequence_length=4 where the checkpoint has 8 .from data.sequence_length."),
+        ({"seed": 6}, "seed=5, but the checkpoint has 6 .from train.seed."),
+        ({"num_samples": 49}, "num_samples=50, but the checkpoint has 49 .from data."),
+        ({"sequence_length": 8}, "sequence_length=4, but the checkpoint has 8 .from data.sequence_length."),
     ],
 )
 def test_state_of_another_order_is_refused(numbered, other, named):
     (loader,) = loaders(numbered(50)[0])
     state = {**loader.state_dict(), "samples_consumed": 24, **other}
 
-    with pytest.raises(ValueError, match=f"{named}; restore what has changed, or start anew"):
+    with pytest.raises(ValueError, match=f"{named}; restore these values, or start over"):
         loader.load_state_dict(state)
 
     assert loader.samples_consumed == 0

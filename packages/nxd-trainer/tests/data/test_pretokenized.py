@@ -91,7 +91,7 @@ def test_tokens_in_a_folder_are_not_text(tmp_path):
 def test_id_that_the_model_does_not_know_is_refused(corpus_of, tmp_path):
     np.save(tmp_path / "tokens.npy", np.array([1, 300]))
 
-    with pytest.raises(ValueError, match=r"has token 300, and the model knows 257 ids; set data\.tokenizer"):
+    with pytest.raises(ValueError, match=r"has token 300, but the model has 257 ids; set data\.tokenizer"):
         corpus_of("tokens.npy")
     assert corpus_of("tokens.npy", vocab_size=301).tokens.tolist() == [1, 300]
 
@@ -115,11 +115,11 @@ def test_same_files_under_another_type_are_another_entry(corpus_of, tmp_path):
 @pytest.mark.parametrize(
     ("field", "values", "message"),
     [
-        ("lengths", [30, -1], "are out of order; make it anew"),
-        ("offsets", [-2, 60], "are out of order; make it anew"),
+        ("lengths", [30, -1], "are out of order; rebuild it"),
+        ("offsets", [-2, 60], "are out of order; rebuild it"),
         ("offsets", [0, 62], "names tokens past the end of a.bin, which has 120 bytes"),
-        ("bounds", [0, 2, 1], "are out of order; make it anew"),
-        ("bounds", [1, 2, 2], "are out of order; make it anew"),
+        ("bounds", [0, 2, 1], "are out of order; rebuild it"),
+        ("bounds", [1, 2, 2], "are out of order; rebuild it"),
     ],
 )
 def test_megatron_index_with_numbers_out_of_order_is_refused(corpus_of, tmp_path, field, values, message):

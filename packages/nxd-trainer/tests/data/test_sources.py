@@ -59,7 +59,7 @@ def test_missing_path_says_what_to_give(tmp_path):
 
 
 def test_folder_without_such_files_names_the_suffixes(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no file that ends in \.txt; set data\.suffixes"):
+    with pytest.raises(ValueError, match=r"holds no files that end in \.txt; set data\.suffixes"):
         find_text_files(tmp_path, suffixes=(".txt",))
 
 
@@ -131,10 +131,10 @@ def test_saved_dataset_gives_the_files_that_it_lists_and_no_caches(tmp_path):
 @pytest.mark.parametrize(
     ("files", "path", "message"),
     [
-        ({"a.txt": "x"}, "a.txt", r"a\.txt has no rows, .* leave data\.column and data\.chat out"),
-        ({"a.txt": "x"}, "", r"holds no file that ends in \.jsonl, .*; to read text, unset data\.column"),
+        ({"a.txt": "x"}, "a.txt", r"a\.txt is not a file of rows .* leave data\.column and data\.chat out"),
+        ({"a.txt": "x"}, "", r"holds no files that end in \.jsonl, .*; to read text, unset data\.column"),
         ({}, "absent", r"data\.path=.*absent does not exist; give a file of rows"),
-        ({"state.json": "{}", "dataset_info.json": "{}"}, "", r"state\.json lists no files of a data set"),
+        ({"state.json": "{}", "dataset_info.json": "{}"}, "", r"state\.json lists no files of a dataset"),
         (
             {"dataset_dict.json": "{}", "test/state.json": "", "train/state.json": ""},
             "",
@@ -159,7 +159,7 @@ def test_suffixes_that_have_no_rows_are_refused(tmp_path):
 def test_data_set_of_the_hub_says_which_package_reads_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
 
-    with pytest.raises(ValueError, match=r"data\.dataset=org/name is read by the package datasets, .*: pip install"):
+    with pytest.raises(ValueError, match=r"data\.dataset=org/name needs the package datasets, .*: pip install"):
         hub_files("org/name")
 
 

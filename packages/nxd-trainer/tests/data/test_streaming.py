@@ -114,7 +114,7 @@ def test_rows_are_read_as_they_are_needed(tmp_path):
 
     steps([loader], 5)
 
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 4 is no JSON"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 4 is not JSON"):
         steps([loader], 3)
 
 
@@ -133,7 +133,7 @@ def test_stream_cannot_go_on_with_other_sizes():
     (loader,) = loaders(stream_of(TEXTS))
     (other,) = loaders(stream_of(TEXTS, at_a_time=7))
 
-    with pytest.raises(ValueError, match=r"shuffled_at_a_time=7 where the checkpoint has 5 \(from data.shuffle_"):
+    with pytest.raises(ValueError, match=r"shuffled_at_a_time=7, but the checkpoint has 5 \(from data.shuffle_"):
         other.load_state_dict(loader.state_dict())
 
 

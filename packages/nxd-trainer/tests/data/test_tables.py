@@ -98,21 +98,21 @@ def test_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path):
 
 
 DAMAGED = {
-    "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is no JSON: .*; mend it"),
+    "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON: .*; fix it"),
     "no object": ("a.jsonl", b"[1]\n", r"line 1 holds a list; expected an object on each line"),
     "no list": ("a.json", b'{"text": "a"}', r"a\.json holds a dict; expected a list of objects, or name it \.jsonl"),
     "list of numbers": ("a.json", b"[1]", r"a\.json, row 1 holds a int; expected a list of objects"),
-    "nested too deep": ("a.json", b"[" * 200_000, r"a\.json is no JSON: "),
+    "nested too deep": ("a.json", b"[" * 200_000, r"a\.json is not JSON: "),
     "no such column": ("a.jsonl", b'{"body": "a", "id": 1}\n', r"line 1 has no column 'text'; .* one of body, id"),
     "no text": ("a.jsonl", b'{"text": 1}\n', r"line 1: text is a int, not text; .* or data\.chat=true"),
     "half a character": ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: text cannot be written as UTF-8"),
     "no row": ("a.jsonl", b"\n", r"holds no text: no row"),
     "no text in any row": ("a.jsonl", b'{"text": null}\n', r"holds no text: 1 rows without text"),
-    "not UTF-8": ("a.csv", b"text\n\xff\xfe\n", r"a\.csv cannot be read: .*utf-8.* mend it"),
-    "ragged": ("a.csv", b"text,b\nx\n", r"row 1 has another number of fields than the first line"),
-    "open quote": ("a.csv", b'text\n"x\n', r"a\.csv is no CSV: "),
-    "no parquet": ("a.parquet", b"PAR1 nothing", r"a\.parquet is not parquet: .*; mend it"),
-    "no arrow": ("a.arrow", b"ARROW1 nothing", r"a\.arrow is not arrow: .*; mend it"),
+    "not UTF-8": ("a.csv", b"text\n\xff\xfe\n", r"a\.csv cannot be read: .*utf-8.* fix it"),
+    "ragged": ("a.csv", b"text,b\nx\n", r"row 1 does not have the same number of fields as the first line"),
+    "open quote": ("a.csv", b'text\n"x\n', r"a\.csv is not CSV: "),
+    "no parquet": ("a.parquet", b"PAR1 nothing", r"a\.parquet is not parquet: .*; fix it"),
+    "no arrow": ("a.arrow", b"ARROW1 nothing", r"a\.arrow is not arrow: .*; fix it"),
 }
 
 
@@ -222,5 +222,5 @@ def test_column_of_type_json_that_holds_none_is_refused_with_its_row(tmp_path):
     )
     pq.write_table(table, tmp_path / "chat.parquet")
 
-    with pytest.raises(ValueError, match=r"chat\.parquet, row 2 holds JSON that cannot be read"):
+    with pytest.raises(ValueError, match=r"chat\.parquet, row 2 holds invalid JSON"):
         list(read_rows(tmp_path / "chat.parquet"))

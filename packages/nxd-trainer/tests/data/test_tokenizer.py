@@ -151,7 +151,7 @@ def test_hugging_face_ids_of_a_padded_vocabulary_decode_to_nothing(tokenizer_fol
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("{}", ""), ("version https://git-lfs.github.com/spec/v1\noid", "it is a pointer of Git LFS")],
+    [("{}", ""), ("version https://git-lfs.github.com/spec/v1\noid", "it is a Git LFS pointer")],
 )
 def test_damaged_tokenizer_file_is_named(tmp_path, content, reason):
     pytest.importorskip("tokenizers")
@@ -178,7 +178,7 @@ def test_folder_of_older_files_is_read_with_transformers(tmp_path):
 def test_folder_without_a_tokenizer_is_named(tmp_path):
     pytest.importorskip("transformers")
 
-    with pytest.raises(ValueError, match="holds no Hugging Face tokenizer"):
+    with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
         HuggingFaceTokenizer(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """From files of text, rows or tokens to batches of token ids: sources, tokenizers, a cache, packing, mixtures, loaders.
 
-Every order is a function of seeds and counts, never of the number of ranks, and nothing here communicates:
-ranks are given their positions as plain numbers.
+Every order depends only on seeds and counts, never on the number of ranks, and nothing here communicates:
+ranks get their positions as plain numbers.
 """
 
 from nxd_trainer.data.chat import ChatTemplate
@@ -30,7 +30,7 @@ __all__ = [
     "ByteTokenizer",
     "HuggingFaceTokenizer",
     "load_tokenizer",
-    # files to a memory-mapped row of tokens
+    # files to memory-mapped tokens
     "find_text_files",
     "find_tables",
     "find_tokens",
@@ -63,7 +63,7 @@ __all__ = [
     "mix",
     "MixedSequences",
     "TrainLoader",
-    # text that is read while it is trained on
+    # text that is streamed during training
     "stream_files",
     "stream_hub",
     "ReadTexts",

@@ -1,8 +1,8 @@
-"""Tokens of conversations by a tokenizer's chat template, and which of them are learned.
+"""Tokenizes conversations with a tokenizer's chat template, and determines which tokens the loss counts.
 
-A conversation is rendered once, as a whole, and its answers are found in the text: by `{% generation %}` where the
-template marks them, else by what each pass of its loop over messages has written. Where there is no such loop, the text
-before an answer and the text up to its end are rendered alone, and both must be what the whole begins with.
+A conversation is rendered once, as a whole, and its answers are found in the text: by `{% generation %}` if the
+template marks them, otherwise by the output of each pass of its loop over messages. Without such a loop, the text
+before an answer and the text up to its end are rendered separately, and both must be prefixes of the whole.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from nxd_trainer.data.tokenizer import digest_files, encoding_errors, load_token
 
 VOCABULARY_FILES = ("vocab.txt", "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # names of the same, the usual one first
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # synonyms, the usual one first
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _LONGEST_NAME = 64
 _DEVELOPER = re.compile(r"""["']developer["']""")
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
-Spans = list[tuple[int, int]]  # beginnings and ends in a text
+Spans = list[tuple[int, int]]  # starts and ends in a text
 
 
 class EncodedConversation(NamedTuple):
@@ -43,8 +43,8 @@ class EncodedConversation(NamedTuple):
 
     Attributes:
         tokens: ids `[tokens]`.
-        learned: `[tokens]` true where a token is learned.
-        num_lost_thoughts: the learned answers whose thoughts the template leaves out.
+        learned: `[tokens]` true for tokens that the loss counts.
+        num_lost_thoughts: number of learned answers whose thoughts the template omits.
     """
 
     tokens: NDArray[np.int64]
@@ -56,9 +56,9 @@ class EncodedRow(NamedTuple):
     """The samples in a row.
 
     Attributes:
-        samples: of each its tokens, and which of them are learned: ids `[tokens]`, and `[tokens]` booleans.
-        special_token: the first one that a text spells, which becomes that token; None where none does.
-        num_lost_thoughts: the learned answers whose thoughts the template leaves out.
+        samples: for each sample, its ids `[tokens]`, and `[tokens]` booleans, true for tokens that the loss counts.
+        special_token: the first special token that a text spells, and so becomes; None if there is none.
+        num_lost_thoughts: number of learned answers whose thoughts the template omits.
     """
 
     samples: list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
@@ -70,15 +70,15 @@ class RowEncoder(Protocol):
     """Turns a row into samples.
 
     Attributes:
-        marks_answers: whether the answers are known without looking for them.
-        fingerprint: another text whenever the same row would give other tokens.
+        marks_answers: whether the answers are known without searching for them.
+        fingerprint: a string that changes whenever the same row would give different tokens.
     """
 
     marks_answers: bool
     fingerprint: str
 
     def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
-        """The samples in a row; `place` says where it stands."""
+        """Return the samples in a row; `place` is its location, for messages."""
 
 
 class ChatTemplate:
@@ -88,8 +88,8 @@ class ChatTemplate:
         path: the folder of a tokenizer as Hugging Face models ship it, or its tokenizer.json.
 
     Attributes:
-        marks_answers: whether the template marks what the assistant says.
-        fingerprint: another text whenever the same conversation would give other tokens.
+        marks_answers: whether the template marks the assistant's text.
+        fingerprint: a string that changes whenever the same conversation would give different tokens.
 
     Raises:
         NoChatTemplateError: the tokenizer has no chat template.
@@ -102,7 +102,7 @@ class ChatTemplate:
         self._tokenizer = load_tokenizer_of_transformers(folder)
         if not self._tokenizer.chat_template:
             raise NoChatTemplateError(
-                f"data.chat=true needs a chat template, and {folder} has none; set data.tokenizer to the tokenizer of "
+                f"data.chat=true needs a chat template, but {folder} has none; set data.tokenizer to the tokenizer of "
                 "a chat model"
             )
         self._renderer = TemplateRenderer()
@@ -116,7 +116,7 @@ class ChatTemplate:
         self.fingerprint = digest_files(sorted(known))
 
     def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
-        """The conversation in a row, as `encode` gives it.
+        """Encode the conversation in a row with `encode`.
 
         Raises:
             ValueError: as for `read_conversation` and `encode`.
@@ -128,18 +128,18 @@ class ChatTemplate:
         return EncodedRow([(encoded.tokens, encoded.learned)], next(spelled, None), encoded.num_lost_thoughts)
 
     def encode(self, place: str, conversation: Conversation) -> EncodedConversation:
-        """The tokens of a conversation, and which of them the assistant says.
+        """Tokenize a conversation, and mark the assistant's tokens.
 
         Args:
-            place: where it stands, for messages.
-            conversation: of one turn or of several.
+            place: location of the conversation, for messages.
+            conversation: a conversation of one or more turns.
 
         Raises:
-            ValueError: the template refuses the conversation, leaves a message out, or hides the answers.
+            ValueError: the template refuses the conversation, omits a message, or hides the answers.
         """
         messages, tools = conversation.messages, conversation.tools
         answers = [it for it in range(conversation.first_answer, len(messages)) if is_learned(messages[it])]
-        before: dict[str, int] = {}  # of each role that precedes an answer, such an answer
+        before: dict[str, int] = {}  # for each role that precedes an answer, one such answer
         for answer in answers:
             before[messages[answer - 1]["role"] if answer else ""] = answer
         count = len(messages)
@@ -156,22 +156,22 @@ class ChatTemplate:
                 ids = np.append(ids, np.asarray(closing, dtype=np.int64))
                 learned = np.append(learned, np.ones(len(closing), dtype=np.bool_))
             return EncodedConversation(ids, learned, len(lost_thoughts.intersection(answers)))
-        except Exception as error:  # whatever tokenizers raise for half a character
+        except Exception as error:  # tokenizers raise various errors for a lone surrogate
             raise ValueError(f"{place}: {self._refusal(error)}") from error
 
     def encode_prompt(
         self, messages: Sequence[Message], tools: Tools = None, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """The tokens of a conversation that the assistant is to answer.
+        """Tokenize a conversation for the assistant to answer.
 
         Args:
-            messages: in OpenAI's form.
-            tools: JSON schemas of the tools that the template tells of.
-            variables: what the template is told besides, such as `enable_thinking`: plain JSON.
+            messages: messages in OpenAI's format.
+            tools: JSON schemas of the tools for the template.
+            variables: other variables for the template, such as `enable_thinking`: plain JSON.
 
         Raises:
-            ValueError: the template refuses the conversation, or leaves a message out.
-            LookupError: it does not read a variable, or that is given to it by us.
+            ValueError: the template refuses the conversation, or omits a message.
+            LookupError: the template does not read a variable, or we already set it.
         """
         plain = plain_messages("messages", messages)
         self._check_variables(variables or {}, tools or None)
@@ -186,7 +186,7 @@ class ChatTemplate:
         written = set(_NAME.findall(self._tokenizer.get_chat_template(None, tools)))
         for name in variables:
             if name in ours:
-                raise LookupError(f"{name!r} is given to the chat template already; leave it out")
+                raise LookupError(f"{name!r} is already set for the chat template; leave it out")
             if name.startswith("_") or name not in written:
                 near = get_close_matches(name[:_LONGEST_NAME], written - ours, 1, cutoff=0.8)
                 advice = f"did you mean {near[0]!r}?" if near else "leave it out"
@@ -207,10 +207,10 @@ class ChatTemplate:
         asks: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[str, list[Rendered], set[int]]:
-        """The text of all messages, in which each has been found; what jobs render; and the messages without thoughts.
+        """Return the checked text of all messages, the results of `jobs`, and the messages whose thoughts are missing.
 
         Raises:
-            ValueError: the template fails, or leaves a message out.
+            ValueError: the template fails, or omits a message.
         """
         template = self._tokenizer.get_chat_template(None, tools)
         messages = [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
@@ -240,7 +240,7 @@ class ChatTemplate:
         return text.text, others, lost
 
     def _with_stand_ins(self, number: int, message: Message) -> Message:
-        """A message whose content and thought are texts that no other one has."""
+        """Return a message with unique placeholder texts as its content and thought."""
         content, thought = f"{self._stand_in}x{number}x", f"{self._stand_in}y{number}y"
         changed = {key: thought for key in _REASONING_KEYS if message.get(key)}
         if message.get("content"):
@@ -249,9 +249,9 @@ class ChatTemplate:
         return {**message, **changed}
 
     def _check_rendered(self, messages: Sequence[Message], tools: Tools, text: str, probe: Rendered) -> None:
-        """Raise ValueError unless all calls and tools are in a text, and all contents: `probe` has stand-ins of them.
+        """Raise ValueError unless a text has all calls, tools and contents; `probe` has placeholders for contents.
 
-        A template may leave out the content beside a call of a tool, as gpt-oss leaves out earlier thoughts.
+        A template may omit the content beside a tool call, as gpt-oss omits earlier thoughts.
         """
         for number, message in enumerate(messages):
             calls = [_function(call).get("name", "") for call in message.get("tool_calls", ())]
@@ -285,9 +285,9 @@ class ChatTemplate:
         answers: Sequence[int],
         headers: Mapping[str, str],
     ) -> Spans | None:
-        """Where answers are in a text, by its marks; None where these do not tell.
+        """Locate the answers in a text by its marks; None if these do not suffice.
 
-        `headers`: what asks for an answer, by the role before it.
+        `headers`: the text that prompts for an answer, by the role before it.
         """
         if marked.error is not None or marked.text != text:
             return None
@@ -298,7 +298,7 @@ class ChatTemplate:
                 passes.setdefault(number, []).append((start, end))
         last = len(messages) - 1
         if last in passes and passes[last][-1][1] == marked.end:
-            passes[last][-1] = (passes[last][-1][0], len(text))  # what ends the conversation, ends its last turn
+            passes[last][-1] = (passes[last][-1][0], len(text))  # the end of the conversation belongs to its last turn
         if _GENERATION.search(self._tokenizer.get_chat_template(None, conversation.tools)):
             generated = [(start, end) for start, end in marked.generated]
             if len(answers) == sum(message["role"] == "assistant" for message in messages):
@@ -318,7 +318,7 @@ class ChatTemplate:
         return spans
 
     def _spans_by_prefixes(self, text: str, conversation: Conversation, answers: Sequence[int]) -> Spans:
-        """Where answers are in a text: between what comes before them and what ends with them, rendered alone."""
+        """Locate the answers in a text between the separately rendered text before them and up to their ends."""
         messages, tools = conversation.messages, conversation.tools
         spans = []
         for answer in answers:
@@ -327,9 +327,9 @@ class ChatTemplate:
                 prefix = self._render(messages[:count], tools, [], asks=asks)[0] if count else ""
                 if not prefix or not text.startswith(prefix):
                     raise _MessageLostError(
-                        f"the chat template of {self._folder} renders what comes "
-                        f"{'before' if asks else 'up to'} message {answer} in another way than in the whole "
-                        "conversation, and has no loop over messages by which its tokens can be told; mark answers by "
+                        f"the chat template of {self._folder} renders the text "
+                        f"{'before' if asks else 'up to'} message {answer} differently than in the whole "
+                        "conversation, and has no loop over messages to find its tokens by; mark answers with "
                         "{% generation %} in the template, or end the conversation there"
                     )
                 bounds.append(len(prefix))
@@ -337,10 +337,10 @@ class ChatTemplate:
         return spans
 
     def _tokens(self, text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The tokens of a text, and which of them have a part in spans.
+        """Tokenize a text, and mark the tokens that overlap spans.
 
-        Where nothing special ends a span, the special token that follows is what the assistant stops with, as in the
-        templates of GLM the next role.
+        If no special token ends a span, the special token after it is the one the assistant stops with, such as the
+        next role in GLM's templates.
         """
         is_fast = self._tokenizer.is_fast
         encoded = self._tokenize(text, with_offsets=is_fast)
@@ -360,7 +360,7 @@ class ChatTemplate:
         return ids, learned
 
     def _closing_tokens(self, messages: Sequence[Message], tools: Tools, ids: NDArray[np.int64]) -> list[int]:
-        """What the assistant stops with after the last answer, where a template leaves that to the next message."""
+        """Return the assistant's stop token after the last answer, if the template leaves it to the next message."""
         special = [it in self._special_ids for it in ids.tolist()]
         last = len(ids) - 1
         while last > 0 and not special[last] and not self._tokenizer.decode([ids[last]]).strip():
@@ -384,14 +384,14 @@ class ChatTemplate:
         return self._closing[role]
 
     def _offsets(self, text: str, ids: NDArray[np.int64], spans: Spans) -> NDArray[np.int64]:
-        """Between which bounds of spans tokens lie, for a tokenizer that does not tell where they are."""
+        """Return the span bounds around each token, for a tokenizer without offsets."""
         bounds = sorted({0, len(text), *(bound for span in spans for bound in span)})
         offsets = np.zeros((len(ids), 2), dtype=np.int64)
         first = 0
         for start, end in pairwise(bounds):
             prefix = self._tokenize(text[:end])["input_ids"]
             if ids[: len(prefix)].tolist() != list(prefix):
-                raise ValueError("its tokenizer does not tell where tokens are, and has one across the end of a turn")
+                raise ValueError("its tokenizer does not report offsets, and a token crosses the end of a turn")
             offsets[first : len(prefix)] = start, end
             first = len(prefix)
         return offsets
@@ -410,7 +410,7 @@ class ChatTemplate:
 
 
 def _forms_of_calls(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Messages with the arguments of calls as objects, which most templates expect, and then as JSON texts."""
+    """Yield messages with call arguments as objects, which most templates expect, and then as JSON strings."""
     yield list(messages)
     if any("tool_calls" in message for message in messages):
         with_text = [
@@ -428,13 +428,13 @@ def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _function(it: Mapping[str, Any]) -> Mapping[str, Any]:
-    """That of a call or of a tool."""
+    """Return the function of a call or a tool."""
     function = it.get("function", it)
     return function if isinstance(function, Mapping) else it
 
 
 def _spells_objects(messages: Sequence[Message], text: str) -> bool:
-    """Whether a template writes arguments as Python does, and so expects a text."""
+    """Whether a template writes arguments as Python objects, and so expects a string."""
     arguments = [_function(call)["arguments"] for it in messages for call in it.get("tool_calls", ())]
     return any(isinstance(it, dict) and str(it) != json.dumps(it) and str(it) in text for it in arguments)
 
@@ -445,7 +445,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _thought(message: Message) -> str:
-    """What an answer was thought out by, if it says so."""
+    """Return the thought of an answer, if it has one."""
     thought = message.get("reasoning_content") or _thought_in_content(message)
     return thought.strip() if isinstance(thought, str) else ""
 
@@ -460,9 +460,9 @@ def _is_in(text: str, name: str) -> bool:
 
 
 def _length_of_header(turn: str, header: str, message: Message) -> int:
-    """How much of an answer's turn is what asks for it.
+    """Return the length of the prompt header at the start of an answer's turn.
 
-    A template may ask for a thought, and leave it out of earlier answers: then as much as both have in common.
+    A template may prompt for a thought but omit it from earlier answers: then it is the length of the common prefix.
     """
     if turn.startswith(header):
         return len(header)
@@ -472,8 +472,8 @@ def _length_of_header(turn: str, header: str, message: Message) -> int:
 
 
 class NoChatTemplateError(ValueError):
-    """A tokenizer has no chat template."""
+    """The tokenizer has no chat template."""
 
 
 class _MessageLostError(ValueError):
-    """A template leaves out what was said, or where answers are."""
+    """A template omits messages, or hides the answers."""

@@ -1,6 +1,6 @@
-"""Conversations on disk as tokens, and sequences of them: one to a sequence, or several packed; padded, or cut off.
+"""Tokenized conversations on disk, and sequences of them: one per sequence or several packed, padded or truncated.
 
-The cache holds whole conversations; how long sequences are is decided when they are opened. `chat.py` makes the tokens.
+The cache holds whole conversations; the sequence length is chosen when they are opened. `chat.py` makes the tokens.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ ENDS_FILE = "ends.bin"
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationsIndex:
-    """The metadata of tokenised conversations."""
+    """The metadata of tokenized conversations."""
 
-    digest: str  # of the tokens and of what is learned of them
+    digest: str  # of the tokens and the learned mask
     num_conversations: int
     num_tokens: int
-    marks_answers: bool  # whether the chat template does
-    num_with_special_token: int  # conversations that spell one
-    special_token: str | None  # such as
-    num_lost_thoughts: int  # answers whose thoughts the chat template leaves out
+    marks_answers: bool  # whether the chat template marks answers
+    num_with_special_token: int  # conversations that spell a special token
+    special_token: str | None  # an example
+    num_lost_thoughts: int  # answers whose thoughts the chat template omits
     num_with_lost_thoughts: int  # rows with such an answer
-    padding: int  # id of what fills a sequence up
+    padding: int  # id of the padding token
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Tokenised conversations, one after another, memory-mapped.
+    """Tokenized conversations, concatenated and memory-mapped.
 
     Attributes:
         tokens: `[num_tokens]` uint32.
-        learned: `[num_tokens]` bool, what the assistant says.
-        ends: `[num_conversations]` where each ends in them.
-        index: their metadata.
+        learned: `[num_tokens]` bool, true for the assistant's tokens.
+        ends: `[num_conversations]` end of each conversation in the tokens.
+        index: metadata.
     """
 
     tokens: NDArray[np.uint32]
@@ -70,16 +70,16 @@ def build_conversations(
     cache_folder: str | Path,
     suffixes: Sequence[str] | None = None,
 ) -> Path:
-    """Tokenise conversations, unless the cache already has them, and return the entry for `open_conversations`.
+    """Tokenize conversations, unless they are cached, and return the entry for `open_conversations`.
 
     Args:
-        path, suffixes: which files, as for `find_tables`.
-        tokenizer: whose ids the model knows.
-        encoder: makes the tokens.
-        cache_folder: folder of the cache; made if need be.
+        path, suffixes: files to read, as for `find_tables`.
+        tokenizer: the tokenizer whose vocabulary the model uses.
+        encoder: encoder of rows.
+        cache_folder: folder of the cache; created if missing.
 
     Raises:
-        ValueError: no file, or a row that cannot be read, is no conversation, or does not fit the template.
+        ValueError: there are no files, or a row cannot be read, is not a conversation, or does not fit the template.
     """
     files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
     content = [FORMAT, encoder.fingerprint, tokenizer.vocab_size, [(it.name, it.digest) for it in files]]
@@ -89,7 +89,7 @@ def build_conversations(
 
 def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, encoder: RowEncoder) -> None:
     digest, ends, spelled = hashlib.sha256(), [0], Counter[str]()
-    lost_thoughts: list[int] = []  # by row that loses some
+    lost_thoughts: list[int] = []  # for each row that loses some
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
         for file in files:
             for place, row in read_rows(file.path):
@@ -101,7 +101,7 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
                 for tokens, learned in encoded.samples:
                     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
                         raise ValueError(
-                            f"{place} has token {tokens.max()}, and the tokenizer knows {tokenizer.vocab_size} ids; "
+                            f"{place} has token {tokens.max()}, but the tokenizer has {tokenizer.vocab_size} ids; "
                             "its files do not belong together"
                         )
                     for stream, part in ((tokens_file, tokens.astype(np.uint32)), (learned_file, learned)):
@@ -109,7 +109,7 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
                         digest.update(part.tobytes())
                     ends.append(ends[-1] + len(tokens))
     if not ends[-1]:
-        raise ValueError(f"{files[0].path} holds no conversation; set data.path to files that have some")
+        raise ValueError(f"{files[0].path} holds no conversations; set data.path to files that do")
     np.asarray(ends[1:], dtype=np.int64).tofile(folder / ENDS_FILE)
     index = ConversationsIndex(
         digest=digest.hexdigest()[:32],
@@ -126,7 +126,7 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
 
 
 def open_conversations(entry: str | Path) -> Conversations:
-    """Memory-map a cache entry that `build_conversations` returned, on this or another process.
+    """Memory-map a cache entry that `build_conversations` returned, in this or another process.
 
     Raises:
         ValueError: the entry is missing or damaged.
@@ -140,19 +140,19 @@ def open_conversations(entry: str | Path) -> Conversations:
             np.memmap(entry / ENDS_FILE, dtype=np.int64, mode="r", shape=(index.num_conversations,)),
             index,
         )
-    except (OSError, TypeError, ValueError) as error:  # numpy's for a file that is too short, too
-        raise ValueError(f"token cache entry {entry} is damaged: {error}; delete it to have it made anew") from error
+    except (OSError, TypeError, ValueError) as error:  # numpy raises ValueError for a truncated file
+        raise ValueError(f"token cache entry {entry} is damaged: {error}; delete it to rebuild it") from error
 
 
 @dataclass(frozen=True)
 class ConversationSequences:
-    """Sequences of one conversation or of several, numbered from 0.
+    """Sequences of one or more conversations, numbered from 0.
 
     Attributes:
-        conversations: all there are.
-        sequence_length: tokens of a sequence, the label of the last one not counted.
-        starts: `[conversations here]` where each begins in the tokens, those of a sequence next to one another.
-        lengths: `[conversations here]` its tokens, at most `sequence_length + 1`; one fewer of them are inputs.
+        conversations: all conversations.
+        sequence_length: tokens per sequence, without the last label.
+        starts: `[conversations here]` start of each in the tokens; those of a sequence are adjacent.
+        lengths: `[conversations here]` tokens of each, at most `sequence_length + 1`; the last is only a label.
         learned: `[conversations here]` labels that the loss counts.
         bounds: `[samples + 1]` sample i has the conversations from `bounds[i]` to `bounds[i + 1]`.
     """
@@ -168,9 +168,9 @@ class ConversationSequences:
         return len(self.bounds) - 1
 
     def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Samples `[count]` as inputs, labels and positions, each `[count, sequence_length]`, filled up at the end.
+        """Return samples `[count]` as inputs, labels and positions, each `[count, sequence_length]`, padded at the end.
 
-        Positions begin with 0 in each conversation, and in what fills up.
+        Positions start from 0 in each conversation, and in the padding.
         """
         shape = (len(samples), self.sequence_length)
         inputs = np.full(shape, self.conversations.index.padding, dtype=np.int64)
@@ -190,7 +190,7 @@ class ConversationSequences:
         return inputs, labels, positions
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Of samples `[count]` together: the labels that the loss counts, and the tokens read, without padding."""
+        """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""
         chosen = [slice(*self.bounds[sample : sample + 2]) for sample in samples]
         learned = sum(int(self.learned[here].sum()) for here in chosen)
         return learned, sum(int((self.lengths[here] - 1).sum()) for here in chosen)
@@ -198,13 +198,13 @@ class ConversationSequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """What a length of sequences leaves of conversations.
+    """The effects of truncating conversations to the sequence length.
 
     Attributes:
         num_cut: conversations that are longer.
-        tokens_cut: tokens that are left out of them.
-        learned_cut: of these, what the assistant says.
-        num_without_answer: conversations left out, of which the loss would count no token.
+        tokens_cut: tokens cut off.
+        learned_cut: the assistant's tokens among them.
+        num_without_answer: conversations left out because the loss would count none of their tokens.
     """
 
     num_cut: int
@@ -216,13 +216,13 @@ class Cuts:
 def cut_conversations(
     conversations: Conversations, *, sequence_length: int, held_out_fraction: float = 0.0, packed: bool = False
 ) -> tuple[ConversationSequences, ConversationSequences, Cuts]:
-    """Conversations to train on, those held out, spread evenly among them, and what the length leaves out.
+    """Return conversations to train on, evenly spaced held-out ones, and the effects of truncation.
 
-    With a fraction above 0 both parts have at least one. With `packed` a sequence has as many as there is room for: the
-    longest first, each where it leaves the least room.
+    With a fraction above 0 both parts have at least one. With `packed` a sequence holds as many as fit: longest first,
+    each where it leaves the least room.
 
     Raises:
-        ValueError: too few conversations with a token to learn.
+        ValueError: there are too few conversations with a token to learn.
     """
     ends = np.asarray(conversations.ends)
     starts, lengths, learned = cut_lengths(conversations, sequence_length)
@@ -253,7 +253,7 @@ def cut_conversations(
 def cut_lengths(
     conversations: Conversations, sequence_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Where each conversation starts, its tokens within a length, and the labels in these that the loss counts."""
+    """Return each conversation's start, its tokens within the length, and how many of their labels the loss counts."""
     ends = np.asarray(conversations.ends)
     starts = np.concatenate([[0], ends[:-1]])
     lengths = np.minimum(ends - starts, sequence_length + 1)
@@ -262,20 +262,20 @@ def cut_lengths(
 
 
 def spread_held_out(num_kept: int, num_all: int, sequence_length: int, fraction: float, what: str) -> NDArray[np.bool_]:
-    """Which of the samples that are kept are held out, spread evenly, `[num_kept]`; at least one with a fraction.
+    """Mark evenly spaced samples as held out, `[num_kept]`; at least one if the fraction is above 0.
 
     Raises:
-        ValueError: there are too few of them.
+        ValueError: there are too few samples.
     """
     least = 2 if fraction > 0 else 1
     if 0 < num_kept < least:
         raise ValueError(
-            f"1 of {num_all} {what} has a token to learn, and data.held_out_fraction={fraction} keeps one more for "
-            "evaluation; set data.held_out_fraction=0 (and train.eval_every=0), or data.evaluation_path"
+            f"only 1 of {num_all} {what} has a token to learn, but data.held_out_fraction={fraction} needs one more "
+            "for evaluation; set data.held_out_fraction=0 (and train.eval_every=0), or data.evaluation_path"
         )
     if num_kept < least:
         raise ValueError(
-            f"{num_kept} of {num_all} {what} have a token to learn within data.sequence_length={sequence_length}, and "
+            f"{num_kept} of {num_all} {what} have a token to learn within data.sequence_length={sequence_length}, but "
             f"data.held_out_fraction={fraction} needs {least}; raise the length, or give {what} with answers"
         )
     num_held_out = min(max(round(num_kept * fraction), least - 1), num_kept - 1)
@@ -283,7 +283,7 @@ def spread_held_out(num_kept: int, num_all: int, sequence_length: int, fraction:
 
 
 def _pack(sizes: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Best fit decreasing: an order of `[items]`, and `[bins + 1]` where the items of each bin begin in it."""
+    """Pack by best-fit decreasing: an order of `[items]`, and `[bins + 1]` bounds of the bins in it."""
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # room left and number, sorted
     for item in np.argsort(-sizes, kind="stable").tolist():
@@ -302,14 +302,14 @@ def _pack(sizes: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArr
 
 @dataclass(frozen=True)
 class Description:
-    """Lines about conversations: what they are, and what is hardly meant so."""
+    """Lines about conversations: notes, and warnings of probable mistakes."""
 
     notes: list[str]
     warnings: list[str]
 
 
 def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Description:
-    """What there is to tell about conversations before they are trained on."""
+    """Describe conversations before training."""
     conversations, sequence_length = train.conversations, train.sequence_length
     index, num_learned = conversations.index, int(np.count_nonzero(conversations.learned))
     notes = [
@@ -322,17 +322,17 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
     )
     warnings = []
     if not index.marks_answers:
-        warnings.append("the chat template has no {% generation %}: each answer was found by the turns that it renders")
+        warnings.append("the chat template has no {% generation %}: answers were found by the turns that it renders")
     if index.num_with_special_token:
         warnings.append(
-            f"{index.num_with_special_token:,} conversations spell a special token in what is said, such as "
-            f"{index.special_token!r}, which becomes that token; remove it from the text unless it is meant so"
+            f"{index.num_with_special_token:,} conversations spell a special token in their text, such as "
+            f"{index.special_token!r}, which becomes that token; remove it from the text unless this is intended"
         )
     warnings += warnings_of_thoughts(index)
     if cuts.num_cut:
         warnings.append(
             f"{cuts.num_cut:,} conversations are longer than data.sequence_length={sequence_length}: "
-            f"{cuts.tokens_cut:,} tokens are cut off, {cuts.learned_cut:,} of them of answers"
+            f"{cuts.tokens_cut:,} tokens are cut off, {cuts.learned_cut:,} of them in answers"
         )
     if cuts.num_without_answer:
         warnings.append(f"left out: {cuts.num_without_answer:,} conversations without a token that the loss counts")
@@ -340,11 +340,11 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
 
 
 def warnings_of_thoughts(index: ConversationsIndex) -> list[str]:
-    """What there is to tell about thoughts that are not in the tokens."""
+    """Warn about thoughts that are not in the tokens."""
     if not index.num_lost_thoughts:
         return []
     return [
-        f"the chat template leaves out the thoughts of {index.num_lost_thoughts:,} answers that are learned, in "
+        f"the chat template omits the thoughts of {index.num_lost_thoughts:,} learned answers, in "
         f"{index.num_with_lost_thoughts:,} rows; to train on them, end a conversation at each such answer, or give the "
         "tokenizer a template that keeps them"
     ]

@@ -1,12 +1,12 @@
 """Tokens on disk, and sequences cut from them.
 
-A corpus is tokenised once into one flat file, and memory-mapped afterwards. A cache entry is a folder named by a digest
-of the files' names and contents and the tokenizer. It is written under a temporary name and published by one rename, so
-an entry that exists is whole, and any number of processes may build the same one at the same time.
+A corpus is tokenized once into a flat file and then memory-mapped. A cache entry is a folder named by a digest of the
+files' names and contents and the tokenizer. It is written under a temporary name and published by a rename, so an
+existing entry is complete, and any number of processes may build the same one concurrently.
 
-The row of tokens is cut into equal pieces, some of which are held out for evaluation. Piece i covers tokens
-i * sequence_length to (i + 1) * sequence_length, both included: the last one is only a label here and the first input
-of the next piece. `loader.py` decides the order of pieces.
+The tokens are cut into equal pieces, some of which are held out for evaluation. Piece i covers tokens
+i * sequence_length to (i + 1) * sequence_length, inclusive: the last one is only a label here and the first input
+of the next piece. `loader.py` determines the order of pieces.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ FORMAT = 1
 TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "index.json"
 NUM_ZONES = 64
-_SECONDS_TO_LOCK = 60.0  # a folder that is younger may be about to be locked
+_SECONDS_TO_LOCK = 60.0  # a younger folder may not have been locked yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusIndex:
-    """The metadata of a tokenised corpus, without its tokens."""
+    """The metadata of a tokenized corpus, without its tokens."""
 
     digest: str  # of everything the tokens depend on; also the entry's name
     dtype: str  # uint16 or uint32
@@ -68,7 +68,7 @@ class CorpusIndex:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenised corpus: its documents one after another, each followed by the end-of-document token."""
+    """A tokenized corpus: its documents concatenated, each followed by the end-of-document token."""
 
     tokens: NDArray[Any]  # [num_tokens], memory-mapped, uint16 or uint32
     index: CorpusIndex
@@ -85,23 +85,23 @@ def build_corpus(
     token_dtype: TokenDtype | None = None,
     vocab_size: int | None = None,
 ) -> Path:
-    """Tokenise a corpus, unless the cache already has it, and return its entry for `open_corpus`.
+    """Tokenize a corpus, unless it is cached, and return its entry for `open_corpus`.
 
-    Every text file is a document; with `column` every row is one. Tokens made by others are checked and copied as they
-    are. The files are read once to find out whether the entry is still right.
+    Every text file is a document; with `column` every row is one. Existing tokens are checked and copied unchanged. The
+    files are read once to check that the entry is still valid.
 
     Args:
-        path, suffixes, include_tests: which files, as for `find_text_files`, or with `column` as for `find_tables`;
-            without suffixes those of text, or of rows. What `holds_tokens` is taken as for `find_tokens`.
-        tokenizer: makes the tokens.
-        cache_folder: folder of the cache; made if need be.
-        column: of the text in files of rows.
-        token_dtype: of flat `.bin` files.
-        vocab_size: ids that the model knows, if it knows more than the tokenizer.
+        path, suffixes, include_tests: files to read, as for `find_text_files`, or with `column` as for `find_tables`;
+            the default suffixes are those of text, or of rows. Paths that `holds_tokens` are read by `find_tokens`.
+        tokenizer: the tokenizer.
+        cache_folder: folder of the cache; created if missing.
+        column: text column in files with rows.
+        token_dtype: dtype of flat `.bin` files.
+        vocab_size: the model's vocabulary size, if larger than the tokenizer's.
 
     Raises:
-        ValueError: no file, none with text in it, rows that cannot be read or lack the column, or tokens that the model
-            does not know.
+        ValueError: there are no files or no text, rows cannot be read or lack the column, or tokens are outside the
+            model's vocabulary.
     """
     skipped: Counter[str] = Counter()
     vocab_size = max(tokenizer.vocab_size, vocab_size or 0)
@@ -113,7 +113,7 @@ def build_corpus(
         files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
         origin["column"] = column
     elif path is not None and not isinstance(path, (str, Path)):
-        raise ValueError("files of rows are read by a column; name the one with their text")
+        raise ValueError("files with rows need data.column; set it to the column with their text")
     else:
         found = find_text_files(path, suffixes=suffixes or TEXT_SUFFIXES, include_tests=include_tests)
         files, skipped = scan_text_files(found)
@@ -146,7 +146,7 @@ def build_corpus(
 
 
 def make_entry(cache_folder: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """The cache's entry of that name; `write` fills its folder where there is none yet."""
+    """Return the cache entry with this name; `write` fills its folder if it does not exist yet."""
     entry = cache_folder / name
     if entry.is_dir():
         return entry
@@ -155,7 +155,7 @@ def make_entry(cache_folder: Path, name: str, write: Callable[[Path], None]) -> 
     unfinished = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=entry.parent))
     lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks: then nobody else can take it either
+        with suppress(OSError):  # a file system without locks: no other process can lock it either
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write(unfinished)
         unfinished.chmod(0o755)  # mkdtemp's folders are private, but a cache is shared
@@ -167,9 +167,9 @@ def make_entry(cache_folder: Path, name: str, write: Callable[[Path], None]) -> 
 
 
 def _remove_left_over(entry: Path) -> None:
-    """Remove what processes that were killed have left of an entry: the folders that nobody has locked."""
+    """Remove the unlocked folders that killed processes have left of an entry."""
     for folder in entry.parent.glob(f".{entry.name}.*"):
-        with suppress(OSError):  # locked, or gone by now
+        with suppress(OSError):  # locked, or already gone
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,13 +180,13 @@ def _remove_left_over(entry: Path) -> None:
 
 
 def open_corpus(entry: str | Path) -> Corpus:
-    """Memory-map a cache entry that `build_corpus` returned, on this or another process.
+    """Memory-map a cache entry that `build_corpus` returned, in this or another process.
 
     Raises:
         ValueError: the entry is missing or damaged.
     """
     entry = Path(entry)
-    advice = f"delete {entry} to have it made anew"
+    advice = f"delete {entry} to rebuild it"
     try:
         index = CorpusIndex(**json.loads((entry / INDEX_FILE).read_text(encoding="utf-8")))
         num_bytes = (entry / TOKENS_FILE).stat().st_size
@@ -202,7 +202,7 @@ def open_corpus(entry: str | Path) -> Corpus:
 
 
 def _no_text(path: object, skipped: Counter[str]) -> ValueError:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no row"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no rows"
     source = "the standard library" if path is None else f"data.path={path}"
     return ValueError(f"{source} holds no text: {reasons}; set data.path to UTF-8 text files")
 
@@ -218,7 +218,7 @@ def _corpus_digest(files: list[SourceFile], tokenizer: Tokenizer, origin: dict[s
 
 
 def _documents(files: Iterable[SourceFile], column: str | None, skipped: Counter[str]) -> Iterator[Iterable[str]]:
-    """The pieces of text of each document; rows without text are counted."""
+    """Yield the pieces of text of each document, and count rows without text."""
     for file in files:
         if column is None:
             yield read_pieces(file.path)
@@ -231,7 +231,7 @@ def _documents(files: Iterable[SourceFile], column: str | None, skipped: Counter
 
 
 def _tokenized(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iterator[Document]:
-    """The tokens of each document, with what the tokenizer begins a text with, and its end."""
+    """Yield the tokens of each document, with the tokenizer's prefix and the end-of-document token."""
     end = np.array([tokenizer.end_of_document])
     for document in documents:
         pieces = iter(document)
@@ -240,14 +240,14 @@ def _tokenized(documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> Iter
 
 
 def _checked(documents: Iterable[Document], path: object, vocab_size: int) -> Iterator[Document]:
-    """Documents of which every token is one that the model knows."""
+    """Check that every token of the documents is in the model's vocabulary."""
 
     def checked(document: Document) -> Document:
         for tokens in document:
             strange = tokens[(tokens < 0) | (tokens >= vocab_size)]
             if len(strange):
                 raise ValueError(
-                    f"data.path={path} has token {strange[0]}, and the model knows {vocab_size} ids; set "
+                    f"data.path={path} has token {strange[0]}, but the model has {vocab_size} ids; set "
                     "data.tokenizer to the one that made the tokens, or data.token_dtype to their type"
                 )
             yield tokens
@@ -256,7 +256,7 @@ def _checked(documents: Iterable[Document], path: object, vocab_size: int) -> It
 
 
 def _write_tokens(file: Path, documents: Iterable[Document], dtype: str) -> tuple[int, int]:
-    """Write the tokens of all documents; returns the number of documents and of tokens."""
+    """Write the tokens of all documents, and return the numbers of documents and tokens."""
     num_documents = num_tokens = 0
     with file.open("wb") as stream:
         for document in documents:
@@ -273,19 +273,19 @@ def _publish(unfinished: Path, entry: Path) -> None:
     try:
         unfinished.rename(entry)
     except OSError:
-        if not entry.is_dir():  # else another process was first, with the same content
+        if not entry.is_dir():  # otherwise another process published the same content first
             raise
 
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Some of the pieces of a row of tokens, numbered from 0.
+    """Some pieces of the tokens, numbered from 0.
 
     Attributes:
-        tokens: `[num_tokens]`, the whole row.
-        sequence_length: tokens of a piece, the label of the last one not counted.
-        starts: `[runs]` first piece of each run of neighbouring pieces that belong here.
-        lengths: `[runs]` pieces of each run.
+        tokens: `[num_tokens]`, all tokens.
+        sequence_length: tokens per piece, without the last label.
+        starts: `[runs]` first piece of each run of adjacent pieces that belong here.
+        lengths: `[runs]` number of pieces in each run.
     """
 
     tokens: NDArray[Any]
@@ -297,7 +297,7 @@ class PackedSequences:
         return int(self.lengths.sum())
 
     def take(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens of samples `[count]` as `[count, sequence_length + 1]`."""
+        """Return the tokens of samples `[count]` as `[count, sequence_length + 1]`."""
         ends = np.cumsum(self.lengths)
         runs = np.searchsorted(ends, samples, side="right")
         pieces = self.starts[runs] + samples - (ends - self.lengths)[runs]
@@ -308,13 +308,13 @@ class PackedSequences:
         return taken
 
     def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Samples `[count]` as inputs, the tokens that follow them, and positions, each `[count, sequence_length]`."""
+        """Return samples `[count]` as inputs, next tokens and positions, each `[count, sequence_length]`."""
         taken = self.take(samples)
         inputs = taken[:, :-1]
         return inputs, taken[:, 1:], np.broadcast_to(np.arange(self.sequence_length), inputs.shape)
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Of samples `[count]` together: the labels that the loss counts, and the tokens read: all of them."""
+        """Count the labels in the loss, and the tokens, of samples `[count]` together: all of them."""
         num_tokens = len(samples) * self.sequence_length
         return num_tokens, num_tokens
 
@@ -322,13 +322,13 @@ class PackedSequences:
 def pack_corpus(
     corpus: Corpus, *, sequence_length: int, held_out_fraction: float = 0.0
 ) -> tuple[PackedSequences, PackedSequences]:
-    """Cut a corpus into pieces and split them into those to train on and those held out.
+    """Cut a corpus into pieces and split them into training and held-out pieces.
 
-    The row is divided into up to 64 zones, and the last pieces of each zone are held out: that part is made
-    of long passages from all over the corpus. With a fraction above 0 both parts have at least one piece.
+    The tokens are divided into up to 64 zones, and the last pieces of each zone are held out, so the held-out part has
+    long passages from all over the corpus. With a fraction above 0 both parts have at least one piece.
 
     Raises:
-        ValueError: too few tokens for one piece (two, where some are held out).
+        ValueError: there are too few tokens for one piece (two, if some are held out).
     """
     num_pieces = max(0, len(corpus.tokens) - 1) // sequence_length
     least_pieces = 2 if held_out_fraction > 0 else 1
@@ -340,7 +340,7 @@ def pack_corpus(
         )
     num_held_out = round(num_pieces * held_out_fraction)
     num_held_out = min(max(num_held_out, least_pieces - 1), num_pieces - 1)
-    # No more zones than pieces of either part, so that no zone is asked to hold out more than it has.
+    # No more zones than pieces of either part, so that no zone has to hold out more than it has.
     num_zones = max(1, min(NUM_ZONES, num_held_out, num_pieces - num_held_out))
     zone_ends = np.arange(1, num_zones + 1) * num_pieces // num_zones
     zone_starts = np.concatenate([[0], zone_ends[:-1]])

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, through the package `datasets`; the only module that imports it."""
+"""Datasets of the Hugging Face hub, through the package `datasets`; the only module that imports it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nxd_trainer.data.tables import text_in
 
 
 def hub_files(name: str, *, config: str | None = None, split: str = "train") -> list[Path]:
-    """The arrow files of a split of a data set, downloaded and converted unless they are there.
+    """Return the arrow files of a dataset's split, downloaded and converted unless they are cached.
 
     Args:
-        name: on the hub, such as `HuggingFaceH4/ultrachat_200k`, or a local folder as `datasets.load_dataset` reads it.
-        config: of several that a data set has; None takes its only one.
-        split: such as `train`, whole.
+        name: name on the hub, such as `HuggingFaceH4/ultrachat_200k`, or a local folder for `datasets.load_dataset`.
+        config: config of a dataset that has several; None for its only one.
+        split: a whole split, such as `train`.
 
     Raises:
-        ValueError: there is no such data set, it is made by code, or the package `datasets` is not installed.
+        ValueError: there is no such dataset, it needs code, or the package `datasets` is not installed.
     """
     if "[" in split or "+" in split:
         raise ValueError(f"data.dataset_split={split} is a slice or a sum; name one split, such as train")
@@ -28,7 +28,7 @@ def hub_files(name: str, *, config: str | None = None, split: str = "train") -> 
     try:
         data = datasets.load_dataset(name, config, split=split)
         files = [Path(file["filename"]) for file in data.cache_files]
-    except Exception as error:  # whatever the readers of many formats, and the network, raise
+    except Exception as error:  # format readers and the network raise many types
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"data.dataset={name} (data.dataset_split={split}) cannot be read: {reason}") from error
     if not files:
@@ -37,10 +37,10 @@ def hub_files(name: str, *, config: str | None = None, split: str = "train") -> 
 
 
 def stream_hub(name: str, column: str, *, config: str | None = None, split: str = "train") -> ReadTexts:
-    """The texts in a column of a split, read from the hub as they are asked for; arguments as of `hub_files`.
+    """Stream the texts in a column of a split from the hub; arguments as for `hub_files`.
 
     Raises:
-        ValueError: as `hub_files`; while they are read, also that a row lacks the column, or cannot be read.
+        ValueError: as for `hub_files`; while reading, also if a row lacks the column or cannot be read.
     """
     datasets = _import_datasets(name)
 
@@ -63,11 +63,11 @@ def _import_datasets(name: str) -> Any:
         datasets = import_module("datasets")
     except ImportError as error:
         raise ValueError(
-            f"data.dataset={name} is read by the package datasets, which is missing: pip install 'nxd-trainer[hub]'"
+            f"data.dataset={name} needs the package datasets, which is missing: pip install 'nxd-trainer[hub]'"
         ) from error
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise ValueError(
-            f"data.dataset={name} needs datasets 4 or later, which runs no code of a data set, not "
+            f"data.dataset={name} needs datasets 4 or later, which does not run a dataset's code, not "
             f"{datasets.__version__}: pip install 'nxd-trainer[hub]'"
         )
     return datasets

@@ -1,12 +1,12 @@
 """Batches of token ids for a data-parallel rank, in an order that does not depend on the layout.
 
-All samples of a run form one endless row: one shuffled epoch after another. A step takes the next
-`global_batch_size` of them, cuts them into microbatches, and each rank takes its slice of each microbatch. So
-the position is one number, the samples consumed, and a run can resume with other ranks or microbatches.
+All samples of a run form an endless stream: one shuffled epoch after another. A step takes the next
+`global_batch_size` of them and splits them into microbatches, and each rank takes its slice of each microbatch. So
+the position is a single number, the samples consumed, and a run can resume with other ranks or microbatches.
 
-The shuffled order is a function of the position: a keyed permutation (a Feistel network, walked until it lands inside
-the range) instead of a shuffled array. It needs no memory, any position can be asked for at once, and it stays the same
-with every version of numpy and torch, so that an old checkpoint resumes on the data it would have seen.
+The shuffled order is a function of the position: a keyed permutation (a Feistel network with cycle walking) instead of
+a shuffled array. It needs no memory, gives random access, and stays the same with every version of numpy and torch, so
+that an old checkpoint resumes on the data it would have seen.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ MASK_64 = (1 << 64) - 1
 
 
 class Batch(NamedTuple):
-    """The tokens that one rank computes at a time; labels are the inputs shifted by one token.
+    """The tokens of one rank's microbatch; labels are the inputs shifted by one token.
 
-    The mean loss of a step's tokens is that of its microbatches, of all ranks, where each divides its sum of losses by
-    the tokens that are learned of a microbatch on average: `normalizer[0] / normalizer[1]`.
+    The mean loss over a step's tokens is the mean over all ranks' microbatches if each divides its sum of losses by
+    the average number of learned tokens per microbatch: `normalizer[0] / normalizer[1]`.
     """
 
     input_ids: torch.Tensor  # [microbatch/dp, seq], int64
     labels: torch.Tensor  # [microbatch/dp, seq], int64; -100 for a token that is not learned
-    position_ids: torch.Tensor  # [microbatch/dp, seq], int64; from 0 in each document that attends to itself alone
-    normalizer: torch.Tensor  # [2], int64: tokens that are learned of a step, and its microbatches over all ranks
+    position_ids: torch.Tensor  # [microbatch/dp, seq], int64; from 0 in each document that attends only to itself
+    normalizer: torch.Tensor  # [2], int64: learned tokens of a step, and its microbatches over all ranks
 
     @property
     def is_token(self) -> torch.Tensor:
-        """`[microbatch/dp, seq]`, bool: false for what fills up a row behind its documents; it has no labels."""
+        """`[microbatch/dp, seq]`, bool: false for the padding after a row's documents, which has no labels."""
         document = (self.position_ids == 0).cumsum(1)
         is_last = document == document[:, -1:]
         has_learned = (is_last & (self.labels != -100)).any(dim=1, keepdim=True)
@@ -49,24 +49,24 @@ class Batch(NamedTuple):
 
 
 class Sequences(Protocol):
-    """What samples of one length are taken from."""
+    """A source of samples of one length."""
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
 
     def __len__(self) -> int:
-        """Samples there are."""
+        """Return the number of samples."""
 
     def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Samples `[count]`, each by its number, as inputs, labels and positions, each `[count, sequence_length]`."""
+        """Return samples `[count]`, by number, as inputs, labels and positions, each `[count, sequence_length]`."""
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Of samples `[count]` together: the labels that the loss counts, and the tokens read, without padding."""
+        """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""
 
 
 class Slicer:
-    """Cuts the samples of a global batch into this rank's microbatches."""
+    """Slices a global batch into this rank's microbatches."""
 
     def __init__(self, global_batch_size: int, gradient_accumulation_steps: int, dp_rank: int, dp_size: int):
         if not 0 <= dp_rank < dp_size:
@@ -84,12 +84,12 @@ class Slicer:
     def microbatches(
         self, sequences: Sequences, samples: NDArray[np.int64], averaged: NDArray[np.int64]
     ) -> list[Batch]:
-        """This rank's part of samples `[global_batch_size]`, one batch for each microbatch.
+        """Return this rank's part of samples `[global_batch_size]`, one batch per microbatch.
 
         Args:
-            sequences: where they are from.
-            samples: their numbers.
-            averaged: those that the loss is the mean of: one global batch or several.
+            sequences: the source of the samples.
+            samples: sample numbers.
+            averaged: samples that the loss averages over: one or more global batches.
         """
         num_learned, _ = sequences.count(averaged)
         normalizer = torch.tensor([num_learned, len(averaged) // len(samples) * self._parts])
@@ -101,23 +101,23 @@ class Slicer:
 
 
 class TrainLoader:
-    """The training batches of one rank, step after step, without end.
+    """The endless training batches of one rank, step by step.
 
     Args:
-        sequences: what to train on.
-        global_batch_size: samples of a step, over all ranks and microbatches.
-        gradient_accumulation_steps: microbatches of a step.
+        sequences: sequences to train on.
+        global_batch_size: samples per step, over all ranks and microbatches.
+        gradient_accumulation_steps: microbatches per step.
         dp_rank: this data-parallel rank.
-        dp_size: data-parallel ranks.
-        seed: chooses the order.
+        dp_size: number of data-parallel ranks.
+        seed: seed of the order.
 
     Attributes:
         samples_consumed: samples of all steps taken so far, over all ranks and epochs.
-        tokens_learned: of these, the labels that the loss has counted.
-        tokens_seen: of these, the tokens read, without padding.
+        tokens_learned: labels among these that the loss has counted.
+        tokens_seen: tokens read, without padding.
 
     Raises:
-        ValueError: the batch does not divide, or there is nothing to train on.
+        ValueError: the batch is not divisible, or there are no sequences.
     """
 
     def __init__(
@@ -143,16 +143,16 @@ class TrainLoader:
         return self.samples_consumed // len(self._sequences)
 
     def next_step(self) -> list[Batch]:
-        """This rank's microbatches of the next optimizer step; the position moves on by a global batch."""
+        """Return this rank's microbatches of the next optimizer step, and advance by a global batch."""
         batches = next(self.steps_from(self.samples_consumed))
         self.pass_step()
         return batches
 
     def steps_from(self, position: int) -> Iterator[list[Batch]]:
-        """This rank's microbatches of one step after the other, without end; the loader's own position does not change.
+        """Yield this rank's microbatches step by step, endlessly; the loader's own position does not change.
 
         Args:
-            position: as `samples_consumed` before the first of these steps.
+            position: `samples_consumed` before the first of these steps.
         """
         while True:
             samples = self._step_at(position)
@@ -160,14 +160,14 @@ class TrainLoader:
             position += len(samples)
 
     def pass_step(self) -> None:
-        """Move on by a step whose batches came from elsewhere, see `steps_from`."""
+        """Advance by a step whose batches were taken from `steps_from`."""
         learned, seen = self._sequences.count(self._step_at(self.samples_consumed))
         self.tokens_learned += learned
         self.tokens_seen += seen
         self.samples_consumed += self._slicer.global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain numbers; the same on every rank."""
+        """Return the position as plain numbers; the same on every rank."""
         return {
             "samples_consumed": self.samples_consumed,
             "tokens_learned": self.tokens_learned,
@@ -178,34 +178,34 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume after the samples that `state` has consumed, at this loader's own layout.
+        """Resume after the samples that `state` has consumed, with this loader's layout.
 
         Raises:
-            ValueError: the state is of another order: of other data, sequence length or seed.
+            ValueError: the state has another order: other data, sequence length or seed.
         """
         own = self.state_dict()
         keys = {"num_samples": "data", "sequence_length": "data.sequence_length", "seed": "train.seed"}
         differences = [
-            f"{name}={own[name]} where the checkpoint has {state[name]} (from {key})"
+            f"{name}={own[name]}, but the checkpoint has {state[name]} (from {key})"
             for name, key in keys.items()
             if state[name] != own[name]
         ]
         if differences:
             raise ValueError(
-                f"the run cannot continue in the same data: {'; '.join(differences)}; restore what has changed, "
-                "or start anew in another output folder"
+                f"the run cannot resume its position in the data: {'; '.join(differences)}; restore these values, "
+                "or start over in another output folder"
             )
         self.samples_consumed = state["samples_consumed"]
-        all_tokens = self.samples_consumed * self._sequences.sequence_length  # where an old checkpoint does not say
+        all_tokens = self.samples_consumed * self._sequences.sequence_length  # for old checkpoints without these counts
         self.tokens_learned = state.get("tokens_learned", all_tokens)
         self.tokens_seen = state.get("tokens_seen", all_tokens)
 
     def _step_at(self, position: int) -> NDArray[np.int64]:
-        """The samples of the step that begins at a position, `[global_batch_size]`."""
+        """Return the samples of the step that starts at a position, `[global_batch_size]`."""
         return self._samples_at(np.arange(position, position + self._slicer.global_batch_size))
 
     def _samples_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at positions `[count]` of the endless row."""
+        """Return the samples at positions `[count]` of the endless stream."""
         num_samples = len(self._sequences)
         epochs, offsets = np.divmod(positions, num_samples)
         samples = np.empty_like(offsets)
@@ -216,19 +216,19 @@ class TrainLoader:
 
 
 class HeldOutLoader:
-    """The same held-out batches at every evaluation, cut as a training step is.
+    """The same held-out batches at every evaluation, sliced like a training step.
 
-    The samples are spread evenly over the held-out part and do not depend on the layout. Where that part is
-    smaller than `num_batches` global batches, fewer are used; where it is smaller than one, samples repeat;
-    where it is empty, there are no batches.
+    The samples are spread evenly over the held-out part and do not depend on the layout. If that part is smaller than
+    `num_batches` global batches, fewer are used; if it is smaller than one, samples repeat; if it is empty, there are
+    no batches.
 
     Args:
-        sequences: the held-out part.
-        num_batches: global batches of an evaluation.
+        sequences: held-out sequences.
+        num_batches: global batches per evaluation.
         global_batch_size, gradient_accumulation_steps, dp_rank, dp_size: as for `TrainLoader`.
 
     Raises:
-        ValueError: the batch does not divide.
+        ValueError: the batch is not divisible.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class HeldOutLoader:
         self._accumulation = gradient_accumulation_steps
 
     def __len__(self) -> int:
-        """Batches that one iteration gives, the same number on every rank."""
+        """Return the number of batches per iteration, the same on every rank."""
         return len(self._samples) // self._slicer.global_batch_size * self._accumulation
 
     def __iter__(self) -> Iterator[Batch]:
@@ -258,20 +258,20 @@ class HeldOutLoader:
 
 
 def shuffled(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples at these positions of a shuffled epoch.
+    """Return the samples at these positions of a shuffled epoch.
 
-    Over all positions 0 .. num_samples - 1 each sample comes exactly once; seed and epoch choose the order.
+    Over all positions 0 .. num_samples - 1 each sample occurs exactly once; seed and epoch choose the order.
 
     Args:
         positions: `[count]`, each at least 0 and below `num_samples`.
         num_samples: samples in an epoch.
-        seed: of the run.
-        epoch: from 0.
+        seed: the run's seed.
+        epoch: number of the epoch, from 0.
 
     Returns:
-        `[count]` numbers of samples, in the order of the positions.
+        Sample numbers `[count]`, in the order of the positions.
     """
-    # Numbers are two halves of equal width. Narrower than three bits each, these would mix badly.
+    # Numbers are split into two halves of equal width, at least three bits each: narrower ones would mix badly.
     half_bits = max(3, ((num_samples - 1).bit_length() + 1) // 2)
     keys = [_mix(_mix(_mix(seed) ^ epoch) + round_number) for round_number in range(NUM_ROUNDS)]
     samples = _permute(positions.astype(np.uint64), half_bits, keys)
@@ -281,7 +281,7 @@ def shuffled(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch
 
 
 def _permute(numbers: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDArray[np.uint64]:
-    """A permutation of 0 .. 4**half_bits - 1: each round changes one half by a function of the other."""
+    """Permute 0 .. 4**half_bits - 1: each round changes one half by a function of the other."""
     bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = numbers >> bits, numbers & mask
     for key in keys:
@@ -290,7 +290,7 @@ def _permute(numbers: NDArray[np.uint64], half_bits: int, keys: list[int]) -> ND
 
 
 def _mix(number: int) -> int:
-    """SplitMix64: a 64-bit number whose every bit depends on every bit of the given one."""
+    """SplitMix64: a 64-bit hash in which every output bit depends on every input bit."""
     number = (number + 0x9E3779B97F4A7C15) & MASK_64
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & MASK_64
@@ -298,20 +298,20 @@ def _mix(number: int) -> int:
 
 
 def _mix_array(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The last steps of `_mix`, element by element; unsigned arrays wrap around by themselves."""
+    """Apply the last steps of `_mix` to each element; unsigned arrays wrap around on overflow."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
 
 
 def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """The items in their order, of which up to `depth` are made before they are asked for.
+    """Yield items in order, making up to `depth` of them in advance.
 
-    One thread makes them. It begins with the first item that is asked for, and is gone when this generator has come to
-    its end, has raised or was closed; what it has made by then in vain is dropped.
+    One thread makes them. It starts with the first item requested, and ends when this generator is exhausted, raises or
+    is closed; items made by then but not used are dropped.
 
     Raises:
-        Exception: what `items` raised for an item, with its traceback, when it is that item's turn.
+        Exception: the error of `items` for an item, with its traceback, when it is that item's turn.
     """
 
     def make() -> list[T]:

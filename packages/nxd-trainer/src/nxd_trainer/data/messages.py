@@ -1,7 +1,7 @@
-"""Conversations: their forms in rows and requests, and the one form that chat templates are given.
+"""Converts conversations in rows and requests to the format of chat templates.
 
-A message is an object with `role` and `content`, which is one text. Calls of tools have their arguments as an object,
-not as the text that OpenAI's clients send.
+A message is an object with `role` and `content`, which is a string. Tool calls have their arguments as an object, not
+as the string that OpenAI's clients send.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ ROLES_OF_SHAREGPT = {
     "observation": "tool",
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Marks of a message that say whether it is learned: OpenAI's, and those of axolotl.
+# Keys that say whether a message is learned: OpenAI's, and those of axolotl.
 MARKS = ("weight", "train", "training")
 
-_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # of a pair of surrogates, which JSON may spell alone
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which JSON can escape
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said.
+    """A conversation.
 
     Attributes:
-        messages: in the form of chat templates, with `role` and `content`; `MARKS` may stand beside them.
-        tools: JSON schemas of the tools that the template tells of; None without.
+        messages: messages in the format of chat templates, with `role`, `content` and optional `MARKS`.
+        tools: JSON schemas of the tools for the template; None if there are none.
         first_answer: messages before this one are not learned.
     """
 
@@ -46,17 +46,17 @@ class Conversation:
 
 
 def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
-    """The conversation in a row: `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
+    """Read the conversation in a row: `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
 
-    A prompt and a completion are texts of the user and the assistant, or lists of messages; of these only the
-    completion is learned. A column `tools` goes with any form.
+    A prompt and a completion are texts of the user and the assistant, or lists of messages; only the completion is
+    learned. A column `tools` is allowed with any form.
 
     Args:
-        place: where the row stands, for messages.
-        row: its values by column.
+        place: location of the row, for messages.
+        row: values by column.
 
     Raises:
-        ValueError: the row has none of the forms.
+        ValueError: the row has none of these forms.
     """
     tools = tools_in(place, row)
     for column in ("messages", "conversations"):
@@ -66,8 +66,8 @@ def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
         prompt, completion = _said(place, row, "prompt", "user"), _said(place, row, "completion", "assistant")
         return Conversation([*prompt, *completion], tools, first_answer=len(prompt))
     raise ValueError(
-        f"{place} is no conversation; expected messages, conversations, or prompt and completion, "
-        f"and it has {', '.join(map(str, row)) or 'no column'}; for plain text set data.column instead of data.chat"
+        f"{place} is not a conversation; expected messages, conversations, or prompt and completion, "
+        f"but it has {', '.join(map(str, row)) or 'no columns'}; for plain text set data.column instead of data.chat"
     )
 
 
@@ -77,12 +77,12 @@ def _said(place: str, row: Mapping[str, Any], column: str, role: str) -> Sequenc
 
 
 def messages_of(place: str, column: str, value: object) -> list[Mapping[str, Any]]:
-    """The messages in a column of a row, in the form of chat templates.
+    """Read the messages in a column of a row, in the format of chat templates.
 
-    Keys that hold nothing are left out, also those of calls: tables have them where other rows have something.
+    Null values are dropped, also in calls: tables add them for keys that other rows have.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the column holds something else.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parsed(f"{place}: {column}", value)
@@ -94,10 +94,10 @@ def messages_of(place: str, column: str, value: object) -> list[Mapping[str, Any
 
 
 def tools_in(place: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The column `tools` of a row, a list of JSON schemas or its JSON text; None without any.
+    """Read the column `tools` of a row, a list of JSON schemas or its JSON text; None if there is none.
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: the column holds something else.
     """
     tools = row.get("tools")
     if isinstance(tools, str) and tools.lstrip().startswith("["):
@@ -114,19 +114,19 @@ def tools_in(place: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]] | No
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether a message is the assistant's, and its marks do not switch it off."""
+    """Whether a message is the assistant's, and its marks do not turn it off."""
     return message["role"] == "assistant" and all(message.get(mark, 1) for mark in MARKS)
 
 
 def plain_messages(place: str, messages: Sequence[object]) -> list[dict[str, Any]]:
-    """Messages in the form of chat templates, of those that a client sends or a program makes.
+    """Convert messages from a client or a program to the format of chat templates.
 
     Args:
-        place: the name of the list, for messages.
-        messages: in OpenAI's form.
+        place: name of the list, for messages.
+        messages: messages in OpenAI's format.
 
     Raises:
-        ValueError: one is something else.
+        ValueError: one has another format.
     """
     return [_message(f"{place}[{index}]", message) for index, message in enumerate(messages)]
 
@@ -152,7 +152,7 @@ def _message(place: str, given: object) -> dict[str, Any]:
             del message["tool_calls"]
             message["content"] = message["content"] or ""
     if message.get("function_call") is not None:
-        raise ValueError(f"{place} has a function_call, which tool_calls have replaced; write it as one of those")
+        raise ValueError(f"{place} has a function_call, which tool_calls have replaced; use tool_calls")
     for mark in MARKS:
         _check_mark(place, mark, message)
     return {key: value for key, value in message.items() if value is not None}
@@ -168,7 +168,7 @@ def _check_role(place: str, role: object) -> None:
 
 
 def _text(place: str, content: object, *, required: bool) -> str | None:
-    """One text, of a text or of parts."""
+    """Return a string, from a string or parts."""
     if isinstance(content, list):
         parts = [part["text"] for part in content if _is_text_part(part)]
         if len(parts) == len(content):
@@ -177,7 +177,7 @@ def _text(place: str, content: object, *, required: bool) -> str | None:
     if not isinstance(content, str) and (content is not None or required):
         raise ValueError(f"{place} has {_shown(content)} as its content; expected text")
     if half := _HALF_A_CHARACTER.search(content or ""):
-        raise ValueError(f"{place} has {half.group()!a} in its content, half of a character; mend the text")
+        raise ValueError(f"{place} has {half.group()!a} in its content, half of a character; fix the text")
     return content
 
 
@@ -186,7 +186,7 @@ def _is_text_part(part: object) -> bool:
 
 
 def _call(place: str, call: object) -> dict[str, Any]:
-    """A call whose arguments are an object."""
+    """Return a call whose arguments are an object."""
     if isinstance(call, str):
         call = _parsed(place, call)
     if not isinstance(call, dict):
@@ -216,11 +216,11 @@ def _check_mark(place: str, mark: str, message: Mapping[str, Any]) -> None:
     if value is None:
         return
     if not isinstance(value, int | float) or value not in (0, 1):
-        raise ValueError(f"{place} has {mark}={short_repr(value)}; expected 1 or true, or 0 or false to switch it off")
+        raise ValueError(f"{place} has {mark}={short_repr(value)}; expected 1 or true, or 0 or false to turn it off")
     if value and message["role"] != "assistant":
         raise ValueError(
-            f"{place} has {mark}={short_repr(value)} and the role {message['role']!r}; only what the assistant says is "
-            f"learned, so leave {mark} out"
+            f"{place} has {mark}={short_repr(value)} and the role {message['role']!r}; only the assistant's messages "
+            f"are learned, so leave {mark} out"
         )
 
 
@@ -228,14 +228,14 @@ def _parsed(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is no JSON: {short_repr(text)} ({error}); mend it") from error
+        raise ValueError(f"{place} is not JSON: {short_repr(text)} ({error}); fix it") from error
 
 
 def _without_nulls(place: str, value: Any) -> Any:
     try:
         return _stripped(value)
     except RecursionError as error:
-        raise ValueError(f"{place} has values in one another too deeply; mend it, or leave it out") from error
+        raise ValueError(f"{place} is nested too deeply; fix it, or leave it out") from error
 
 
 def _stripped(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Preferences: rows with a prompt and two answers, as tokens, and as pairs of sequences.
+"""Preferences: rows with a prompt and two answers, as tokens and as pairs of sequences.
 
-They lie on disk as conversations do, the chosen answer of a row and then the rejected one.
+They are stored like conversations, the chosen answer of a row before the rejected one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transform
 
 
 class PreferenceEncoder:
-    """Turns rows into tokens: texts by a tokenizer, messages by its chat template.
+    """Tokenizes rows: texts with a tokenizer, messages with its chat template.
 
     Args:
         path: the folder of a tokenizer as Hugging Face models ship it, or its tokenizer.json.
 
     Attributes:
-        marks_answers: whether the answers are known without looking for them.
-        fingerprint: another text whenever the same row would give other tokens.
+        marks_answers: whether the answers are known without searching for them.
+        fingerprint: a string that changes whenever the same row would give different tokens.
 
     Raises:
         ValueError: there is no such tokenizer, or transformers is not installed.
@@ -51,23 +51,23 @@ class PreferenceEncoder:
         )
 
     def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
-        """The tokens of a row's chosen and rejected answer, each after the prompt, and which of them are the answer.
+        """Tokenize a row's chosen and rejected answers, each after the prompt, and mark the answers' tokens.
 
-        As TRL has them: `prompt`, `chosen` and `rejected`, all texts or all lists of messages; with messages the prompt
-        may be left out, and is then what both answers begin with. Texts get the end-of-text token.
+        Columns are as in TRL: `prompt`, `chosen` and `rejected`, all texts or all lists of messages; with messages the
+        prompt may be omitted, and is then the common beginning of both answers. Texts get the end-of-text token.
 
         Args:
-            place: where the row stands, for messages.
-            row: its values by column.
+            place: location of the row, for messages.
+            row: values by column.
 
         Raises:
-            ValueError: the row has not these columns, or the chat template refuses it.
+            ValueError: the row lacks these columns, or the chat template refuses it.
         """
         chosen, rejected = row.get("chosen"), row.get("rejected")
         if chosen is None or rejected is None:
             raise ValueError(
-                f"{place} is no preference; expected prompt, chosen and rejected, and it has "
-                f"{', '.join(map(str, row)) or 'no column'}"
+                f"{place} is not a preference; expected prompt, chosen and rejected, but it has "
+                f"{', '.join(map(str, row)) or 'no columns'}"
             )
         values = [row.get("prompt"), chosen, rejected]
         if all(isinstance(value, str) for value in values):
@@ -79,7 +79,7 @@ class PreferenceEncoder:
             prompt = messages_of(place, "prompt", row["prompt"])
         if self._template is None:
             raise ValueError(
-                f"{place} has messages, and {self._folder} has no chat template; set data.tokenizer to the tokenizer "
+                f"{place} has messages, but {self._folder} has no chat template; set data.tokenizer to the tokenizer "
                 "of a chat model, or give texts"
             )
         tools = tools_in(place, row)
@@ -104,7 +104,7 @@ def _common_beginning(place: str, chosen: list[Any], rejected: list[Any]) -> tup
     while length < min(len(chosen), len(rejected)) - 1 and chosen[length] == rejected[length]:
         length += 1
     if not length:
-        raise ValueError(f"{place} has no prompt, and chosen and rejected begin with other messages; give a prompt")
+        raise ValueError(f"{place} has no prompt, and chosen and rejected start with different messages; give a prompt")
     return chosen[:length], [chosen[length:], rejected[length:]]
 
 
@@ -113,35 +113,35 @@ class PairSequences:
     """Pairs of sequences, numbered from 0; a sample has two rows, the chosen answer and then the rejected one.
 
     Attributes:
-        answers: the sequences of all answers here, those of a pair next to one another.
+        answers: the sequences of all answers here; those of a pair are adjacent.
     """
 
     answers: ConversationSequences
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a row."""
+        """Tokens per row."""
         return self.answers.sequence_length
 
     def __len__(self) -> int:
         return len(self.answers) // 2
 
     def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Pairs `[count]` as inputs, labels and positions, each `[2 * count, sequence_length]`."""
+        """Return pairs `[count]` as inputs, labels and positions, each `[2 * count, sequence_length]`."""
         return self.answers.rows(_both(samples))
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Of pairs `[count]` together: the tokens of answers, and the tokens read, without padding."""
+        """Count the tokens of answers, and the tokens without padding, of pairs `[count]` together."""
         return self.answers.count(_both(samples))
 
 
 def cut_preferences(
     conversations: Conversations, *, sequence_length: int, held_out_fraction: float = 0.0
 ) -> tuple[PairSequences, PairSequences, list[str]]:
-    """Pairs to train on, those held out, spread evenly among them, and lines about what the length leaves out.
+    """Return pairs to train on, evenly spaced held-out ones, and warnings about pairs that the length drops.
 
     Raises:
-        ValueError: too few pairs of which both answers have a token within the length.
+        ValueError: there are too few pairs with a token of both answers within the length.
     """
     starts, lengths, learned = cut_lengths(conversations, sequence_length)
     pairs = np.flatnonzero(learned.reshape(-1, 2).all(axis=1))
@@ -156,11 +156,11 @@ def cut_preferences(
         return PairSequences(answers)
 
     left_out = len(learned) // 2 - len(pairs)
-    told = f"left out: {left_out:,} pairs with an answer of which data.sequence_length={sequence_length} leaves nothing"
+    told = f"left out: {left_out:,} pairs with an answer entirely beyond data.sequence_length={sequence_length}"
     warnings = warnings_of_thoughts(conversations.index) + ([told] if left_out else [])
     return part(pairs[~is_held_out]), part(pairs[is_held_out]), warnings
 
 
 def _both(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The answers of pairs: `[2 * count]`."""
+    """Return the answers of pairs: `[2 * count]`."""
     return np.stack([2 * pairs, 2 * pairs + 1], axis=1).reshape(-1)

@@ -1,6 +1,6 @@
-"""Reads tokens that others have made: `.npy`, flat `.bin`, and Megatron's pairs of `.bin` and `.idx`.
+"""Reads existing tokens: `.npy`, flat `.bin`, and Megatron's pairs of `.bin` and `.idx`.
 
-Files are memory-mapped and read in pieces. No length, offset or type in a file is believed before it is checked.
+Files are memory-mapped and read in pieces. No length, offset or type in a file is trusted before it is checked.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Document = Iterable[NDArray[Any]]  # its tokens in pieces
 
 
 def read_documents(files: Sequence[SourceFile], dtype: TokenDtype | None) -> Iterator[Document]:
-    """The documents of token files, as they stand there; a `.npy` or flat `.bin` file is one.
+    """Yield the documents of token files, unchanged; a `.npy` or flat `.bin` file is one document.
 
     Args:
-        files: of `find_tokens`.
-        dtype: of flat `.bin` files; the others say theirs.
+        files: files from `find_tokens`.
+        dtype: dtype of flat `.bin` files; other files declare theirs.
 
     Raises:
-        ValueError: a file is damaged or something else, or a flat one has no dtype.
+        ValueError: a file is damaged or has another format, or the dtype of a flat one is not given.
     """
     indexed = {file.path.with_suffix(".bin") for file in files if file.path.suffix == ".idx"}
     for file in files:
@@ -53,10 +53,10 @@ def _pieces(tokens: NDArray[Any]) -> Document:
 def _npy_tokens(path: Path) -> NDArray[Any]:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # whatever numpy's reader raises for a header that is none
+    except Exception as error:  # numpy's reader raises many types for invalid headers
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"{path} is no .npy file of numbers: {reason}; mend it, or take it out of data.path"
+            f"{path} is not a .npy file of numbers: {reason}; fix it, or remove it from data.path"
         ) from error
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         form = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "an archive"
@@ -67,13 +67,13 @@ def _npy_tokens(path: Path) -> NDArray[Any]:
 def _flat_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
     if dtype is None:
         raise ValueError(
-            f"{path} has no .idx file beside it, so it is a flat row of tokens; set data.token_dtype to "
+            f"{path} has no .idx file beside it, so it is a flat file of tokens; set data.token_dtype to "
             f"{', '.join(TOKEN_DTYPES[:-1])} or {TOKEN_DTYPES[-1]}"
         )
     width, num_bytes = np.dtype(dtype).itemsize, path.stat().st_size
     if num_bytes % width:
         raise ValueError(
-            f"{path} has {num_bytes} bytes, no multiple of {width}: data.token_dtype={dtype} is not its type"
+            f"{path} has {num_bytes} bytes, not a multiple of {width}: data.token_dtype={dtype} is not its type"
         )
     if not num_bytes:
         return np.empty(0, dtype=dtype)
@@ -81,16 +81,16 @@ def _flat_tokens(path: Path, dtype: TokenDtype | None) -> NDArray[Any]:
 
 
 def _megatron_documents(index_file: Path) -> Iterator[Document]:
-    """The documents that an `.idx` file names in the `.bin` file beside it."""
+    """Yield the documents that an `.idx` file names in the `.bin` file beside it."""
     dtype, lengths, offsets, bounds = _read_megatron_index(index_file)
     tokens_file = index_file.with_suffix(".bin")
     num_bytes = tokens_file.stat().st_size
     if len(lengths) and int((offsets + lengths * dtype.itemsize).max()) > num_bytes:
         raise ValueError(f"{index_file} names tokens past the end of {tokens_file.name}, which has {num_bytes} bytes")
     claimed = int(lengths.sum()) * dtype.itemsize
-    if claimed > num_bytes:  # the same bytes again and again: a small pair would become any number of tokens
+    if claimed > num_bytes:  # repeated bytes: a small pair could expand to any number of tokens
         raise ValueError(
-            f"{index_file} names {claimed} bytes of tokens, and {tokens_file.name} has {num_bytes}; make the pair anew"
+            f"{index_file} names {claimed} bytes of tokens, but {tokens_file.name} has {num_bytes}; rebuild the pair"
         )
     tokens = np.memmap(tokens_file, dtype=np.uint8, mode="r") if num_bytes else np.empty(0, dtype=np.uint8)
 
@@ -104,10 +104,10 @@ def _megatron_documents(index_file: Path) -> Iterator[Document]:
 
 
 def _read_megatron_index(file: Path) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens' type; `[sequences]` tokens of each, and bytes before it; `[documents + 1]` first sequence of each."""
+    """Read the dtype; `[sequences]` lengths in tokens, and offsets in bytes; `[documents + 1]` first sequences."""
     content = file.read_bytes()
     if len(content) < _MEGATRON_HEADER.size or not content.startswith(_MEGATRON_MAGIC):
-        raise ValueError(f"{file} is no Megatron index; mend it, or take it out of data.path")
+        raise ValueError(f"{file} is not a Megatron index; fix it, or remove it from data.path")
     _, version, code, num_sequences, num_bounds = _MEGATRON_HEADER.unpack_from(content)
     if version != 1 or code not in _MEGATRON_DTYPES:
         raise ValueError(
@@ -115,7 +115,9 @@ def _read_megatron_index(file: Path) -> tuple[np.dtype[Any], NDArray[np.int64], 
             f"({', '.join(map(str, _MEGATRON_DTYPES))})"
         )
     if len(content) < _MEGATRON_HEADER.size + 12 * num_sequences + 8 * num_bounds:
-        raise ValueError(f"{file} is cut off: {num_sequences} sequences in {num_bounds - 1} documents do not fit in it")
+        raise ValueError(
+            f"{file} is truncated: {num_sequences} sequences in {num_bounds - 1} documents do not fit in it"
+        )
     at = _MEGATRON_HEADER.size
     lengths = np.frombuffer(content, "<i4", num_sequences, at).astype(np.int64)
     offsets = np.frombuffer(content, "<i8", num_sequences, at + 4 * num_sequences)
@@ -123,5 +125,5 @@ def _read_megatron_index(file: Path) -> tuple[np.dtype[Any], NDArray[np.int64], 
     most = np.iinfo(np.int64).max // 16  # so that no sum below overflows
     is_order = len(bounds) and bounds[0] == 0 and bounds[-1] == num_sequences and (np.diff(bounds) >= 0).all()
     if not is_order or (lengths < 0).any() or (offsets < 0).any() or (offsets > most).any():
-        raise ValueError(f"{file} is damaged: its lengths, offsets or documents are out of order; make it anew")
+        raise ValueError(f"{file} is damaged: its lengths, offsets or documents are out of order; rebuild it")
     return np.dtype(_MEGATRON_DTYPES[code]).newbyteorder("<"), lengths, offsets, bounds

@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of their own, within limits of time, memory and output.
+"""Renders chat templates in a separate process, with limits on time, memory and output.
 
-A template comes with a model and so from a stranger, and a server's clients choose the messages and tools that it is
-given. `template_process.py` is the program of that process.
+A template comes with a model, so it is untrusted, and a server's clients choose its messages and tools.
+`template_process.py` is the program of that process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 MAX_SECONDS = 5.0  # of processor time
-MAX_SECONDS_OF_CLOCK = 300.0  # for a machine that is busy
+MAX_SECONDS_OF_CLOCK = 300.0  # for a busy machine
 MAX_BYTES = 512 << 20
-MAX_CHARACTERS = 1 << 18  # and those that are rendered, so many times:
+MAX_CHARACTERS = 1 << 18  # plus the characters to render, times:
 MAX_GROWTH = 16
-# Variables and functions that the process gives to templates, and what transformers takes in their place.
+# Variables and functions that the process gives to templates, and transformers' arguments for them.
 OWN_VARIABLES = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
     "raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum", "cycler", "joiner", "loop", "self",
@@ -35,13 +35,13 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to render.
+    """A rendering to make.
 
     Attributes:
-        count: of the messages, from the first on.
-        messages: in their place.
-        asks: whether the assistant is asked for an answer.
-        marked: whether to find out what comes from which message. Templates may render a text with marks differently.
+        count: number of messages to render, from the first.
+        messages: messages to render instead.
+        asks: whether to prompt the assistant for an answer.
+        marked: whether to track which text comes from which message. Templates may render marked text differently.
     """
 
     count: int = 0
@@ -52,14 +52,14 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A text, and where its parts come from; without marks they are not known.
+    """A rendered text and, for marked jobs, the origins of its parts.
 
     Attributes:
-        text: all of it; empty where the template failed.
-        passes: the number of a message, and from where to where one pass of a loop over messages wrote.
-        generated: from where to where it is marked by `{% generation %}`.
-        end: of the last loop over messages.
-        error: why the template failed; None where it did not.
+        text: the whole text; empty if the template failed.
+        passes: for each pass of a loop over messages, the message's number and the start and end of its output.
+        generated: starts and ends of the parts marked by `{% generation %}`.
+        end: end of the last loop over messages.
+        error: why the template failed; None if it did not.
     """
 
     text: str = ""
@@ -70,7 +70,7 @@ class Rendered:
 
 
 class TemplateRenderer:
-    """Processes that render templates: one, unless several threads render at a time. They end with this object."""
+    """Processes that render templates: one, unless several threads render concurrently. They end with this object."""
 
     def __init__(self) -> None:
         self._start_in_this_process()
@@ -83,22 +83,22 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         jobs: Sequence[Job],
     ) -> list[Rendered]:
-        """What jobs render.
+        """Render jobs.
 
         Args:
-            template: its source.
-            variables: those of the tokenizer, such as `bos_token`, and others; none of `OWN_VARIABLES`.
-            messages: in the form of chat templates.
+            template: source of the template.
+            variables: the tokenizer's variables, such as `bos_token`, and others; none of `OWN_VARIABLES`.
+            messages: messages in the format of chat templates.
             tools: JSON schemas of tools.
-            jobs: what to render of them.
+            jobs: the renderings to make.
 
         Raises:
-            ValueError: it takes too long, or too much memory.
+            ValueError: rendering takes too much time or memory.
         """
         request: dict[str, Any] = {"template": template, "variables": variables, "messages": messages, "tools": tools}
         given = len(json.dumps(request, default=str))
         request |= {"jobs": [asdict(job) for job in jobs], "max_characters": MAX_CHARACTERS + MAX_GROWTH * given}
-        if self._owner != os.getpid():  # in a fork, whose parent talks to the processes
+        if self._owner != os.getpid():  # in a fork: the processes belong to the parent
             self._start_in_this_process()
         try:
             process = self._idle.pop()
@@ -134,7 +134,7 @@ class _TemplateProcess:
     process: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        # -P: modules beside the program do not stand in for those of the standard library.
+        # -P: modules beside the program must not shadow the standard library.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_PROGRAM), str(MAX_SECONDS), str(MAX_BYTES)],
             stdin=subprocess.PIPE,
@@ -149,27 +149,27 @@ class _TemplateProcess:
         self.process.stdout.close()
 
     def ask(self, request: bytes) -> list[dict[str, Any]]:
-        """The answers to a request.
+        """Return the answers to a request.
 
         Raises:
-            ValueError: the process has died of it, or gives none.
+            ValueError: the process died, or does not answer.
         """
         try:
             self._requests.send_bytes(request)
             if not self._answers.poll(MAX_SECONDS_OF_CLOCK):
-                raise ValueError(f"it is not rendered after {MAX_SECONDS_OF_CLOCK:g} s")
+                raise ValueError(f"rendering did not finish within {MAX_SECONDS_OF_CLOCK:g} s")
             answers: list[dict[str, Any]] = json.loads(self._answers.recv_bytes())
         except (EOFError, OSError) as error:
             self.process.wait()
             if self.process.returncode == -signal.SIGPROF:
                 raise ValueError(f"it takes more than {MAX_SECONDS:g} s of processor time") from error
             raise ValueError(
-                f"the process that renders it has died (exit code {self.process.returncode}), as of too little memory"
+                f"the rendering process died (exit code {self.process.returncode}), probably for lack of memory"
             ) from error
         return answers
 
     def end(self) -> None:
-        """Kill it, if it runs."""
+        """Kill the process, if it is running."""
         with suppress(OSError):
             self._requests.close()
         with suppress(OSError):

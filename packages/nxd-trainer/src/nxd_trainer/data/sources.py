@@ -81,7 +81,7 @@ def find_text_files(
             advice = f"it has rows: {_KEYS_OF_ROWS}"
         elif any(_walk(folder, TOKEN_SUFFIXES, {"__pycache__"})):
             advice = f"it has tokens: {_KEY_OF_TOKENS}"
-        raise ValueError(f"{folder} holds no file that ends in {', '.join(suffixes)}; {advice}")
+        raise ValueError(f"{folder} holds no files that end in {', '.join(suffixes)}; {advice}")
     return files
 
 
@@ -115,7 +115,7 @@ def find_tables(
         ValueError: nothing at the path, no such file in the folder, or several splits, of which one must be named.
     """
     if path is None:
-        raise ValueError("data.column and data.chat need data.path, a file of rows or a folder of them")
+        raise ValueError("data.column and data.chat need data.path, a file or folder of rows")
     if not isinstance(path, (str, Path)):
         return [(file.name, file) for file in path]
     folder = Path(path)
@@ -127,12 +127,12 @@ def find_tables(
     if folder.is_file():
         if folder.suffix not in TABLE_SUFFIXES:
             raise ValueError(
-                f"data.path={folder} has no rows, which end in {', '.join(TABLE_SUFFIXES)}; leave data.column and "
+                f"data.path={folder} is not a file of rows ({', '.join(TABLE_SUFFIXES)}); leave data.column and "
                 "data.chat out to read it as text"
             )
         return [(folder.name, folder)]
     if not folder.is_dir():
-        raise ValueError(f"data.path={folder} does not exist; give a file of rows or a folder of them")
+        raise ValueError(f"data.path={folder} does not exist; give a file or folder of rows")
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
         raise ValueError(f"data.path={folder} holds the splits {', '.join(splits)}; name the folder of one")
@@ -141,7 +141,7 @@ def find_tables(
     files = sorted(_walk(folder, tuple(suffixes), {"__pycache__"}))
     if not files:
         raise ValueError(
-            f"{folder} holds no file that ends in {', '.join(suffixes)}; to read text, unset data.column and data.chat"
+            f"{folder} holds no files that end in {', '.join(suffixes)}; to read text, unset data.column and data.chat"
         )
     return files
 
@@ -170,7 +170,7 @@ def find_tokens(path: str | Path, *, suffixes: Sequence[str] | None = None) -> l
     if folder.is_dir():
         files = sorted(_walk(folder, tuple(suffixes or TOKEN_SUFFIXES), {"__pycache__"}))
         if not files:
-            raise ValueError(f"{folder} holds no file that ends in {', '.join(suffixes or TOKEN_SUFFIXES)}")
+            raise ValueError(f"{folder} holds no files that end in {', '.join(suffixes or TOKEN_SUFFIXES)}")
     else:
         pair = [_of_megatron(folder, ".bin"), _of_megatron(folder, ".idx")]
         found = [folder] if folder.suffix == ".npy" else [file for file in pair if file.exists()]
@@ -182,7 +182,7 @@ def find_tokens(path: str | Path, *, suffixes: Sequence[str] | None = None) -> l
         partner = file.with_suffix(".bin")
         if file.suffix == ".idx" and partner not in named:
             if not partner.is_file() or not _stays_in(file.parent, partner):
-                raise ValueError(f"{file} is half of a pair, and {partner.name} is missing; put it beside it")
+                raise ValueError(f"{file} is half of a pair, but {partner.name} is missing; put it beside {file.name}")
             files.append((Path(name).with_suffix(".bin").as_posix(), partner))
     return sorted(files)
 
@@ -198,10 +198,10 @@ def _files_of_saved_dataset(folder: Path) -> list[tuple[str, Path]]:
         entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
         names = [Path(entry["filename"]).name for entry in entries]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{folder / 'state.json'} lists no files of a data set; save the data set again") from error
+        raise ValueError(f"{folder / 'state.json'} lists no files of a dataset; save the dataset again") from error
     leaving = [name for name in names if not _stays_in(folder, folder / name)]
     if leaving:
-        raise ValueError(f"{folder / leaving[0]} is a link out of its folder; give what it names as data.path")
+        raise ValueError(f"{folder / leaving[0]} is a link out of its folder; give its target as data.path")
     return [(name, folder / name) for name in names]
 
 
@@ -225,7 +225,7 @@ def files_left_out(path: str | Path | None, suffixes: Sequence[str] | None, *, t
     named = [f"{count} {suffix or 'without suffix'}{_key_of(suffix, taken)}" for suffix, count in left]
     further = [f"{len(left) - NAMED_LEFT_OUT} more kinds"] if len(left) > NAMED_LEFT_OUT else []
     links = sum(not _stays_in(folder, file) for _, file in _walk(folder, taken, {"__pycache__"}, with_links=True))
-    leaving = [f"{links} links out of the folder (data.sources takes what they name)"] if links else []
+    leaving = [f"{links} links out of the folder (data.sources takes their targets)"] if links else []
     parts = named[:NAMED_LEFT_OUT] + further + leaving
     return f"left out of data.path: {', '.join(parts)}" if parts else None
 
@@ -295,7 +295,7 @@ def scan_files(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
             with path.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error}; mend it, or take it out of data.path") from error
+            raise ValueError(f"{path} cannot be read: {error}; fix it, or remove it from data.path") from error
         scanned.append(SourceFile(path=path, name=name, num_bytes=path.stat().st_size, digest=digest))
     return scanned
 
@@ -303,7 +303,7 @@ def scan_files(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
 def _check_is_file(path: Path) -> None:
     # Only files: to open a pipe is to wait for whoever writes to it, and a device need not end.
     if not path.is_file():
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a file")
 
 
 def _scan(name: str, path: Path) -> SourceFile:

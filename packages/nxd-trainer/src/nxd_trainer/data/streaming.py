@@ -153,14 +153,14 @@ class StreamLoader:
             "seed": "train.seed",
         }
         differences = [
-            f"{name}={own[name]} where the checkpoint has {state.get(name)} (from {key})"
+            f"{name}={own[name]}, but the checkpoint has {state.get(name)} (from {key})"
             for name, key in keys.items()
             if state.get(name) != own[name]
         ]
         if differences:
             raise ValueError(
-                f"the run cannot continue in the same data: {'; '.join(differences)}; restore what has changed, "
-                "or start anew in another output folder"
+                f"the run cannot resume its position in the data: {'; '.join(differences)}; restore these values, "
+                "or start over in another output folder"
             )
         self.samples_consumed = state["samples_consumed"]
         self.tokens_learned, self.tokens_seen = state["tokens_learned"], state["tokens_seen"]

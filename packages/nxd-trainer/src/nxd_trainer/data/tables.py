@@ -39,7 +39,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     try:
         yield from _READERS[path.suffix](path)
     except (UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; mend it, or take it out of data.path") from error
+        raise ValueError(f"{path} cannot be read: {error}; fix it, or remove it from data.path") from error
 
 
 def read_texts(path: Path, column: str) -> Iterator[str]:
@@ -69,7 +69,7 @@ def text_in(place: str, row: Mapping[str, Any], column: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half a character
-        raise ValueError(f"{place}: {column} cannot be written as UTF-8: {error.reason}; mend it") from error
+        raise ValueError(f"{place}: {column} cannot be written as UTF-8: {error.reason}; fix it") from error
     return text
 
 
@@ -94,7 +94,7 @@ def _parse(place: str, text: str) -> object:
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is no JSON: {error}; mend it, or leave it out") from error
+        raise ValueError(f"{place} is not JSON: {error}; fix it, or leave it out") from error
     return value
 
 
@@ -111,10 +111,10 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             for number, row in enumerate(csv.DictReader(stream, strict=True), start=1):
                 place = f"{path}, row {number}"
                 if None in row or None in row.values():
-                    raise ValueError(f"{place} has another number of fields than the first line; mend it")
+                    raise ValueError(f"{place} does not have the same number of fields as the first line; fix it")
                 yield place, row
     except csv.Error as error:
-        raise ValueError(f"{path} is no CSV: {error}; mend it, or take it out of data.path") from error
+        raise ValueError(f"{path} is not CSV: {error}; fix it, or remove it from data.path") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -167,7 +167,7 @@ def _rows_of_batches(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterat
                     yield place, {name: _decoded(place, value, decoders.get(name)) for name, value in row.items()}
     except arrow.ArrowException as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{path} is not {path.suffix[1:]}: {reason}; mend it, or take it out of data.path") from error
+        raise ValueError(f"{path} is not {path.suffix[1:]}: {reason}; fix it, or remove it from data.path") from error
 
 
 def _decoders(schema: Any) -> dict[str, Decode | None]:
@@ -228,14 +228,14 @@ def _decoded(place: str, value: Any, decode: Decode | None) -> Any:
     try:
         return decode(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} holds JSON that cannot be read: {error}; mend it, or leave it out") from error
+        raise ValueError(f"{place} holds invalid JSON: {error}; fix it, or leave it out") from error
 
 
 def _check_rows(path: Path, num_rows: int) -> None:
     """Raise ValueError where a file claims more rows than there can be something in."""
     num_bytes = path.stat().st_size
     if num_rows > _LEAST_ROWS + _ROWS_PER_BYTE * num_bytes:
-        raise ValueError(f"{path} claims {num_rows} rows in {num_bytes} bytes; take it out of data.path")
+        raise ValueError(f"{path} claims {num_rows} rows in {num_bytes} bytes; remove it from data.path")
 
 
 def _cost(what: str, array: Any, most: int) -> int:
@@ -265,11 +265,11 @@ def _cost(what: str, array: Any, most: int) -> int:
         cost += _total(compute.list_value_length(lists))
         held = [lists.flatten()] if cost <= most else []
     elif types.is_nested(kind) or (types.is_dictionary(kind) and not types.is_primitive(kind.value_type)):
-        raise ValueError(f"{what} is {kind}, which is not read; write it as plain values or lists")
+        raise ValueError(f"{what} is {kind}, which is not supported; write it as plain values or lists")
     for one in held:
         cost += _cost(what, one, most - cost)
     if cost > most:
-        raise ValueError(f"{what} claims more values than the file has bytes for; take it out of data.path")
+        raise ValueError(f"{what} claims more values than fit into the file; remove it from data.path")
     return cost
 
 
@@ -297,7 +297,7 @@ def _import_pyarrow(path: Path) -> Any:
     try:
         import pyarrow  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ValueError(f"{path} is read by pyarrow, which is missing: pip install 'nxd-trainer[data]'") from error
+        raise ValueError(f"{path} needs pyarrow, which is missing: pip install 'nxd-trainer[data]'") from error
     return pyarrow
 
 

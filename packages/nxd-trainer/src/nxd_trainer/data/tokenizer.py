@@ -131,13 +131,13 @@ class HuggingFaceTokenizer:
             tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception for whatever it cannot read
             is_pointer = file.read_bytes()[: len(_LFS_POINTER)] == _LFS_POINTER
-            reason = "it is a pointer of Git LFS; fetch the file itself by `git lfs pull`" if is_pointer else str(error)
+            reason = "it is a Git LFS pointer; fetch the file with `git lfs pull`" if is_pointer else str(error)
             raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {reason}") from error
         cut_texts = tokenizer.truncation is not None or tokenizer.padding is not None
         _take_whole_texts(tokenizer)
         self.vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if not self.vocabulary:
-            raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer that knows tokens")
+            raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer with tokens")
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self._decode = tokenizer.decode
         added = tokenizer.get_added_tokens_decoder().items()
@@ -151,7 +151,7 @@ class HuggingFaceTokenizer:
     def _load_folder(self, folder: Path) -> None:
         tokenizer = load_tokenizer_of_transformers(folder)
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"data.tokenizer={folder} has no eos_token, which must end each document")
+            raise ValueError(f"data.tokenizer={folder} has no eos_token to end documents with")
         self.vocabulary = tokenizer.get_vocab()
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         self._decode = tokenizer.decode
@@ -232,7 +232,7 @@ def load_tokenizer_of_transformers(folder: Path) -> Any:
         )
     except Exception as error:  # whatever the readers of many formats raise
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"data.tokenizer={folder} holds no Hugging Face tokenizer: {reason}") from error
+        raise ValueError(f"data.tokenizer={folder} is not a Hugging Face tokenizer: {reason}") from error
     if tokenizer.is_fast:
         _take_whole_texts(tokenizer.backend_tokenizer)
     return tokenizer
@@ -287,8 +287,8 @@ def _check_growth(file: Path) -> None:
         growth = _growth(steps)
         if growth > _MOST_GROWTH or len(steps) > _MOST_STEPS:
             raise ValueError(
-                f"data.tokenizer: the {part} of {file} has {len(steps)} steps, which make up to {growth:.3g} of one "
-                f"character or token; more than {_MOST_STEPS} steps or {_MOST_GROWTH} times are not run"
+                f"data.tokenizer: the {part} of {file} has {len(steps)} steps, which expand a text up to {growth:.3g} "
+                f"times; at most {_MOST_STEPS} steps and {_MOST_GROWTH} times are allowed"
             )
 
 
@@ -366,13 +366,15 @@ def _find_end_of_document(file: Path, vocabulary: Mapping[str, int]) -> int:
     try:
         config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"data.tokenizer: {config_file} is no JSON: {error}") from error
+        raise ValueError(f"data.tokenizer: {config_file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"data.tokenizer: {config_file} holds a {type(config).__name__}; expected an object")
     declared = config.get("eos_token")
     declared = declared.get("content") if isinstance(declared, dict) else declared
     if declared is not None and not isinstance(declared, str):
-        raise ValueError(f"data.tokenizer: {config_file} has no text as its eos_token, but a {type(declared).__name__}")
+        raise ValueError(
+            f"data.tokenizer: {config_file} has a {type(declared).__name__} as its eos_token; expected text"
+        )
     candidates = END_OF_DOCUMENT_TEXTS if declared is None else (declared,)
     for candidate in candidates:
         if candidate in vocabulary:
