@@ -77,8 +77,8 @@ def test_what_cannot_be_upcycled_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     capsys.readouterr()
     for arguments, message in (
-        (["biased", "--experts", "4"], "self_attn.k_proj.bias, and a MixtralForCausalLM has no biases"),
-        (["biased", "--experts", "4", "--top-k", "5"], "--experts 4 --top-k 5: give 2 experts or more"),
+        (["biased", "--experts", "4"], "self_attn.k_proj.bias, but MixtralForCausalLM has no biases"),
+        (["biased", "--experts", "4", "--top-k", "5"], "--experts 4 --top-k 5: use 2 or more experts"),
         (["other", "--experts", "4"], "'gpt2'; those of llama, mistral, qwen2, qwen3 can be upcycled"),
         (["nowhere", "--experts", "4"], "config.json does not exist"),
     ):

@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from nxd_trainer.recipe import Recipe
 from nxd_trainer.recipe.sections import DpoLossName, DpoSection
 
-REFERENCE = "reference_log_probs"  # the input of a model that is trained
+REFERENCE = "reference_log_probs"  # an input of the trained model
 
 
 class DpoLoss:
-    """The loss function of a model, of transformers or our Llama.
+    """The DPO loss function of a transformers model or our Llama.
 
     Args:
-        options: which loss, and its numbers.
+        options: the loss and its parameters.
     """
 
     def __init__(self, options: DpoSection) -> None:
@@ -44,15 +44,15 @@ class DpoLoss:
         reference_log_probs: Tensor | None = None,
         **further: Any,
     ) -> Tensor:
-        """The mean loss of the pairs, 0-d; without a reference the log-probability of each answer, `[2 pairs]`.
+        """Return the mean loss of the pairs, 0-d; without a reference, the log-probability of each answer, `[2 pairs]`.
 
         Args:
             logits: `[2 pairs, seq, vocab/tp]`.
-            labels: `[2 pairs, seq]`, the next tokens, -100 where they are no answer, unless `shift_labels` has them.
+            labels: `[2 pairs, seq]`, next tokens, -100 outside answers; ignored if `shift_labels` is given.
             vocab_size: number of tokens, if the logits' dim is padded.
-            shift_labels: `[2 pairs, seq]`, as `labels`.
-            reference_log_probs: of the answers by the reference model, `[2 pairs]`.
-            **further: what models of transformers pass to their loss besides.
+            shift_labels: `[2 pairs, seq]`, like `labels`.
+            reference_log_probs: the answers' log-probabilities under the reference model, `[2 pairs]`.
+            **further: other arguments that transformers models pass to their loss.
         """
         tokens = labels if shift_labels is None else shift_labels
         assert tokens is not None, "a model computes its loss when it has labels"
@@ -60,38 +60,38 @@ class DpoLoss:
         if reference_log_probs is None:
             return log_probs
         gain = log_probs - reference_log_probs
-        if self._options.loss == "ipo":  # of a token, so that long answers do not count for more
+        if self._options.loss == "ipo":  # per token, so that long answers do not count more
             gain = gain / (tokens != IGNORED_LABEL).sum(dim=1).clamp(min=1)
         rewards = self._options.beta * gain
         return _losses(rewards[0::2], rewards[1::2], self._options).mean()
 
 
 def _losses(chosen: Tensor, rejected: Tensor, options: DpoSection) -> Tensor:
-    """Of the rewards of each pair's answers, `[pairs]`."""
+    """Return the losses for the rewards of each pair's answers, `[pairs]`."""
     margin, swapped = chosen - rejected, options.label_smoothing
     loss: DpoLossName = options.loss
     match loss:
         case "sigmoid":
             return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)
-        case "robust":  # Chowdhury et al. 2024: unbiased where so many pairs are swapped
+        case "robust":  # Chowdhury et al. 2024: unbiased if that fraction of pairs is swapped
             return (swapped * F.logsigmoid(-margin) - (1 - swapped) * F.logsigmoid(margin)) / (1 - 2 * swapped)
         case "hinge":  # Zhao et al. 2023 (SLiC)
             return F.relu(1 - margin)
         case "ipo":  # Azar et al. 2023
             return ((margin - 0.5) / options.beta) ** 2
-        case "apo_zero":  # D'Oosterlinck et al. 2024: the chosen answer likelier, the rejected one less likely
+        case "apo_zero":  # D'Oosterlinck et al. 2024: the chosen answer more likely, the rejected one less likely
             return F.sigmoid(-chosen) + F.sigmoid(rejected)
-        case "apo_down":  # of the same: both less likely, the rejected one more so
+        case "apo_down":  # same paper: both less likely, the rejected one even less
             return F.sigmoid(chosen) + F.sigmoid(-margin)
     assert_never(loss)
 
 
 def with_dpo_loss(make: Callable[[], nn.Module], recipe: Recipe) -> Callable[[], nn.Module]:
-    """Makes the same model, with the loss of preferences."""
+    """Return a function that makes the same model with the DPO loss."""
 
     def made() -> nn.Module:
         module: Any = make()
-        if is_transformers_model(module) and recipe.parallel.degrees.splits_layers:  # first, as it sets the loss, too
+        if is_transformers_model(module) and recipe.parallel.degrees.splits_layers:  # first, as it also sets the loss
             splits_experts = recipe.parallel.degrees.splits_experts
             parallelize(module, expert_parallel=splits_experts, sequence_parallel=recipe.parallel.sequence_parallel)
         module.loss_function = DpoLoss(recipe.dpo)
@@ -103,11 +103,11 @@ def with_dpo_loss(make: Callable[[], nn.Module], recipe: Recipe) -> Callable[[],
 
 @torch.no_grad()
 def reference_log_probs(model: NxDModel, inputs: Mapping[str, Any]) -> Tensor:
-    """The log-probabilities of a batch's answers by a reference model, `[2 pairs]`, on every rank of the pipeline.
+    """Return the reference model's log-probabilities of a batch's answers, `[2 pairs]`, on every pipeline rank.
 
     Args:
-        model: `model_of_reference` gives it.
-        inputs: of the batch.
+        model: the model from `model_of_reference`.
+        inputs: the batch's inputs.
     """
     found = model.run_eval(**inputs)
     ids: Tensor = inputs["input_ids"]
@@ -121,11 +121,11 @@ def reference_log_probs(model: NxDModel, inputs: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def model_of_reference(model: NxDModel, reference: NxDModel | None) -> Iterator[NxDModel]:
-    """The reference model, without dropout, while the block runs.
+    """Yield the reference model, without dropout.
 
     Args:
-        model: that is trained.
-        reference: another one; None: the same model without its adapters.
+        model: the trained model.
+        reference: a separate reference model; None: the same model without its adapters.
     """
     chosen = model if reference is None else reference
     was_training = chosen.training

@@ -1,7 +1,7 @@
 """A recipe's optimizer: its class, its arguments, and which parameters it decays.
 
-`nxd train` and `nxd parity` use this module. An optimizer that looks at more than one element is refused where the
-ranks hold parts of what it looks at, since its result would depend on the layout.
+`nxd train` and `nxd parity` use this module. An optimizer whose update of an element depends on others is refused if
+those are split over ranks, since its result would depend on the layout.
 """
 
 import inspect
@@ -22,7 +22,7 @@ _TYPES: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "adafactor": A
 
 
 def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
-    """The optimizer that a recipe names, for the parameters of a model that train. By all ranks.
+    """Build the optimizer that a recipe names, for a model's trainable parameters. Call it on all ranks.
 
     Raises:
         ValueError: there is no such optimizer, its arguments are wrong, or it is not exact at this layout.
@@ -30,7 +30,7 @@ def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
     device, cls = get_device(), optimizer_class(recipe)
     arguments = optimizer_arguments(recipe)
     check_is_exact(recipe, cls, arguments)
-    # On XLA the count of steps, too, is data; bias corrections that have become 1 would make another graph.
+    # On XLA the step count is data too; otherwise bias corrections that reach 1 would change the graph.
     if cls is AdamW and records_graphs(device):
         arguments = {"capturable": True, **arguments}
     elif cls in (AdamW, SGD) and "foreach" not in arguments:
@@ -40,10 +40,10 @@ def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
 
 
 def optimizer_class(recipe: Recipe) -> type[Optimizer]:
-    """The class that `optimizer.type` or `optimizer.factory` names.
+    """Return the class that `optimizer.type` or `optimizer.factory` names.
 
     Raises:
-        ValueError: the factory cannot be imported, or is no class of torch optimizers.
+        ValueError: the factory cannot be imported, or is not a torch optimizer class.
     """
     name = recipe.optimizer.factory
     if name is None:
@@ -51,16 +51,16 @@ def optimizer_class(recipe: Recipe) -> type[Optimizer]:
     found = import_named(name, "optimizer.factory")
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise ValueError(
-            f"optimizer.factory={name} is no class of torch optimizers; give one, such as torch.optim:NAdam"
+            f"optimizer.factory={name} is not a torch optimizer class; give one, such as torch.optim:NAdam"
         )
     return found
 
 
 def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Arguments of the class that hold for all parameters.
+    """Return the optimizer's arguments for all parameters.
 
     Raises:
-        ValueError: the class does not take them.
+        ValueError: the class does not accept them.
     """
     options, cls = recipe.optimizer, optimizer_class(recipe)
     arguments: dict[str, Any] = {"lr": options.lr}
@@ -70,14 +70,14 @@ def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
     try:
         inspect.signature(cls).bind([], **arguments)
         cls([{"params": [torch.zeros(1, 1)]}], **arguments)
-    except Exception as error:  # whatever a class says of its arguments
+    except Exception as error:  # classes raise many types for bad arguments
         shown = {name: it for name, it in arguments.items() if name != "lr"}
         raise ValueError(f"{_named(recipe)} does not take optimizer.config={shown}: {error}") from error
     return arguments
 
 
 def parameter_groups(recipe: Recipe, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Groups for an optimizer that decays matrices and leaves norms alone."""
+    """Return parameter groups that decay matrices but not norms and biases."""
     trained = list(parameters)
     return [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": recipe.optimizer.weight_decay},
@@ -86,10 +86,10 @@ def parameter_groups(recipe: Recipe, parameters: Iterable[Tensor]) -> list[dict[
 
 
 def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, Any]) -> None:
-    """Check that an optimizer computes at a recipe's layout what it computes in one process.
+    """Check that an optimizer computes the same at a recipe's layout as in one process.
 
     Raises:
-        ValueError: it looks at whole matrices where ranks hold parts, or at all parameters where ranks hold some.
+        ValueError: it needs whole matrices but ranks hold parts, or all parameters but ranks hold some.
     """
     parallel, or_use = recipe.parallel, "or use adamw or sgd"
     try:
@@ -106,8 +106,8 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
 
 
 def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
-    """A learning rate as an optimizer takes it: on XLA as data, 0-d, so that a schedule's steps are one graph."""
-    # Made as [1], since torch-xla takes the scalars 0 and 1 for constants.
+    """Return a learning rate for the optimizer: on XLA a 0-d tensor, so that all steps share one graph."""
+    # Made as [1], since torch-xla treats the scalars 0 and 1 as constants.
     return torch.tensor([rate], device=device).view(()) if records_graphs(device) else rate
 
 

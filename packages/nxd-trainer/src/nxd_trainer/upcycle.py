@@ -1,8 +1,8 @@
-"""Upcycling: a dense Hugging Face model becomes a mixture of experts that computes the same (Komatsuzaki et al. 2022,
+"""Upcycling: turns a dense Hugging Face model into a mixture of experts with the same outputs (Komatsuzaki et al. 2022,
 "Sparse Upcycling").
 
 Every expert of a layer is a copy of its MLP, and the weights of a token's experts add up to one, so it does not matter
-which ones a new router chooses. They become different in training, since each gets other tokens.
+which ones a new router chooses. They diverge in training, since each gets different tokens.
 """
 
 import re
@@ -26,17 +26,17 @@ _NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_
 
 @dataclass(frozen=True)
 class _Family:
-    """A mixture of experts, and what its files call things.
+    """A mixture-of-experts architecture and the names in its files.
 
     Attributes:
-        model_type: of transformers.
-        architecture: of transformers.
-        block: of a layer, that has the experts.
-        projections: of an expert, by those of the dense MLP.
-        experts_key: of the config, how many experts a layer has.
-        further: keys of the config, from that of the dense model.
-        has_shared_expert: beside the others; it adds nothing at first.
-        has_biases: in attention, where the dense model has them.
+        model_type: model type in transformers.
+        architecture: class in transformers.
+        block: name of a layer's block with the experts.
+        projections: projections of an expert, by those of the dense MLP.
+        experts_key: config key for the number of experts per layer.
+        further: function from the dense config to additional config keys.
+        has_shared_expert: whether there is also a shared expert, which adds nothing at first.
+        has_biases: whether attention has biases if the dense model does.
     """
 
     model_type: str
@@ -90,25 +90,28 @@ def upcycle(
 ) -> Path:
     """Write a mixture of experts whose layers have copies of a dense model's MLPs. Memory: the largest tensor.
 
-    Routers are drawn from a fixed seed, with the model's `initializer_range`. A Qwen2-MoE also has a shared expert,
-    with the MLP's weights but for its last, which is zero.
+    Routers are initialized from a fixed seed, with the model's `initializer_range`. A Qwen2-MoE also has a shared
+    expert, with the MLP's weights except its last projection, which is zero.
 
     Args:
         dense: folder of a Llama, Mistral, Qwen2 or Qwen3, in safetensors.
         target: folder to write, with the dense model's tokenizer.
-        num_experts: of each layer.
-        top_k: experts of each token.
-        max_shard_size: most bytes of tensors in one file, such as "5GB".
+        num_experts: experts per layer.
+        top_k: experts per token.
+        max_shard_size: maximum bytes of tensors in one file, such as "5GB".
 
     Returns:
         The target folder.
 
     Raises:
-        ValueError: the dense model is another, or has what the mixture has no place for; the target holds a model.
+        ValueError: the dense model's type is not supported, it has biases that the mixture lacks, or the target already
+            holds a model.
         CheckpointError: the files cannot be read.
     """
     if num_experts < 2 or not 1 <= top_k <= num_experts:
-        raise ValueError(f"--experts {num_experts} --top-k {top_k}: give 2 experts or more, and a top-k of 1 to that")
+        raise ValueError(
+            f"--experts {num_experts} --top-k {top_k}: use 2 or more experts, and a top-k from 1 to that number"
+        )
     given = read_config(dense)
     family = _FAMILIES.get(str(given.get("model_type")))
     if family is None:
@@ -117,11 +120,11 @@ def upcycle(
         )
     config = complete_config(given)
     if "initializer_range" not in config:
-        raise ValueError("the config's defaults are needed: pip install transformers")
+        raise ValueError("completing the config needs transformers: pip install transformers")
     source = whole_model_tensors(dense)
     biases = sorted(name for name in source.tensors if name.endswith(".bias"))
     if biases and not family.has_biases:
-        raise ValueError(f"{dense} has {biases[0]}, and a {family.architecture} has no biases; it cannot be upcycled")
+        raise ValueError(f"{dense} has {biases[0]}, but {family.architecture} has no biases; it cannot be upcycled")
     mixture = {
         **{key: value for key, value in config.items() if key not in _NOT_COPIED},
         "architectures": [family.architecture],
@@ -176,12 +179,12 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Upcycled:
-    """The mixture's tensors, under the names that its files have; a `TensorSource`.
+    """The mixture's tensors by their names in its files; a `TensorSource`.
 
     Attributes:
         source: the dense model's tensors.
-        copies: what they are copied to.
-        made: what is new.
+        copies: the dense tensor that each copied tensor comes from.
+        made: new tensors.
     """
 
     source: TensorSource

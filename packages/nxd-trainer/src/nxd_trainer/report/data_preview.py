@@ -1,4 +1,4 @@
-"""What a run will read: its first samples, decoded and coloured, the lengths of documents, and what packing saves."""
+"""Previews a run's data: the first samples, decoded and colored, document lengths, and the savings from packing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 
 def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *, seed: int) -> None:
-    """Print the first samples of a run, with the tokens that the loss counts in another colour."""
+    """Print the first samples of a run, with the tokens that the loss counts in a different color."""
     has_colours = console.color_system is not None
     console.print(
         Text("learned", LEARNED)
@@ -50,7 +50,7 @@ def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *
 
 
 def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: Tokenizer, *, has_colours: bool) -> Text:
-    """The text of inputs `[tokens]` and of the last label, each token learned where it is the label before."""
+    """Return the text of inputs `[tokens]` and the last label; tokens that are labels of the loss are colored."""
     is_learned = np.concatenate([[False], labels >= 0])
     tokens = np.append(inputs, max(int(labels[-1]), 0))[: len(is_learned) - (not is_learned[-1])]
     text = Text()
@@ -75,7 +75,7 @@ def _with_borders(decoded: str, tokenizer: Tokenizer, style: str) -> Iterator[tu
 
 
 def show_lengths(console: Console, source: Corpus | Conversations, *, sequence_length: int) -> None:
-    """Print how long a source's documents are, as a histogram over powers of two."""
+    """Print a histogram of a source's document lengths over powers of two."""
     lengths = document_lengths(source)
     bins = np.maximum(lengths, 1).astype(np.float64)
     counts = np.bincount(np.floor(np.log2(bins)).astype(int))
@@ -98,7 +98,7 @@ def show_lengths(console: Console, source: Corpus | Conversations, *, sequence_l
 
 
 def document_lengths(source: Corpus | Conversations) -> NDArray[np.int64]:
-    """Tokens of each document `[documents]`, with the mark of its end, or of each conversation."""
+    """Return the tokens of each document, including its end token, or of each conversation: `[documents]`."""
     if isinstance(source, Conversations):
         return np.diff(source.ends, prepend=0)
     ends = np.flatnonzero(source.tokens == source.index.end_of_document) + 1
@@ -108,7 +108,7 @@ def document_lengths(source: Corpus | Conversations) -> NDArray[np.int64]:
 
 
 def packing_line(conversations: Conversations, *, sequence_length: int) -> str:
-    """What packing saves, as a line."""
+    """Return a line about the savings from packing."""
     apart, packed = (
         cut_conversations(conversations, sequence_length=sequence_length, packed=packed)[0] for packed in (False, True)
     )
@@ -121,7 +121,7 @@ def packing_line(conversations: Conversations, *, sequence_length: int) -> str:
 
 
 def special_tokens_line(corpus: Corpus, tokenizer: Tokenizer) -> str | None:
-    """A line about texts that spell a special token, which becomes that token; None where none does."""
+    """Return a line about texts that spell a special token, and so become it; None if there are none."""
     special = [*tokenizer.special_ids, tokenizer.end_of_document]
     found, counts = np.unique(corpus.tokens[np.isin(corpus.tokens, special)], return_counts=True)
     ours = Counter([*tokenizer.prefix, tokenizer.end_of_document])  # of each document
@@ -135,5 +135,5 @@ def special_tokens_line(corpus: Corpus, tokenizer: Tokenizer) -> str | None:
     shown = tokenizer.decode([next(iter(spelled))], skip_special_tokens=False)
     return (
         f"{sum(spelled.values()):,} times text spells a special token, such as {shown!r}, and is learned as it; "
-        "remove it from the text unless it is meant so"
+        "remove it from the text unless this is intended"
     )
