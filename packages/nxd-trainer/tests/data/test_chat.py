@@ -285,9 +285,9 @@ def test_template_is_told_the_variables_of_a_prompt(make_chat_tokenizer, variabl
     [
         ("enable_thinkin", r"does not read 'enable_thinkin'; did you mean 'enable_thinking'\?"),
         ("documents", r"'documents' is already set for the chat template; leave it out"),
-        ("messages", r"'messages' is given"),
-        ("tools", r"'tools' is given"),
-        ("add_generation_prompt", r"'add_generation_prompt' is given"),
+        ("messages", r"'messages' is already set"),
+        ("tools", r"'tools' is already set"),
+        ("add_generation_prompt", r"'add_generation_prompt' is already set"),
         ("eos_token", r"'eos_token' is already set"),
         ("_nxd_start", r"does not read '_nxd_start'; leave it out"),
     ],
