@@ -21,7 +21,7 @@ def test_inputs_are_padded_to_the_nearest_bucket_also_after_loading(trace, tmp_p
             assert padded_length.item() == bucket
 
     check(model)
-    with pytest.raises(ValueError, match="length 9 along dim 1, more than the largest bucket, 8; shorten the input"):
+    with pytest.raises(ValueError, match="length 9 along dim 1, more than the largest bucket's 8; shorten the input"):
         model(torch.ones(2, 9, dtype=torch.long))
     model.close()
     if kernel is models.python_kernel:

@@ -164,7 +164,7 @@ def remove(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda folder: edit_manifest(folder, torch="2.1.0"), "was compiled for torch 2.1.0, this is"),
+        (lambda folder: edit_manifest(folder, torch="2.1.0"), "was compiled for torch 2.1.0, but this is"),
         (lambda folder: edit_manifest(folder, system="Linux aarch65"), "for system Linux aarch65, this is"),
         (lambda folder: edit_manifest(folder, device="xla"), "for device xla, this is cpu"),
         (lambda folder: edit_manifest(folder, format=99), "has format 99"),
@@ -186,11 +186,11 @@ def remove(folder: Path) -> None:
             lambda folder: edit_manifest(folder, files={"../x": {"size": 1, "sha256": ""}}),
             "'../x' is outside the folder",
         ),
-        (lambda folder: edit_manifest(folder, programs=[]), "damaged .it has no programs"),
-        (lambda folder: edit_manifest(folder, compiler="gcc"), "damaged .compiler is 'gcc', none of export"),
-        (lambda folder: edit_input(folder, dtype="os"), "damaged .'os' is no dtype of torch"),
-        (lambda folder: edit_input(folder, shape=[-1, 6]), r"damaged .\[-1, 6\] is no shape of a tensor"),
-        (lambda folder: move_programs(folder, "../elsewhere"), "rank.json names other programs than manifest.json"),
+        (lambda folder: edit_manifest(folder, programs=[]), "damaged .there are no programs"),
+        (lambda folder: edit_manifest(folder, compiler="gcc"), "damaged .compiler is 'gcc', not one of export"),
+        (lambda folder: edit_input(folder, dtype="os"), "damaged .'os' is not a torch dtype"),
+        (lambda folder: edit_input(folder, shape=[-1, 6]), r"damaged .\[-1, 6\] is not a tensor shape"),
+        (lambda folder: move_programs(folder, "../elsewhere"), "rank.json and manifest.json name different programs"),
         (lambda folder: remove(folder / "tp_rank_01"), "tp_rank_01 is missing: the model has 2 ranks"),
         (
             lambda folder: cut_off(folder / "tp_rank_01" / "weights.safetensors"),
@@ -221,7 +221,7 @@ def test_saving_replaces_a_model_but_nothing_else(saved, copy, tmp_path):
 
     with nxd_trace.parallel_model_load(saved) as model:
         for name in ("notes", "app"):
-            with pytest.raises(ValueError, match=r"holds other files .*; give a new folder"):
+            with pytest.raises(ValueError, match=r"holds other files .*; pass a new folder"):
                 nxd_trace.parallel_model_save(model, tmp_path / name)
         (copy / "mine.txt").write_text("keep me")
         with pytest.raises(ValueError, match=r"holds other files .'mine.txt'"):
@@ -229,7 +229,7 @@ def test_saving_replaces_a_model_but_nothing_else(saved, copy, tmp_path):
         (copy / "mine.txt").unlink()
         cut_off(copy / "tp_rank_00" / "weights.safetensors")
         nxd_trace.parallel_model_save(model, tmp_path / "link")
-    with pytest.raises(TypeError, match="got a Linear; expected what parallel_model_trace returns"):
+    with pytest.raises(TypeError, match="got a Linear; expected a TensorParallelModel"):
         nxd_trace.parallel_model_save(torch.nn.Linear(1, 1), tmp_path)
 
     with nxd_trace.parallel_model_load(copy) as model:

@@ -88,8 +88,8 @@ def test_two_programs_of_one_name_are_refused():
 @pytest.mark.parametrize(
     ("aliases", "error", "text"),
     [
-        (["columns"], ValueError, "name 'columns', which is no parameter or buffer"),
-        ([torch.zeros(1)], ValueError, "name a Tensor, which is no parameter or buffer"),
+        (["columns"], ValueError, "name 'columns', which is not a parameter or buffer"),
+        ([torch.zeros(1)], ValueError, "name a Tensor, which is not a parameter or buffer"),
         ({"rows": "1"}, TypeError, "map to '1'; expected an output's index"),
         (["rows", "rows"], ValueError, "state 'rows' twice"),
         ("rows", TypeError, "aliases of type str"),

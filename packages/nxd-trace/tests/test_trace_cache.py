@@ -125,5 +125,5 @@ def test_digest_of_sources_changes_with_the_code_alone(tmp_path, monkeypatch):
 
     assert digest_of("first_package", "a = 1\n") == digest_of("second_package", "a = 1\n")
     assert digest_of("third_package", "a = 2\n") != source_digest("first_package")
-    with pytest.raises(ValueError, match="there is no package 'no_such_package' to hash; install it"):
+    with pytest.raises(ValueError, match="package 'no_such_package' not found; install it"):
         source_digest("no_such_package")

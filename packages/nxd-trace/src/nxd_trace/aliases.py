@@ -1,4 +1,4 @@
-"""Aliases: which tensors of a model are state, kept in the workers and updated in place by each call."""
+"""Aliases: the tensors of a model that are state, which the workers keep and each call updates in place."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ class Alias:
     """One state tensor.
 
     Attributes:
-        name: of the parameter or buffer that holds it.
-        output: which of the model's outputs, counted flat, is its new value; that one is not returned to callers.
-            None where `forward` writes into the tensor itself, or assigns another to the buffer.
+        name: name of the parameter or buffer that holds it.
+        output: index of the model's (flattened) output that is its new value; that output is not returned to callers.
+            None if `forward` writes into the tensor itself or assigns a new tensor to the buffer.
     """
 
     name: str
@@ -22,16 +22,16 @@ class Alias:
 
 
 def read_aliases(model: nn.Module, aliases: Any) -> list[Alias]:
-    """The aliases that `func` returned with the model, in one form.
+    """Normalize the aliases that `func` returned with the model.
 
     Args:
-        model: that the aliases are of.
-        aliases: a mapping of state to output index (or None), or just the state that `forward` updates in place.
+        model: the model that the aliases belong to.
+        aliases: a mapping from state to output index (or None), or just the state that `forward` updates in place.
             State is a parameter or buffer of the model, or its name.
 
     Raises:
-        TypeError: not one of these forms.
-        ValueError: a tensor or name that the model lacks, or one state or output twice.
+        TypeError: `aliases` has none of these forms.
+        ValueError: the model lacks a tensor or name, or a state or output appears twice.
     """
     if aliases is None:
         return []
@@ -53,7 +53,7 @@ def read_aliases(model: nn.Module, aliases: Any) -> list[Alias]:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, each tensor once, under its first name."""
+    """Parameters and buffers; each tensor once, under its first name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
@@ -64,7 +64,7 @@ def _name_of(state: Any, names: dict[int, str], known: set[str]) -> str:
         return names[id(state)]
     what = repr(state) if isinstance(state, str) else f"a {type(state).__name__}"
     raise ValueError(
-        f"the aliases name {what}, which is no parameter or buffer of the model; register it with "
+        f"the aliases name {what}, which is not a parameter or buffer of the model; register it with "
         "register_buffer, and alias it by name or as the tensor itself"
     )
 

@@ -1,7 +1,7 @@
-"""Buckets: one program per input length, and the choice between them at each call.
+"""Buckets: one program per input length, and the choice of one at each call.
 
 A bucket kernel takes the inputs of a call, pads them, and chooses their bucket. Scripted kernels are saved with the
-model. Kernels in plain Python are not: pass the configuration again when loading.
+model. Plain Python kernels are not; pass the configuration again when loading.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,18 @@ _KERNEL_FILE, _PREPROCESSOR_FILE = "bucket_kernel.pt", "state_preprocessor.pt"
 
 @dataclass(frozen=True)
 class BucketModelConfig:
-    """How a model of several buckets chooses between them; as `torch_neuronx.BucketModelConfig`.
+    """How a model with several buckets chooses one; as `torch_neuronx.BucketModelConfig`.
 
     Attributes:
-        bucket_kernel: called without arguments, gives the kernel: a function of the inputs of a call, as a list, to
-            the padded inputs and the number of their bucket. Scripted or plain Python. None for the built-in kernel:
+        bucket_kernel: function without arguments that returns the kernel: a function (scripted or plain Python) from
+            the list of a call's inputs to the padded inputs and their bucket's index. None for the built-in kernel:
             zeros are appended until the inputs have the shapes of the first bucket that they fit into.
-        shared_state_buffer: first values of the state, one tensor per alias and in their order, where it is larger
-            than what a bucket works on.
-        shared_state_buffer_preprocessor: called without arguments, gives a function of the shapes that a bucket's
-            state has, the state, and the number of the bucket, to what the bucket works on. These are views of the
-            state: what a bucket writes into a copy is lost.
-        func_kwargs: for `func`: a dict for all buckets, or a list of one per bucket.
+        shared_state_buffer: initial values of the state, one tensor per alias in order, if it is larger than
+            the state of a bucket.
+        shared_state_buffer_preprocessor: function without arguments that returns a function from the shapes of a
+            bucket's state, the state, and the bucket's index to the tensors that the bucket works on. They must be
+            views of the state: what a bucket writes into a copy is lost.
+        func_kwargs: arguments for `func`: one dict for all buckets, or a list with one per bucket.
     """
 
     bucket_kernel: Callable[[], BucketKernel] | None
@@ -52,13 +52,13 @@ class BucketModelConfig:
                     f"got a {type(value).__name__}"
                 )
         if self.shared_state_buffer_preprocessor is not None and self.shared_state_buffer is None:
-            raise ValueError("shared_state_buffer_preprocessor needs shared_state_buffer, the state that it cuts up")
+            raise ValueError("shared_state_buffer_preprocessor needs shared_state_buffer, the state that it slices")
 
     def kwargs_of(self, bucket: int, num_buckets: int) -> Mapping[str, Any]:
-        """Arguments of `func` for one bucket.
+        """The arguments of `func` for one bucket.
 
         Raises:
-            ValueError: a list of another length.
+            ValueError: the list has another length.
         """
         if self.func_kwargs is None:
             return {}
@@ -66,14 +66,14 @@ class BucketModelConfig:
             return self.func_kwargs
         if len(self.func_kwargs) != num_buckets:
             raise ValueError(
-                f"func_kwargs has {len(self.func_kwargs)} entries for {num_buckets} buckets; give one dict per bucket, "
+                f"func_kwargs has {len(self.func_kwargs)} entries for {num_buckets} buckets; pass one dict per bucket, "
                 "or a single dict for all"
             )
         return self.func_kwargs[bucket]
 
 
 def save_functions(config: BucketModelConfig, folder: Path) -> dict[str, Any]:
-    """Write the scripted functions of a configuration; gives what the manifest says of it."""
+    """Write the scripted functions of a configuration; returns its entry in the manifest."""
     kinds = {}
     for name, make, file in (
         ("kernel", config.bucket_kernel, _KERNEL_FILE),
@@ -94,7 +94,7 @@ def load_kernel(
     """The bucket kernel of a model.
 
     Raises:
-        ModelFolderError: it was plain Python, and no configuration is given.
+        ModelFolderError: the kernel was plain Python, and no configuration is given.
     """
     if config is not None:
         return fitting_kernel(signatures) if config.bucket_kernel is None else config.bucket_kernel()
@@ -118,7 +118,7 @@ def load_preprocessor(stored: Mapping[str, Any], folder: Path) -> StatePreproces
 
 
 def fitting_kernel(signatures: Sequence[Signature]) -> BucketKernel:
-    """The built-in kernel: appends zeros along every dim, for the first bucket that all inputs fit into."""
+    """The built-in kernel: pads with zeros along every dim, to the first bucket that all inputs fit into."""
 
     def kernel(inputs: list[Tensor]) -> tuple[list[Tensor], int]:
         for index, signature in enumerate(signatures):
@@ -132,16 +132,16 @@ def fitting_kernel(signatures: Sequence[Signature]) -> BucketKernel:
 def choose_bucket(
     kernel: BucketKernel, signatures: Sequence[Signature], inputs: list[Tensor]
 ) -> tuple[int, list[Tensor]]:
-    """The bucket for these inputs, and the inputs padded for it.
+    """Choose the bucket for these inputs and pad them for it.
 
     Raises:
-        ValueError: they are larger than the largest bucket, or the kernel names no bucket or pads to another shape.
+        ValueError: the inputs exceed the largest bucket, or the kernel chose no valid bucket or padded wrongly.
     """
     _check_not_too_long(signatures, inputs)
     padded, chosen = kernel(inputs)
     bucket = int(chosen)
     if not 0 <= bucket < len(signatures):
-        raise ValueError(f"the bucket kernel chose bucket {bucket}; there are {len(signatures)}, counted from 0")
+        raise ValueError(f"the bucket kernel chose bucket {bucket}; use 0 to {len(signatures) - 1}")
     padded = list(padded)
     expected = signatures[bucket].inputs
     if len(padded) != len(expected) or not all(
@@ -158,12 +158,12 @@ def _check_not_too_long(signatures: Sequence[Signature], inputs: Sequence[Tensor
     for index, tensor in enumerate(inputs):
         specs = [signature.inputs[index] for signature in signatures if index < len(signature.inputs)]
         if not specs or any(len(spec.shape) != tensor.dim() for spec in specs):
-            continue  # the kernel may make something of it
+            continue  # the kernel may be able to use it
         for dim, length in enumerate(tensor.shape):
             longest = max(spec.shape[dim] for spec in specs)
             if length > longest:
                 raise ValueError(
-                    f"input {index} has length {length} along dim {dim}, more than the largest bucket, {longest}; "
+                    f"input {index} has length {length} along dim {dim}, more than the largest bucket's {longest}; "
                     "shorten the input, or trace a larger bucket"
                 )
 

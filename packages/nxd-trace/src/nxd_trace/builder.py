@@ -1,4 +1,4 @@
-"""`ModelBuilder`: several programs of one model, such as prefill and decode, that share weights and state."""
+"""`ModelBuilder`: traces several programs of one model, such as prefill and decode, that share weights and state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,19 +15,19 @@ from nxd_trace.weights import as_source, read_weights
 
 
 class ModelBuilder:
-    """Collects programs with `trace`, then makes a model of them with `compile`.
+    """Collects programs with `trace`, then makes a model from them with `compile`.
 
     Example:
         model = ModelBuilder(build_llama, tp_degree=2).trace(prompt, tag="prefill").trace(token, tag="decode").compile()
         logits = model.run("decode", token)
 
     Args:
-        func: as for `parallel_model_trace`.
-        tp_degree: ranks of each replica.
-        replicas: that run every call together: ranks with equal parts of the model form a data-parallel group, over
-            which forward may share work. Callers get what rank 0 returns.
-        expert_parallel_size: ranks that split the experts of a mixture, where `func` has them split: those of equal
-            parts of the replicas, if they are enough, and otherwise of any parts, which then have whole experts.
+        func: the function that builds the model, as for `parallel_model_trace`.
+        tp_degree: ranks per replica.
+        replicas: number of replicas, which run every call together: ranks with equal parts of the model form a
+            data-parallel group, over which forward may share work. Callers get the result of rank 0.
+        expert_parallel_size: ranks that split the experts of a mixture, if `func` splits them: ranks with equal parts
+            of the model if there are enough replicas, otherwise ranks with any parts, which then hold whole experts.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class ModelBuilder:
         Args:
             inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
             tag: its name, for `TensorParallelModel.run`.
-            func_kwargs: for `func`; programs with equal ones are recorded from one model.
+            func_kwargs: arguments for `func`; programs with equal arguments are recorded from one model.
 
         Returns:
             The builder itself.
 
         Raises:
-            TypeError: inputs that are no tensors.
+            TypeError: the inputs are not tensors.
         """
         self._programs.append(Program(tag, inputs, dict(func_kwargs or {})))
         return self
@@ -67,20 +67,20 @@ class ModelBuilder:
                 inline_weights_to_neff, max_parallel_compilations, progress, content.
 
         Raises:
-            As `parallel_model_trace`; ValueError for no programs, or two of one name.
+            As `parallel_model_trace`; ValueError if there are no programs or two have the same name.
         """
         return trace_programs(self._func, self._programs, replace(self._ranks, **settings))
 
 
 def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[str, Tensor]]:
-    """Each rank's shards of some weights, without passing them to the workers.
+    """Return each rank's shards of some weights, without passing them to the workers.
 
     Args:
         weights: as for `TensorParallelModel.replace_weights`.
-        model: traced or loaded; its workers need not run.
+        model: a traced or loaded model; its workers need not run.
 
     Returns:
-        By rank, tensors by the names that the model has there.
+        For each rank, tensors by their names in the model.
 
     Raises:
         ValueError: the weights do not fit the model.

@@ -1,8 +1,8 @@
-"""Caches on disk by content: compiled programs, and whole traces without the weights that filled them.
+"""Caches on disk, keyed by content: compiled programs, and whole traces without their weights.
 
-An entry is a folder named by its key. It is made beside the others and renamed, so it is complete or absent. To load a
-program may be to run what its files say, so an entry that is damaged, or that another user could have put there, is not
-used but made again.
+An entry is a folder named by its key. It is written beside the others and renamed, so it is complete or absent. Loading
+a program may run code in its files, so an entry that is damaged, or that another user could have written, is not used
+but made again.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ _MADE_BY = ("nxd_trace", "nxd_state")
 
 @dataclass(frozen=True)
 class TraceContent:
-    """What the models of a trace are made of, so that an equal trace is used again instead of made.
+    """The content that identifies a trace, so that an equal earlier trace is reused.
 
     Attributes:
-        made_of: JSON-able: all that recorded graphs depend on, such as the sizes of the model and the versions of the
-            code that builds it. The trace adds its programs, its settings, the names, shapes and dtypes of the weights,
-            and the versions of torch, this package and nxd-state.
-        check: called in this process before a trace that must be made; what it raises is raised.
+        made_of: JSON-serializable values: everything that recorded graphs depend on, such as the model's sizes and the
+            versions of the code that builds it. The trace adds its programs, its settings, the names, shapes and
+            dtypes of the weights, and the versions of torch, this package and nxd-state.
+        check: function called in this process before a new trace is made; its errors propagate.
     """
 
     made_of: Mapping[str, Any]
@@ -47,16 +47,16 @@ class TraceContent:
 
 @cache
 def source_digest(*packages: str) -> str:
-    """A hash of all Python files of these packages, which are not imported; it changes whenever their code does.
+    """Hash all Python files of these packages, without importing them; the hash changes whenever their code does.
 
     Raises:
-        ValueError: there is no such package.
+        ValueError: a package is not installed.
     """
     digest = hashlib.sha256()
     for package in packages:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"there is no package {package!r} to hash; install it")
+            raise ValueError(f"package {package!r} not found; install it")
         for folder in map(Path, spec.submodule_search_locations):
             for path in sorted(folder.rglob("*.py")):
                 digest.update(f"{path.relative_to(folder)} {sha256_of(path)}\n".encode())
@@ -69,40 +69,40 @@ def default_cache_folder() -> Path:
 
 
 def program_key(**made_of: Any) -> str:
-    """A key for all that a compiled program depends on: these JSON-able values, torch and the machine."""
+    """A key for everything that a compiled program depends on: these JSON values, torch and the machine."""
     text = json.dumps([system_name(), torch_version(), made_of], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def trace_key(source: WeightSource, **made_of: Any) -> str:
-    """A key for a whole trace: as `program_key`, with this package's code and all but the values of the weights."""
+    """A key for a whole trace: like `program_key`, plus this package's code and everything but the weights' values."""
     weights = {name: [str(tensor.dtype), list(tensor.global_shape)] for name, tensor in source.tensors.items()}
     return program_key(weights=weights, code=source_digest(*_MADE_BY), **made_of)
 
 
 class ArtifactCache:
-    """Folders by key: of compiled programs, and of traces.
+    """Cached folders of compiled programs and traces, by key.
 
     Args:
-        folder: where they are; made if needed, for this user alone.
+        folder: the cache's folder; created if needed, for this user alone.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def has(self, key: str) -> bool:
-        """Whether there is an entry, whatever it holds."""
+        """Whether there is an entry, valid or not."""
         return (self._folder / key).exists()
 
     def copy_to(self, key: str, destination: Path) -> bool:
-        """Copy an entry's files into a folder; False if there is none that is whole and this user's own."""
+        """Copy an entry's files into a folder; False if there is no entry that is intact and this user's own."""
         entry = self._folder / key
         try:
             if not (entry.exists() and private_folder(self._folder) and _is_own(entry.lstat())):
                 return False
             hashes = json.loads((entry / _HASHES).read_text(encoding="utf-8"))
             names = [str(path.relative_to(entry)) for path in entry.rglob("*") if path.is_file()]
-            names.remove(_HASHES)  # the files that are there: what the list says may lie elsewhere
+            names.remove(_HASHES)  # only files that exist here: paths in the list may point elsewhere
             if {"key": key, "files": {name: sha256_of(entry / name) for name in names}} != hashes:
                 return False
             for name in names:
@@ -113,9 +113,9 @@ class ArtifactCache:
         return True
 
     def add(self, key: str, made: Path) -> None:
-        """Keep a copy of the folder `made` as the entry of this key, in place of one that cannot be used.
+        """Store a copy of the folder `made` as the entry of this key, replacing an unusable one.
 
-        Nothing is kept, with a warning, where other users can write, and on a disk that is full or read-only.
+        If other users can write to the cache, or the disk is full or read-only, it warns and stores nothing.
         """
         try:
             private_folder(self._folder)
@@ -125,14 +125,14 @@ class ArtifactCache:
             warnings.warn(
                 f"{self._folder} cannot keep what was compiled, so the next start compiles it again: {why}; "
                 "make room there, or set XDG_CACHE_HOME",
-                stacklevel=1,  # one place, so that it is shown once for all programs
+                stacklevel=1,  # the same place, so that it is shown once for all programs
             )
 
     def _copy_in(self, key: str, made: Path) -> None:
         new = Path(mkdtemp(prefix=f".{key}-", dir=self._folder))
         try:
             shutil.copytree(made, new, dirs_exist_ok=True)
-            new.chmod(0o700)  # it has taken those of `made`
+            new.chmod(0o700)  # copytree has copied the mode of `made`
             files = {str(path.relative_to(new)): sha256_of(path) for path in new.rglob("*") if path.is_file()}
             (new / _HASHES).write_text(json.dumps({"key": key, "files": files}), encoding="utf-8")
             shutil.rmtree(self._folder / key, ignore_errors=True)
@@ -144,15 +144,15 @@ class ArtifactCache:
             shutil.rmtree(new, ignore_errors=True)
 
     def add_trace(self, key: str, made: Path, programs: Sequence[Signature], source: WeightSource) -> None:
-        """Keep a trace: signatures, each rank's description, and buffers that no source of weights has.
+        """Store a trace: signatures, each rank's description, and buffers that the source of weights lacks.
 
-        Its programs are entries of their own. A trace whose state begins as something else than zeros is not kept.
+        Its programs are separate entries. A trace whose state does not start as zeros is not stored.
 
         Args:
-            key: of the trace.
-            made: the folder of the model.
-            programs: their signatures.
-            source: that the model's weights came from.
+            key: the trace's key.
+            made: the model's folder.
+            programs: the signatures of its programs.
+            source: the source that the model's weights came from.
         """
         ranks = sorted(path.name for path in made.glob("tp_rank_*"))
         with TemporaryDirectory(prefix="nxd_trace_") as scratch:
@@ -169,9 +169,9 @@ class ArtifactCache:
             self.add(key, Path(scratch))
 
     def copy_trace_to(self, key: str, num_ranks: int, destination: Path) -> tuple[Signature, ...] | None:
-        """Copy a trace and its programs into a new folder, which lacks its weights; their signatures.
+        """Copy a trace and its programs, without weights, into a new folder; returns the programs' signatures.
 
-        None if there is no such trace, or a part of it cannot be used.
+        Returns None if there is no such trace or part of it is unusable.
         """
         try:
             if not self.copy_to(key, destination):
@@ -188,6 +188,6 @@ class ArtifactCache:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Whether it is a folder that this user alone can write to."""
+    """Whether it is a folder that only this user can write to."""
     may_others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not may_others_write

@@ -1,12 +1,12 @@
-"""Errors of traced models other than wrong arguments."""
+"""Errors of traced models, other than wrong arguments."""
 
 
 class WorkerError(RuntimeError):
-    """A worker process raised, died, or was left waiting by one that did; the text holds its traceback."""
+    """A worker process raised, died, or waited for one that did; the message has its traceback."""
 
 
 class ModelFolderError(ValueError):
-    """A saved model that cannot be loaded here: damaged, incomplete, or made for something else."""
+    """A saved model cannot be loaded here: it is damaged, incomplete, or made for another platform."""
 
 
 class MissingMainGuardError(WorkerError):

@@ -1,9 +1,9 @@
-"""Recording a model as a graph that holds no weights, no state and, where the model allows it, no rank.
+"""Records a model as a graph without weights, state or, if the model allows it, ranks.
 
 The graph's inputs are weights, states and the user's inputs, in this order. So weights can be replaced, several
-programs can share weights and state, and ranks whose graphs are equal share one compiled program. The rank in its
-tensor-parallel group, which layers get from `Group.rank_tensor`, in that of its replicas and in that of the ranks that
-split experts are three of the weights.
+programs can share weights and state, and ranks with equal graphs share one compiled program. The rank's numbers in its
+tensor-parallel, data-parallel and expert-parallel groups, which layers get from `Group.rank_tensor`, are three of the
+weights.
 """
 
 import hashlib
@@ -22,28 +22,28 @@ from nxd_trace.aliases import Alias, named_tensors
 from nxd_trace.signature import Signature, TensorSpec
 from nxd_trace.structure import Structure, flatten, unflatten, without
 
-RANK_AXES = ("tp", "dp", "ep")  # of the mesh of workers: parts of a model, its replicas, and parts of its experts
-RANK_WEIGHTS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}  # weights of every model, by name
+RANK_AXES = ("tp", "dp", "ep")  # mesh axes of the workers: model shards, replicas, and expert shards
+RANK_WEIGHTS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}  # extra weights of every model, by name
 
 
 def rank_tensors() -> dict[str, Tensor]:
-    """This process's rank in each of its groups, which are weights of every model; none where it is alone."""
+    """This process's rank in each of its groups, as extra weights of every model; groups of one rank are left out."""
     groups = {name: active_group(axis) for name, axis in RANK_WEIGHTS.items()}
     return {name: torch.tensor([group.rank], device=get_device()) for name, group in groups.items() if group.size > 1}
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """One program of a model on this rank, recorded.
+    """A recorded program of a model on this rank.
 
     Attributes:
         exported: the graph.
         tensors: its example inputs: weights, states, inputs.
-        weights: names of the first ones.
-        states: names of the next ones.
-        state_shapes: their shapes.
-        signature: of the rest.
-        digest: the same for programs that compute the same: a hash of the graph, its shapes and its constants.
+        weights: names of the weights among them.
+        states: names of the states.
+        state_shapes: shapes of the states.
+        signature: signature of the other inputs and the outputs.
+        digest: a hash of the graph, its shapes and its constants; equal for programs that compute the same.
         groups: names of the process groups that its collectives use.
     """
 
@@ -58,13 +58,13 @@ class ExportedModel:
 
 
 class _OutputStructure:
-    """How a model's outputs are nested, noted while it is recorded. (torch.export undoes changes of attributes.)"""
+    """How a model's outputs are nested, stored during recording. (torch.export undoes changes of attributes.)"""
 
     value: Structure = None
 
 
 class _Functional(nn.Module):
-    """A model as a function of its tensors, which gives a flat list of outputs."""
+    """A model as a function of its tensors, with a flat list of outputs."""
 
     def __init__(self, model: nn.Module, weights: Sequence[str], aliases: Sequence[Alias]) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class _Functional(nn.Module):
             if alias.output is not None:
                 state.copy_(_new_value(alias, state, outputs))
                 new_states[alias.output] = alias
-            elif tensors[alias.name] is not state:  # functional_call puts there what forward has assigned
+            elif tensors[alias.name] is not state:  # forward has assigned a new tensor
                 state.copy_(tensors[alias.name])
         kept = [output for index, output in enumerate(outputs) if index not in new_states]
         if not kept:
-            raise ValueError("the model returns nothing but new state; return a tensor for the caller as well")
+            raise ValueError("the model returns only new state; also return a tensor for the caller")
         structure = without(structure, set(new_states))
-        # A model that returns (output, new state) is called for its output.
+        # A model that returns (output, new state) returns just the output to callers.
         alone = bool(new_states) and structure in ({"tuple": [0]}, {"list": [0]})
         self.output_structure.value = 0 if alone else structure
         return kept
@@ -107,10 +107,10 @@ def export_model(
     """Record `model(*args, **kwargs)`.
 
     Args:
-        model: in evaluation mode, on the device it is to run on.
+        model: the model in evaluation mode, on the device it will run on.
         aliases: its state.
-        name: of the program.
-        args: positional inputs, tensors in nested tuples, lists and dicts.
+        name: name of the program.
+        args: positional inputs: tensors in nested tuples, lists and dicts.
         kwargs: keyword inputs.
 
     Raises:
@@ -120,7 +120,7 @@ def export_model(
     tensors = {**dict(named_tensors(model)), **rank_tensors()}
     weights = [name for name in tensors if name not in states]
     inputs, input_structure = flatten([args, dict(kwargs)], "example_inputs")
-    held = [tensors[key].detach().contiguous() for key in (*weights, *states)]  # as files and shared memory have them
+    held = [tensors[key].detach().contiguous() for key in (*weights, *states)]  # as in files and shared memory
     args, kwargs = (unflatten(part, [tensor.contiguous() for tensor in inputs]) for part in input_structure["list"])
     functional = _Functional(model, weights, aliases)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def export_model(
     lifted = [
         spec for spec in exported.graph_signature.input_specs if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
     ]
-    assert not lifted, f"{lifted} are no inputs of the graph"
+    assert not lifted, f"{lifted} are not inputs of the graph"
     roles = [f"weight {key!r}" for key in weights] + [None] * len(states)
     roles += [f"input {index}" for index in range(len(inputs))]
     num_constants = len(placeholders) - len(roles)
@@ -167,13 +167,13 @@ def _new_value(alias: Alias, state: Tensor, outputs: Sequence[Tensor]) -> Tensor
     if new.shape != state.shape or new.dtype != state.dtype:
         raise ValueError(
             f"output {alias.output} is {TensorSpec.of(new)}, but the state {alias.name!r} that it updates is "
-            f"{TensorSpec.of(state)}; they must be alike"
+            f"{TensorSpec.of(state)}; they must match"
         )
     return new
 
 
 def _drop_metadata_checks(graph: fx.GraphModule) -> None:
-    """Checks of dtypes, which cannot fail where shapes and dtypes are fixed, cost time at every call."""
+    """Remove dtype checks: they cannot fail with fixed shapes and dtypes, but cost time at every call."""
     for node in list(graph.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.graph.erase_node(node)
@@ -186,7 +186,7 @@ def _output_nodes(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _check_updates(graph: fx.GraphModule, roles: Mapping[fx.Node, str | None]) -> None:
-    """Only state may be updated in place: weights are shared, and inputs lie in memory that all ranks read."""
+    """Raise if anything but state is updated in place: weights are shared, and all ranks read the inputs' memory."""
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
@@ -198,12 +198,12 @@ def _check_updates(graph: fx.GraphModule, roles: Mapping[fx.Node, str | None]) -
             if role is not None:
                 raise ValueError(
                     f"the model's forward updates {role} in place ({node.target}). If it is state, name it in the "
-                    "aliases that func returns beside the model; otherwise work on a copy"
+                    "aliases that func returns with the model; otherwise work on a copy"
                 )
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """The node whose memory this one is a view of, itself if of none."""
+    """The node whose memory this one is a view of; itself if it is not a view."""
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.returns or schema.returns[0].alias_info is None:

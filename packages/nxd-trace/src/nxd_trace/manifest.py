@@ -1,13 +1,13 @@
-"""A traced model as a folder: its files, and checks that it can be loaded here.
+"""Stores a traced model as a folder, and checks that it can be loaded here.
 
-    manifest.json           what the model is, and every other file with its size and hash; written last
+    manifest.json           description of the model, and every other file with its size and hash; written last
     programs/<key>/         a compiled program, for all ranks whose graphs are equal
     tp_rank_00/rank.json    this rank's weights, state and programs
     tp_rank_00/weights.safetensors
-    tp_rank_00/state.safetensors      only state that does not begin as zeros
+    tp_rank_00/state.safetensors      only state that does not start as zeros
     bucket_kernel.pt, ...   scripted functions of a bucket configuration
 
-Nothing in it is a Python pickle. All that is read here may come from a stranger: it is data, and is checked.
+It contains no Python pickle. Everything read here may come from a stranger, so it is treated as data and checked.
 """
 
 import hashlib
@@ -28,30 +28,30 @@ from nxd_trace.errors import ModelFolderError
 from nxd_trace.signature import Signature, TensorSpec, shape_from_json
 from nxd_trace.weights import Weight, stored_tensors
 
-FORMAT = 3  # since the cache of generation has heads first
+FORMAT = 3  # since the generation cache has heads first
 MANIFEST, RANK_MANIFEST = "manifest.json", "rank.json"
 WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
-KEPT = "kept.safetensors"  # of a trace in the cache: what no source of weights has
+KEPT = "kept.safetensors"  # in a cached trace: tensors that the source of weights lacks
 
 _BUCKET_FUNCTIONS = ("built-in", "python", "scripted")
 
-# What code that expects a manifest raises if it gets something else.
+# Errors from reading something that is not a manifest.
 _NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 def torch_version() -> str:
-    """Version of torch, without the part that names the build."""
+    """Version of torch, without the build suffix."""
     return torch.__version__.partition("+")[0]
 
 
 def system_name() -> str:
-    """Such as "Linux x86_64"."""
+    """The operating system and architecture, such as "Linux x86_64"."""
     return f"{platform.system()} {platform.machine()}"
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One state tensor of a rank: its shape and dtype, and whether it begins as zeros."""
+    """One state tensor of a rank: its shape and dtype, and whether it starts as zeros."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -63,10 +63,10 @@ class RankProgram:
     """One program of a rank.
 
     Attributes:
-        folder: of the compiled program, below the model's.
-        weights: the names of what it takes first.
-        states: the names of what it takes next.
-        state_shapes: their shapes in the program.
+        folder: folder of the compiled program, relative to the model's.
+        weights: names of the weights, its first inputs.
+        states: names of the states, its next inputs.
+        state_shapes: shapes of the states in the program.
     """
 
     folder: str
@@ -84,7 +84,7 @@ class RankManifest:
     programs: tuple[RankProgram, ...]
 
     def write(self, folder: Path) -> None:
-        """Into a rank's folder."""
+        """Write it to a rank's folder."""
         value = {
             "weights": {name: weight.to_json() for name, weight in self.weights.items()},
             "states": {name: asdict(state) for name, state in self.states.items()},
@@ -94,10 +94,10 @@ class RankManifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From a rank's folder.
+        """Read it from a rank's folder.
 
         Raises:
-            ModelFolderError: it is damaged.
+            ModelFolderError: the file is damaged.
         """
         path = folder / RANK_MANIFEST
         try:
@@ -120,10 +120,10 @@ class RankManifest:
             raise ModelFolderError(f"{path} is damaged ({error}); save the model again") from error
 
     def problems(self, folder: Path) -> Iterator[str]:
-        """What does not belong together: names that programs take, and tensors in the rank's folder."""
+        """Find mismatches between the programs' inputs and the tensors in the rank's folder."""
         for program in self.programs:
             if unknown := {*program.weights} - self.weights.keys() | {*program.states} - self.states.keys():
-                yield f"{RANK_MANIFEST} has a program that takes {min(unknown)!r}, and no such tensor"
+                yield f"{RANK_MANIFEST} has a program that takes {min(unknown)!r}, but no such tensor"
             if len(program.state_shapes) != len(program.states):
                 yield f"{RANK_MANIFEST} has {len(program.state_shapes)} shapes for {len(program.states)} states"
         kept = {name: state for name, state in self.states.items() if not state.zeros}
@@ -134,12 +134,12 @@ class RankManifest:
                 if found is None:
                     yield f"{file} lacks {name!r}"
                 elif (found.global_shape, found.dtype) != (tensor.shape, getattr(torch, tensor.dtype)):
-                    yield f"{file} has {name!r} in another shape or dtype than {RANK_MANIFEST}"
+                    yield f"{file} and {RANK_MANIFEST} disagree about the shape or dtype of {name!r}"
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size of a file, and its SHA-256."""
+    """Size and SHA-256 of a file."""
 
     size: int
     sha256: str
@@ -150,17 +150,17 @@ class Manifest:
     """The description of a traced model, for all ranks.
 
     Attributes:
-        tp_degree: ranks of each replica.
+        tp_degree: ranks per replica.
         compiler: name of the compiler of the programs.
-        compiler_version: that it had.
-        inline_weights: whether the weights belong to the programs, so that they cannot be replaced.
-        programs: their signatures.
-        buckets: how a bucket is chosen; None without bucket configuration.
-        device: type of the device, "cpu", "cuda" or "xla".
+        compiler_version: version of the compiler.
+        inline_weights: whether the weights are part of the programs, so that they cannot be replaced.
+        programs: signatures of the programs.
+        buckets: how a bucket is chosen; None without a bucket configuration.
+        device: type of the device: "cpu", "cuda" or "xla".
         torch: version of torch.
         system: operating system and processor architecture.
-        files: every other file of the folder, by its path in it.
-        replicas: of the model, which share the work of some programs.
+        files: every other file of the folder, by relative path.
+        replicas: number of replicas, which share the work of some programs.
         expert_parallel_size: ranks that split its experts.
     """
 
@@ -179,11 +179,11 @@ class Manifest:
 
     @property
     def num_ranks(self) -> int:
-        """Worker processes that run the model."""
+        """Number of worker processes that run the model."""
         return self.tp_degree * self.replicas
 
     def write(self, folder: Path) -> Self:
-        """Write the manifest, which lists the files of the folder; returns it with these files."""
+        """Write the manifest with a list of the folder's files; returns the manifest with this list."""
         (folder / MANIFEST).unlink(missing_ok=True)
         paths = _files(folder)
         files = {
@@ -203,22 +203,22 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The manifest of a folder, whose other files are not looked at.
+        """Read the manifest of a folder, without checking the other files.
 
         Raises:
-            ModelFolderError: there is none, it is damaged, or of a later format.
+            ModelFolderError: the manifest is missing, damaged, or of another format.
         """
         path = folder / MANIFEST
         if not path.is_file():
             raise ModelFolderError(
-                f"{folder} holds no traced model ({MANIFEST} is missing); give a folder that parallel_model_save wrote"
+                f"{folder} holds no traced model ({MANIFEST} is missing); pass a folder that parallel_model_save wrote"
             )
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             stored_format = int(value.pop("format"))
             if stored_format != FORMAT:
                 raise ModelFolderError(
-                    f"{folder} has format {stored_format}, this nxd-trace reads {FORMAT}; trace the model again, or "
+                    f"{folder} has format {stored_format}; this nxd-trace reads {FORMAT}; trace the model again, or "
                     "install the nxd-trace that wrote it"
                 )
             value["programs"] = tuple(Signature.from_json(program) for program in value["programs"])
@@ -232,10 +232,10 @@ class Manifest:
             raise ModelFolderError(f"{path} is damaged ({error}); copy it again, or save the model again") from error
 
     def check(self, folder: Path) -> None:
-        """Check that the folder is whole and that its programs run here.
+        """Check that the folder is complete and that its programs run here.
 
         Raises:
-            ModelFolderError: naming all that is wrong.
+            ModelFolderError: there are problems; the message lists all of them.
         """
         problems = [*self._problems_of_platform(), *self._problems_of_files(folder)]
         if not problems:
@@ -245,10 +245,10 @@ class Manifest:
             raise ModelFolderError(f"the model in {folder} cannot be loaded: {listed}")
 
     def check_is_data(self, folder: Path) -> None:
-        """Check that no file of the folder is code that loading the model would run.
+        """Check that loading the model would not run code from the folder.
 
         Raises:
-            ModelFolderError: its programs are, or its bucket functions.
+            ModelFolderError: its programs or its bucket functions are code.
         """
         what = ""
         if COMPILERS[self.compiler].is_code:
@@ -257,8 +257,8 @@ class Manifest:
             what = "the scripted bucket functions"
         if what:
             raise ModelFolderError(
-                f"{what} in {folder} are code, and trust_code=False refuses to run it; leave that out if you trust "
-                "whoever made the model, or trace it with compiler='export' and without scripted functions"
+                f"{what} in {folder} are code, which trust_code=False refuses to run; leave it out if you trust the "
+                "model's author, or trace the model with compiler='export' and without scripted functions"
             )
 
     def _check_values(self) -> None:
@@ -267,13 +267,13 @@ class Manifest:
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}")
         if self.num_ranks % self.expert_parallel_size:
-            raise ValueError(f"expert_parallel_size is {self.expert_parallel_size}, of {self.num_ranks} ranks")
+            raise ValueError(f"expert_parallel_size {self.expert_parallel_size} does not divide {self.num_ranks} ranks")
         if self.compiler not in COMPILERS:
-            raise ValueError(f"compiler is {self.compiler!r}, none of {', '.join(COMPILERS)}")
+            raise ValueError(f"compiler is {self.compiler!r}, not one of {', '.join(COMPILERS)}")
         if not self.programs:
-            raise ValueError("it has no programs")
+            raise ValueError("there are no programs")
         if len({program.name for program in self.programs}) < len(self.programs):
-            raise ValueError("two programs have one name")
+            raise ValueError("two programs have the same name")
         match self.buckets:
             case None:
                 pass
@@ -284,7 +284,7 @@ class Manifest:
                 raise ValueError(f"buckets are {self.buckets!r}; expected a kernel and a preprocessor")
         for text in (self.compiler_version, self.device, self.torch, self.system, *self.files):
             if not isinstance(text, str) or not text.isprintable():
-                raise ValueError(f"{text!r} is no name of a file, a version or a system")
+                raise ValueError(f"{text!r} is not a valid file name, version or system name")
         self._check_names_of_files()
 
     def _check_names_of_files(self) -> None:
@@ -298,11 +298,11 @@ class Manifest:
             for name in (RANK_MANIFEST, WEIGHTS)
         ):
             raise ValueError(
-                f"tp_degree is {self.tp_degree}, replicas is {self.replicas}, and there are files of {len(ranks)} ranks"
+                f"tp_degree is {self.tp_degree}, replicas is {self.replicas}, but there are files of {len(ranks)} ranks"
             )
 
     def _problems_of_ranks(self, folder: Path) -> Iterator[str]:
-        """Files that are intact, but do not belong together, or hold what a traced model cannot."""
+        """Find files that are intact but inconsistent, or that hold something a traced model cannot hold."""
         known = {str(PurePath(file).parent) for file in self.files}
         checked: set[tuple[str, int]] = set()
         for rank in range(self.num_ranks):
@@ -315,7 +315,7 @@ class Manifest:
                 continue
             programs = manifest.programs
             if len(programs) != len(self.programs) or any(program.folder not in known for program in programs):
-                problems.append(f"{RANK_MANIFEST} names other programs than {MANIFEST}")
+                problems.append(f"{RANK_MANIFEST} and {MANIFEST} name different programs")
             if problems:
                 yield from (f"{name}/{problem}: save the model again" for problem in problems)
                 continue
@@ -331,7 +331,7 @@ class Manifest:
             try:
                 check(folder / program, num_inputs)
             except ValueError as error:
-                yield f"{program} holds no program of compiler {self.compiler!r} ({error}): trace the model again"
+                yield f"{program} is not a program of compiler {self.compiler!r} ({error}): trace the model again"
 
     def _problems_of_platform(self) -> Iterator[str]:
         for what, stored, here in (
@@ -341,12 +341,12 @@ class Manifest:
             (f"compiler {self.compiler}", self.compiler_version, choose_compiler(self.compiler).version()),
         ):
             if stored != here:
-                yield f"it was compiled for {what} {stored}, this is {here}: trace it again here, or load it there"
+                yield f"it was compiled for {what} {stored}, but this is {here}: trace it again here, or load it there"
 
     def _problems_of_files(self, folder: Path) -> Iterator[str]:
         for rank in range(self.num_ranks):
             if not (folder / rank_folder(rank)).is_dir():
-                yield f"{rank_folder(rank)} is missing: the model has {self.num_ranks} ranks, copy all of them"
+                yield f"{rank_folder(rank)} is missing: the model has {self.num_ranks} ranks; copy all of them"
         whole = []
         for name, file in self.files.items():
             path = folder / name
@@ -367,13 +367,13 @@ def rank_folder(rank: int) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's content."""
+    """The SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hashes_of(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file; several are read at once, since weights take a second per gigabyte and core."""
+    """SHA-256 of each file; files are read in parallel, since hashing takes a second per gigabyte and core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(sha256_of, paths))
 

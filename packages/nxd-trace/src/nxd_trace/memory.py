@@ -1,7 +1,7 @@
-"""Memory shared by a model's processes, the place of each input and output in it, and what a worker keeps of its own.
+"""The memory that a model's processes share, and the location of each input and output in it.
 
-Shared memory has no name, only a file descriptor that the workers inherit: nothing is left behind when all of them have
-ended, for whatever reason.
+Shared memory has no name, only a file descriptor that the workers inherit, so nothing is left behind when all of them
+have ended, for whatever reason.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from nxd_trace.signature import Signature, TensorSpec
 
-_ALIGNMENT = 64  # bytes: what compiled programs expect of their inputs
+_ALIGNMENT = 64  # bytes; compiled programs expect this of their inputs
 
 
 def new_shared_file() -> int:
-    """A file descriptor of empty memory; the caller closes it."""
+    """Create empty shared memory and return its file descriptor; the caller closes it."""
     hold_standard_streams()
     if hasattr(os, "memfd_create"):
         return os.memfd_create("nxd_trace")
@@ -28,14 +28,14 @@ def new_shared_file() -> int:
         return os.dup(file.fileno())
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what this process frees, for its next call; does nothing where there is another C library.
+    """Make glibc keep the memory that this process frees for its next call; does nothing with another C library.
 
-    Otherwise it returns each large tensor to the system, and the next call of the program waits for its pages to be
-    zeroed again: five times the time of the copy itself, for the keys and values that a decode step collects.
+    Otherwise glibc returns each large tensor to the system, and the next call of the program waits for its pages to be
+    zeroed again. For the keys and values that a decode step gathers, that takes five times as long as the copy itself.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -44,17 +44,17 @@ def keep_freed_memory() -> None:
 
 
 class SharedTensors:
-    """Inputs and outputs of every program as tensors over the shared memory.
+    """The inputs and outputs of every program as tensors in shared memory.
 
     Programs run one at a time, so they use the same bytes.
 
     Args:
-        file: descriptor of the shared memory, made long enough here.
-        signatures: of the programs.
+        file: descriptor of the shared memory, which is extended to the needed length.
+        signatures: signatures of the programs.
 
     Attributes:
-        inputs: per program.
-        outputs: per program.
+        inputs: the input tensors of each program.
+        outputs: the output tensors of each program.
     """
 
     def __init__(self, file: int, signatures: Sequence[Signature]) -> None:
@@ -63,7 +63,7 @@ class SharedTensors:
         length = max(end, _ALIGNMENT)
         if os.fstat(file).st_size < length:
             os.ftruncate(file, length)
-        memory = mmap.mmap(file, length)  # lives as long as a tensor over it
+        memory = mmap.mmap(file, length)  # lives as long as any tensor in it
         self.inputs = [_views(memory, signature.inputs, 0) for signature in signatures]
         self.outputs = [_views(memory, signature.outputs, first_output) for signature in signatures]
 

@@ -1,4 +1,4 @@
-"""`Program`: one operation of a traced model, such as the prefill of one length, or one step of decoding."""
+"""`Program`: one operation of a traced model, such as the prefill of one length or one decoding step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from nxd_trace.structure import flatten
 
 @dataclass(frozen=True)
 class Program:
-    """What to record: the model that `func(**func_kwargs)` gives, called with these inputs.
+    """A program to record: a call, with these inputs, of the model that `func(**func_kwargs)` returns.
 
     Programs of one trace share weights and state. Those with equal `func_kwargs` are recorded from one model.
 
     Attributes:
-        name: by which it is called.
+        name: the name it is called by.
         inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs; the inputs may be nested tuples,
             lists and dicts of tensors. Their shapes and dtypes are fixed, their values do not matter.
-        func_kwargs: for `func`.
+        func_kwargs: arguments for `func`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Saving a traced model as a folder, and loading it."""
+"""Saves a traced model as a folder, and loads it."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,22 +12,22 @@ from nxd_trace.model import TensorParallelModel, copy_model
 def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> None:
     """Save a traced model: a folder with a manifest, the compiled programs, and one subfolder per rank.
 
-    The folder appears as a whole: it is written beside `save_dir` and renamed. A traced model that lies there is
-    replaced. If `save_dir` is a link, the folder that it points to is written.
+    The save is atomic: the folder is written beside `save_dir` and renamed. A traced model at `save_dir` is replaced.
+    If `save_dir` is a link, the folder that it points to is written.
 
     Args:
-        model: traced or loaded.
+        model: a traced or loaded model.
         save_dir: the folder to write.
 
     Raises:
-        TypeError: `model` is no traced model.
-        ValueError: `save_dir` is something else than a traced model, without other files in it, or an empty folder.
+        TypeError: `model` is not a traced model.
+        ValueError: `save_dir` exists and is neither an empty folder nor a traced model without other files.
         ModelFolderError: the model's own files have been changed or removed.
     """
     if not isinstance(model, TensorParallelModel):
         raise TypeError(
-            f"parallel_model_save got a {type(model).__name__}; expected what parallel_model_trace returns, a "
-            "TensorParallelModel"
+            f"parallel_model_save got a {type(model).__name__}; expected a TensorParallelModel, which "
+            "parallel_model_trace returns"
         )
     target = Path(save_dir).resolve()
     _check_replaceable(target)
@@ -53,7 +53,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> Non
 
 def _check_replaceable(target: Path) -> None:
     if target.exists() and not target.is_dir():
-        raise ValueError(f"save_dir={str(target)!r} is a file; give a folder")
+        raise ValueError(f"save_dir={str(target)!r} is a file; pass a folder")
     found = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
     if not found:
         return
@@ -63,7 +63,7 @@ def _check_replaceable(target: Path) -> None:
         others = found
     if others:
         raise ValueError(
-            f"save_dir={str(target)!r} holds other files ({sorted(others)[0]!r} and {len(others) - 1} more); give a "
+            f"save_dir={str(target)!r} holds other files ({sorted(others)[0]!r} and {len(others) - 1} more); pass a "
             "new folder, or that of a traced model"
         )
 
@@ -71,18 +71,18 @@ def _check_replaceable(target: Path) -> None:
 def parallel_model_load(
     load_dir: str | Path, *, bucket_config: BucketModelConfig | None = None, trust_code: bool = True
 ) -> TensorParallelModel:
-    """Load a traced model, and start its worker processes.
+    """Load a traced model and start its worker processes.
 
     Args:
-        load_dir: the folder that `parallel_model_save` wrote; it must stay while the model is in use.
-        bucket_config: that the model was traced with, if its functions are plain Python.
-        trust_code: run code that the folder holds: programs of the compilers "inductor" and "neuronx", and scripted
-            bucket functions. Give False for a folder from someone that you do not trust; programs of the compiler
+        load_dir: the folder that `parallel_model_save` wrote; it must exist while the model is in use.
+        bucket_config: the configuration that the model was traced with, if its functions are plain Python.
+        trust_code: whether to run code from the folder: programs of the compilers "inductor" and "neuronx", and
+            scripted bucket functions. Pass False for a folder from someone you do not trust; programs of the compiler
             "export" hold no code.
 
     Raises:
-        ModelFolderError: the folder is incomplete or damaged, or was made for another platform, device, torch or
-            compiler, or holds code that is not trusted.
+        ModelFolderError: the folder is incomplete or damaged, was made for another platform, device, torch or
+            compiler, or holds untrusted code.
         WorkerError: a worker could not load its part.
     """
     folder = Path(load_dir)

@@ -1,4 +1,4 @@
-"""The inputs and outputs of a program: shapes, dtypes and nesting. All of it is known before the first call."""
+"""The inputs and outputs of a program: shapes, dtypes and nesting, all known before the first call."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxd_trace.structure import Structure, check_structure, flatten, unflatten
 
-_MOST_ELEMENTS = 1 << 48  # more than any machine has bytes
+_MOST_ELEMENTS = 1 << 48  # more bytes than any machine has
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """The spec out of a manifest.
+        """Read a spec from a manifest.
 
         Raises:
-            ValueError: it is no shape, or no dtype of torch.
+            ValueError: the shape or the dtype is invalid.
         """
         shape, dtype = shape_from_json(value["shape"]), value["dtype"]
         if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"{shortened(dtype)} is no dtype of torch")
+            raise ValueError(f"{shortened(dtype)} is not a torch dtype")
         return cls(shape, dtype)
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The torch dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -51,7 +51,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Size in bytes."""
         return self.numel * self.torch_dtype.itemsize
 
     def fits(self, tensor: Tensor) -> bool:
@@ -67,11 +67,11 @@ class Signature:
     """Inputs and outputs of one program, the same on every rank.
 
     Attributes:
-        name: of the program; "bucket_0", "bucket_1", ... for buckets.
-        inputs: the tensors it takes, flat.
+        name: name of the program; "bucket_0", "bucket_1", ... for buckets.
+        inputs: the input tensors, flattened.
         input_structure: how they are nested in `[args, kwargs]`.
-        outputs: the tensors it gives, flat, without those that aliases keep in the workers.
-        output_structure: how they are nested in what a call returns.
+        outputs: the output tensors, flattened, without those that aliases keep in the workers.
+        output_structure: how they are nested in a call's result.
     """
 
     name: str
@@ -82,15 +82,15 @@ class Signature:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """Names of the inputs that are given by keyword, in the order of the trace."""
+        """Names of the keyword inputs, in the order of the trace."""
         return tuple(self.input_structure["list"][1]["dict"])
 
     def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors of a call, checked against what the program was traced with.
+        """Flatten the inputs of a call and check them against those that the program was traced with.
 
         Raises:
-            TypeError: something else than tensors among them.
-            ValueError: another nesting, shape or dtype.
+            TypeError: the inputs contain something other than tensors.
+            ValueError: the nesting, a shape or a dtype differs.
         """
         tensors, structure = flatten([args, kwargs], "inputs")
         if structure != self.input_structure:
@@ -101,25 +101,25 @@ class Signature:
         for index, (tensor, spec) in enumerate(zip(tensors, self.inputs, strict=True)):
             if not spec.fits(tensor):
                 raise ValueError(
-                    f"input {index} of program {self.name!r} is {TensorSpec.of(tensor)}; it was traced with {spec}: "
+                    f"input {index} of program {self.name!r} is {TensorSpec.of(tensor)}; it was traced with {spec}; "
                     "pad to that shape, or trace a bucket of this one"
                 )
         return tensors
 
     def nested_outputs(self, tensors: list[Tensor]) -> Any:
-        """The outputs of a call, nested as the model returned them."""
+        """Nest the outputs of a call as the model returned them."""
         return unflatten(self.output_structure, tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest holds it."""
+        """Return the manifest's form of it."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Out of a manifest.
+        """Read it from a manifest.
 
         Raises:
-            ValueError: it holds what `to_json` would not have given.
+            ValueError: `to_json` could not have written this.
         """
         inputs = tuple(TensorSpec.from_json(spec) for spec in value["inputs"])
         outputs = tuple(TensorSpec.from_json(spec) for spec in value["outputs"])
@@ -127,35 +127,35 @@ class Signature:
             case {"list": [{"tuple": _}, {"dict": _}]}:
                 check_structure(value["input_structure"], len(inputs))
             case other:
-                raise ValueError(f"{shortened(other)} is no nesting of positional and keyword inputs")
+                raise ValueError(f"{shortened(other)} is not a nesting of positional and keyword inputs")
         check_structure(value["output_structure"], len(outputs))
         if not isinstance(value["name"], str):
-            raise ValueError(f"{shortened(value['name'])} is no name of a program")
+            raise ValueError(f"{shortened(value['name'])} is not a program name")
         return cls(value["name"], inputs, value["input_structure"], outputs, value["output_structure"])
 
 
 def shape_from_json(value: Any) -> tuple[int, ...]:
-    """The shape out of a manifest.
+    """Read a shape from a manifest.
 
     Raises:
-        ValueError: it is none, or one that no machine has the memory for.
+        ValueError: it is not a shape, or it is too large for any machine.
     """
     if (
         not isinstance(value, list)
         or not all(type(length) is int and length >= 0 for length in value)
         or prod(max(length, 1) for length in value) > _MOST_ELEMENTS
     ):
-        raise ValueError(f"{shortened(value)} is no shape of a tensor")
+        raise ValueError(f"{shortened(value)} is not a tensor shape")
     return tuple(value)
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Of its dtype, as an attribute of torch: "float32"."""
+    """The name of a tensor's dtype as an attribute of torch, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def describe(input_structure: Structure) -> str:
-    """`[args, kwargs]` in words, without its tensors."""
+    """Describe `[args, kwargs]` in words, without its tensors."""
     args, kwargs = input_structure["list"]
     names = list(kwargs["dict"])
     return (

@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts of tensors as a flat list and a structure that JSON can hold.
+"""Flattens nested tuples, lists and dicts of tensors into a list and a JSON-serializable structure.
 
 Programs take and return flat lists; the structure restores the nesting for users.
 """
@@ -14,14 +14,14 @@ Structure = Any
 
 
 def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
-    """The tensors in `value`, in order, and how they were nested.
+    """Return the tensors in `value`, in order, and how they are nested.
 
     Args:
-        value: a tensor, None, or tuples, lists and mappings with string keys of such.
-        what: what it is, for errors.
+        value: a tensor, None, or tuples, lists and string-keyed mappings of these.
+        what: name of the value, for errors.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it contains something else.
     """
     tensors: list[Tensor] = []
 
@@ -38,7 +38,7 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
             return {kind: [visit(inner, f"{path}[{index}]") for index, inner in enumerate(part)]}
         raise TypeError(
             f"{path} is a {type(part).__name__}; expected tensors, None, or tuples, lists and dicts of them: "
-            "other values are part of the program, so give them to func"
+            "other values are part of the program, so pass them to func"
         )
 
     return tensors, visit(value, what)
@@ -58,7 +58,7 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
 
 
 def check_structure(structure: Structure, count: int) -> None:
-    """Raises ValueError unless `flatten` could have given this structure with so many tensors."""
+    """Raise ValueError unless `flatten` could have returned this structure with this number of tensors."""
     stack, found = [structure], 0
     while stack:
         match stack.pop():
@@ -73,13 +73,13 @@ def check_structure(structure: Structure, count: int) -> None:
             case {"dict": dict(named)} as nested if len(nested) == 1:
                 stack.extend(reversed(named.values()))
             case other:
-                raise ValueError(f"{shortened(other)} is no nesting of tensors; expected the next index, {found}")
+                raise ValueError(f"{shortened(other)} is not a nesting of tensors; expected the next index, {found}")
     if found != count:
-        raise ValueError(f"{shortened(structure)} nests {found} tensors, and there are {count}")
+        raise ValueError(f"{shortened(structure)} nests {found} tensors, but there are {count}")
 
 
 def without(structure: Structure, dropped: set[int]) -> Structure:
-    """The structure after the tensors at these indices are gone; containers that held only them go as well."""
+    """The structure without the tensors at these indices; containers that held only these are removed too."""
     count = _count(structure)
     kept = {old: new for new, old in enumerate(index for index in range(count) if index not in dropped)}
 

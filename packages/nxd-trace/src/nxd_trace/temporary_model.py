@@ -1,7 +1,7 @@
-"""The temporary folder of a model that is not kept: weights and programs may be large, so none outlives its process.
+"""The temporary folder of an unsaved model: weights and programs may be large, so it must not outlive its process.
 
-A process that is killed cannot remove its folder. It holds a lock on it, which ends with the process; the next model
-removes the folders whose lock is free.
+A process that is killed cannot remove its folder. So it holds a lock on it, which ends with the process, and the next
+model removes folders whose locks are free.
 """
 
 import fcntl
@@ -15,22 +15,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
 _PREFIX = "nxd_trace_model_"
-_SECONDS_TO_LOCK = 60.0  # a folder that is younger may be about to be locked
+_SECONDS_TO_LOCK = 60.0  # a younger folder may be about to be locked
 
 
 class TemporaryModelFolder(TemporaryDirectory[str]):
-    """A new folder, which is removed with this object, or by a later one if this process is killed."""
+    """A new folder, removed with this object, or by a later one if this process is killed."""
 
     def __init__(self) -> None:
         _remove_left_over()
         super().__init__(prefix=_PREFIX)
         descriptor = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
         self._unlock = weakref.finalize(self, os.close, descriptor)
-        with suppress(OSError):  # a file system without locks: then nobody else can take it either
+        with suppress(OSError):  # a file system without locks: then no other process can lock it either
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def cleanup(self) -> None:
-        """Remove it now."""
+        """Remove the folder now."""
         self._unlock()
         super().cleanup()
 
