@@ -165,8 +165,8 @@ def remove(folder: Path) -> None:
     ("damage", "text"),
     [
         (lambda folder: edit_manifest(folder, torch="2.1.0"), "was compiled for torch 2.1.0, but this is"),
-        (lambda folder: edit_manifest(folder, system="Linux aarch65"), "for system Linux aarch65, this is"),
-        (lambda folder: edit_manifest(folder, device="xla"), "for device xla, this is cpu"),
+        (lambda folder: edit_manifest(folder, system="Linux aarch65"), "for system Linux aarch65, but this is"),
+        (lambda folder: edit_manifest(folder, device="xla"), "for device xla, but this is cpu"),
         (lambda folder: edit_manifest(folder, format=99), "has format 99"),
         (lambda folder: edit_manifest(folder, format="one"), "manifest.json is damaged"),
         (
