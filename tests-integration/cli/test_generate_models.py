@@ -161,7 +161,7 @@ def test_adapter_in_a_checkpoint_of_its_own_is_merged(folder, written, tmp_path)
         (["{adapter}"], r"{adapter} is an adapter; give its base model \(.*\), and --adapter {adapter}"),
         (["{folder}", "--tag", "last"], r"--tag last names a checkpoint, but {folder} is a Hugging Face folder; .*"),
         (["{folder}", "--adapter", "{folder}"], r"--adapter {folder} holds neither adapter_config.json nor .*"),
-        (["{empty}"], r"there is no complete checkpoint in {empty}; give .*"),
+        (["{empty}"], r"there is no complete checkpoint in {empty}; pass .*"),
         (["{other}", "--adapter", "{adapter}"], r"the adapter does not fit the model: .* pass an adapter of"),
         (
             ["{plain}", "--chat", "--prompt", "x"],
@@ -242,7 +242,7 @@ def test_draft_model_writes_the_text_that_is_written_without_it(folder, make_cha
         ),
         ("vocabulary", r"the draft model \(Qwen3ForCausalLM\) has vocab_size=320, the model \d+; use a draft .*"),
         ("guesses", r"num_speculative_tokens=0 must be 1 or more with a draft model"),
-        ("nothing", r"there is no complete checkpoint in {draft}; give .*"),
+        ("nothing", r"there is no complete checkpoint in {draft}; pass .*"),
     ],
 )
 def test_draft_model_that_does_not_fit_is_refused_in_one_line(

@@ -474,7 +474,7 @@ def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):
         (["verify", "{tmp}/nowhere"], "no complete checkpoint"),
         (["verify", "{root}", "--tag", "x"], "no checkpoint 'x'"),
         (["diff", "{root}", "{tmp}/nowhere"], "does not exist"),
-        (["diff", "{root}", "{root}", "--include", "nothing"], "none of the 2 tensors is left"),
+        (["diff", "{root}", "{root}", "--include", "nothing"], "none of the 2 tensors remain"),
         (["convert", "{root}", "{tmp}/out", "--to", "nxd"], "needs --target-tag"),
         (["convert", "{root}", "{tmp}/out", "--to", "neuronx-v1"], "needs --sharding"),
         (["convert", "{root}", "s3://b/out", "--to", "hf"], "is a URL"),

@@ -37,6 +37,6 @@ def test_graphs_of_a_dump_come_with_the_lines_that_asked_for_them():
 
 
 def test_dump_that_is_cut_off_is_refused():
-    with pytest.raises(ValueError, match="ends within a graph"):
+    with pytest.raises(ValueError, match="ends in the middle of a graph"):
         read_graphs(DUMP[: DUMP.rindex("## END_GRAPH")])
     assert read_graphs("") == []

@@ -133,7 +133,7 @@ def test_saved_dataset_gives_the_files_that_it_lists_and_no_caches(tmp_path):
     [
         ({"a.txt": "x"}, "a.txt", r"a\.txt is not a file of rows .* leave data\.column and data\.chat out"),
         ({"a.txt": "x"}, "", r"holds no files that end in \.jsonl, .*; to read text, unset data\.column"),
-        ({}, "absent", r"data\.path=.*absent does not exist; give a file of rows"),
+        ({}, "absent", r"data\.path=.*absent does not exist; give a file or folder of rows"),
         ({"state.json": "{}", "dataset_info.json": "{}"}, "", r"state\.json lists no files of a dataset"),
         (
             {"dataset_dict.json": "{}", "test/state.json": "", "train/state.json": ""},
