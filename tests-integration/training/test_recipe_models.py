@@ -288,9 +288,7 @@ def test_model_of_a_factory_trains_at_every_layout_and_its_checkpoint_runs_nothi
 
     one, four = (read_records(tmp_path / name / "metrics.jsonl") for name in ("one", "four"))
     assert [record.loss for record in four] == pytest.approx([record.loss for record in one], rel=1e-10)
-    with pytest.raises(
-        ValueError, match=r"the function own_models:Model, and code that a checkpoint names is not run"
-    ):
+    with pytest.raises(ValueError, match=r"the function own_models:Model, and code that a checkpoint names is not run"):
         load_for_generation(tmp_path / "four" / "checkpoints")
     assert "own_models" not in sys.modules
 
