@@ -162,7 +162,10 @@ def test_adapter_in_a_checkpoint_of_its_own_is_merged(folder, written, tmp_path)
         (["{folder}", "--tag", "last"], r"--tag last names a checkpoint, but {folder} is a Hugging Face folder; .*"),
         (["{folder}", "--adapter", "{folder}"], r"--adapter {folder} holds neither adapter_config.json nor .*"),
         (["{empty}"], r"there is no complete checkpoint in {empty}; pass .*"),
-        (["{other}", "--adapter", "{adapter}"], r"the adapter does not fit the model: .* pass an adapter of this model"),
+        (
+            ["{other}", "--adapter", "{adapter}"],
+            r"the adapter does not fit the model: .* pass an adapter of this model",
+        ),
         (
             ["{plain}", "--chat", "--prompt", "x"],
             r"--chat needs a chat template, which the model's tokenizer does not have; .*",
