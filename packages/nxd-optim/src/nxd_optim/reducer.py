@@ -269,12 +269,21 @@ def reduce_sequence_parallel_gradients(parameters: Iterable[Tensor], group: Grou
     group = group if group is not None else active_group("tp")
     if group.size == 1:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    gradients = []
     for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad and getattr(parameter, "sequence_parallel_enabled", False):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+            gradients.append(parameter.grad)
+    sum_gradients(gradients, group)
+
+
+@torch.no_grad()
+def sum_gradients(gradients: Iterable[Tensor], group: Group) -> None:
+    """Sum gradients over the ranks of a group, in place, with one message per dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for grads in by_dtype.values():
         summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), group)
         for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):

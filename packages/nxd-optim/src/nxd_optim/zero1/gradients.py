@@ -13,6 +13,7 @@ from torch import Tensor
 from nxd_optim.bucket_sender import BucketSender, Usage
 from nxd_optim.clip import differs_between_ranks, norm_accumulator, tensor_norms
 from nxd_optim.placement import Placement, dense_placement, expert_placement, placement_of, ranks_with_gradients
+from nxd_optim.reducer import sum_gradients
 from nxd_optim.zero1.buckets import Bucket
 from nxd_optim.zero1.even_bucket import EvenBucket
 from nxd_optim.zero1.flat_bucket import OwnRange
@@ -52,15 +53,11 @@ def sum_sequence_parallel(buckets: Sequence[Bucket]) -> None:
     group = active_group("tp")
     if group.size == 1:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    gradients = []
     for bucket, own in _sequence_parallel_ranges(buckets):
         assert bucket.gradient is not None
-        gradient = own.of(bucket.gradient)
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for gradients in by_dtype.values():
-        summed = all_reduce_(torch.cat(gradients), group)
-        for gradient, total in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total)
+        gradients.append(own.of(bucket.gradient))
+    sum_gradients(gradients, group)
 
 
 def check_same_sequence_parallel_ranges(buckets: Sequence[Bucket]) -> None:
