@@ -354,12 +354,13 @@ def test_vocab_size_below_the_tokenizers_is_refused():
         padded_vocab_size(load_recipe(overrides=["model.vocab_size=256"]), 257)
 
 
-def test_evaluation_file_gives_the_held_out_loss_where_nothing_is_held_out():
-    keys = ["checkpoint.keep_best=1", "data.held_out_fraction=0"]
+@pytest.mark.parametrize("needs_the_loss", ["checkpoint.keep_best=1", "train.early_stopping_patience=1"])
+def test_evaluation_file_gives_the_held_out_loss_where_nothing_is_held_out(needs_the_loss):
+    keys = [needs_the_loss, "data.held_out_fraction=0"]
 
     with pytest.raises(RecipeError, match=r"data\.held_out_fraction=0 turns off"):
         load_recipe(overrides=keys)
-    assert load_recipe(overrides=[*keys, "data.evaluation_path=a.txt"]).checkpoint.keep_best == 1
+    assert load_recipe(overrides=[*keys, "data.evaluation_path=a.txt"]).data.evaluation_path.name == "a.txt"
 
 
 def test_steps_of_epochs_are_counted_later():

@@ -287,13 +287,20 @@ def _moe_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _early_stopping_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     patience = recipe.train.early_stopping_patience
-    for name in ("train.eval_every", "data.held_out_fraction"):
-        if patience and not _number(recipe, name):
-            mistake = (
-                f"train.early_stopping_patience={patience} needs a held-out loss, which {name}=0 turns off; set "
-                f"{name}, or train.early_stopping_patience=0"
-            )
-            yield ("train.early_stopping_patience", name), mistake
+    for name in _held_out_loss_is_turned_off_by(recipe) if patience else ():
+        mistake = (
+            f"train.early_stopping_patience={patience} needs a held-out loss, which {name}=0 turns off; set "
+            f"{name}, or train.early_stopping_patience=0"
+        )
+        yield ("train.early_stopping_patience", name), mistake
+
+
+def _held_out_loss_is_turned_off_by(recipe: Recipe) -> Iterator[str]:
+    """Yield the keys without which no held-out loss is computed."""
+    if not recipe.train.eval_every:
+        yield "train.eval_every"
+    if not recipe.data.held_out_fraction and not recipe.data.evaluation_path:
+        yield "data.held_out_fraction"
 
 
 def _llama_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -366,13 +373,12 @@ def _retention_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
             yield (name, "checkpoint.keep"), mistake
     if not options.keep_best:
         return
-    for name in ("train.eval_every", "data.held_out_fraction"):
-        if not _number(recipe, name) and not (name == "data.held_out_fraction" and recipe.data.evaluation_path):
-            mistake = (
-                f"checkpoint.keep_best={options.keep_best} needs a held-out loss, which {name}=0 turns off; "
-                f"set {name}, or checkpoint.keep_best=0"
-            )
-            yield ("checkpoint.keep_best", name), mistake
+    for name in _held_out_loss_is_turned_off_by(recipe):
+        mistake = (
+            f"checkpoint.keep_best={options.keep_best} needs a held-out loss, which {name}=0 turns off; "
+            f"set {name}, or checkpoint.keep_best=0"
+        )
+        yield ("checkpoint.keep_best", name), mistake
     if recipe.train.eval_every and options.save_every % recipe.train.eval_every:
         mistake = (
             f"checkpoint.keep_best={options.keep_best} needs a held-out loss, which some checkpoints would lack; "
