@@ -68,6 +68,18 @@ def test_weight_average_of_bfloat16_weights_is_kept_in_float32():
     torch.testing.assert_close(state[0].tensor, torch.full((3,), 1.001), rtol=1e-6, atol=0)
 
 
+def test_restart_takes_the_current_weights():
+    weight = nn.Parameter(torch.zeros(2))
+    average = WeightAverage([weight], 0.5)
+    weight.data.fill_(4.0)
+
+    average.restart()
+    average.update()
+
+    with average.applied():
+        assert weight.tolist() == [4.0, 4.0]
+
+
 def test_weight_average_is_restored_after_an_exception():
     weight = nn.Parameter(torch.zeros(2))
     average = WeightAverage([weight], 0.5)

@@ -21,6 +21,7 @@ from nxd_state import active_group, get_device, move_model_to_device, splits_exp
 from torch import Tensor, nn
 
 from nxd_engine.checkpoints.state import (
+    OPTIMIZER_PREFIX,
     check_names,
     check_ties,
     fill_state,
@@ -34,9 +35,21 @@ from nxd_engine.model_description import ModelDescription, adapter_in, holds_ada
 from nxd_engine.models import LlamaForCausalLM
 from nxd_engine.unwrap import tied_names
 
+_AVERAGES = f"{OPTIMIZER_PREFIX}averages/"  # followed by the weight's name and the key
+_AVERAGE_KEY = "/weight_average"
 _MAGNITUDE = "lora_magnitude_vector"
 _OF_EXPERTS = "lora_A_"  # followed by the name of a weight [experts, ., .]
 _FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}  # as PEFT calls them
+
+
+def average_name(weight: str) -> str:
+    """Return the name in a checkpoint of the moving average of a weight."""
+    return f"{_AVERAGES}{weight}{_AVERAGE_KEY}"
+
+
+def holds_average(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds a moving average of the weights."""
+    return any(name.startswith(_AVERAGES) for name in checkpoint.tensors)
 
 
 @dataclass(frozen=True)
@@ -45,9 +58,11 @@ class ModelTensors:
 
     Args:
         source: all tensors of the checkpoint.
+        averaged: whether to read the moving averages of the weights that have one, in the weights' dtypes.
     """
 
     source: TensorSource
+    averaged: bool = False
 
     objects = None
     is_mapped = False
@@ -55,7 +70,7 @@ class ModelTensors:
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Type and shape of every tensor."""
-        return {name: self.source.tensors[stored] for name, stored in self._stored_names.items()}
+        return {name: self.source.tensors[stored] for name, stored in self._weights.items()}
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
         """As the source.
@@ -63,10 +78,14 @@ class ModelTensors:
         Raises:
             CheckpointError: it cannot be read.
         """
-        return self.source.shards(self._stored_names[name], box)
+        average = average_name(name)
+        if not self.averaged or average not in self.source.tensors:
+            return self.source.shards(self._weights[name], box)
+        dtype = self.tensors[name].dtype
+        return [Shard(it.tensor.to(dtype), it.box.offsets) for it in self.source.shards(average, box)]
 
     @cached_property
-    def _stored_names(self) -> Mapping[str, str]:
+    def _weights(self) -> Mapping[str, str]:
         weights = {name: name for name in self.source.tensors if kind_of(name) == "model"}
         return weights | weights_kept_as_masters(self.source.tensors)
 
@@ -232,8 +251,13 @@ def model_on_meta_of(description: ModelDescription, dtype: torch.dtype | None = 
     return model
 
 
-def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> ModelWeights:
+def model_weights(checkpoint: Checkpoint, description: ModelDescription, *, averaged: bool = False) -> ModelWeights:
     """Return the weights of the model in a checkpoint, with its adapter, if any, merged into them.
+
+    Args:
+        checkpoint: the checkpoint.
+        description: the model's description.
+        averaged: whether to return the moving average of the weights.
 
     Raises:
         ValueError: the adapter is stored without its base model, is not LoRA, or does not fit the model; or a weight
@@ -244,7 +268,8 @@ def model_weights(checkpoint: Checkpoint, description: ModelDescription) -> Mode
             f"checkpoint {checkpoint.tag!r} holds a LoRA adapter without its base model; load it with load_checkpoint "
             "into that model, or pass the base model, and this one as --adapter"
         )
-    return merged_weights(ModelTensors(from_checkpoint(checkpoint)), adapter_in(checkpoint), description)
+    tensors = ModelTensors(from_checkpoint(checkpoint), averaged)
+    return merged_weights(tensors, adapter_in(checkpoint), description)
 
 
 def merged_weights(

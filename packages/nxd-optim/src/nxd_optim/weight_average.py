@@ -57,6 +57,13 @@ class WeightAverage:
         self._averages = [self._own(p, bounds).clone() for p, bounds in zip(self.parameters, self._ranges, strict=True)]
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Start again from the current weights; call it after loading weights."""
+        self._wait_for_parameters()
+        for parameter, bounds, average in zip(self.parameters, self._ranges, self._averages, strict=True):
+            average.copy_(self._own(parameter, bounds))
+
+    @torch.no_grad()
     def update(self) -> None:
         """Add the current weights to the average; call it after the optimizer's step."""
         self._wait_for_parameters()

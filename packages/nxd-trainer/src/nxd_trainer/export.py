@@ -25,6 +25,7 @@ def export_hugging_face(
     like: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    averaged: bool = False,
 ) -> Path:
     """Write the model of a checkpoint so that `transformers` loads it. Needs no process group.
 
@@ -41,20 +42,21 @@ def export_hugging_face(
             checkpoint has none. If None, the checkpoint's own description is used.
         dtype: the dtype of the written tensors; the checkpoint's if None.
         max_shard_size: maximum bytes of tensors in one file, such as "5GB" or "500MiB".
+        averaged: whether to write the moving average of the weights, which runs with `train.ema_decay` keep.
 
     Returns:
         The target folder.
 
     Raises:
-        ValueError: the target already holds a model, the checkpoint does not say which model it holds, or the base
-            model of its adapter is missing or has changed.
+        ValueError: the target already holds a model, the checkpoint does not say which model it holds, the base model
+            of its adapter is missing or has changed, or it has no average.
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = open_own(folder, tag)
     given = None
     if like is not None:
         given = ModelDescription(read_model_config(like), folder=str(like), stored_shapes=stored_shapes(like))
-    opened = open_checkpointed_model(checkpoint, given)
+    opened = open_checkpointed_model(checkpoint, given, averaged=averaged)
     description = opened.description
     write_folder(
         as_stored(opened.weights, description.config, description.stored_shapes),

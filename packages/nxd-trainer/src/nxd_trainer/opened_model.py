@@ -48,7 +48,7 @@ from nxd_engine.model_description import (
     model_dtype,
     tokenizer_in,
 )
-from nxd_engine.model_weights import ModelTensors, ModelWeights, merged_weights, model_weights
+from nxd_engine.model_weights import ModelTensors, ModelWeights, holds_average, merged_weights, model_weights
 from nxd_engine.rank_sync import on_all_ranks
 from nxd_lora import name_from_peft
 from nxd_trace.serving.text import unseen_token
@@ -197,24 +197,32 @@ def _open_folder(folder: Path) -> OpenedModel:
     return OpenedModel(description, weights, dtype, str(folder), tokenizer_in(folder))
 
 
-def open_checkpointed_model(checkpoint: Checkpoint, like: ModelDescription | None) -> OpenedModel:
+def open_checkpointed_model(
+    checkpoint: Checkpoint, like: ModelDescription | None, *, averaged: bool = False
+) -> OpenedModel:
     """Open the model in a checkpoint, with its adapter merged; an adapter without base model names where that is.
 
     Args:
         checkpoint: a checkpoint in our format.
         like: a model description to use instead of the checkpoint's; its folder has the base model of an adapter.
+        averaged: whether to take the moving average of the weights (`train.ema_decay`) in their place.
 
     Raises:
-        ValueError: the checkpoint does not say which model it holds, or its base model is missing or has changed.
+        ValueError: the checkpoint has no average, it does not say which model it holds, or its base model is missing
+            or has changed.
         CheckpointError: files are damaged.
     """
     description = replace(like or description_of(checkpoint), files=companions_in(checkpoint))
     tokenizer = BYTES if description.tokenizer == BYTES else None
     where = f"checkpoint {checkpoint.tag!r}"
+    if averaged and not holds_average(checkpoint):
+        raise ValueError(
+            f"{where} has no moving average of the weights; leave --ema out. Runs with train.ema_decay keep one"
+        )
     if not holds_adapter_alone(checkpoint):
-        weights = model_weights(checkpoint, description)
+        weights = model_weights(checkpoint, description, averaged=averaged)
         return OpenedModel(description, weights, model_dtype(checkpoint), where, tokenizer)
-    own, adapter = ModelTensors(from_checkpoint(checkpoint)), adapter_in(checkpoint)
+    own, adapter = ModelTensors(from_checkpoint(checkpoint), averaged), adapter_in(checkpoint)
     base = _open_base(description, where) if like is None else whole_model_tensors(str(like.folder))
     dtype = common_dtype(info.dtype for info in base.tensors.values())
     return OpenedModel(description, _merged_beside(base, own, adapter, description), dtype, where, tokenizer)

@@ -54,6 +54,11 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             "set train.eval_every, or train.early_stopping_patience=0",
         ),
         (
+            ["train.ema_decay=0.9", "lora.rank=4", "lora.save=merged"],
+            "train.ema_decay=0.9 averages the adapter, which lora.save=merged does not save; "
+            "set lora.save=adapter or both",
+        ),
+        (
             ["data.column=text"],
             "data.column=text needs data.path, a file or folder of rows",
         ),

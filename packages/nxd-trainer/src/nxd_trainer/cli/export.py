@@ -23,6 +23,9 @@ def _parser() -> argparse.ArgumentParser:
         "the base weights of an adapter; unset: the checkpoint's own description",
     )
     parser.add_argument(
+        "--ema", action="store_true", help="write the moving average of the weights, from a run with train.ema_decay"
+    )
+    parser.add_argument(
         "--max-shard-size",
         default="5GB",
         metavar="SIZE",
@@ -46,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             like=options.like,
             dtype=dtype,
             max_shard_size=options.max_shard_size,
+            averaged=options.ema,
         )
     )
     weights = sorted(target.glob("*.safetensors"))

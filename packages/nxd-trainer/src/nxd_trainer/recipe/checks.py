@@ -110,6 +110,12 @@ def _lora_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:
     for name, off in (("lora.dropout", "0"), ("lora.use_dora", "false")):
         if recipe.lora.target_parameters and _value(recipe, name):
             yield ("lora.target_parameters", name), f"lora.target_parameters does not support {name}; set {name}={off}"
+    if recipe.train.ema_decay and recipe.lora.rank and recipe.lora.save == "merged":
+        mistake = (
+            f"train.ema_decay={recipe.train.ema_decay:g} averages the adapter, which lora.save=merged does not save; "
+            "set lora.save=adapter or both"
+        )
+        yield ("train.ema_decay", "lora.save"), mistake
 
 
 def _model_choice_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]:

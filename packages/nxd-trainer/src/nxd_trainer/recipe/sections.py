@@ -212,6 +212,12 @@ class TrainSection:
     autocast: Literal["none", "bfloat16"] = option("none", "dtype of matrix products with float32 weights")
     compile: bool = option(False, "compile the model's layers with torch.compile and static shapes")
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0: no clipping", at_least=0)
+    ema_decay: float = option(
+        0.0,
+        "decay of an exponential moving average of the weights, such as 0.999, which evaluations use; 0: no average",
+        at_least=0,
+        below=1,
+    )
     log_every: int = option(10, "steps between log lines", at_least=1)
     eval_every: int = option(50, "steps between evaluations on held-out text; 0: none", at_least=0)
     eval_batches: int = option(4, "global batches in an evaluation", at_least=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import nxd_ckpt
 import torch
-from nxd_ckpt import Checkpoint, CheckpointError, CheckpointInfo
+from nxd_ckpt import Checkpoint, CheckpointError, CheckpointInfo, ShardedTensor
 from nxd_engine.checkpoints.loading import load_checkpoint
 from nxd_engine.checkpoints.saving import Contents, finalize_checkpoint, is_saving, write_checkpoint
 from nxd_engine.checkpoints.state import RNG_PREFIX
@@ -37,6 +37,7 @@ from nxd_trainer.recipe import Recipe, recipe_to_dict
 from nxd_trainer.recipe.resuming import changes_to_tell
 from nxd_trainer.training.initial_weights import load_base, load_first_weights, model_differences
 from nxd_trainer.training.run_state import EarlyStopping, RunState, on_first_rank_of_each_host
+from nxd_trainer.training.weight_average import average_tensors, load_average
 
 
 class TrainingDiverged(RuntimeError):
@@ -137,13 +138,14 @@ def run_contents(state: RunState, held_out_loss: float | None = None, *, stands_
         held_out_loss: the held-out loss of the current weights, if known.
         stands_alone: whether to include the files that other readers of the checkpoint need.
     """
+    tensors: dict[str, Any] = {**_own_rng_state(), **_own_average(state)}
     return Contents(
         state.model,
         state.optimizer,
         user_content=_describe_run(state),
         with_settings=False,  # the recipe's settings apply
         description=state.description if stands_alone else replace(state.description, files={}),
-        run_tensors=_own_rng_state(),
+        run_tensors=tensors,
         step=state.step,
         metrics={} if held_out_loss is None else {"held_out_loss": held_out_loss},
     )
@@ -172,6 +174,8 @@ def resume_run(state: RunState) -> str | None:
         if wish == "required":
             raise ValueError(f"checkpoint.resume=required, but there is no complete checkpoint in {folder}")
         load_first_weights(state)
+        if state.average is not None:
+            state.average.restart()
         return None
     resume_from(state, folder, tag)
     return tag
@@ -206,6 +210,10 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         told = f"keys have changed since {where} was written: {'; '.join(changes)}"
         get_logger("nxd_trainer").warning(told)
     load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
+    if state.average is not None and not load_average(state.average, state.model, checkpoint, root):
+        get_logger("nxd_trainer").warning(
+            f"{where} has no average of the weights; the average starts from its weights (train.ema_decay)"
+        )
     state.train_loader.load_state_dict(content["train_loader"])
     state.early_stopping.load_state_dict(content.get("early_stopping", EarlyStopping(0, 0.0).state_dict()))
     state.step = checkpoint.step or 0
@@ -328,6 +336,10 @@ def diverged(state: RunState, what: str) -> TrainingDiverged:
     complete = nxd_ckpt.list_checkpoints(state.recipe.checkpoint_folder)
     advice = f"resume from {state.recipe.checkpoint_folder / complete[-1].tag}" if complete else "start over"
     return TrainingDiverged(f"{what}; lower optimizer.lr or lengthen optimizer.warmup_steps, and {advice}")
+
+
+def _own_average(state: RunState) -> dict[str, ShardedTensor]:
+    return {} if state.average is None else average_tensors(state.average, state.model)
 
 
 def _own_rng_state() -> dict[str, Tensor]:

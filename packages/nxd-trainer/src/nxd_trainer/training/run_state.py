@@ -13,6 +13,7 @@ from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.adapters import check_can_be_merged
 from nxd_engine.model_description import ModelDescription
 from nxd_engine.rank_sync import together
+from nxd_optim import WeightAverage
 from nxd_state import (
     Group,
     ParallelDegrees,
@@ -33,6 +34,7 @@ from nxd_trainer.recipe.sections import LoraSection
 from nxd_trainer.report import Tracker
 from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
 from nxd_trainer.training.run_origin import find_origin
+from nxd_trainer.training.weight_average import build_average
 
 STEPS_AHEAD = 2  # one is being copied to the device while the next is made
 
@@ -127,6 +129,7 @@ class RunState:
         step: optimizer steps taken since the run began, over all invocations.
         reference: for preferences, the model before the run; None without preferences, or if the model without its
             adapters is the reference.
+        average: moving average of the weights; None without `train.ema_decay`.
         trackers: trackers that get the metrics besides their file; only on the rank that writes metrics.
     """
 
@@ -143,6 +146,7 @@ class RunState:
     output_lock: IO[str] | None
     step: int = 0
     reference: NxDModel | None = None
+    average: WeightAverage | None = None
     trackers: Sequence[Tracker] = ()
 
     @property
@@ -206,6 +210,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         early_stopping=EarlyStopping(recipe.train.early_stopping_patience, recipe.train.early_stopping_threshold),
         output_lock=lock,
         reference=reference,
+        average=build_average(recipe, model),
     )
 
 

@@ -5,6 +5,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -89,6 +90,8 @@ def update_weights(state: RunState) -> Tensor | None:
         group["lr"] = learning_rate_on(get_device(), learning_rate(state))
     state.optimizer.step()
     state.optimizer.zero_grad()
+    if state.average is not None:
+        state.average.update()
     if state.model.router_balance is not None:
         state.model.router_balance.update_biases()
     step_boundary()
@@ -114,11 +117,15 @@ def learning_rate(state: RunState) -> float:
 
 @torch.no_grad()
 def evaluate(state: RunState) -> float | None:
-    """Return the mean loss over the held-out batches, the same on every rank; None if nothing is held out."""
+    """Return the mean loss over the held-out batches, the same on every rank; None if nothing is held out.
+
+    With `train.ema_decay` it is the loss of the averaged weights.
+    """
     if not len(state.held_out_loader):
         return None
     state.model.eval()
-    loss = _held_out_loss(state)
+    with nullcontext() if state.average is None else state.average.applied():
+        loss = _held_out_loss(state)
     state.model.train()
     mean = all_reduce(loss_to_add(loss), get_world_group())
     step_boundary()
