@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from nxd_engine import load_checkpoint, neuronx_distributed_config, save_checkpoint
+from nxd_ckpt.store_coordinator import StoreCoordinator
+from nxd_engine import finalize_checkpoint, load_checkpoint, neuronx_distributed_config, save_checkpoint
 from nxd_engine.checkpoints.shard_files import load, save
 from torch import nn
 
@@ -87,3 +88,36 @@ def test_buffers_are_those_of_the_first_replica(run_ranks, tmp_path):
     for name, expected in own.items():
         assert torch.equal(first[name], second[name])
         assert torch.equal(first[name], expected)
+
+
+def gathers_per_save(root, in_background, num_kept_ckpts):
+    neuronx_distributed_config()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    calls = []
+    gather = StoreCoordinator.all_gather_object
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoreCoordinator, "all_gather_object", lambda *args: calls.append(1) or gather(*args))
+        counts = []
+        for tag in ("a", "b", "c"):
+            calls.clear()
+            save_checkpoint(root, tag, model, optimizer, async_save=in_background, num_kept_ckpts=num_kept_ckpts)
+            finalize_checkpoint()
+            counts.append(len(calls))
+    return counts
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_of_a_model_and_an_optimizer_takes_five_gathers(run_ranks, tmp_path, in_background):
+    """Prepare, compare the requests, begin, write, commit; it was 12. A new layout takes one more, for the tensors."""
+    found = run_ranks(gathers_per_save, 2, str(tmp_path), in_background, None)
+
+    assert [(first <= 6, later) for first, *later in found] == [(True, [5, 5])] * 2
+
+
+def test_dropping_old_checkpoints_takes_one_more_gather(run_ranks, tmp_path):
+    found = run_ranks(gathers_per_save, 2, str(tmp_path), False, 2)
+
+    assert [(first <= 7, later) for first, *later in found] == [(True, [6, 6])] * 2

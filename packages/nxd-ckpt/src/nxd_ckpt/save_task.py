@@ -118,6 +118,20 @@ def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
     return found
 
 
+class _Details(NamedTuple):
+    """One rank's part of what differs between ranks, or from their last save; empty where nothing does.
+
+    Attributes:
+        descriptions: the rank's tensors.
+        values: its values by path.
+        groups: the paths of values that are optimizer groups.
+    """
+
+    descriptions: dict[str, TensorDescription]
+    values: dict[str, Any]
+    groups: list[str]
+
+
 class _CachedPlan(NamedTuple):
     digest: str
     plan: SavePlan
@@ -126,7 +140,6 @@ class _CachedPlan(NamedTuple):
 
 # The plan of the last layout, per rank, since a run saves the same tensors repeatedly. In some tests ranks are threads.
 _cache: dict[tuple[int, int], _CachedPlan] = {}
-_NO_PLAN = _CachedPlan("", SavePlan({}, ()), FileLayout(b"", (), 0))
 
 
 def prepare_save(
@@ -151,7 +164,7 @@ def prepare_save(
     descriptions: dict[str, TensorDescription] = {}
     apart = TrainingState()
     cache_key = (coordinator.rank, coordinator.world_size)
-    cached = _cache.get(cache_key, _NO_PLAN)
+    last_digest = _cache[cache_key].digest if cache_key in _cache else ""
 
     def check_arguments() -> _Request:
         nonlocal options, apart
@@ -170,7 +183,7 @@ def prepare_save(
             common=(options.tag, options.step, options.overwrite, options.check_replicas, options.incremental),
             rank_objects=options.rank_objects,
             layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # only hashed, never loaded
-            cached_plan=cached.digest,
+            cached_plan=last_digest,
             failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
             process=process,
             values_digest=xxhash.xxh3_128_hexdigest(
@@ -184,17 +197,7 @@ def prepare_save(
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
     check_processes(path, [request.process for request in requests])
-    values = apart.values
-    if any(request.values_digest != requests[0].values_digest for request in requests):
-        of_ranks = parsed(coordinator.all_gather_object([values, sorted(apart.groups)]), _values_from, doing)
-        values = _merged(of_ranks)
-    max_write_bytes = CHUNK_BYTES if options.incremental else None
-    digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
-    if any(request.cached_plan != digest for request in requests):
-        gathered = parsed(coordinator.all_gather_object(descriptions), _descriptions_from, doing)
-        plan = plan_save(gathered, max_write_bytes=max_write_bytes)
-        cached = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
-        _cache[cache_key] = cached
+    values, cached = _gather_details(requests, descriptions, apart, coordinator, doing)
     values = _without_empty_parts(values, cached.plan.tensors)
     if values and coordinator.rank == 0:
         options = replace(options, extra={**(options.extra or {}), **values_file(values)})
@@ -229,8 +232,41 @@ def prepare_save(
     return task, sharded
 
 
-def _values_from(message: Any) -> tuple[dict[str, Any], list[str]]:
-    values, groups = message
+def _gather_details(
+    requests: Sequence[_Request],
+    descriptions: dict[str, TensorDescription],
+    apart: TrainingState,
+    coordinator: Coordinator,
+    doing: str,
+) -> tuple[dict[str, Any], _CachedPlan]:
+    """Return the values of all ranks and the plan; one gather if ranks' values differ or the layout is new.
+
+    Raises:
+        ValueError: the ranks' tensors do not fit together; on every rank.
+    """
+    cache_key = (coordinator.rank, coordinator.world_size)
+    max_write_bytes = CHUNK_BYTES if requests[0].common[-1] else None
+    digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
+    is_new_layout = any(request.cached_plan != digest for request in requests)
+    values_differ = any(request.values_digest != requests[0].values_digest for request in requests)
+    values = apart.values
+    if is_new_layout or values_differ:
+        own = _Details(
+            descriptions if is_new_layout else {},
+            values if values_differ else {},
+            sorted(apart.groups) if values_differ else [],
+        )
+        details = parsed(coordinator.all_gather_object(own), _details_from, doing)
+        if values_differ:
+            values = _merged(details)
+        if is_new_layout:
+            plan = plan_save([of_rank.descriptions for of_rank in details], max_write_bytes=max_write_bytes)
+            _cache[cache_key] = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
+    return values, _cache[cache_key]
+
+
+def _details_from(message: Any) -> _Details:
+    descriptions, values, groups = message
     expect(isinstance(values, dict) and all_are(str, groups), "invalid values")
     of_groups = [values.get(path) for path in groups]
     expect(
@@ -238,16 +274,16 @@ def _values_from(message: Any) -> tuple[dict[str, Any], list[str]]:
         and all_are(list, (group.get("params") for it in of_groups for group in it or ())),
         "invalid optimizer groups",
     )
-    return values, list(groups)
+    return _Details(_descriptions_from(descriptions), values, list(groups))
 
 
-def _merged(of_ranks: Sequence[tuple[dict[str, Any], list[str]]]) -> dict[str, Any]:
+def _merged(details: Sequence[_Details]) -> dict[str, Any]:
     """Merge the values of ranks with different parts of a model: the first rank that has a value provides it."""
     merged: dict[str, Any] = {}
-    for values, _ in of_ranks:
-        merged = {**values, **merged}
-    for path in {path for _, groups in of_ranks for path in groups}:
-        merged[path] = merged_groups([values[path] for values, groups in of_ranks if path in groups])
+    for of_rank in details:
+        merged = {**of_rank.values, **merged}
+    for path in {path for of_rank in details for path in of_rank.groups}:
+        merged[path] = merged_groups([of_rank.values[path] for of_rank in details if path in of_rank.groups])
     return merged
 
 

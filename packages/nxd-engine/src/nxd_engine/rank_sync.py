@@ -1,7 +1,7 @@
 """Keeps ranks in step: failures are shared, calls are compared before they communicate, and ranks take turns."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -36,7 +36,17 @@ def agree(coordinator: Coordinator, doing: str, describe: Callable[[], Mapping[s
     Raises:
         ValueError: `describe` raised on a rank, or something differs; the same text on all ranks.
     """
-    of_ranks = gather_from_every_rank(coordinator, doing, lambda: {"call": doing, **describe()}, error_type=ValueError)
+    check_same_call(
+        gather_from_every_rank(coordinator, doing, lambda: {"call": doing, **describe()}, error_type=ValueError)
+    )
+
+
+def check_same_call(of_ranks: Sequence[Mapping[str, object]]) -> None:
+    """Compare the calls that all ranks describe, by name of each argument; "call" names the operation.
+
+    Raises:
+        ValueError: something differs; the same text on all ranks.
+    """
     problems = [
         f"{name} is {value!r} on rank 0 and {of_rank[name]!r} on rank {rank}"
         for name, value in of_ranks[0].items()

@@ -9,80 +9,36 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import nxd_ckpt
 from nxd_ckpt import AsyncSave, CheckpointError
-from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
-from nxd_ckpt.interop import as_extra
+from nxd_ckpt.coordinator import coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
 from nxd_ckpt.stores import open_store
 from nxd_layers.upstream_arguments import takes_names_too
-from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_mesh, model_parallel_is_initialized
 from nxd_state.neuron import extracting_graphs
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from nxd_engine.adapters import describe_adapter, saved_tensors, weights_to_save, write_description
-from nxd_engine.checkpoints.state import (
-    CheckpointState,
-    optimizer_state,
-    other_optimizer_state,
-    saved_here,
-    weights_of_wider_masters,
+from nxd_engine.adapters import describe_adapter, weights_to_save, write_description
+from nxd_engine.checkpoints.contents import (
+    Contents,
+    PreparedContents,
+    prepare_contents,
+    tensors_to_save,
+    values_of_all_stages,
 )
-from nxd_engine.checkpoints.stored_values import (
-    EXTRA_STATES,
-    METRICS,
-    OTHER_STATE,
-    SCHEDULER,
-    SETTINGS,
-    USER_CONTENT,
-    dict_state,
-    gather_extra_states,
-    gather_settings,
-    pack_values,
-)
-from nxd_engine.checkpoints.tags import check_kept, choose_tag, is_untagged, keep_newest
-from nxd_engine.model_description import ADAPTER_KEY, ModelDescription, describe_model, with_companions
-from nxd_engine.rank_sync import agree, is_first_replica
-from nxd_engine.unwrap import Subjects, buffer_names, describe_subjects, plain_model, subjects_of
+from nxd_engine.checkpoints.stored_values import check_equal_states, digests_of
+from nxd_engine.checkpoints.tags import KEEP_ALL, check_kept, choose_tag, keep_newest
+from nxd_engine.model_description import describe_model, with_companions
+from nxd_engine.rank_sync import check_same_call
+from nxd_engine.unwrap import describe_subjects, plain_model
 
 _logger = logging.getLogger(__name__)
 
 _FINISHING = "finishing a checkpoint, and dropping old ones"
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a checkpoint to save.
-
-    Attributes:
-        model: see `save_checkpoint`.
-        optimizer: see `save_checkpoint`.
-        scheduler: see `save_checkpoint`.
-        user_content: see `save_checkpoint`.
-        zero1_optimizer: see `save_checkpoint`.
-        with_settings: whether to keep the settings of the optimizer's groups, such as their learning rates.
-        description: the model's description, for readers of the checkpoint that do not have one.
-        run_tensors: further tensors of a run, such as this rank's random streams, under names of kind "run".
-        narrow_weights: whether to keep weights whose wider master weights are also kept.
-        step: optimizer steps taken.
-        metrics: metrics by which retention chooses checkpoints.
-    """
-
-    model: nn.Module | None = None
-    optimizer: Optimizer | Mapping[str, Any] | None = None
-    scheduler: Any = None
-    user_content: Any = None
-    zero1_optimizer: bool = False
-    with_settings: bool = True
-    description: ModelDescription | None = None
-    run_tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    narrow_weights: bool = True
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @takes_names_too(checkpoint_dir_str="path")
@@ -137,37 +93,40 @@ def save_checkpoint(
     """
     if extracting_graphs():
         return
-    coordinator = coordinator_for(None)
-    finalize_checkpoint()
 
-    def describe_call() -> dict[str, object]:
+    def check_call() -> dict[str, object]:
         kept = check_kept(num_kept_ckpts)
         subjects = describe_subjects(model, optimizer, scheduler, num_workers)
         flags = {"async_save": async_save, "zero1_optimizer": zero1_optimizer}
         flags["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
         return {**subjects, "num_kept_ckpts": kept, **flags}
 
-    agree(coordinator, "checking the arguments of save_checkpoint", describe_call)
-    root, name, step = on_rank_zero(coordinator, "choosing the tag of a checkpoint", lambda: choose_tag(path, tag))
+    def contents(is_first_rank: bool) -> Contents:
+        described = None if model is None else describe_model(model, plain_model(model))
+        return Contents(
+            model,
+            optimizer,
+            scheduler,
+            user_content,
+            zero1_optimizer,
+            description=with_companions(described) if described and is_first_rank else described,
+            narrow_weights=not avoid_saving_lower_precision_weights,
+        )
 
-    def drop_old_ones() -> None:
-        if not is_untagged(tag):  # otherwise the checkpoints next to this one belong to other runs
-            keep_newest(root, check_kept(num_kept_ckpts))
+    def drop_old_ones(root: str) -> None:
+        keep_newest(root, check_kept(num_kept_ckpts))
 
     if use_zero1_dcp:
         _logger.info("use_zero1_dcp has no effect: ZeRO-1 states load at any degrees in any case")
-    described = None if model is None else describe_model(model, plain_model(model))
-    contents = Contents(
-        model,
-        optimizer,
-        scheduler,
-        user_content,
-        zero1_optimizer,
-        description=with_companions(described) if described and coordinator.rank == 0 else described,
-        narrow_weights=not avoid_saving_lower_precision_weights,
-        step=step,
+    keeps_all = num_kept_ckpts in (None, KEEP_ALL) or not tag  # an untagged one lies beside those of other runs
+    _save(
+        "checking the arguments of save_checkpoint",
+        check_call,
+        lambda: choose_tag(path, tag),
+        contents,
+        finish=None if keeps_all else drop_old_ones,
+        in_background=async_save,
     )
-    write_checkpoint(root, name, contents, finish=drop_old_ones, in_background=async_save)
 
 
 def write_checkpoint(
@@ -175,7 +134,7 @@ def write_checkpoint(
     tag: str,
     contents: Contents,
     *,
-    finish: Callable[[], None],
+    finish: Callable[[], None] | None,
     in_background: bool,
     incremental: bool = False,
     check_replicas: bool = False,
@@ -187,7 +146,7 @@ def write_checkpoint(
         tag: name of this checkpoint.
         contents: the contents of the checkpoint.
         finish: called by rank 0 when the checkpoint is complete; for a background save, by the next save, load or
-            `finalize_checkpoint`.
+            `finalize_checkpoint`. None, on all ranks, if there is nothing to do.
         in_background: return when the tensors are copied.
         incremental: reference tensors that the previous checkpoint already holds.
         check_replicas: compare the copies that several ranks hold, bit by bit.
@@ -196,57 +155,104 @@ def write_checkpoint(
         ValueError: something could only be read back by running code; nothing was written.
         CheckpointError: a rank could not write, or the earlier background save failed; on all ranks.
     """
+    _save(
+        f"preparing checkpoint {tag!r}",
+        dict,
+        lambda: (os.fspath(root), tag, contents.step),
+        lambda _: contents,
+        finish=None if finish is None else lambda _: finish(),
+        in_background=in_background,
+        incremental=incremental,
+        check_replicas=check_replicas,
+    )
+
+
+def _save(
+    doing: str,
+    check_call: Callable[[], dict[str, object]],
+    choose_place: Callable[[], tuple[str, str, int | None]],
+    make_contents: Callable[[bool], Contents],
+    *,
+    finish: Callable[[str], None] | None,
+    in_background: bool,
+    incremental: bool = False,
+    check_replicas: bool = False,
+) -> None:
+    """Write a checkpoint: everything that can fail on one rank happens before one gather, in which all ranks raise.
+
+    Args:
+        doing: the operation, for messages.
+        check_call: checks the arguments, and returns those that must be the same on all ranks.
+        choose_place: returns folder, tag and step; those of rank 0 are used.
+        make_contents: returns the contents; takes whether this is rank 0.
+        finish: see `write_checkpoint`; takes the folder.
+        in_background: see `write_checkpoint`.
+        incremental: see `write_checkpoint`.
+        check_replicas: see `write_checkpoint`.
+    """
     finalize_checkpoint()
     coordinator = coordinator_for(None)
-    doing = f"preparing checkpoint {tag!r}"
-    subjects = subjects_of(contents.model, contents.optimizer)
-    names = on_every_rank(coordinator, doing, lambda: subjects.group_names, error_type=ValueError)
-    settings = None
-    if subjects.optimizer is not None and names and contents.with_settings:
-        settings = gather_settings(names, subjects.optimizer)
+    made: list[PreparedContents] = []
+
+    def prepare() -> dict[str, Any]:
+        call = {"call": doing, **check_call()}
+        place, problem = _attempt(choose_place) if coordinator.rank == 0 else (None, None)
+        made.append(prepare_contents(make_contents(coordinator.rank == 0)))
+        digests = digests_of(made[0].extra_states)
+        return {"call": call, "place": place, "problem": problem, "digests": digests, "finishes": finish is not None}
+
+    of_ranks = gather_from_every_rank(coordinator, doing, prepare, error_type=ValueError)
+    check_same_call([of_rank["call"] for of_rank in of_ranks])
+    if of_ranks[0]["problem"] is not None:
+        raise CheckpointError(f"choosing the tag of a checkpoint failed: {of_ranks[0]['problem']}")
+    check_equal_states([of_rank["digests"] for of_rank in of_ranks], doing)
+    root, tag, step = of_ranks[0]["place"]
+    prepared, subjects = made[0], made[0].subjects
     adapter = describe_adapter(subjects.lora)
-    extra_states = gather_extra_states(subjects.model, coordinator, doing)
-
-    def pack() -> tuple[dict[str, Any], dict[str, bytes]]:
-        values = {
-            SETTINGS: settings,
-            EXTRA_STATES: extra_states,
-            OTHER_STATE: (subjects.model and subjects.optimizer and other_optimizer_state(subjects.optimizer)) or None,
-            SCHEDULER: None if contents.scheduler is None else contents.scheduler.state_dict(),
-            USER_CONTENT: contents.user_content,
-            METRICS: dict(contents.metrics) or None,
-            ADAPTER_KEY: adapter,
-        }
-        objects, extra = pack_values(values)
-        if contents.description is None:
-            return objects, extra
-        return objects | contents.description.as_objects(), extra | as_extra(contents.description.files)
-
-    objects, extra = on_every_rank(coordinator, doing, pack, error_type=ValueError)
+    objects, extra = values_of_all_stages(prepared, adapter)
 
     def finish_it() -> None:
         if open_store(root).capabilities.other_files:  # otherwise no other program can read it
-            write_description(adapter, subjects.lora, os.fspath(root), tag)
-        finish()
+            write_description(adapter, subjects.lora, root, tag)
+        if finish is not None:
+            finish(root)
 
     with weights_to_save(subjects.lora, coordinator, doing):
-        state = on_every_rank(coordinator, doing, lambda: _tensors(subjects, contents), error_type=ValueError)
+        state = prepared.tensors
+        if state is None:
+            state = on_every_rank(
+                coordinator, doing, lambda: tensors_to_save(subjects, prepared.contents), error_type=ValueError
+            )
         arguments: dict[str, Any] = {
             "objects": objects,
             "extra": extra,
             "mesh": asdict(get_mesh()) if model_parallel_is_initialized() else None,
-            "step": contents.step,
+            "step": step,
             "overwrite": True,
             "incremental": incremental,
             "check_replicas": check_replicas,
         }
+        handle = None
         if in_background:
             handle = nxd_ckpt.async_save(root, tag, state, **arguments)
-            _pending.append(_PendingSave(handle, finish_it, is_first_rank=coordinator.rank == 0))
         else:
             nxd_ckpt.save(root, tag, state, **arguments)
-    if not in_background:
-        on_rank_zero(coordinator, _FINISHING, finish_it)
+    finishes = of_ranks[0]["finishes"] or subjects.lora is not None
+    save = _Save(handle, finish_it if finishes else None, is_first_rank=coordinator.rank == 0)
+    if in_background:
+        _pending.append(save)
+    else:
+        save.complete()
+
+
+def _attempt(choose_place: Callable[[], tuple[str, str, int | None]]) -> tuple[tuple[str, str, int | None] | None, Any]:
+    """Return the place, or the reason why there is none."""
+    try:
+        return choose_place(), None
+    except (CheckpointError, ValueError) as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def finalize_checkpoint() -> None:
@@ -258,78 +264,68 @@ def finalize_checkpoint() -> None:
         CheckpointError: the save failed; on all ranks.
     """
     while _pending:
-        save = _pending.pop()
-        save.handle.wait()
-        on_rank_zero(coordinator_for(None), _FINISHING, save.finish_on_first_rank)
+        _pending.pop().complete()
 
 
 def abandon_checkpoint() -> None:
     """Drop the background save, which cannot complete because ranks are lost. Waits until it has ended on this rank."""
     while _pending:
         with suppress(CheckpointError):
-            _pending.pop().handle.wait()
+            _pending.pop().wait()
 
 
 def is_saving() -> bool:
     """Whether a background save is not complete yet, or has failed; ranks may notice it at different times."""
-    return any(not save.handle.committed for save in _pending)
-
-
-def _narrow_weights(subjects: Subjects) -> set[str]:
-    """Return the names of the weights that the checkpoint can leave out; logs a line if there are none."""
-    model, optimizer = subjects.model, subjects.optimizer
-    found: set[str] = set()
-    if model is not None and optimizer is not None and subjects.lora is None:
-        found = weights_of_wider_masters(model, optimizer)
-    if not found:
-        _logger.info("avoid_saving_lower_precision_weights has no effect: no wider master weights are saved")
-    return found
-
-
-def _tensors(subjects: Subjects, contents: Contents) -> CheckpointState:
-    """Return this rank's tensors for the checkpoint."""
-    model, optimizer, given = subjects.model, subjects.optimizer, contents.optimizer
-    state = subjects.model_tensors()
-    if model is not None and not is_first_replica():  # batch statistics differ between replicas
-        buffers = buffer_names(model)
-        state = {name: tensor for name, tensor in state.items() if name not in buffers}
-    if model is not None and optimizer is not None:
-        state |= optimizer_state(model, optimizer)
-    elif optimizer is not None:
-        state |= dict_state(optimizer.state_dict(), zero1=isinstance(optimizer, NeuronZero1Optimizer))
-    elif isinstance(given, Mapping):
-        state |= dict_state(given, zero1=contents.zero1_optimizer)
-    if not contents.narrow_weights:
-        narrow = _narrow_weights(subjects)
-        state = {name: tensor for name, tensor in state.items() if name not in narrow}
-    if model is not None:
-        state = saved_tensors(subjects.lora, saved_here(model, state))
-    return {**state, **contents.run_tensors}
+    return any(not save.is_complete for save in _pending)
 
 
 @dataclass(frozen=True)
-class _PendingSave:
-    """A background save, and the work to do once it is complete."""
+class _Save:
+    """A save that has been written, or is being written in the background.
 
-    handle: AsyncSave
-    finish: Callable[[], None]
+    Attributes:
+        handle: the background save.
+        finish: the work of rank 0 once the checkpoint is complete; None on all ranks if there is none.
+        is_first_rank: whether this is rank 0.
+    """
+
+    handle: AsyncSave | None
+    finish: Callable[[], None] | None
     is_first_rank: bool
 
-    def finish_on_first_rank(self) -> None:
-        """Do the work that follows the commit, on the first rank only."""
-        if self.is_first_rank:
+    def complete(self) -> None:
+        """Wait until the checkpoint is complete, and finish it. Called by all ranks."""
+        self.wait()
+        if self.finish is not None:
+            on_rank_zero(coordinator_for(None), _FINISHING, self.finish)
+
+    def complete_alone(self) -> None:
+        """Like `complete`, but without communicating with other ranks, whose processes may be gone."""
+        self.wait()
+        if self.finish is not None and self.is_first_rank:
             self.finish()
 
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete.
 
-_pending: list[_PendingSave] = []  # at most one
+        Raises:
+            CheckpointError: the save failed.
+        """
+        if self.handle is not None:
+            self.handle.wait()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint is complete."""
+        return self.handle is None or self.handle.committed
+
+
+_pending: list[_Save] = []  # at most one
 
 
 def _finish_at_exit() -> None:
-    """Like `finalize_checkpoint`, but without communicating with other ranks, whose processes may be gone."""
     while _pending:
-        save = _pending.pop()
-        save.handle.wait()
-        save.finish_on_first_rank()
+        _pending.pop().complete_alone()
 
 
 # Runs before nxd_ckpt's own, which was registered earlier.

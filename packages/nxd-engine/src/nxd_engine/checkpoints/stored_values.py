@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
-from nxd_ckpt.coordinator import gather_from_every_rank, on_every_rank
+from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
-from nxd_state import active_group, all_gather_object, splits_experts
+from nxd_state import active_group, splits_experts
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -120,44 +119,49 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def gather_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Gather index, names and settings of the groups of all stages. Called by all ranks of a pipeline."""
-    own = [
+def group_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return index, names and settings of this rank's parameter groups."""
+    return [
         {"index": index, "names": list(group), "settings": settings_of(optimizer.param_groups[index])}
         for index, group in enumerate(names)
     ]
-    return [entry for stage in all_gather_object(own, active_group("pp")) for entry in stage]
 
 
-def gather_extra_states(model: nn.Module | None, coordinator: Coordinator, doing: str) -> dict[str, Any] | None:
-    """Gather the extra states of the modules of all stages; None if there are none. Called by all ranks.
+def extra_states(model: nn.Module | None) -> dict[str, Any]:
+    """Return the extra states of this rank's modules, by name."""
+    found = {} if model is None else modules_with_extra_state(model)
+    return {name: module.get_extra_state() for name, module in found.items()}
+
+
+def digests_of(states: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of each extra state; empty except on first replicas, whose states are saved.
 
     Raises:
-        ValueError: one could only be read by running code, or differs between tensor-parallel ranks.
+        ValueError: a state could only be read by running code.
     """
+    digests = {name: hashlib.sha256(_torch_bytes(name, value)).hexdigest() for name, value in states.items()}
+    return digests if is_first_replica() else {}
 
-    def own() -> dict[str, Any]:
-        found = {} if model is None else modules_with_extra_state(model)
-        return {name: module.get_extra_state() for name, module in found.items()}
 
-    of_rank = on_every_rank(coordinator, doing, own, error_type=ValueError)
-    stages = all_gather_object(of_rank, active_group("pp"))
-    states = {name: value for stage in stages for name, value in stage.items()}
+def check_equal_states(digests_of_ranks: Sequence[Mapping[str, str]], doing: str) -> None:
+    """Compare the extra states that several ranks would save.
 
-    def digests() -> tuple[bool, dict[str, str]]:
-        return is_first_replica(), {
-            name: hashlib.sha256(_torch_bytes(name, value)).hexdigest() for name, value in states.items()
-        }
+    Args:
+        digests_of_ranks: each rank's `digests_of`.
+        doing: the operation, for the message.
 
-    of_ranks = gather_from_every_rank(coordinator, doing, digests, error_type=ValueError)
-    for rank, (speaks, found) in enumerate(of_ranks):
-        if speaks and found != of_ranks[0][1]:
-            name = next((it for it in found if found[it] != of_ranks[0][1].get(it)), "a module")
-            raise ValueError(
-                f"{doing} failed: {name} differs between rank {rank} and rank 0, but one value is saved for all "
-                "tensor-parallel ranks; keep it the same on all of them, or make it a buffer with a shard_spec"
-            )
-    return states or None
+    Raises:
+        ValueError: tensor-parallel ranks have different states of a module; the same text on all ranks.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, digests in enumerate(digests_of_ranks):
+        for name, digest in digests.items():
+            holder, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"{doing} failed: {name} differs between rank {rank} and rank {holder}, but one value is saved for "
+                    "all tensor-parallel ranks; keep it the same on all of them, or make it a buffer with a shard_spec"
+                )
 
 
 def set_extra_states(model: nn.Module, states: Any, *, strict: bool) -> None:

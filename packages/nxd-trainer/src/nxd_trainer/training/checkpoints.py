@@ -13,8 +13,9 @@ from typing import Any
 import nxd_ckpt
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError, CheckpointInfo, ShardedTensor
+from nxd_engine.checkpoints.contents import Contents
 from nxd_engine.checkpoints.loading import load_checkpoint
-from nxd_engine.checkpoints.saving import Contents, finalize_checkpoint, is_saving, write_checkpoint
+from nxd_engine.checkpoints.saving import finalize_checkpoint, is_saving, write_checkpoint
 from nxd_engine.checkpoints.state import RNG_PREFIX
 from nxd_engine.checkpoints.stored_values import USER_CONTENT, unpack_value
 from nxd_engine.logs import get_logger
@@ -79,7 +80,7 @@ class RunSaver:
             recipe.checkpoint_folder,
             tag,
             run_contents(self._state, held_out_loss),
-            finish=self._drop_old_ones,
+            finish=self._drop_old_ones if options.keep else None,
             in_background=options.background,
             incremental=options.incremental,
             check_replicas=options.check_replicas_every > 0 and self._num_saves % options.check_replicas_every == 0,
@@ -115,14 +116,13 @@ class RunSaver:
 
     def _drop_old_ones(self) -> None:
         options = self._state.recipe.checkpoint
-        if options.keep:
-            nxd_ckpt.retain(
-                self._state.recipe.checkpoint_folder,
-                keep_last=options.keep,
-                keep_every=options.keep_every or None,
-                keep_best=options.keep_best,
-                metric="held_out_loss" if options.keep_best else None,
-            )
+        nxd_ckpt.retain(
+            self._state.recipe.checkpoint_folder,
+            keep_last=options.keep,
+            keep_every=options.keep_every or None,
+            keep_best=options.keep_best,
+            metric="held_out_loss" if options.keep_best else None,
+        )
 
 
 def run_tag(state: RunState) -> str:
