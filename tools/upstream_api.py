@@ -44,13 +44,13 @@ TOLD_APART = {
 
 INTRODUCTION = """# Public names of NeuronX Distributed, and what they are here
 
-Compared are all {count} public functions, classes and constants of its release {release}, by name, arguments, order and
-plain defaults. Written by `tools/upstream_api.py`; a test keeps it true. What changes for a script is in
-[coming-from-neuronx.md](coming-from-neuronx.md).
+This page compares all {count} public functions, classes and constants of release {release} by name, arguments, their
+order and plain defaults. `tools/upstream_api.py` writes it, and a test keeps it current. What changes for a script is
+in [coming-from-neuronx.md](coming-from-neuronx.md).
 
-- **same**: can be called as there, by position and by keyword.
-- **different**: is here, and differs in what is listed.
-- **explains**: can be imported, and says when it is used why it does nothing here.
+- **same**: takes the same calls, by position and by keyword.
+- **different**: exists, with the listed differences.
+- **explains**: can be imported; using it raises an error that explains why it does nothing here.
 - **not here**: cannot be imported.
 """
 

@@ -150,9 +150,9 @@ def test_merged_weights_are_not_saved_as_the_base_model(tmp_path, hugging_face_l
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_alpha": 8}, "lora_alpha=6 there, 8 in the model"),
-        ({"use_rslora": False}, "use_rslora=True there, False in the model"),
-        ({"lora_rank": 2}, "lora_rank=4 there, 2 in the model"),
+        ({"lora_alpha": 8}, "lora_alpha=6 in the adapter, 8 in the model"),
+        ({"use_rslora": False}, "use_rslora=True in the adapter, False in the model"),
+        ({"lora_rank": 2}, "lora_rank=4 in the adapter, 2 in the model"),
     ],
 )
 def test_checkpoint_of_another_scale_is_refused(tmp_path, settings, message):

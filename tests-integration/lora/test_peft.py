@@ -108,9 +108,9 @@ def test_hugging_face_model_with_biases_exchanges_adapters_with_peft(tmp_path, h
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_alpha": 8}, "lora_alpha=6 there, 8 in the model"),
-        ({"use_rslora": False}, "use_rslora=True there, False in the model"),
-        ({"lora_rank": 2}, "lora_rank=4 there, 2 in the model"),
+        ({"lora_alpha": 8}, "lora_alpha=6 in the adapter, 8 in the model"),
+        ({"use_rslora": False}, "use_rslora=True in the adapter, False in the model"),
+        ({"lora_rank": 2}, "lora_rank=4 in the adapter, 2 in the model"),
     ],
 )
 def test_adapter_files_of_another_scale_are_refused(tmp_path, settings, message):

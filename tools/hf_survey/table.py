@@ -19,7 +19,7 @@ def make_table(verdicts: Sequence[Verdict], layouts: Sequence[Layout], transform
         rows.setdefault(verdict.model_type, {})[verdict.layout] = verdict
     counts = ", ".join(f"{passed[layout]} at {layout}" for layout in layouts)
     lines = [
-        f"Of {len(rows)} architectures of transformers {transformers_version} pass: {counts}.",
+        f"Tried: {len(rows)} architectures of transformers {transformers_version}. Passed: {counts}.",
         "",
         f"| architecture | {' | '.join(map(str, layouts))} |",
         f"| --- |{' --- |' * len(layouts)}",
@@ -37,7 +37,7 @@ def _reasons(rows: Mapping[str, Mapping[Layout, Verdict]]) -> list[str]:
             if verdict.reason:
                 layouts_by_reason.setdefault(verdict.reason, []).append(str(layout))
         lines += [f"- {name} at {', '.join(where)}: {why}" for why, where in layouts_by_reason.items()]
-    return ["", "Why the others do not:", "", *lines] if lines else []
+    return ["", "Reasons for the others:", "", *lines] if lines else []
 
 
 def put_between_markers(document: Path, name: str, table: str) -> None:

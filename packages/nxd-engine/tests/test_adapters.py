@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_by_load_and_by_the_config(make, tmp_path):
 
     with pytest.raises(CheckpointError, match="holds only an adapter; make the model with lora_config"):
         load_checkpoint(tmp_path / "adapter", model=make())
-    with pytest.raises(CheckpointError, match="lora_alpha=8 there, 3 in the model"):
+    with pytest.raises(CheckpointError, match="lora_alpha=8 in the adapter, 3 in the model"):
         load_checkpoint(tmp_path / "adapter", model=make(lora_alpha=3))
     with pytest.raises(CheckpointError, match=r"it lacks model\.layers\.0\.self_attn\.v_proj\.lora_A"):
         load_checkpoint(tmp_path / "adapter", model=make(target_modules=["q_proj", "v_proj", "embed_tokens"]))

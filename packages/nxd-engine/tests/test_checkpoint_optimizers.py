@@ -98,7 +98,7 @@ def test_states_of_another_class_are_refused_at_once(tmp_path, zero1):
     save_checkpoint(tmp_path, "a", model, optimizer)
     other, its_optimizer = build(torch.optim.AdamW, zero1=zero1)
 
-    with pytest.raises(CheckpointError, match=r"AdamW has a state 'step', and those given are \['momentum_buffer'\]"):
+    with pytest.raises(CheckpointError, match=r"has a state 'step', but the given states are \['momentum_buffer'\]"):
         load_checkpoint(tmp_path, model=other, optimizer=its_optimizer)
 
 

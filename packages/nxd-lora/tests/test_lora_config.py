@@ -54,7 +54,7 @@ def test_config_with_mistakes_lists_them_all():
 
 
 def test_dora_with_dropout_and_a_text_of_modules_are_refused():
-    with pytest.raises(ValueError, match=r"use_dora=True is not for lora_dropout=0\.1; set it to 0"):
+    with pytest.raises(ValueError, match=r"use_dora=True does not support lora_dropout=0\.1; set it to 0"):
         LoraConfig(use_dora=True, lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"modules_to_save='lm_head' must be a list of names"):
         LoraConfig(modules_to_save="lm_head")

@@ -130,11 +130,11 @@ def test_weight_reads_as_itself_after_a_forward_that_raises():
         ({"target_parameters": TARGETS, "modules_to_save": ["mlp_op"]}, "both name expert_mlps.mlp_op.gate_up_proj"),
         (
             {"target_modules": ["gate_up_proj"]},
-            r"'gate_up_proj' names fused weights.*target_parameters=\['gate_up_proj",
+            r"'gate_up_proj' names fused expert weights.*target_parameters=\['gate_up_proj",
         ),
         ({"target_parameters": "experts.up"}, "target_parameters='experts.up' must be a list of names"),
-        ({"target_parameters": TARGETS, "lora_dropout": 0.1}, "target_parameters is not for lora_dropout=0.1"),
-        ({"target_parameters": TARGETS, "use_dora": True}, "target_parameters is not for use_dora=True"),
+        ({"target_parameters": TARGETS, "lora_dropout": 0.1}, "target_parameters does not support lora_dropout=0.1"),
+        ({"target_parameters": TARGETS, "use_dora": True}, "target_parameters does not support use_dora=True"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(options, message):

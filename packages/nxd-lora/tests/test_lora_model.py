@@ -145,7 +145,7 @@ def test_targets_name_layers_exactly_by_their_end_or_by_whole_parts(targets, ada
         (["proj"], "'proj' matches nothing.*can be adapted: embed_tokens, up_proj, down_proj"),
         (["norm", "x_proj"], "'norm' names only RMSNorm, which LoRA cannot adapt; 'x_proj' matches nothing"),
         ("up_proj", "the regular expression 'up_proj' matches no whole name"),
-        (None, "target_modules is not set; layers of this model that can be adapted: embed_tokens"),
+        (None, "target_modules is not set; this model has these layers that can be adapted: embed_tokens"),
     ],
 )
 def test_targets_that_name_nothing_raise_and_leave_the_model_alone(targets, message):

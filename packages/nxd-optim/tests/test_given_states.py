@@ -25,5 +25,5 @@ def test_states_take_on_the_parameters_dtype_and_settings_stay():
 def test_states_of_another_class_are_refused():
     parameter = nn.Parameter(torch.ones(2))
 
-    with pytest.raises(ValueError, match=r"AdamW has a state 'step', and those given are \['momentum_buffer'\]"):
+    with pytest.raises(ValueError, match=r"AdamW has a state 'step', but the given states are \['momentum_buffer'\]"):
         give_states(torch.optim.AdamW([parameter]), {parameter: {"momentum_buffer": torch.ones(2)}})

@@ -42,7 +42,11 @@ def test_mixed_precision_mistakes_are_named_at_once():
     with pytest.raises(ValueError, match="mixed_precision_config: ") as raised:
         resolve_mixed_precision({**config, "use_master_weights": False}, zero_one_enabled=True)
 
-    for mistake in ("did you mean 'use_master_weights'", "'yes' is not a bool", "needs use_master_weights=True"):
+    for mistake in (
+        "did you mean 'use_master_weights'",
+        "'yes' must be True",
+        "needs use_master_weights=True",
+    ):
         assert mistake in str(raised.value)
 
 

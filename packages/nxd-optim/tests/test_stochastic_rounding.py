@@ -37,7 +37,7 @@ def test_stochastic_round_keeps_what_bfloat16_can_hold_and_what_is_not_finite():
 
 
 def test_stochastic_round_of_another_dtype_raises():
-    with pytest.raises(ValueError, match=r"float64; expected torch.float32"):
+    with pytest.raises(ValueError, match=r"float64 stochastically; expected torch.float32"):
         stochastic_round(torch.zeros(1, dtype=torch.float64))
 
 

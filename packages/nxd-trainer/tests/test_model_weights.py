@@ -121,7 +121,7 @@ def test_description_of_another_rank_than_the_factors_have_is_refused(tmp_path):
     state = {name: saved.read(name) for name in saved.tensors}
     nxd_ckpt.save(tmp_path, "b", state, objects=saved.objects | {"lora": described})
 
-    with pytest.raises(ValueError, match=r"which is not of r=1000000000000; .*use the config that was saved"):
+    with pytest.raises(ValueError, match=r"which does not match r=1000000000000; .*use the config that was saved"):
         weights_in(tmp_path, "b")
 
 

@@ -31,23 +31,23 @@ class LayerKind:
     """How one class of layers is adapted.
 
     Attributes:
-        factor_names: what A and B are called; PEFT's names, so that its files need only a prefix.
+        factor_names: names of A and B; PEFT's names, so that its files need only a prefix.
         add_factors: `(layer, config, part)`: registers the factors of a part with the layer and fills them.
-        output_delta: `(layer, input)`: what the branch adds to the layer's output; if that is several tensors, one for
-            each, or None. `call=` comes with it from `column_parallel_linears`. None where the branch is in what the
-            layer reads, see `read_weights`.
-        weight_deltas: `(layer)`: what merging adds to the layer's weights, by parameter name; `widened`.
-        zero_factor: which of the two starts at zero, so that the branch adds nothing at first.
-        parts: where a layer holds several layers of the unsharded model, which are adapted one by one: their names,
-            beside the layer in its parent, by the ending of their factors' names. Empty where parts are parameters of
-            the layer, by their own names.
+        output_delta: `(layer, input)`: the branch's contribution to the layer's output; one per output, or None, if
+            there are several. `column_parallel_linears` also passes `call=`. None if the branch is in the weights that
+            the layer reads, see `read_weights`.
+        weight_deltas: `(layer)`: the values that merging adds to the layer's weights, by parameter name; `widened`.
+        zero_factor: index of the factor that starts at zero, so that the branch adds nothing at first.
+        parts: for a layer that holds several layers of the unsharded model, which are adapted separately: their names,
+            beside the layer in its parent, by the ending of their factors' names. Empty if parts are parameters of
+            the layer under their own names.
         bias_names: `(layer, parts)`: the biases of these parts; a ValueError if they cannot train without others.
-        rows: `(layer, part)`: the weight `[out, in]` of a part: a parameter's name, and which of its rows; None where
-            outputs are no rows, so that there is no DoRA.
-        with_complete_gradient: `(layer, part, values)`: values for each row, whose gradient is that of all ranks that
-            have copies of the row.
-        read_weights: `(layer)`: what the layer's parameters read as in its forward, by name, with the branch in them.
-        is_linear: "all-linear" means layers of this kind.
+        rows: `(layer, part)`: the weight `[out, in]` of a part, as a parameter's name and a slice of its rows; None if
+            outputs are not rows, so that DoRA is not supported.
+        with_complete_gradient: `(layer, part, values)`: values for each row, whose gradient is summed over all ranks
+            that hold copies of the row.
+        read_weights: `(layer)`: the values of the layer's parameters in its forward, by name, with the branch added.
+        is_linear: whether "all-linear" includes layers of this kind.
     """
 
     factor_names: tuple[str, str]
@@ -74,17 +74,17 @@ class LayerKind:
 
 @dataclass(eq=False)
 class LoraAdapter:
-    """The state of one layer's adapter besides its factors; the layer has it as `layer.lora`.
+    """The state of one layer's adapter besides its factors; stored as `layer.lora`.
 
     Attributes:
         kind: how layers of this class are adapted.
-        parts: which parts of the layer are, out of `kind.parts`.
-        scale: what the branch is multiplied by.
-        further_names: of parameters beside the factors, for each part: the magnitudes of DoRA.
-        output_of: `(layer, output, delta)`: puts the layer's output and its branch together; their sum if None.
-        dropout: probability to drop an element of the branch's input.
-        is_on: whether the branch is added at the moment.
-        unmerged_weights: while merged, the layer's own weights, in host memory.
+        parts: the adapted parts of the layer, out of `kind.parts`.
+        scale: factor of the branch.
+        further_names: names of parameters beside the factors, for each part: the magnitudes of DoRA.
+        output_of: `(layer, output, delta)`: combines the layer's output and its branch; their sum if None.
+        dropout: probability of dropping an element of the branch's input.
+        is_on: whether the branch is currently added.
+        unmerged_weights: the layer's own weights in host memory, while merged.
     """
 
     kind: LayerKind
@@ -99,23 +99,23 @@ class LoraAdapter:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the layer's weights contain the branch."""
+        """Whether the branch is merged into the layer's weights."""
         return bool(self.unmerged_weights)
 
     @property
     def is_added(self) -> bool:
-        """Whether the layer's output gets the branch: not while it is merged, or off."""
+        """Whether the branch is added to the layer's output: not while it is merged or off."""
         return self.is_on and not self.is_merged
 
     @property
     def factor_names(self) -> list[str]:
-        """Of all factors that the layer has: A and B of each part, and its magnitudes."""
+        """Names of all factors of the layer: A and B of each part, and its magnitudes."""
         names = (*self.kind.factor_names, *self.further_names)
         return [factor_name(name, part) for part in self.parts for name in names]
 
 
 def factor_name(name: str, part: str) -> str:
-    """The parameter that is A or B, called `name`, of a part of a layer."""
+    """The parameter name of the factor `name` (A or B) of a part of a layer."""
     return f"{name}_{part}" if part else name
 
 
@@ -123,9 +123,9 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
     """Give parts of `layer` their factors, and the layer its branch.
 
     Args:
-        layer: has no adapter.
+        layer: a layer without an adapter.
         kind: how layers of its class are adapted.
-        parts: those to adapt, with the seed of each one's random values.
+        parts: the parts to adapt, with a random seed for each.
         config: rank, scale and initialisation.
     """
     adapter = LoraAdapter(kind, tuple(parts), config.scale, config.lora_dropout)
@@ -135,7 +135,7 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
             torch.default_generator.manual_seed(seed)
             kind.add_factors(layer, config, part)
     if kind.output_delta is not None:
-        # Before hooks that are there: what splits a model by hooks, such as a sum over ranks, means the branch, too.
+        # Before existing hooks: a hook that splits a model, such as a sum over ranks, must include the branch.
         adapter.hooks = (layer.register_forward_hook(_add_branch, with_kwargs=True, prepend=True),)
     else:
         adapter.hooks = (
@@ -145,7 +145,7 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
 
 
 def detach(layer: nn.Module) -> None:
-    """Take factors and branch away again; what is merged stays merged."""
+    """Remove factors and branch; merged weights stay merged."""
     adapter = require_adapter(layer)
     for hook in adapter.hooks:
         hook.remove()
@@ -168,7 +168,7 @@ def require_adapter(layer: nn.Module) -> LoraAdapter:
 
 
 def scale_of(layer: nn.Module) -> float:
-    """The factor of an adapted layer's branch."""
+    """The scale of an adapted layer's branch."""
     return require_adapter(layer).scale
 
 
@@ -178,7 +178,7 @@ def adapted_layers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def factor(layer: nn.Module, index: int, part: str = "") -> Tensor:
-    """A (0) or B (1) of a part of an adapted layer, as its branch reads it: padding gets no gradient."""
+    """A (index 0) or B (index 1) of a part of an adapted layer, as its branch reads it: padding gets no gradient."""
     name = factor_name(require_adapter(layer).kind.factor_names[index], part)
     parameter: nn.Parameter = getattr(layer, name)
     spec = get_shard_spec(parameter)
@@ -186,19 +186,19 @@ def factor(layer: nn.Module, index: int, part: str = "") -> Tensor:
 
 
 def complete_factor(layer: nn.Module, index: int) -> Tensor:
-    """`factor`, for a layer that computes with the weight it has, whole or split, and does not communicate itself.
+    """`factor`, for a layer that computes with its own weight, whole or split, and does not communicate itself.
 
-    A factor that is whole where the weight is split gets a part of its gradient on each rank; here they are summed.
+    If a factor is whole and the weight is split, each rank has a part of the factor's gradient; here they are summed.
     """
     parameter = layer.get_parameter(require_adapter(layer).kind.factor_names[index])
     is_partial = get_shard_spec(parameter) is None and get_shard_spec(layer.get_parameter("weight")) is not None
-    if is_partial and not getattr(parameter, "sequence_parallel_enabled", False):  # which the optimizer sums
+    if is_partial and not getattr(parameter, "sequence_parallel_enabled", False):  # the optimizer sums these
         return copy_to_tensor_model_parallel_region(parameter)
     return factor(layer, index)
 
 
 def reset_branch(layer: nn.Module) -> None:
-    """Make the branch of an adapted layer add nothing, as at first."""
+    """Make the branch of an adapted layer add nothing, as it does initially."""
     adapter = require_adapter(layer)
     name = adapter.kind.factor_names[adapter.kind.zero_factor]
     for part in adapter.parts:
@@ -206,7 +206,7 @@ def reset_branch(layer: nn.Module) -> None:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In float32 if the dtype is shorter."""
+    """Return the tensor in float32 or a wider dtype."""
     return tensor.float() if tensor.itemsize < 4 else tensor
 
 
@@ -227,13 +227,13 @@ def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _put_weights(layer: nn.Module, args: tuple[Any, ...]) -> None:
-    """The forward pre-hook where the branch is in what the layer reads: attributes that go before its parameters."""
+    """Forward pre-hook for branches in the weights: sets attributes that shadow the parameters."""
     adapter = require_adapter(layer)
     if adapter.is_added and adapter.kind.read_weights is not None:
         vars(layer).update(adapter.kind.read_weights(layer))
 
 
 def _take_weights(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Takes them away again, also where the forward raises."""
+    """Remove them again, also when the forward raises."""
     for part in require_adapter(layer).parts:
         vars(layer).pop(part or "weight", None)

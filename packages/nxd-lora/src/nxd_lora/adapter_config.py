@@ -13,7 +13,7 @@ from nxd_lora.model import LoraModel
 from nxd_lora.state import adapter_names
 from nxd_lora.targets import ALL_LINEAR, adaptable_layers, weights_of_experts
 
-# Entries of PEFT's file that say nothing about what the adapter computes. Any other that is set must be understood.
+# Entries of PEFT's file that do not affect the computation. Any other entry that is set must be supported.
 _WITHOUT_EFFECT = {
     "peft_version",
     "auto_mapping",
@@ -44,7 +44,7 @@ _UNDERSTOOD = {
 
 
 def adapter_config(model: LoraModel, *, base_model_name_or_path: str | None = None) -> dict[str, Any]:
-    """The description of `model`'s adapter, with the unsharded model's names of layers. Called by all ranks."""
+    """Return the description of `model`'s adapter, with the unsharded model's layer names. Called by all ranks."""
     config = model.lora_config
     return {
         "peft_type": "LORA",
@@ -66,10 +66,10 @@ def adapter_config(model: LoraModel, *, base_model_name_or_path: str | None = No
 
 
 def config_from_adapter_config(content: Mapping[str, Any]) -> LoraConfig:
-    """The config behind a description, also one that PEFT wrote.
+    """Return the config for a description, which may be written by PEFT.
 
     Raises:
-        ValueError: it is not of a LoRA adapter, or asks for something that is not supported; lists all of it.
+        ValueError: it does not describe a LoRA adapter, or uses unsupported features; lists all of them.
     """
     if content.get("peft_type") != "LORA" or "r" not in content:
         raise ValueError(
@@ -101,47 +101,47 @@ def check_same_scale(model: LoraModel, saved: LoraConfig, source: str) -> None:
     """Check that factors from `source`, described by `saved`, have the same effect in `model`.
 
     Raises:
-        ValueError: the rank or what scales the factors' product differs; names both values.
+        ValueError: the rank or the scale differs; names both values.
     """
     own = model.lora_config
     differing = [
-        f"{name}={getattr(saved, name)!r} there, {getattr(own, name)!r} in the model"
+        f"{name}={getattr(saved, name)!r} in the adapter, {getattr(own, name)!r} in the model"
         for name in ("lora_rank", "lora_alpha", "use_rslora", "use_dora")
         if getattr(saved, name) != getattr(own, name)
     ]
     if differing:
         raise ValueError(
-            f"the adapter in {source} does not have this model's scale: {'; '.join(differing)}; wrap the model with "
-            "the adapter's values"
+            f"the adapter in {source} has another rank or scale than this model: {'; '.join(differing)}; wrap the "
+            "model with the adapter's values"
         )
 
 
 def check_tensors(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Check that the tensors of an adapter are those that its config describes.
+    """Check that the tensors of an adapter match its config.
 
     Args:
-        config: of the adapter.
-        shapes: by logical name; of experts whole, `[experts, ., .]`, or as PEFT stores them. Those of the model may be
-            among them.
-        source: where both are.
+        config: the adapter's config.
+        shapes: shapes by logical name; experts as whole tensors, `[experts, ., .]`, or as PEFT stores them. May include
+            tensors of the model.
+        source: where both come from, for errors.
 
     Raises:
-        ValueError: the rank, or what trains, is not what the config says; it would be used with another scale.
+        ValueError: the rank or the trained tensors differ from the config, so the adapter would get another scale.
     """
     problems = [
-        f"{name} is {list(shape)}, which is not of r={config.lora_rank}"
+        f"{name} has shape {list(shape)}, which does not match r={config.lora_rank}"
         for name, shape in shapes.items()
         if not _has_rank(name.rpartition(".")[2], shape, config.lora_rank)
     ]
     magnitudes = [name for name in shapes if name.rpartition(".")[2].startswith(MAGNITUDE)]
     if bool(magnitudes) != config.use_dora:
         has = f"has {magnitudes[0]}" if magnitudes else f"has no {MAGNITUDE}"
-        problems.append(f"it {has}, with use_dora={config.use_dora}")
+        problems.append(f"it {has}, but use_dora={config.use_dora}")
     layers = {name.rpartition(".")[0] for name in shapes if name.rpartition(".")[2] in FACTOR_RANK_DIMS}
     targets = () if isinstance(config.target_modules, str) else config.target_modules or ()
     if targets and list(targets) != [ALL_LINEAR] and not config.target_parameters:
         unnamed = sorted(layer for layer in layers if not any(f".{target}." in f".{layer}." for target in targets))
-        problems += [f"it has factors of {layer}, which target_modules does not name" for layer in unnamed[:1]]
+        problems += [f"it has factors for {layer}, which target_modules does not name" for layer in unnamed[:1]]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
@@ -150,13 +150,13 @@ def check_tensors(config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], sou
         )
 
 
-# Where factors have the rank, by their names in the unsharded model.
+# The dim of each factor that has the adapter's rank, by the factor's name in the unsharded model.
 FACTOR_RANK_DIMS = {"lora_A": 0, "lora_B": 1, "lora_embedding_A": 0, "lora_embedding_B": 1}
 _EXPERT_RANK_DIMS = {"lora_A_": 1, "lora_B_": 2}
 
 
 def _has_rank(factor: str, shape: tuple[int, ...], rank: int) -> bool:
-    """Whether a tensor is of this rank; True for one that is no factor. PEFT's of experts have multiples."""
+    """Whether a tensor has this rank; True if it is not a factor. PEFT stores multiples of it for experts."""
     if factor in FACTOR_RANK_DIMS:
         return len(shape) >= 2 and shape[FACTOR_RANK_DIMS[factor]] == rank
     dim = next((dim for start, dim in _EXPERT_RANK_DIMS.items() if factor.startswith(start)), None)
@@ -171,7 +171,7 @@ def adapted_logical_layers(model: LoraModel) -> set[str]:
 
 
 def adapted_weights(model: LoraModel) -> dict[str, list[str]]:
-    """The modules whose weights of experts are adapted, and which, in their order, of all pipeline stages.
+    """Return the modules with adapted expert weights, and these weights in their order, of all pipeline stages.
 
     Called by all ranks.
     """
@@ -185,7 +185,7 @@ def adapted_weights(model: LoraModel) -> dict[str, list[str]]:
 
 
 def target_parameters(model: LoraModel) -> list[str]:
-    """The ends of the names of adapted weights where no other weight ends so, whole names elsewhere."""
+    """Return the last parts of the names of adapted weights where these are unique, whole names elsewhere."""
     adapted = {f"{layer}.{it}".lstrip(".") for layer, weights in adapted_weights(model).items() for it in weights}
     known = {f"{layer}.{it}".lstrip(".") for layer, them in weights_of_experts(model.module).items() for it in them}
     others = set().union(*all_gather_object(known, active_group("pp"))) - adapted
@@ -196,9 +196,9 @@ def target_parameters(model: LoraModel) -> list[str]:
 
 
 def _targets(model: LoraModel) -> list[str]:
-    """Last parts of the adapted layers' names where no other layer ends so, whole names elsewhere.
+    """Return the last parts of the adapted layers' names where these are unique, whole names elsewhere.
 
-    PEFT and this package find the same layers by them, whatever the user's spelling was.
+    PEFT and this package find the same layers from them, whatever the user wrote.
     """
     adapted = adapted_logical_layers(model)
     modules = {name for name, _ in model.module.named_modules()} | set(adaptable_layers(model.module))

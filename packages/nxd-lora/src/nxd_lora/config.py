@@ -26,30 +26,30 @@ class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): `y = x W^T + scale * dropout(x) A^T B^T`, where only A and B train.
 
     Attributes:
-        enable_lora: False leaves the model as it is.
+        enable_lora: whether to add adapters; False leaves the model unchanged.
         lora_rank: r, the rows of A and columns of B.
-        lora_alpha: scale is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`.
-        lora_dropout: probability to drop an element of the branch's input; not used on embeddings.
-        bias: which biases of the model train as well: "none", "all", or "lora_only", those of adapted layers.
-        target_modules: a list of names, each of a layer, of the end of its name (`"q_proj"`), or of a part between
-            dots (`"self_attn"`); or one regular expression that matches the whole name; or "all-linear": every linear
-            layer but the output head.
-        target_parameters: names, or ends of names, of fused weights of experts (`"experts.gate_up_proj"`), which get
-            an adapter for each expert; not with dropout or DoRA. Beside them `target_modules` may be None.
-        use_rslora: rank-stabilised scale (Kalajdzievski 2023).
+        lora_alpha: numerator of the scale: lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`.
+        lora_dropout: probability of dropping an element of the branch's input; not used on embeddings.
+        bias: biases of the model that train as well: "none", "all", or "lora_only" for those of adapted layers.
+        target_modules: a list of layer names, ends of names (`"q_proj"`), or parts between dots (`"self_attn"`); or one
+            regular expression that matches the whole name; or "all-linear": every linear layer except the output head.
+        target_parameters: names, or ends of names, of fused expert weights (`"experts.gate_up_proj"`), which get an
+            adapter for each expert; not with dropout or DoRA. `target_modules` may then be None.
+        use_rslora: rank-stabilized scale (Kalajdzievski 2023).
         use_dora: a trained magnitude for each row of the adapted weight (Liu et al. 2024); not with dropout.
-        modules_to_save: modules that are trained themselves, as names or ends of names, and saved with the adapter. As
-            in PEFT, an end may begin within a part: `"norm"` means `input_layernorm`, too.
-        init_lora_weights: A is drawn "default", as nn.Linear's weight, or "gaussian", N(0, 1/r^2). B starts at zero.
+        modules_to_save: names, or ends of names, of modules that are trained in full and saved with the adapter. As in
+            PEFT, an end may begin within a part: `"norm"` includes `input_layernorm`.
+        init_lora_weights: distribution of A: "default", as nn.Linear's weight, or "gaussian", N(0, 1/r^2). B starts at
+            zero.
         save_lora_base: save the base model as well.
         merge_lora: save base and adapter merged; needs `save_lora_base`.
         save_lora_config_adapter: keep this config inside the checkpoint only; False writes it as
             `lora_adapter/adapter_config.json`, too.
-        load_lora_from_ckpt: take the adapter, and what describes it above, from a checkpoint.
+        load_lora_from_ckpt: load the adapter and its settings above from a checkpoint.
         lora_save_dir: folder of that checkpoint.
         lora_load_tag: its tag; the newest one if None.
-        lora_verbose: rank 0 prints what has been adapted.
-        merge_sharded_lora: of no effect, for scripts that give it: checkpoints hold whole adapters, not ranks' shards.
+        lora_verbose: whether rank 0 prints which layers have been adapted.
+        merge_sharded_lora: accepted without effect: checkpoints always hold whole adapters, not ranks' shards.
 
     Raises:
         ValueError: lists every mistake.
@@ -93,7 +93,7 @@ class LoraConfig:
         if saved is not None and (isinstance(saved, str) or not all(it and isinstance(it, str) for it in saved)):
             mistakes.append(f"modules_to_save={saved!r} must be a list of names, such as ['lm_head']")
         if self.use_dora is True and self.lora_dropout:
-            mistakes.append(f"use_dora=True is not for lora_dropout={self.lora_dropout}; set it to 0")
+            mistakes.append(f"use_dora=True does not support lora_dropout={self.lora_dropout}; set it to 0")
         if self.merge_lora is True and self.save_lora_base is False:
             mistakes.append("merge_lora=True saves the merged base model, so it needs save_lora_base=True")
         if self.load_lora_from_ckpt is True and not self.lora_save_dir:
@@ -130,7 +130,7 @@ def _mistakes_in_targets(targets: Any) -> list[str]:
         try:
             re.compile(targets)
         except re.error as error:
-            return [f"target_modules={targets!r} is not a regular expression ({error}); give plain names in a list"]
+            return [f"target_modules={targets!r} is not a regular expression ({error}); pass plain names in a list"]
         return [] if targets else ["target_modules='' matches nothing"]
     if not isinstance(targets, list | tuple | set | frozenset) or not all(isinstance(name, str) for name in targets):
         return [f"target_modules={targets!r} must be a list of names, or one regular expression"]
@@ -144,8 +144,8 @@ def _mistakes_in_parameters(config: LoraConfig) -> list[str]:
     if isinstance(names, str) or not names or not all(it and isinstance(it, str) for it in names):
         return [f"target_parameters={names!r} must be a list of names, such as ['experts.gate_up_proj']"]
     mistakes = []
-    if config.lora_dropout:  # what is dropped of a token cannot be taken out of the weights
-        mistakes.append(f"target_parameters is not for lora_dropout={config.lora_dropout}; set it to 0")
+    if config.lora_dropout:  # dropout differs per token, so it cannot be part of the weights
+        mistakes.append(f"target_parameters does not support lora_dropout={config.lora_dropout}; set it to 0")
     if config.use_dora is True:
-        mistakes.append("target_parameters is not for use_dora=True; set it to False")
+        mistakes.append("target_parameters does not support use_dora=True; set it to False")
     return mistakes

@@ -1,7 +1,7 @@
 """DoRA (Liu et al. 2024): an adapted weight as a direction, `W + scale B A`, and a magnitude for each of its rows.
 
-The rows of the direction have norm 1, and the magnitudes train. As in PEFT, the norms that divide are constants to
-autograd. Where a row lies on several ranks, its norm is that of the whole row.
+The rows of the direction have norm 1, and the magnitudes train. As in PEFT, autograd treats the norms in the
+denominator as constants. If a row is split over several ranks, its norm is that of the whole row.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ def add_magnitudes(layer: nn.Module) -> None:
     """Give the parts of an adapted layer their magnitudes, `[out]`, split as B is, and fill them.
 
     Raises:
-        ValueError: the layer is none that has rows, or gathers the outputs of several parts.
+        ValueError: the layer has no rows, or gathers the outputs of several parts.
     """
     adapter = require_adapter(layer)
     if adapter.kind.rows is None or (len(adapter.kind.parts) > 1 and getattr(layer, "gather_output", False)):
@@ -58,7 +58,7 @@ def add_magnitudes(layer: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_magnitudes(layer: nn.Module) -> None:
-    """Take the magnitudes from the weights as they are, adapters included, so that they change nothing."""
+    """Set the magnitudes from the current weights, adapters included, so that they change nothing."""
     for part in require_adapter(layer).parts:
         layer.get_parameter(factor_name(MAGNITUDE, part)).copy_(_norms(layer, part))
 
@@ -67,9 +67,9 @@ def with_magnitudes(layer: Any, output: Any, delta: Any) -> Any:
     """The output of an adapted layer.
 
     Args:
-        layer: has magnitudes.
-        output: of the layer without its adapter, or one for each part that the layer can have.
-        delta: what the adapter adds to it; None for parts without one.
+        layer: a layer with magnitudes.
+        output: the layer's output without its adapter, or one output per part of the layer.
+        delta: the adapter's contribution to the output; None for parts without an adapter.
     """
     if isinstance(output, Tensor):
         return _scaled(layer, "", output, delta)
@@ -91,7 +91,7 @@ def scale_rows(layer: nn.Module, name: str, whole: Tensor, gains: dict[str, Tens
 
 @torch.no_grad()
 def gains_of(layer: nn.Module) -> dict[str, Tensor]:
-    """What the rows of each part's `W + scale B A` are multiplied by, `[out]`."""
+    """Return the factors of the rows of each part's `W + scale B A`, `[out]`."""
     return {part: _gain(layer, part) for part in require_adapter(layer).parts}
 
 
@@ -118,7 +118,7 @@ def _gain(layer: Any, part: str) -> Tensor:
 
 @torch.no_grad()
 def _norms(layer: Any, part: str) -> Tensor:
-    """Of the rows of `W + scale B A`, `[out]` on this rank."""
+    """Return the norms of the rows of `W + scale B A`, `[out]` on this rank."""
     adapter = require_adapter(layer)
     a, b = (layer.get_parameter(factor_name(name, part)) for name in adapter.kind.factor_names)
     name, rows = _rows(adapter, layer, part)

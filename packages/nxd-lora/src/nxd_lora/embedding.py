@@ -72,11 +72,11 @@ def _parallel_embedding_delta(layer: Any, ids: Tensor) -> Tensor:
 
 
 def _delta_across_embedding(layer: ParallelEmbedding, ids: Tensor) -> Tensor:
-    """A is whole and B split: gathering B is cheaper than gathering its product."""
+    """A is whole and B split; gathering B is cheaper than gathering its product."""
     rows = factor(layer, 1)
     if layer.sequence_parallel_enabled:
         ids = scatter_to_sequence_parallel_region(ids, layer.sequence_dimension or 0)
-        whole = gather_from_sequence_parallel_region(rows)  # each rank's gradient is of its part of the sequence
+        whole = gather_from_sequence_parallel_region(rows)  # each rank's gradient covers its part of the sequence
     else:
         whole = gather_from_tensor_model_parallel_region(rows, dim=0)
     short = F.embedding(ids, factor(layer, 0).t(), layer.padding_idx)

@@ -1,11 +1,11 @@
 """Adapters of fused expert weights: a parameter `[experts, out, in]` of one module, with factors for each expert.
 
-What such a module computes with its parameters is its own business, so the adapter is in what it reads: while its
-forward runs, an adapted parameter reads as `W + scale * B A`. As in PEFT (`target_parameters`), that takes the memory
-of the adapted weights once more, for as long as backward needs them, and dropout is not possible.
+How such a module uses its parameters is unknown, so the adapter is in the values that it reads: while its forward runs,
+an adapted parameter reads as `W + scale * B A`. As in PEFT (`target_parameters`), this takes the memory of the adapted
+weights a second time, for as long as backward needs them, and dropout is not possible.
 
-A rank has the factors of its own experts. Where tensor-parallel ranks split each expert, the factor that meets the
-split dim is split as well; the other one is whole, and its gradient is summed over these ranks in backward.
+A rank has the factors of its own experts. If tensor-parallel ranks split each expert, the factor that meets the split
+dim is split as well; the other one is whole, and its gradient is summed over these ranks in backward.
 """
 
 from dataclasses import replace
@@ -34,8 +34,8 @@ _DIMS = 3  # experts, and a matrix for each
 
 
 def expert_weights(layer: nn.Module) -> list[str]:
-    """The parameters of a module itself that can be adapted, by name, in their order."""
-    if isinstance(layer, _ConvNd):  # whose kernels are no matrices
+    """Return the names of the module's own parameters that can be adapted, in their order."""
+    if isinstance(layer, _ConvNd):  # its kernels are not matrices
         return []
     own = layer.named_parameters(recurse=False)
     return [name for name, it in own if it.dim() == _DIMS and it.is_floating_point() and not _is_factor(name)]
@@ -46,7 +46,7 @@ def _is_factor(name: str) -> bool:
 
 
 def matrix_dims(layer: nn.Module) -> tuple[int, int]:
-    """Where outputs and inputs lie in the weights of a module, as PEFT and transformers tell."""
+    """Return the dims of outputs and inputs in the weights of a module, as PEFT and transformers define them."""
     return (2, 1) if getattr(layer, "is_transposed", False) else (1, 2)
 
 
@@ -61,7 +61,7 @@ def _add_factors(layer: nn.Module, config: LoraConfig, part: str) -> None:
 def _make_factor(
     layer: nn.Module, part: str, weight_dim: int, *, rank_dim: int, config: LoraConfig, init_method: InitMethod
 ) -> nn.Parameter:
-    """A `[experts, r, in]` or B `[experts, out, r]` of a weight, which covers its `weight_dim`."""
+    """Make A `[experts, r, in]` or B `[experts, out, r]` for a weight; the factor covers its `weight_dim`."""
     weight: Any = layer.get_parameter(part)
     split_dim = _split_dim(weight)
     if split_dim == 0:
@@ -95,19 +95,19 @@ def _make_factor(
 
 
 def _split_dim(weight: nn.Parameter) -> int | None:
-    """The dim of a weight that tensor-parallel ranks have parts of."""
+    """The dim of a weight that is split over tensor-parallel ranks."""
     return getattr(weight, "partition_dim", None) if getattr(weight, "num_partitions", 1) > 1 else None
 
 
 def _factor_spec(spec: ShardSpec, weight_dim: int, rank_dim: int, lora_rank: int, copies: int) -> ShardSpec:
-    """The spec of a factor, of which `copies` ranks hold what parts of its weight have in common."""
+    """The spec of a factor; `copies` is the number of ranks that share the same part of the factor."""
 
     def box(of_weight: Box) -> Box:
         offset = [0, 0, 0]
         offset[0], offset[3 - rank_dim] = of_weight.offset[0], of_weight.offset[weight_dim]
         return Box(tuple(offset), _shape(of_weight.shape, weight_dim, rank_dim, lora_rank))
 
-    pieces: dict[tuple[Box, Box], ShardPiece] = {}  # matrices side by side in the other dim have one factor
+    pieces: dict[tuple[Box, Box], ShardPiece] = {}  # matrices side by side in the other dim share one factor
     for piece in spec.pieces:
         local, logical = box(piece.local), box(piece.logical)
         shape = _shape(piece.logical_shape, weight_dim, rank_dim, lora_rank)
@@ -123,13 +123,13 @@ def _shape(weight: tuple[int, ...], weight_dim: int, rank_dim: int, lora_rank: i
 
 
 def _read_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """What the adapted parameters of a module read as in its forward."""
+    """The values of the adapted parameters of a module in its forward."""
     read = {}
     for part in require_adapter(layer).parts:
         weight = layer.get_parameter(part)
         split_dim = _split_dim(weight)
         a, b = (
-            # Each rank has a part of the gradient of what all ranks that split an expert use whole.
+            # Each rank has a part of the gradient of a factor that all ranks of an expert use whole.
             it if split_dim in (None, covered) else copy_to_tensor_model_parallel_region(it)
             for it, covered in zip(
                 (factor(layer, 0, part), factor(layer, 1, part)), reversed(matrix_dims(layer)), strict=True
@@ -148,7 +148,7 @@ def _weight_deltas(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _in_order(layer: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The two factors of the weight as it is stored."""
+    """The two factors in the order in which the weight is stored."""
     out_dim, in_dim = matrix_dims(layer)
     return (b, a) if out_dim < in_dim else (a.transpose(1, 2), b.transpose(1, 2))
 

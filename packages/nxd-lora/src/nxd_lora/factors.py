@@ -15,15 +15,15 @@ from torch import nn
 def make_factor(
     weight: nn.Parameter, weight_dim: int, *, lora_rank: int, rank_dim: int, sequence_parallel: bool
 ) -> nn.Parameter:
-    """One factor, not yet filled, that meets `weight` along `weight_dim`.
+    """Make one factor, not yet filled, that meets `weight` along `weight_dim`.
 
     Args:
-        weight: of the layer; gives dtype, device and split.
+        weight: the layer's weight, which determines dtype, device and split.
         weight_dim: the dim of `weight` that the factor covers.
         lora_rank: length of the factor's other dim.
-        rank_dim: which dim of the factor that is: 0 for A, 1 for B.
-        sequence_parallel: the layer stands at the border of a sequence-parallel region: a whole factor sees only a
-            part of the sequence, so its gradient is partial, and it is marked as norm weights are.
+        rank_dim: index of that other dim: 0 for A, 1 for B.
+        sequence_parallel: whether the layer is at the border of a sequence-parallel region: a whole factor then sees
+            only part of the sequence, so its gradient is partial, and it is marked like norm weights.
     """
     weight_spec = get_shard_spec(weight)
     if weight_spec is not None and getattr(weight, "partition_dim", None) == weight_dim:
@@ -43,7 +43,7 @@ def make_factor(
 
 
 def factor_spec(spec: ShardSpec, weight_dim: int, *, lora_rank: int, rank_dim: int, name: str = "") -> ShardSpec:
-    """The split of a weight along `weight_dim`, for a factor with the logical name `name` (see `ShardPiece.name`)."""
+    """Return the split of a weight along `weight_dim`, for the factor named `name` (see `ShardPiece.name`)."""
     pieces = [
         replace(
             piece,
@@ -58,7 +58,7 @@ def factor_spec(spec: ShardSpec, weight_dim: int, *, lora_rank: int, rank_dim: i
 
 
 def fill_factor(factor: nn.Parameter, logical_length: int, *, rank_dim: int, init_method: InitMethod) -> None:
-    """Draw a factor whose covered dim is `logical_length` long over all ranks."""
+    """Draw the values of a factor whose covered dim has `logical_length` elements over all ranks."""
     shape = _shape(logical_length, factor.shape[rank_dim], rank_dim)
     spec = get_shard_spec(factor) or shard_along(shape, 0, rank=0, size=1)
     fill_from_logical(factor, spec, shape, init_method)

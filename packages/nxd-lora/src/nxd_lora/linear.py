@@ -1,8 +1,8 @@
 """The branch beside linear layers: plain ones, and those whose weight is split along outputs or inputs.
 
-Only products with A, `[..., r]`, cross the ranks, never a second copy of what the layer itself communicates. In a
-sequence-parallel region they cross as the layer's own input or output does; then a factor that is whole on every
-rank has seen a part of the sequence, and its gradient is partial (see `factors`). All other gradients are complete.
+Only products with A, `[..., r]`, are communicated, never a second copy of what the layer itself communicates. In a
+sequence-parallel region they are communicated like the layer's own input or output. A factor that is whole on every
+rank then sees only part of the sequence, so its gradient is partial (see `factors`). All other gradients are complete.
 """
 
 from collections.abc import Sequence
@@ -49,10 +49,10 @@ def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_
     part. So ranks that hold the same elements drop the same ones, and the masks do not depend on the layout.
 
     Args:
-        input_: any shape.
-        probability: of an element to be dropped, below 1.
-        training: False keeps everything.
-        split_dim: the dim along which the input is split over the tensor-parallel ranks, if it is.
+        input_: a tensor of any shape.
+        probability: the probability of dropping an element, below 1.
+        training: whether to drop; False keeps everything.
+        split_dim: the dim along which the input is split over the tensor-parallel ranks, or None.
     """
     if probability == 0.0 or not training:
         return input_
@@ -67,7 +67,7 @@ def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_
 
 
 def init_of_a(config: LoraConfig) -> InitMethod:
-    """Fills A as nn.Linear fills its weight, or with N(0, 1/r^2)."""
+    """Return an initializer for A: that of nn.Linear's weight, or N(0, 1/r^2)."""
     if config.init_lora_weights == "default":
         return default_linear_init
     return lambda values: nn.init.normal_(values, std=1.0 / config.lora_rank)
@@ -78,9 +78,9 @@ def add_linear_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int]
 
     Args:
         layer: the layer.
-        config: rank and initialisation.
-        sizes: in and out of the whole layer.
-        out_dim: the dim of the layer's weight along which its outputs lie.
+        config: rank and initialization.
+        sizes: input and output size of the whole layer.
+        out_dim: the output dim of the layer's weight.
     """
     rank = config.lora_rank
     parallel = getattr(layer, "sequence_parallel_enabled", None)
@@ -103,7 +103,7 @@ def _product(layer: Any) -> Tensor:
     return scale_of(layer) * (widened(layer.lora_B) @ widened(layer.lora_A))
 
 
-# Plain layers: whole on every rank, or with a part of the weight where hooks communicate, as around Conv1D.
+# Plain layers: whole on every rank, or with part of the weight if hooks communicate, as around Conv1D.
 
 
 def _linear_delta(layer: nn.Module, input_: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _add_transposed_factors(layer: Any, config: LoraConfig, part: str) -> None:
 
 
 def weight_delta(layer: Any) -> dict[str, Tensor]:
-    """What merging adds to `weight`."""
+    """Return the values that merging adds to `weight`."""
     return {"weight": _product(layer)}
 
 
@@ -165,10 +165,10 @@ def column_deltas(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> lis
 
     Args:
         input_: `[..., in]`, or this rank's part of the sequence.
-        layers: adapted, and alike in their sequence-parallel arguments.
+        layers: adapted layers with the same sequence-parallel arguments.
 
     Returns:
-        What to add to each layer's output.
+        The contribution to each layer's output.
     """
     if len({layer.gather_output for layer in layers}) > 1:
         return [column_deltas(input_, [layer])[0] for layer in layers]
@@ -181,7 +181,7 @@ def column_deltas(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> lis
 
 
 def to_columns(down: Tensor, layer: ColumnParallelLinear | GQAQKVColumnParallelLinear) -> Tensor:
-    """Whole, with a gradient that becomes complete: of split outputs each rank knows a part of it."""
+    """Return it whole, with a gradient that is summed over ranks, because each rank has only some of the outputs."""
     if layer.sequence_parallel_enabled:
         return gather_from_sequence_parallel_region(
             down, layer.sequence_dimension, to_model_parallel=not layer.gather_output
@@ -190,7 +190,7 @@ def to_columns(down: Tensor, layer: ColumnParallelLinear | GQAQKVColumnParallelL
 
 
 def _rows_for_output(layer: ColumnParallelLinear) -> Tensor:
-    """B for the outputs that the layer returns. Gathering B is cheaper than gathering its product."""
+    """B for the layer's returned outputs. Gathering B is cheaper than gathering its product."""
     rows = factor(layer, 1)
     return gathered_output(rows.t(), layer).t() if layer.gather_output and layer.tensor_parallel_size > 1 else rows
 

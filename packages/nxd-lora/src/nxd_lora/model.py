@@ -1,7 +1,7 @@
 """`LoraModel`: a model with adapters on some of its layers; only the adapters train.
 
 Adapters are merged in float32 (or float64) and rounded once to the weight's dtype. Rounding cannot be undone by
-subtracting, so the layer's own weights wait in host memory while they are merged: unmerging restores every bit.
+subtracting, so the layer's own weights are kept in host memory while merged: unmerging restores every bit.
 """
 
 import re
@@ -29,31 +29,31 @@ from nxd_lora.targets import TargetLayers, find_target_layers, is_saved_module, 
 class LoraModel(nn.Module):
     """Adds adapters to the target layers of a model, in place, and freezes everything else.
 
-    Fused weights of experts have adapters of their own, see `LoraConfig.target_parameters`: `lora_A_gate_up_proj`
-    `[experts, r, in]` and `lora_B_gate_up_proj` `[experts, out, r]`, of which each rank has those of its experts.
+    Fused expert weights have adapters of their own, see `LoraConfig.target_parameters`: `lora_A_gate_up_proj`
+    `[experts, r, in]` and `lora_B_gate_up_proj` `[experts, out, r]`. Each rank has those of its experts.
 
-    Plain linears, embeddings and `Conv2d`, Hugging Face's `Conv1D` and the parallel layers of this package can be
-    adapted. They stay what and where they are, so names of their parameters do not change; the factors are
-    parameters beside `weight`: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or `lora_embedding_A` and
-    `lora_embedding_B`. On several ranks each is split as its layer's weight is, or whole. A
-    `GQAQKVColumnParallelLinear` is the three layers `q_proj`, `k_proj` and `v_proj` beside it, with an adapter each
-    (`lora_A_q`, ...), to targets as to checkpoints; its own name means all three.
+    Plain linear layers, embeddings and `Conv2d`, Hugging Face's `Conv1D` and the parallel layers of nxd-layers can be
+    adapted. Layers keep their class and place, so names of their parameters do not change. The factors are parameters
+    beside `weight`: `lora_A` `[r, in]` and `lora_B` `[out, r]`, or `lora_embedding_A` and `lora_embedding_B`. On
+    several ranks each is split like its layer's weight, or whole. A `GQAQKVColumnParallelLinear` counts as the three
+    layers `q_proj`, `k_proj` and `v_proj` beside it, each with its own adapter (`lora_A_q`, ...), for targets and for
+    checkpoints; its own name selects all three.
 
-    After backward all gradients are complete, except, as for norm weights, those of whole factors at the border of a
-    sequence-parallel region: these are marked `sequence_parallel_enabled` for the optimizer to sum.
+    After backward all gradients are complete, except those of whole factors at the border of a sequence-parallel
+    region: like norm weights, these are marked `sequence_parallel_enabled` for the optimizer to sum.
 
-    With `use_dora` a layer also has magnitudes, and modules of `modules_to_save` train as they are.
+    With `use_dora` a layer also has magnitudes. Modules of `modules_to_save` are trained in full.
 
-    Factors are drawn from torch's seed and the names of their layers in the unsharded model, so that they do not
-    depend on the layout. Where ranks hold parts of the model, all of them wrap it, and the first one's seed is taken.
+    Initial values depend on torch's seed and the names of the layers in the unsharded model, not on the layout. If
+    ranks hold parts of the model, all of them wrap it, and the first rank's seed is used.
 
     Build the model, load or pad its weights and move it first, then wrap it. Attributes that this class does not have
-    are the wrapped model's (`config`, `dtype`, `generate`).
+    are those of the wrapped model (`config`, `dtype`, `generate`).
 
     Args:
-        module: the model; or what a pipeline's rank has of it, under the names of the whole.
-        config: `enable_lora=False` leaves the model as it is.
-        layers: what `find_target_layers` found in the whole model, where `module` is a part of it; default: find them.
+        module: the model, or a pipeline rank's part of it, under the names of the whole.
+        config: the settings; `enable_lora=False` leaves the model unchanged.
+        layers: the result of `find_target_layers` on the whole model, if `module` is a part of it; found here if None.
 
     Attributes:
         module: the same model, with adapters.
@@ -78,7 +78,7 @@ class LoraModel(nn.Module):
         self.module.requires_grad_(False)
         for name, layer in list(self.module.named_modules()):
             kind = kind_of_target(layer)
-            if name in targets and kind is not None:  # stages have stand-ins for the layers of other stages
+            if name in targets and kind is not None:  # stages have placeholders for the layers of other stages
                 seeds = {part: seed_of_module(seed, kind.name_of_part(name, part)) for part in targets[name]}
                 attach(layer, kind, seeds, self.lora_config)
                 if self.lora_config.use_dora:
@@ -89,7 +89,7 @@ class LoraModel(nn.Module):
             parameter.requires_grad_(True)
 
     def _seed_of_stage(self) -> int:
-        """From torch's random numbers: those of the first rank that holds a part of the model, if several do."""
+        """Draw a seed from torch's generator; if several ranks hold parts of the model, the first one's."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         if ranks_run() and any(get_shard_spec(parameter) is not None for parameter in self.module.parameters()):
             for axes in (("tp",), ("dp", "cp")):
@@ -110,11 +110,11 @@ class LoraModel(nn.Module):
 
     @property
     def is_merged(self) -> bool:
-        """Whether the adapters are in the weights at the moment."""
+        """Whether the adapters are currently merged into the weights."""
         return any(require_adapter(layer).is_merged for layer in adapted_layers(self.module).values())
 
     def merge(self) -> None:
-        """Add the adapters to the weights, so that they cost nothing at inference. On all ranks; not to train on.
+        """Add the adapters to the weights, so that they cost nothing at inference. All ranks call it; not for training.
 
         The layers' own weights are kept in host memory meanwhile.
 
@@ -124,23 +124,23 @@ class LoraModel(nn.Module):
         merge_adapters(self.module)
 
     def unmerge(self) -> None:
-        """Undo `merge`: every weight is bit for bit what it was."""
+        """Undo `merge`: every weight is restored bit for bit."""
         unmerge_adapters(self.module)
 
     def reset(self) -> None:
-        """Unmerge the adapters and reset them, so that they add nothing, as in a model that has just been wrapped."""
+        """Unmerge and reinitialize the adapters, so that they add nothing, as in a newly wrapped model."""
         self.unmerge()
         for layer in adapted_layers(self.module).values():
             reset_branch(layer)
         self.reset_magnitudes()
 
     def merge_and_unload(self) -> nn.Module:
-        """The plain model with the adapters in its weights; what trained before wrapping trains again."""
+        """Return the plain model with the adapters in its weights; what trained before wrapping trains again."""
         self.merge()
         return self._detach_all()
 
     def unload(self) -> nn.Module:
-        """The plain model as before wrapping, except for trained biases."""
+        """Return the plain model as before wrapping, except for trained biases."""
         self.unmerge()
         return self._detach_all()
 
@@ -152,11 +152,11 @@ class LoraModel(nn.Module):
         return self.module
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
-        """The adapter's parameters, by name in the wrapped model: the factors, and all else that trains."""
+        """The adapter's parameters, by name in the wrapped model: the factors, and all others that train."""
         return self.factors() | self._trained_biases() | self._saved_modules()
 
     def factors(self) -> dict[str, nn.Parameter]:
-        """A and B of every adapted layer, and its magnitudes, by their names in the wrapped model."""
+        """A, B and the magnitudes of every adapted layer, by their names in the wrapped model."""
         return {
             f"{name}.{factor}" if name else factor: layer.get_parameter(factor)
             for name, layer in adapted_layers(self.module).items()
@@ -177,12 +177,12 @@ class LoraModel(nn.Module):
         }
 
     def _saved_modules(self) -> dict[str, nn.Parameter]:
-        """Of `modules_to_save`."""
+        """The parameters of `modules_to_save`."""
         named = self.module.named_parameters()
         return {name: parameter for name, parameter in named if is_saved_module(name, self.lora_config)}
 
     def reset_magnitudes(self) -> None:
-        """With DoRA, take the magnitudes from the weights, as after loading these. On all ranks."""
+        """With DoRA, set the magnitudes from the weights, for example after loading them. Called on all ranks."""
         if self.lora_config.use_dora:
             for layer in adapted_layers(self.module).values():
                 reset_magnitudes(layer)
@@ -202,10 +202,10 @@ def _world_rank() -> int:
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> None:
-    """Add each adapter's product to its layer's weights. Merged layers are left alone.
+    """Add each adapter's product to its layer's weights. Merged layers are skipped.
 
     Raises:
-        ValueError: a weight to be merged is used by another layer as well, which would change with it.
+        ValueError: another layer also uses a weight to be merged, and would change with it.
     """
     layers = [layer for layer in adapted_layers(module).values() if not require_adapter(layer).is_merged]
     _check_not_tied(module, layers)
@@ -234,7 +234,7 @@ def unmerge_adapters(module: nn.Module) -> None:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """The model is the base model while the block runs; what trains besides the factors stays as it is."""
+    """Run the block with the base model; modules that train besides the factors keep their values."""
     adapters = [require_adapter(layer) for layer in adapted_layers(module).values()]
     for adapter in adapters:
         adapter.is_on = False

@@ -39,11 +39,11 @@ def save_peft_adapter(
 
     Args:
         model: the model; its names must be the unsharded model's.
-        folder: made if need be; all ranks may see it or only rank 0.
-        base_model_name_or_path: noted in the config, for PEFT's `AutoPeftModel`.
+        folder: the folder to write, created if necessary; only rank 0 needs access to it.
+        base_model_name_or_path: value for the config, for PEFT's `AutoPeftModel`.
 
     Raises:
-        RuntimeError: rank 0 cannot write, or the folder holds an adapter already; on all ranks.
+        RuntimeError: on all ranks: rank 0 cannot write, or the folder already holds an adapter.
     """
     content = adapter_config(model, base_model_name_or_path=base_model_name_or_path)
     adapted = adapted_logical_layers(model)
@@ -61,7 +61,7 @@ def write_adapter_config(model: LoraModel, folder: str | os.PathLike[str]) -> No
     """Write `adapter_config.json` alone. Called by all ranks; rank 0 writes.
 
     Raises:
-        RuntimeError: rank 0 cannot write; on all ranks.
+        RuntimeError: on all ranks: rank 0 cannot write.
     """
     content = adapter_config(model)
     _on_rank_zero(f"writing {folder}", lambda: _write_config(Path(folder), content))
@@ -71,12 +71,12 @@ def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
     """Fill the adapter from PEFT's files. Called by all ranks; every rank reads.
 
     Args:
-        model: wrapped with `read_peft_config(folder)`, or a config that adapts the same layers.
-        folder: as PEFT's `save_pretrained` wrote it.
+        model: the model, wrapped with `read_peft_config(folder)` or a config that adapts the same layers.
+        folder: a folder written by PEFT's `save_pretrained`.
 
     Raises:
-        RuntimeError: a rank cannot read the files; on all ranks.
-        ValueError: the adapter does not fit the model, or its rank, alpha or use_rslora are not the model's.
+        RuntimeError: on all ranks: a rank cannot read the files.
+        ValueError: the adapter does not fit the model, or has another rank, alpha or use_rslora.
     """
     file = Path(folder) / TENSOR_FILE
     tensors = on_every_rank(f"reading {file}", lambda: _safetensors().load_file(file), _world())
@@ -93,11 +93,11 @@ def load_peft_adapter(model: LoraModel, folder: str | os.PathLike[str]) -> None:
 
 
 def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
-    """The config of an adapter that PEFT, or `save_peft_adapter`, wrote.
+    """Return the config of an adapter that was written by PEFT or `save_peft_adapter`.
 
     Raises:
-        ValueError: it is not of a LoRA adapter, asks for something that is not supported, or does not describe the
-            tensors beside it.
+        ValueError: it does not describe a LoRA adapter, uses unsupported features, or does not match the tensors beside
+            it.
     """
     file = Path(folder) / CONFIG_FILE
     try:
@@ -105,36 +105,36 @@ def read_peft_config(folder: str | os.PathLike[str]) -> LoraConfig:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}; expected an object")
+        raise ValueError(f"{file} holds a {type(content).__name__}; expected a JSON object")
     config = config_from_adapter_config(content)
     if not config.target_parameters and (shapes := _stored_shapes(Path(folder) / TENSOR_FILE)):
-        check_tensors(config, shapes, str(folder))  # before anything is made as the config says
+        check_tensors(config, shapes, str(folder))  # before the config is used
     return config
 
 
 def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a file, by our names; empty if it cannot be read: loading it says why."""
+    """The shapes of the tensors in a file, by our names; empty if it cannot be read: loading it reports the error."""
     try:
         with _safetensors().safe_open(file, framework="pt") as stored:
             names = list(stored.keys())
             return {name_from_peft(name): tuple(stored.get_slice(name).get_shape()) for name in names}
-    except Exception:  # safetensors, which may be missing, has its own
+    except Exception:  # safetensors raises its own types, and may be missing
         return {}
 
 
 def name_from_peft(name: str) -> str:
-    """The name that a tensor of PEFT's files has in the unsharded model."""
+    """Return the name in the unsharded model of a tensor in PEFT's files."""
     own = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     return own.removesuffix(".weight") if own.endswith((".lora_A.weight", ".lora_B.weight")) else own
 
 
 def peft_names_of_weights(weights: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """PEFT's names of the factors of experts, by ours.
+    """Return PEFT's names of the factors of experts, by ours.
 
-    PEFT wraps a module once for each of its parameters, the first of which is in the innermost wrapper.
+    PEFT wraps a module once for each of its parameters; the first parameter is in the innermost wrapper.
 
     Args:
-        weights: by the name of a module, those of its weights that are adapted, in their order.
+        weights: the adapted weights of each module, in their order, by the module's name.
     """
     names = {}
     for layer, parts in weights.items():
@@ -146,14 +146,15 @@ def peft_names_of_weights(weights: Mapping[str, Sequence[str]]) -> dict[str, str
 
 
 def _flat_factor(name: str, factor: Tensor) -> Tensor:
-    """As PEFT stores those of experts: A `[experts, r, in]` as `[experts * r, in]`, B `[experts, out, r]` as
-    `[out, r * experts]`.
+    """Return a factor of experts as PEFT stores it.
+
+    A `[experts, r, in]` becomes `[experts * r, in]`, B `[experts, out, r]` becomes `[out, r * experts]`.
     """
     return factor.flatten(0, 1) if _is_a(name) else factor.permute(1, 2, 0).flatten(1)
 
 
 def _own_factor(name: str, flat: Tensor, lora_rank: int) -> Tensor:
-    """The reverse; a tensor that is none of `lora_rank` stays as it is."""
+    """Undo `_flat_factor`; a tensor that does not have `lora_rank` is returned unchanged."""
     if flat.dim() != 2 or flat.shape[0 if _is_a(name) else 1] % lora_rank:
         return flat
     return flat.unflatten(0, (-1, lora_rank)) if _is_a(name) else flat.unflatten(1, (lora_rank, -1)).permute(2, 0, 1)
@@ -168,7 +169,7 @@ def _peft_name(name: str, adapted: set[str]) -> str:
     if last in ("lora_A", "lora_B"):
         return f"{_PREFIX}{name}.weight"
     if last == "bias" and layer in adapted:
-        return f"{_PREFIX}{layer}.base_layer.bias"  # PEFT keeps an adapted layer inside of another
+        return f"{_PREFIX}{layer}.base_layer.bias"  # PEFT keeps an adapted layer inside a wrapper
     return _PREFIX + name
 
 
@@ -179,7 +180,7 @@ def _write(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) ->
     config_file = _write_config(folder, content)
     unfinished = folder / f".{TENSOR_FILE}.unfinished"
     _safetensors().save_file(tensors, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(config_file.stat().st_mode)  # safetensors makes files that only their owner may read
+    unfinished.chmod(config_file.stat().st_mode)  # safetensors creates files that only their owner can read
     unfinished.rename(target)
 
 

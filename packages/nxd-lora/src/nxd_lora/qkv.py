@@ -1,8 +1,8 @@
 """The branches of layers that hold copies of key and value heads.
 
-Those of `GQAQKVColumnParallelLinear` are an adapter for each of q, k and v, any of which may be missing. They are those
-of three column-parallel layers, and have their logical names; see `linear`. B of keys and values is copied as their
-heads are, and the copies' gradients are added up as those of the weights are.
+`GQAQKVColumnParallelLinear` has one adapter for each of q, k and v, any of which may be missing. They are adapters of
+three column-parallel layers with these logical names; see `linear`. B of keys and values is copied like the heads, and
+the gradients of the copies are summed like those of the weights.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def _add_factors(layer: GQAQKVColumnParallelLinear, config: LoraConfig, part: st
 
 
 def _whole_factor(layer: GQAQKVColumnParallelLinear, part: str, config: LoraConfig) -> nn.Parameter:
-    """A, filled; it has shard metadata, for its name."""
+    """Make and fill A; it has shard metadata, for its name."""
     shape, name = (config.lora_rank, layer.input_size), f"{PROJECTIONS[part]}.lora_A"
     weight = next(layer.parameters())
     whole = empty_parameter(shape, weight.dtype, weight.device)
@@ -50,7 +50,7 @@ def _whole_factor(layer: GQAQKVColumnParallelLinear, part: str, config: LoraConf
 
 
 def _split_factor(layer: GQAQKVColumnParallelLinear, part: str, config: LoraConfig) -> nn.Parameter:
-    """B, filled."""
+    """Make and fill B."""
     rank, name = config.lora_rank, f"{PROJECTIONS[part]}.lora_B"
     spec = factor_spec(layer.weight_spec(part), 0, lora_rank=rank, rank_dim=1, name=name)
     weight = next(layer.parameters())
@@ -73,7 +73,7 @@ def _deltas(layer: GQAQKVColumnParallelLinear, input_: Tensor) -> tuple[Tensor |
 
 
 def _rows_for_output(layer: GQAQKVColumnParallelLinear, parts: Sequence[str]) -> list[Tensor]:
-    """B for the outputs that the layer returns."""
+    """B for the layer's returned outputs."""
     rows = {part: factor(layer, 1, part) for part in parts}
     copied = [part for part in parts if part != "q"]
     copies = layer.head_copies()
@@ -86,14 +86,14 @@ def _rows_for_output(layer: GQAQKVColumnParallelLinear, parts: Sequence[str]) ->
 
 
 class _CopiedRows(Function):
-    """Rows of key and value heads, forward as they are; backward the gradients of a head's copies are added up.
+    """Rows of key and value heads: unchanged in forward; in backward the gradients of a head's copies are summed.
 
     Arguments of `forward`: `HeadCopies`, then tensors `[kv * kv_size_multiplier/tp, r]`.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        # Taken together: torch.compile tells whether `forward` takes a ctx by counting its parameters and arguments.
+        # One tuple argument: torch.compile detects whether `forward` takes a ctx by counting parameters and arguments.
         ctx.copies, *rows = arguments
         return tuple(part.view_as(part) for part in rows)
 
@@ -126,9 +126,9 @@ def _bias_names(layer: GQAQKVColumnParallelLinear, parts: Sequence[str]) -> list
         return []
     if layer.fuse_qkv and len(parts) < len(PROJECTIONS):
         raise ValueError(
-            f"bias='lora_only' would train the biases of {', '.join(PROJECTIONS[part] for part in parts)} alone, but "
-            "they are one parameter with the others of a GQAQKVColumnParallelLinear; build it with fuse_qkv=False, "
-            "use bias='none' or 'all', or adapt q_proj, k_proj and v_proj"
+            f"bias='lora_only' would train the biases of {', '.join(PROJECTIONS[part] for part in parts)} alone, but a "
+            "fused GQAQKVColumnParallelLinear has one bias for all projections; build it with fuse_qkv=False, use "
+            "bias='none' or 'all', or adapt q_proj, k_proj and v_proj"
         )
     return names
 
@@ -165,7 +165,7 @@ QKV_LINEAR = LayerKind(
 )
 
 
-# The projection to keys or to values of a model of transformers.
+# The projection for keys or values of a transformers model.
 
 
 def _add_copied_factors(layer: CopiedHeadsLinear, config: LoraConfig, part: str) -> None:

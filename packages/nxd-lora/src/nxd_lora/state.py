@@ -1,7 +1,7 @@
 """An adapter as whole, logical tensors: gathered from the ranks' parts, and put back at any layout.
 
-Names are those of the unsharded model, `layers.0.q_proj.lora_A`, also where one layer holds several of its matrices.
-This module does not know the file format.
+Names are those of the unsharded model, `layers.0.q_proj.lora_A`, even if one layer holds several of its matrices. This
+module does not depend on the file format.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from nxd_lora.model import LoraModel
 
 
 def gather_adapter(model: LoraModel) -> dict[str, Tensor]:
-    """The whole adapter, with biases that train, on the CPU of every rank. Called by all ranks.
+    """Return the whole adapter, with trained biases, on the CPU of every rank. Called by all ranks.
 
     Returns:
-        Whole tensors by logical name, of all pipeline stages.
+        Whole tensors of all pipeline stages, by logical name.
     """
     whole: dict[str, Tensor] = {}
     by_axis: dict[str, dict[str, nn.Parameter]] = {}
@@ -25,7 +25,7 @@ def gather_adapter(model: LoraModel) -> dict[str, Tensor]:
         spec = get_shard_spec(parameter)
         by_axis.setdefault("tp" if spec is None else spec.axis, {})[name] = parameter
     for axis, parameters in sorted(by_axis.items()):
-        # Experts lie on the ranks of "ep", and each of them on those of "etp".
+        # Experts are distributed over the ranks of "ep", and each expert over those of "etp".
         groups = [active_group(it) for it in (("etp", "ep") if axis == "ep" else (axis,))]
         specs_by_rank = [{name: get_shard_spec(p) for name, p in parameters.items()}]
         for group in groups:
@@ -41,18 +41,18 @@ def load_adapter(model: LoraModel, tensors: Mapping[str, Tensor]) -> None:
     """Fill the adapter from whole tensors, each rank taking its part. Called by all ranks.
 
     Args:
-        model: its adapter is overwritten, in its own dtype and place.
-        tensors: by logical name, as `gather_adapter` gives them; the same on every rank. Other parameters of the
-            model may be among them, and are filled as well.
+        model: the model whose adapter is overwritten in place, in its own dtype.
+        tensors: whole tensors by logical name, as `gather_adapter` returns them; the same on every rank. Other
+            parameters of the model may be included and are filled as well.
 
     Raises:
-        ValueError: lists every tensor that is missing, that the model does not have, or of another shape; and those of
-            one tied parameter that differ.
+        ValueError: lists every tensor that is missing, unknown to the model, or of another shape, and tensors of one
+            tied parameter that differ.
         RuntimeError: the adapter is merged into the weights.
     """
     if model.is_merged:
         raise RuntimeError("the adapter is merged into the weights; unmerge() before loading another adapter")
-    parameters = dict(model.module.named_parameters(remove_duplicate=False))  # files have tied ones by both names
+    parameters = dict(model.module.named_parameters(remove_duplicate=False))  # files have tied ones under both names
     known = {name: shape for name, p in parameters.items() for name, shape, _, _ in _boxes(name, p)}
     needed = {name for parameter in model.adapter_parameters().items() for name, _, _, _ in _boxes(*parameter)}
     _check_fit(tensors, known, needed, _differing(tensors, parameters))
@@ -63,7 +63,7 @@ def load_adapter(model: LoraModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def adapter_names(model: LoraModel, *, with_biases: bool = True) -> list[str]:
-    """Logical names of what the adapter on this stage consists of: its factors, and biases that train."""
+    """Logical names of the adapter's tensors on this stage: its factors, and trained biases."""
     parameters = model.adapter_parameters() if with_biases else model.factors()
     return list(dict.fromkeys(box[0] for named in parameters.items() for box in _boxes(*named)))
 
@@ -72,7 +72,7 @@ _Index = tuple[slice, ...]
 
 
 def _boxes(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, tuple[int, ...], _Index, _Index]]:
-    """Logical name and shape, and where each box lies here and there."""
+    """Yield logical name and shape, and the position of each box in both tensors."""
     spec = get_shard_spec(parameter)
     if spec is None:
         everything = (slice(None),) * parameter.dim()
@@ -100,26 +100,26 @@ def _gathered(
 
 
 def _logical_name(name: str, piece: ShardPiece) -> str:
-    """See `ShardPiece.name`: relative to the parent of the layer that owns the parameter."""
+    """Return the logical name; `ShardPiece.name` is relative to the parent of the layer that owns the parameter."""
     return ".".join([*name.split(".")[:-2], piece.name]) if piece.name else name
 
 
 def _differing(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Tied parameters of which there are tensors with other values; one would overwrite the other."""
+    """List tied parameters for which tensors have different values; one would overwrite the other."""
     names: dict[nn.Parameter, str] = {}
     problems = []
     for name, parameter in parameters.items():
         if name in tensors:
             first = names.setdefault(parameter, name)
             if tensors[first].shape == tensors[name].shape and not torch.equal(tensors[first], tensors[name]):
-                problems.append(f"{first} and {name} are one tied parameter, and differ; untie them before wrapping")
+                problems.append(f"{first} and {name} are one tied parameter but differ; untie them before wrapping")
     return problems
 
 
 def _check_fit(
     tensors: Mapping[str, Tensor], known: Mapping[str, tuple[int, ...]], needed: set[str], differing: list[str]
 ) -> None:
-    """Raise on all ranks or none: a tensor unknown on one stage, or all padding on one rank, may belong to another."""
+    """Raise on all ranks or none. A tensor unknown on one stage, or all padding on one rank, may belong to another."""
     group = active_group("pp", "tp")
     missing = [f"{name} is missing" for name in sorted(needed - set(tensors))]
     shapes = [

@@ -1,8 +1,8 @@
 """Adapters of subclasses of plain layers whose forward does more than the plain one: scales, norms, counts positions.
 
-A branch beside such a forward would miss what it does. So the branch is in the weight that the forward reads, `W +
-scale * B A`, as if it were merged, which takes the memory of the weight once more. Word embeddings of transformers that
-scale their vectors, the common case, are known by the code of their forward: their branch is scaled, too.
+A branch beside such a forward would miss the extra work. So the branch is in the weight that the forward reads, `W +
+scale * B A`, as if it were merged, which takes the memory of the weight a second time. Word embeddings of transformers
+that scale their vectors, the common case, are recognized by the code of their forward: their branch is scaled, too.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class _ScaledInDtype(nn.Embedding):
 
 
 class _Product(nn.Linear):
-    """Falcon's linear layers: they round at other places than `nn.Linear`, and do no more."""
+    """Falcon's linear layers: they round in other places than `nn.Linear`, and do nothing else."""
 
     bias: Any
 
@@ -56,7 +56,7 @@ class _Product(nn.Linear):
 
 
 def kind_for_forward(layer: nn.Module, kind: LayerKind) -> LayerKind:
-    """How a layer is adapted that would be adapted as `kind` if its forward were the plain one."""
+    """Return how to adapt a layer that would be adapted as `kind` if its forward were the plain one."""
     forward = _forward_of(layer)
     if forward == "plain" or isinstance(layer, _SPLIT_LINEAR):
         return kind
@@ -64,10 +64,10 @@ def kind_for_forward(layer: nn.Module, kind: LayerKind) -> LayerKind:
 
 
 def check_forward(name: str, layer: nn.Module, config: LoraConfig) -> None:
-    """Check that a layer can be adapted with the forward that it has.
+    """Check that a layer can be adapted with its own forward.
 
     Raises:
-        ValueError: it cannot; says why.
+        ValueError: it cannot; gives the reason.
     """
     if not isinstance(getattr(layer, "weight", None), nn.Parameter | None):
         raise ValueError(
@@ -86,14 +86,14 @@ def check_forward(name: str, layer: nn.Module, config: LoraConfig) -> None:
             f"{what}: its adapter does not support dropout; set lora_dropout={config.lora_dropout} to 0, or {remedy}"
         )
     if vars(layer).get("forward") is not None:
-        raise ValueError(f"{what}, and was replaced, so an adapter would miss a recomputation; {remedy}")
+        raise ValueError(f"{what} and was replaced, so recomputation would ignore the adapter; {remedy}")
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.dtype not in _DTYPES or weight.dim() < 2:
         raise ValueError(f"{what}, and whose weight is not a plain floating-point matrix; {remedy}")
 
 
 def _forward_of(layer: nn.Module) -> Literal["plain", "scaled", "other"]:
-    """What the forward that a module runs does, below what recomputes or places it."""
+    """Classify the forward that a module runs, below any wrapper for recomputation or placement."""
     own: Any = vars(layer).get("forward")
     while own is not None and not hasattr(own, "__func__"):
         own = own.forward if isinstance(own, CheckpointedForward) else getattr(own, "__wrapped__", None)
@@ -120,8 +120,8 @@ def _has_code_of(forward: Callable[..., Any], other: Callable[..., Any]) -> bool
 
 @cache
 def _scaled(kind: LayerKind) -> LayerKind:
-    """`kind` with its branch scaled as the vectors are."""
-    assert kind.output_delta is not None, "embeddings have a branch beside"
+    """Return `kind` with its branch scaled like the vectors."""
+    assert kind.output_delta is not None, "embeddings have a separate branch"
     return replace(kind, output_delta=partial(_scaled_delta, kind.output_delta))
 
 
@@ -133,7 +133,7 @@ def _scaled_delta(delta: Callable[..., Any], layer: Any, ids: Tensor) -> Tensor:
 
 @cache
 def _in_weight(kind: LayerKind) -> LayerKind:
-    """`kind` with its branch in the weight; without rows, so that there is no DoRA."""
+    """Return `kind` with its branch in the weight; it has no rows, so DoRA is not supported."""
     return replace(kind, output_delta=None, rows=None, read_weights=_read_weight)
 
 

@@ -36,9 +36,9 @@ _KINDS: tuple[tuple[type[nn.Module], LayerKind], ...] = (
 
 
 def kind_of(layer: nn.Module) -> LayerKind | None:
-    """How a layer is adapted; None if it cannot be."""
+    """Return how a layer is adapted; None if it cannot be."""
     if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return None  # the output of nn.MultiheadAttention, which reads the weight and never calls the layer
+        return None  # the output layer of nn.MultiheadAttention, which reads its weight and never calls it
     if is_conv1d(layer):
         return kind_for_forward(layer, TRANSPOSED_LINEAR)
     kind = next((kind for layer_class, kind in _KINDS if isinstance(layer, layer_class)), None)
@@ -46,15 +46,15 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
 
 
 def kind_of_target(layer: nn.Module) -> LayerKind | None:
-    """The same, or how the weights of its experts are."""
+    """Return the same, or how the expert weights of a module are adapted."""
     return kind_of(layer) or (EXPERT_WEIGHTS if expert_weights(layer) else None)
 
 
 def adaptable_layers(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """The layers of a model, and of the unsharded model within them, that can have adapters.
+    """Return the layers that can have adapters, including layers of the unsharded model inside fused ones.
 
     Returns:
-        By name, in the model's order: the name of the layer that holds it, and which parts of that it is.
+        For each layer name, in the model's order: the layer that holds it, and the parts of that layer.
     """
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name, layer in module.named_modules():
@@ -75,26 +75,26 @@ def match_targets(
     others: Mapping[str, str],
     weights: Mapping[str, str],
 ) -> list[str]:
-    """The adaptable layers that are named.
+    """Return the adaptable layers that the targets name.
 
     Args:
         targets: `LoraConfig.target_modules`.
-        adaptable: the layers that can have adapters, in the model's order: by name, the layer that holds it, which is
-            itself or one that holds several. A target that names some of these does not name the one that holds them:
+        adaptable: the layers that can have adapters, by name, in the model's order: the layer that holds it, which is
+            itself or a fused one. A target that names some parts of a fused layer does not name the fused layer:
             `.*v_proj` matches `qkv_proj` by chance.
-        others: class by name of every other module.
-        weights: what `target_parameters` may name, by the names that a user may take for modules.
+        others: class of every other module, by name.
+        weights: names that `target_parameters` accepts, by names that a user may mistake for modules.
 
     Returns:
         Names, in the model's order.
 
     Raises:
-        ValueError: targets are not given, or one of them names no adaptable layer; says what is there.
+        ValueError: no targets are given, or one of them names no adaptable layer; lists the layers.
     """
     names = list(adaptable)
     last_parts = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) or "none"
     if targets is None:
-        raise ValueError(f"target_modules is not set; layers of this model that can be adapted: {last_parts}")
+        raise ValueError(f"target_modules is not set; this model has these layers that can be adapted: {last_parts}")
     patterns = [targets] if isinstance(targets, str) else sorted(targets)
     problems = []
     found: set[str] = set()
@@ -122,7 +122,7 @@ def _why_nothing_matches(
 ) -> str:
     fused = sorted({end for name, ends in weights.items() if _matches(target, name, is_regex) for end in ends.split()})
     if fused:
-        return f"{target!r} names fused weights of experts, no layers; give target_parameters={fused}"
+        return f"{target!r} names fused expert weights, not layers; pass target_parameters={fused}"
     kinds = sorted({kind for name, kind in others.items() if name and _matches(target, name, is_regex)})
     if kinds:
         return f"{target!r} names only {', '.join(kinds)}, which LoRA cannot adapt"
@@ -134,7 +134,7 @@ def _why_nothing_matches(
 
 
 def _weights_by_name(module: nn.Module) -> dict[str, str]:
-    """Of modules of experts, and of their weights, the ends of the names that `target_parameters` takes."""
+    """Return modules with expert weights, and these weights: the ends of the names that `target_parameters` takes."""
     found = {}
     for layer, parts in weights_of_experts(module).items():
         ends = {part: f"{layer.rpartition('.')[2]}.{part}".lstrip(".") for part in parts}
@@ -144,14 +144,14 @@ def _weights_by_name(module: nn.Module) -> dict[str, str]:
 
 
 ALL_LINEAR = "all-linear"
-_HEADS = ("lm_head", "embed_out")  # of models that do not tell theirs
+_HEADS = ("lm_head", "embed_out")  # of models that do not declare theirs
 
 
 def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> list[str]:
-    """As PEFT's "all-linear": every linear layer, without the output head and what trains itself.
+    """Match as PEFT's "all-linear": every linear layer except the output head and modules that train themselves.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such layer.
     """
     head = output_embeddings(module)
     chosen = []
@@ -172,12 +172,12 @@ def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> 
 
 
 def is_saved_module(name: str, config: LoraConfig) -> bool:
-    """Whether a module or a parameter is, or is in, one of `modules_to_save`."""
+    """Whether a module or parameter is one of `modules_to_save` or inside one."""
     return any(_is_in(saved, name) for saved in config.modules_to_save or ())
 
 
 def _is_in(saved: str, name: str) -> bool:
-    """Whether a name is, or lies in, one that ends in `saved`: "norm" means "input_layernorm", too, as in PEFT."""
+    """Whether a name is, or is inside, one that ends in `saved`: "norm" includes "input_layernorm", as in PEFT."""
     return re.search(rf"{re.escape(saved)}(\.|$)", name) is not None
 
 
@@ -185,7 +185,7 @@ def check_saved_modules(module: nn.Module, config: LoraConfig) -> None:
     """Check that each of `modules_to_save` names parameters of a whole model that no other module uses.
 
     Raises:
-        ValueError: it names none, or some that are tied.
+        ValueError: one names no parameters, or tied ones.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     for saved in config.modules_to_save or ():
@@ -196,7 +196,7 @@ def check_saved_modules(module: nn.Module, config: LoraConfig) -> None:
     for name, parameter in named.items():
         if id(parameter) in trained and not is_saved_module(name, config):
             raise ValueError(
-                f"modules_to_save would also train {name}, whose weight is tied; name its module as well, or leave out "
+                f"modules_to_save would also train {name}, whose weight is tied; name its module as well, or remove "
                 "the one it is tied to"
             )
 
@@ -205,15 +205,15 @@ TargetLayers = Mapping[str, tuple[str, ...]]
 
 
 def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
-    """What `config.target_modules` names in a whole model, which may be on the meta device. Changes nothing.
+    """Return the targets of a config in a whole model, which may be on the meta device. Changes nothing.
 
     Returns:
-        By the name of a layer, which of its parts are adapted: `("",)` for all but fused ones; of experts the names of
-        their parameters.
+        The adapted parts of each layer, by its name: `("",)` except for fused layers; for experts the names of their
+        parameters.
 
     Raises:
-        ValueError: a target names nothing that can be adapted, the model has adapters already, or biases that are to
-            train cannot do so alone.
+        ValueError: a target names nothing that can be adapted, the model has adapters already, or selected biases
+            cannot train separately.
     """
     if adapted_layers(module):
         raise ValueError("this model already has adapters; unload() them first")
@@ -223,7 +223,7 @@ def find_target_layers(module: nn.Module, config: LoraConfig) -> TargetLayers:
 
 
 def _target_layers(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str, ...]]:
-    """By `target_modules`."""
+    """Return the layers that `target_modules` selects."""
     adaptable = adaptable_layers(module)
     others = {name: type(layer).__name__ for name, layer in module.named_modules() if name not in adaptable}
     holders = {name: holder for name, (holder, _) in adaptable.items()}
@@ -252,9 +252,9 @@ def _target_layers(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str
 
 
 def _check_others(module: nn.Module, targets: Sequence[str] | str | None, adaptable: Mapping[str, Any]) -> None:
-    """Check that targets mean nothing that would be left out, beside layers that get adapters.
+    """Check that no target also selects modules that cannot be adapted, besides layers that can.
 
-    A module that holds such layers may be meant by a target, as may activations by a regular expression.
+    A target may also match a module that contains adapted layers, and a regular expression may match activations.
 
     Raises:
         ValueError: a target names a module that cannot have an adapter.
@@ -279,7 +279,7 @@ def _check_others(module: nn.Module, targets: Sequence[str] | str | None, adapta
 
 
 def _layers_of_target_parameters(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str, ...]]:
-    """By `target_parameters`, which PEFT matches as names or their ends."""
+    """Return the layers that `target_parameters` selects; PEFT matches names or their ends."""
     weights = weights_of_experts(module)
     full_names = {(layer, part): f"{layer}.{part}".lstrip(".") for layer, parts in weights.items() for part in parts}
     found: dict[str, list[str]] = {}
@@ -302,7 +302,7 @@ def _layers_of_target_parameters(module: nn.Module, config: LoraConfig) -> dict[
 
 
 def weights_of_experts(module: nn.Module) -> dict[str, list[str]]:
-    """The modules with weights that `target_parameters` may name, and these."""
+    """Return the modules with weights that `target_parameters` can name, and these weights."""
     return {
         name: weights
         for name, layer in module.named_modules()
@@ -311,5 +311,5 @@ def weights_of_experts(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _ends(names: Iterable[str]) -> list[str]:
-    """Their last two parts, each once."""
+    """Return the last two parts of the names, without duplicates."""
     return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))

@@ -1,8 +1,8 @@
 """Buckets: gradients of several parameters that travel in one message.
 
-On most devices they lie in one contiguous buffer. On XLA a tensor is not a place in memory: a flat buffer with the
-gradients as views would be split and joined again by copies, and each gradient would be as old as its last read of the
-buffer. There the gradients stay separate tensors, operands of one operation of the step's graph.
+On most devices they share one contiguous buffer. On XLA a tensor has no fixed memory: a flat buffer with gradients as
+views would be split and joined again by copies, and each gradient would be as old as its last read of the buffer. There
+the gradients stay separate tensors, operands of one operation in the step's graph.
 
 This module decides which parameters share a bucket, and the order in which buckets are sent, but not when.
 """
@@ -23,7 +23,7 @@ class GradientBucket:
     and nothing is copied before or after communication.
 
     Args:
-        parameters: of one dtype and device.
+        parameters: parameters of one dtype and device.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -34,10 +34,10 @@ class GradientBucket:
         self._views = {id(p): part.view(p.shape) for p, part in zip(parameters, slices, strict=True)}
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Make the bucket's slice the parameter's gradient, taking over what has been accumulated elsewhere.
+        """Make the bucket's slice the parameter's gradient, adding any gradient accumulated elsewhere.
 
-        Needed whenever `.grad` was set to None or to another tensor: the next backward then makes a new one or adds to
-        that tensor. A missing gradient counts as zero.
+        Needed whenever `.grad` was set to None or to another tensor: the next backward then creates a new one or adds
+        to that tensor. A missing gradient counts as zero.
         """
         view = self._views[id(parameter)]
         if parameter.grad is view:
@@ -45,18 +45,18 @@ class GradientBucket:
         if parameter.grad is None:
             view.zero_()
         else:
-            # Detached, since backward(create_graph=True) gives gradients a history; dense, since an
+            # Detached, because backward(create_graph=True) gives gradients a history; dense, because
             # nn.Embedding(sparse=True) gives them another layout.
             view.copy_(parameter.grad.detach().to_dense())
         parameter.grad = view
 
     def average(self, group: Group, dtype: torch.dtype | None, scale: float = 1.0) -> Pending[Tensor]:
-        """Start to average the gradients over the group, in `dtype` if given; a missing gradient counts as zero.
+        """Start averaging the gradients over the group, in `dtype` if given; a missing gradient counts as zero.
 
         Args:
-            group: the ranks.
-            dtype: in which they add; the gradients' own if None.
-            scale: what the average is multiplied by.
+            group: the process group to average over.
+            dtype: dtype of the sum; the gradients' own if None.
+            scale: factor of the average.
         """
         for parameter in self.parameters:
             self.add_gradient(parameter)
@@ -67,14 +67,14 @@ class GradientBucket:
         return pending if scale == 1 else pending.then(lambda mean: mean.mul_(scale))
 
     def zero_grad(self) -> None:
-        """Make the slices, all zero, the gradients."""
+        """Set the slices to zero and make them the gradients."""
         self.buffer.zero_()
         for parameter in self.parameters:
             parameter.grad = self._views[id(parameter)]
 
 
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket]:
-    """Buckets of at most `bucket_bytes`, in the order in which backward fills them; see `batch_parameters`."""
+    """Make buckets of at most `bucket_bytes`, in the order in which backward fills them; see `batch_parameters`."""
     return [GradientBucket(batch) for batch in batch_parameters(parameters, bucket_bytes)]
 
 
@@ -92,17 +92,17 @@ def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[li
         if batches[-1] and sum(p.nbytes for p in batches[-1]) + parameter.nbytes > bucket_bytes:
             batches.append([])
         batches[-1].append(parameter)
-    # A batch is full with its last parameter. Listed by dtype, one that fills late would hold back all others.
+    # Sorted by the last parameter of each batch: sorted by dtype, a batch that fills late would delay all others.
     batches = [batch for batches_of_one in batches_of_kind.values() for batch in batches_of_one]
     batches.sort(key=lambda batch: reached[id(batch[-1])])
     return batches
 
 
 class GraphBucket:
-    """Gradients that are sent together; each stays the tensor that backward has made.
+    """Gradients that are sent together; each stays the tensor that backward created.
 
     Args:
-        parameters: of one dtype and device.
+        parameters: parameters of one dtype and device.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -112,7 +112,7 @@ class GraphBucket:
         """Nothing to do: gradients are not moved."""
 
     def average(self, group: Group, dtype: torch.dtype | None, scale: float = 1.0) -> Pending[None]:
-        """As `GradientBucket.average`, but for what a step's graph has of it."""
+        """Like `GradientBucket.average`, for use inside a step's graph."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -121,9 +121,9 @@ class GraphBucket:
         all_reduce_coalesced_(sent, group, op="avg")
         for parameter, mean in zip(self.parameters, sent, strict=True):
             parameter.grad = (mean if scale == 1 else mean * scale).to(parameter.dtype)
-        return Pending(None)  # a part of the graph: there is nothing to wait for
+        return Pending(None)  # part of the graph, so there is nothing to wait for
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for parameter in self.parameters:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""Sends buckets of gradients, as backward fills them or on request, in one order on all ranks.
+"""Sends buckets of gradients as backward fills them or on request, in the same order on all ranks.
 
 The owner of a `BucketSender` defines what a bucket holds and how it is sent: `GradientReducer` averages over replicas,
 the ZeRO-1 optimizer reduce-scatters. `Usage` then finds the parameters that have a gradient on some rank.
@@ -15,9 +15,9 @@ from nxd_state import Group, Pending, all_reduce_, records_graphs
 from torch import Tensor
 from torch.autograd import Variable
 
-# The phase of a step. "overlapping": in a block around a last backward; "leaving": after such a block, which need not
-# have been the last parameters'; "following": buckets are sent with a backward that no block ends; "arrived": every
-# gradient is averaged, and none was added since; "failed": an exception left the gradients incomplete.
+# The phase of a step. "overlapping": in a block around a last backward. "leaving": after such a block, which may not
+# have covered all parameters. "following": buckets are sent with a backward outside any block. "arrived": every
+# gradient is averaged, and none was added since. "failed": an exception left the gradients incomplete.
 Phase = Literal["accumulating", "overlapping", "leaving", "following", "arrived", "failed"]
 
 
@@ -31,21 +31,21 @@ class Bucket(Protocol):
 
 
 class Message(Protocol):
-    """A message under way."""
+    """A message in flight."""
 
     def wait(self) -> Any:
-        """Return when it has arrived."""
+        """Return when the message has arrived."""
 
 
 class BucketSender:
     """Follows backward by hooks on the parameters and sends each bucket in its turn.
 
     Args:
-        buckets: in the order in which they are sent.
-        send: starts the message of the bucket with this index.
-        finish: the owner's call that ends a step, for messages.
-        drop: the owner's call that drops a failed step, for messages.
-        every_backward: send buckets with every backward outside `hold`, without `overlap_backward`.
+        buckets: the buckets, in the order in which they are sent.
+        send: starts sending the bucket with this index.
+        finish: name of the owner's call that ends a step, for errors.
+        drop: name of the owner's call that drops a failed step, for errors.
+        every_backward: whether to send buckets with every backward outside `hold`, without `overlap_backward`.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class BucketSender:
         self._follows = every_backward
         self._refusals: dict[Phase, str] = {
             "overlapping": "leave the block of overlap_backward() first",
-            "following": f"this step's gradients are leaving; call {finish} first",
-            "leaving": f"this step's gradients have left; call {finish} first",
-            "arrived": f"this step's gradients have left; call {finish} first",
-            "failed": f"this step failed, its gradients are incomplete; drop them on every rank with {drop}",
+            "following": f"this step's gradients are being sent; call {finish} first",
+            "leaving": f"this step's gradients have been sent; call {finish} first",
+            "arrived": f"this step's gradients have been sent; call {finish} first",
+            "failed": f"this step failed and its gradients are incomplete; drop them on every rank with {drop}",
         }
         self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket.parameters}
         watched = [p for bucket in buckets for p in bucket.parameters]
@@ -73,14 +73,14 @@ class BucketSender:
         on_gradient = WeakMethod(self._on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, on_gradient)) for p in watched]
         self._phase: Phase = "accumulating"
-        self._backward_ended = False  # of the backward that is followed
+        self._backward_ended = False  # the backward that is followed has ended
         self._missing: list[set[int]] = []  # by bucket: parameters whose last gradient is still to come
         self._last: set[int] = set()  # parameters that get their last gradient in the backward that is running
         self._messages: list[Message] = []  # of the first buckets, in order
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
-        """Send each bucket as soon as backward has filled it, and at the end those that it has not filled.
+        """Send each bucket as soon as backward has filled it, and the remaining ones at the end.
 
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
@@ -91,11 +91,11 @@ class BucketSender:
 
     @contextmanager
     def last_backward(self, parameters: Iterable[int]) -> Iterator[None]:
-        """Send each bucket as soon as it has the last gradient of all its parameters, which some get in the block.
+        """Send each bucket as soon as it has the last gradients of all its parameters, some of which come in the block.
 
         Args:
-            parameters: ids of those that get no gradient after the block, and in it one at most; others than the
-                buckets' are left alone.
+            parameters: ids of the parameters that get no gradient after the block, and at most one inside it; those
+                outside the buckets are ignored.
 
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
@@ -127,7 +127,7 @@ class BucketSender:
         """Send nothing during the backward passes inside the block.
 
         Raises:
-            RuntimeError: this step's gradients are leaving already.
+            RuntimeError: this step's gradients are already being sent.
         """
         self.refuse("no_sync()", "overlapping", "following", "leaving", "arrived", "failed")
         follows, self._follows = self._follows, False
@@ -137,7 +137,7 @@ class BucketSender:
             self._follows = follows
 
     def complete(self) -> None:
-        """Send the remaining buckets, and wait for all: a new step may begin."""
+        """Send the remaining buckets and wait for all, so that a new step can begin."""
         if self._phase != "arrived":
             self._finish_messages()
         self._phase = "accumulating"
@@ -145,19 +145,19 @@ class BucketSender:
     def drop(self) -> None:
         """Drop a step that failed or was not finished; every rank must do so."""
         if self._phase != "accumulating":
-            # Ranks may have failed at different points. Were a message left out here that another rank has sent,
-            # it would be taken for one of the next step.
+            # Ranks may have failed at different points. If this rank skipped a message that another rank has sent, that
+            # message would be matched with one of the next step.
             self.complete()
 
     def refuse(self, call: str, *phases: Phase) -> None:
-        """Raise a RuntimeError that says what to do if the step is in one of these phases."""
+        """Raise a RuntimeError with the remedy if the step is in one of these phases."""
         if self._phase == "following" and not self._backward_ended:
             self._phase = "failed"
         if self._phase in phases:
             raise RuntimeError(f"{call} cannot be called now: {self._refusals[self._phase]}")
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -170,7 +170,7 @@ class BucketSender:
             self._backward_ended = False
             Variable._execution_engine.queue_callback(self._on_end_of_backward)  # not called if backward raises
         if self._phase == "arrived":
-            self._phase = "accumulating"  # another round, whose average is added to the existing one
+            self._phase = "accumulating"  # another round; its average is added to the existing one
         leaving = self._phase in ("overlapping", "leaving", "following")
         if leaving and id(parameter) not in self._missing[index]:
             advice = (
@@ -180,11 +180,11 @@ class BucketSender:
             )
             self._phase = "failed"
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient when the first may have left: "
-                f"{advice}. Reentrant checkpoints around tied weights do this too: use "
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient after its first may have been "
+                f"sent: {advice}. Reentrant checkpoints around tied weights do this too: use "
                 "checkpoint(..., use_reentrant=False)"
             )
-        if not getattr(parameter, "summed_over_stages", False):  # a pipeline adds the other stages' part to `.grad`
+        if not getattr(parameter, "summed_over_stages", False):  # a pipeline adds other stages' gradients to `.grad`
             self._buckets[index].add_gradient(parameter)
         if self._phase == "following" or id(parameter) in self._last:
             self._missing[index].remove(id(parameter))
@@ -198,7 +198,7 @@ class BucketSender:
         self._phase = phase
 
     def _send_filled(self) -> None:
-        # Buckets are sent in one order on all ranks, whatever order they fill in.
+        # Buckets are sent in the same order on all ranks, whatever order they fill in.
         while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
             self._send_next()
 
@@ -214,23 +214,23 @@ class BucketSender:
 
 
 def _call(method: "WeakMethod[Any]", parameter: Tensor) -> None:
-    """Call the method of an object that still lives."""
+    """Call the method if its object still exists."""
     bound = method()
     if bound is not None:
         bound(parameter)
 
 
 class Usage:
-    """Agrees on the parameters that a step updates, in a message sent after the gradients.
+    """Agrees across ranks on the parameters that a step updates, with a message after the gradients.
 
-    As in torch, an optimizer leaves parameters without a gradient alone.
+    As in torch, an optimizer skips parameters without a gradient.
 
     A rank that uses all parameters knows the answer without reading it, which would be a wait on an accelerator. On XLA
-    nothing is sent: all ranks record one graph, and so have gradients of the same parameters.
+    nothing is sent: all ranks record one graph, so they have gradients of the same parameters.
 
     Args:
-        parameters: the same, in the same order, on all ranks.
-        groups: the ranks that are asked; those of these groups together.
+        parameters: the parameters, the same and in the same order on all ranks.
+        groups: the groups whose ranks are combined.
     """
 
     def __init__(self, parameters: Sequence[Tensor], groups: Sequence[Group]) -> None:
@@ -241,18 +241,18 @@ class Usage:
         self._pending: Pending[Tensor] | None = None
 
     def send(self, used_here: Set[int]) -> None:
-        """Start to tell which parameters (their ids) have a gradient here. Called once every gradient was sent."""
+        """Start sending which parameters (by id) have a gradient here. Called after every gradient was sent."""
         self._used_here = used_here
         if not self._groups:
             return
-        if self._pending is not None:  # of an earlier round of the step, which this one includes
+        if self._pending is not None:  # from an earlier round of the step, which this one includes
             self._pending.wait()
         flags = torch.tensor([id(p) in used_here for p in self._parameters], dtype=torch.uint8)
         flags = flags.to(self._parameters[0].device)
         self._pending = all_reduce_(flags, self._groups[0], op="max", async_op=True)
 
     def anywhere(self) -> Set[int]:
-        """Ids of the parameters that have a gradient on some rank; of those `send` was told last."""
+        """Ids of the parameters that have a gradient on some rank, after the last `send`."""
         if self._pending is None:
             return self._used_here
         flags = self._pending.wait()

@@ -1,8 +1,8 @@
-"""The norm of a model's gradients, counting every element of the logical model once, and clipping by it.
+"""Computes the norm of a model's gradients, counting every element of the logical model once, and clips by it.
 
 Shards are counted on each rank. Elements that several ranks hold are counted once: replicated parameters, rows with
 several copies, and tied weights kept on two stages. Where the rows that count differ between ranks (padding, copies of
-rows), they are weighted by a tensor: on XLA all ranks must record the same graph.
+rows), they are weighted by a tensor, because on XLA all ranks must record the same graph.
 """
 
 import functools
@@ -24,23 +24,23 @@ from torch import Tensor
 
 from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert
 
-CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and Megatron-LM have it
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and Megatron-LM
 
 
 @torch.no_grad()
 def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.0) -> Tensor:
-    """The p-norm of the gradients of the whole model, the same on every rank.
+    """Return the p-norm of the gradients of the whole model, the same on every rank.
 
-    Every rank that holds a part of the model must call this, also one without any gradient. A parameter marked
-    `shared` is the second copy of a tied weight and is left out, since its first copy counts.
+    Every rank that holds a part of the model must call this, even without any gradient. A parameter marked `shared` is
+    the second copy of a tied weight and is skipped; its first copy counts.
 
     Args:
-        parameters: this rank's parameters, as a tensor or any iterable, also a generator. Those that come twice
-            count once, those without gradient not at all.
+        parameters: this rank's parameters, as a tensor or any iterable, including generators. Duplicates count once,
+            and parameters without a gradient are skipped.
         norm_type: p > 0, or inf (also as "inf").
 
     Returns:
-        0-d tensor, in the device's widest float. Half-precision gradients are accumulated in float32.
+        A 0-d tensor in the device's widest float. Half-precision gradients are accumulated in float32.
 
     Raises:
         ValueError: `norm_type` is not positive, or a parameter is sharded along another axis than "tp".
@@ -61,7 +61,7 @@ def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.
 
 
 def _norm_of_kind(parameters: list[Tensor], placement: Placement, power: float, device: torch.device) -> Tensor:
-    """The norm to its power, or the largest magnitude, of parameters that lie alike; 0-d."""
+    """Return the norm to its power, or the largest magnitude, of parameters with the same placement; 0-d."""
     by_copies = _gradients_by_copies(parameters, placement, power)
     total = norm_accumulator(device)
     if math.isinf(power):
@@ -75,17 +75,17 @@ def _norm_of_kind(parameters: list[Tensor], placement: Placement, power: float, 
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
-    """Scale the gradients in place so that the norm of the whole model's is at most `max_norm`.
+    """Scale the gradients in place so that the norm of the whole model's gradients is at most `max_norm`.
 
     The scale is `max_norm / (norm + 1e-6)` where that is below 1.
 
     Args:
         parameters: as for `grad_norm`.
-        max_norm: largest norm allowed.
+        max_norm: maximum norm.
         norm_type: as for `grad_norm`.
 
     Returns:
-        The norm before clipping, as `grad_norm` gives it.
+        The norm before clipping, as `grad_norm` returns it.
 
     Raises:
         ValueError: `max_norm` is negative or not a number, or as for `grad_norm`.
@@ -107,9 +107,9 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 
 def _gradients_by_copies(parameters: list[Tensor], placement: Placement, power: float) -> dict[int, list[Tensor]]:
-    """Gradients, or boxes of them, by the number of ranks that hold the same elements.
+    """Return gradients, or boxes of them, by the number of ranks that hold the same elements.
 
-    On XLA the boxes are no part of the graph, where they would differ from rank to rank: see `norm_weights`.
+    On XLA the boxes cannot be part of the graph, because they differ between ranks: see `norm_weights`.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -131,13 +131,13 @@ def _gradients_by_copies(parameters: list[Tensor], placement: Placement, power: 
 
 
 def norm_accumulator(device: torch.device) -> Tensor:
-    """A zero, `[1]`, to add powers of norms to."""
-    # Not the gradients' own dtype: other ranks may have others, or none, and powers of float32 norms overflow.
+    """Return a zero, `[1]`, to accumulate powers of norms in."""
+    # Not in the gradients' dtype: other ranks may have another one, or none, and powers of float32 norms overflow.
     return torch.zeros(1, dtype=widest_float(device), device=device)
 
 
 def tensor_norms(tensors: Sequence[Tensor], power: float, like: Tensor) -> Tensor:
-    """The norm of each tensor, `[len(tensors)]`, with device and dtype of `like`."""
+    """Return the norm of each tensor, `[len(tensors)]`, with the device and dtype of `like`."""
     norms = []
     for tensor in tensors:
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -156,7 +156,7 @@ def _check_norm_type(norm_type: float | str) -> float:
 
 
 def differs_between_ranks(parameter: Tensor) -> bool:
-    """Whether what counts of this parameter may be another part of it on another rank; the same on every rank."""
+    """Whether the counted elements of this parameter may differ between ranks; the same on every rank."""
     spec = get_shard_spec(parameter)
     if spec is None or not hasattr(parameter, "partition_dim"):
         return False
@@ -164,14 +164,15 @@ def differs_between_ranks(parameter: Tensor) -> bool:
 
 
 def row_weights(parameter: Tensor, power: float) -> Tensor:
-    """What to multiply a gradient by before its norm, so that a sum over all ranks counts the model once.
+    """Return factors for a gradient before its norm, so that a sum over all ranks counts the model once.
 
     Args:
-        parameter: one that `differs_between_ranks`.
-        power: of the norm.
+        parameter: a parameter that `differs_between_ranks`.
+        power: the power of the norm.
 
     Returns:
-        1 long in all dims but the one that is split: the number of copies to the power of -1/`power`; 0 at padding.
+        A tensor of length 1 in all dims except the split one: the number of copies to the power of -1/`power`; 0 at
+        padding.
     """
     spec = get_shard_spec(parameter)
     assert spec is not None  # such a parameter has one

@@ -1,8 +1,8 @@
-"""Whether an optimizer may be given parts of parameters, or some of the parameters, with the same result.
+"""Checks whether an optimizer gives the same result for parts of parameters, or for some of the parameters.
 
-Where ranks hold parts of a matrix, an optimizer must treat every element on its own. Where ranks hold some of the
-matrices, it must treat every matrix on its own. Both are checked by trying it, not by its name: any class works that
-updates two parts as it updates the whole.
+If ranks hold parts of a matrix, the optimizer must treat every element separately. If ranks hold some of the matrices,
+it must treat every matrix separately. Both are checked by a trial, not by name: any class works that updates two parts
+like the whole.
 """
 
 import inspect
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_SHAPE = (160, 144)  # some optimizers look at rows and columns of large matrices only
+_SHAPE = (160, 144)  # some optimizers factorize only large matrices
 _CUT = 10_007
 _STEPS = 3
-_ADVICE = "give NeuronZero1Optimizer an elementwise one, such as AdamW, or use this one without it"
+_ADVICE = "pass NeuronZero1Optimizer an elementwise one, such as AdamW, or use this one without it"
 
 
 def check_elementwise(
@@ -24,20 +24,20 @@ def check_elementwise(
 ) -> dict[str, Any]:
     """Take a few steps with a small matrix, whole and in two flat parts, and compare.
 
-    Each part has an optimizer of its own, as it has on a rank, so that statistics over all parameters show as well.
+    Each part has its own optimizer, as on a rank, so that statistics over all parameters are detected too.
 
     Args:
-        optimizer_class: to be tried.
-        defaults: its arguments.
-        advice: what an error says to do instead.
+        optimizer_class: the class to try.
+        defaults: arguments of the class.
+        advice: the remedy, for errors.
 
     Returns:
-        All defaults of the optimizer's parameter groups, also those that were not given.
+        All defaults of the optimizer's parameter groups, including those not given.
 
     Raises:
-        ValueError: the optimizer cannot be made or does not update the parts as it updates the whole.
+        ValueError: the optimizer cannot be created, or updates the parts differently from the whole.
     """
-    # Made here so that its errors about arguments come before ours.
+    # Created here so that its errors about arguments come before ours.
     complete = optimizer_class([{"params": [torch.zeros(1, 1)]}], **defaults).defaults
     settings, name = _settings(optimizer_class, defaults), optimizer_class.__name__
     whole = _values()
@@ -50,8 +50,8 @@ def check_elementwise(
         ) from error
     if not torch.allclose(found, expected, rtol=1e-6, atol=1e-12):
         raise ValueError(
-            f"{name} is not elementwise: it updates two parts of a matrix otherwise than the whole matrix, so the "
-            f"result would depend on the number of ranks that have parts; {advice}"
+            f"{name} is not elementwise: it updates two parts of a matrix differently from the whole matrix, so the "
+            f"result would depend on the number of ranks that hold parts; {advice}"
         )
     return complete
 
@@ -60,12 +60,12 @@ def check_parameterwise(optimizer_class: type[Optimizer], defaults: Mapping[str,
     """Take a few steps with two small matrices, in one optimizer and in one each, and compare.
 
     Args:
-        optimizer_class: to be tried.
-        defaults: its arguments.
-        advice: what an error says to do instead.
+        optimizer_class: the class to try.
+        defaults: arguments of the class.
+        advice: the remedy, for errors.
 
     Raises:
-        ValueError: the optimizer cannot be made or looks at all parameters together.
+        ValueError: the optimizer cannot be created, or combines all parameters.
     """
     settings = _settings(optimizer_class, defaults)
     rows = _SHAPE[0] // 4
@@ -74,13 +74,13 @@ def check_parameterwise(optimizer_class: type[Optimizer], defaults: Mapping[str,
     found = _train(optimizer_class, settings, [[first], [second]])
     if not torch.allclose(found, expected, rtol=1e-6, atol=1e-12):
         raise ValueError(
-            f"{optimizer_class.__name__} looks at all parameters together, so the result would depend on the number of "
-            f"ranks that have some of them; {advice}"
+            f"{optimizer_class.__name__} combines all parameters, so the result would depend on the number of ranks "
+            f"that hold some of them; {advice}"
         )
 
 
 def for_the_cpu(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's arguments for the CPU, where optimizers are tried: no `capturable`, tensors as numbers."""
+    """Return an optimizer's arguments for a trial on the CPU: without `capturable`, tensors as numbers."""
     return {
         key: value.item() if isinstance(value, Tensor) else value
         for key, value in arguments.items()
@@ -100,11 +100,11 @@ def _values() -> Tensor:
 
 
 def _train(optimizer_class: type[Optimizer], settings: dict[str, Any], ranks: Sequence[Sequence[Tensor]]) -> Tensor:
-    """What some steps make of tensors, each list of them in an optimizer of its own: all elements, in their order."""
+    """Train lists of tensors, each with its own optimizer, for some steps; returns all elements in order."""
     with torch.random.fork_rng(devices=[]):
         parameters = [[torch.nn.Parameter(part) for part in parts] for parts in ranks]
         optimizers = []
-        for own in parameters:  # a rank may own nothing of a group
+        for own in parameters:  # a rank may own no elements of a group
             groups: list[dict[str, Any]] = [{"params": own}, {"params": []}]
             optimizers.append(optimizer_class(groups, **settings))
         for step in range(_STEPS):

@@ -1,4 +1,4 @@
-"""Histograms of gradients by magnitude, of the whole model's logical parameters, to see underflow and outliers."""
+"""Histograms of the gradients of the whole model's logical parameters by magnitude, to find underflow and outliers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _MAGNITUDES = LARGEST_EXPONENT - SMALLEST_EXPONENT + 1
 
 @dataclass(frozen=True)
 class GradientHistogram:
-    """How many elements of a parameter's gradient have which magnitude.
+    """Number of elements of a parameter's gradient by magnitude.
 
     Attributes:
-        counts: `[81]` int64; element i counts `2**e <= |g| < 2**(e+1)` for `e = SMALLEST_EXPONENT + i`. What is smaller
-            or larger counts in the first or the last.
-        zeros: elements that are zero.
-        nonfinite: elements that are infinite or NaN.
+        counts: `[81]` int64; element i counts `2**e <= |g| < 2**(e+1)` for `e = SMALLEST_EXPONENT + i`. Smaller and
+            larger elements count in the first and the last.
+        zeros: number of zero elements.
+        nonfinite: number of infinite or NaN elements.
     """
 
     counts: Tensor
@@ -33,23 +33,23 @@ class GradientHistogram:
 
     @property
     def elements(self) -> int:
-        """All elements of the logical parameter."""
+        """Number of elements of the logical parameter."""
         return int(self.counts.sum()) + self.zeros + self.nonfinite
 
 
 class GradientHistograms:
-    """Reports histograms of an optimizer's complete gradients, before clipping with ZeRO-1, every so many steps.
+    """Reports histograms of an optimizer's complete gradients every `every` steps; with ZeRO-1 before clipping.
 
     Every rank must take part: tensor-parallel ranks and, with ZeRO-1, replicas get the same histograms of their
-    stage. Costs one pass over the gradients and a small message on the steps it reports, nothing on the others.
+    stage. A reported step costs one pass over the gradients and a small message; other steps cost nothing.
 
     Args:
-        optimizer: any torch optimizer, whose gradients are complete when its `step` is called; or a
-            `NeuronZero1Optimizer`, which completes them itself. It calls this at each step.
-        named_parameters: as `model.named_parameters()` gives them. Those without a gradient are left out of a report
-            (with ZeRO-1 they count as zeros).
-        report: called with the number of the step, counted from 1, and the histogram of each parameter by its name.
-        every: steps between reports.
+        optimizer: any torch optimizer whose gradients are complete when its `step` is called, or a
+            `NeuronZero1Optimizer`, which completes them itself. It calls this object at each step.
+        named_parameters: the result of `model.named_parameters()`. Parameters without a gradient are not reported (with
+            ZeRO-1 they count as zeros).
+        report: called with the number of the step, from 1, and the histogram of each parameter by its name.
+        every: number of steps between reports.
 
     Raises:
         ValueError: `every` is below 1.
@@ -98,28 +98,28 @@ class GradientHistograms:
 
 @torch.no_grad()
 def gradient_histograms(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, GradientHistogram]:
-    """The histogram of each parameter's gradient over the tensor-parallel ranks, each logical element counted once.
+    """Return the histogram of each parameter's gradient over the tensor-parallel ranks; logical elements count once.
 
     Args:
-        named_parameters: the same names in the same order, and gradients of the same ones, on every rank of the
+        named_parameters: parameters by name, with the same names, order and gradients on every rank of the
             tensor-parallel group.
     """
     found = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
     if not found:
         return {}
-    # float64 where there is one, since copies count as fractions and all of them must add up to whole numbers.
+    # float64 where supported, because copies count as fractions that must add up to whole numbers.
     tallies = torch.stack([_tally(parameter) for _, parameter in found])
     tallies = _of_all_ranks(tallies, [parameter for _, parameter in found], replicas=None)
     return _histograms([name for name, _ in found], tallies)
 
 
 def _of_all_ranks(tallies: Tensor, parameters: Sequence[Tensor], replicas: Group | None) -> Tensor:
-    """The sum over the ranks that have other parts of the same logical parameters.
+    """Sum over the ranks that hold other parts of the same logical parameters.
 
     Args:
         tallies: `[parameters, 83]`.
-        parameters: in their order.
-        replicas: those of dense layers, where each has its part of the gradients; None where all have all.
+        parameters: the parameters, in the same order.
+        replicas: replicas of dense layers if each has its part of the gradients; None if all have all.
     """
     experts = expert_placement()
     shared = () if replicas is None else (replicas,)
@@ -146,7 +146,7 @@ def _histograms(names: Sequence[str], tallies: Tensor) -> dict[str, GradientHist
 
 
 def _tally(parameter: Tensor) -> Tensor:
-    """Counts by magnitude, then zeros, then non-finite ones, `[83]` floats: this rank's share."""
+    """Return counts by magnitude, then zeros, then non-finite elements, `[83]` floats: this rank's share."""
     assert parameter.grad is not None
     tally = torch.zeros(_MAGNITUDES + 2, dtype=widest_float(parameter.device), device=parameter.device)
     flat = parameter.grad.detach().to_dense().reshape(-1)

@@ -1,7 +1,7 @@
-"""States of parameters as tensors, and back into an optimizer, in the dtypes and on the devices in which it keeps them.
+"""Converts states of parameters to tensors and back, in the dtypes and on the devices in which an optimizer keeps them.
 
-An optimizer may count its steps in a Python number. Checkpoints hold it as a scalar of 64 bits, which torch's own
-optimizers, whose "step" is a float, have for nothing.
+An optimizer may count its steps in a Python number. Checkpoints store it as a 64-bit scalar, which torch's own
+optimizers, whose "step" is a float, never use.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 
 def state_tensor(value: object, key: str, parameter: str) -> Tensor:
-    """A state of a parameter as a tensor; `key` and `parameter` say in an error which it is.
+    """Return a state of a parameter as a tensor; `key` and `parameter` identify it in errors.
 
     Raises:
-        ValueError: it is neither a tensor nor a number.
+        ValueError: the state is neither a tensor nor a number.
     """
     if isinstance(value, Tensor):
         return value
@@ -27,7 +27,7 @@ def state_tensor(value: object, key: str, parameter: str) -> Tensor:
 
 
 def restore_numbers(optimizer: Optimizer) -> None:
-    """Make Python numbers of the whole ones that `give_states` brought as tensors, once these have been filled."""
+    """Convert whole numbers that `give_states` loaded as tensors back to Python numbers, once they are filled."""
     for state in optimizer.state.values():
         state.update(
             {
@@ -39,17 +39,17 @@ def restore_numbers(optimizer: Optimizer) -> None:
 
 
 def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-    """Replace an optimizer's states, by its own `load_state_dict`.
+    """Replace an optimizer's states through its own `load_state_dict`.
 
     `load_state_dict` converts states of another dtype: torch's optimizers use the parameter's dtype, except for "step".
 
     Args:
-        optimizer: keeps its settings.
-        states: by parameter and key; parameters that are not among them begin anew. What needs no conversion is taken
-            as it is, not copied.
+        optimizer: the optimizer; its settings do not change.
+        states: states by parameter and key; other parameters start without state. Tensors that need no conversion are
+            not copied.
 
     Raises:
-        ValueError: they are not those of such an optimizer.
+        ValueError: the states belong to another class of optimizer.
     """
     own = optimizer.state_dict()
     indices = [index for group in own["param_groups"] for index in group["params"]]
@@ -60,10 +60,10 @@ def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tenso
         if states.get(parameter)
     }
     try:
-        optimizer.load_state_dict({**own, "state": by_index})  # a state_dict of its own may hold more
+        optimizer.load_state_dict({**own, "state": by_index})  # a subclass's state_dict may hold more
     except KeyError as error:
         keys = sorted({key for state in by_index.values() for key in state})
         raise ValueError(
-            f"{type(optimizer).__name__} has a state {error.args[0]!r}, and those given are {keys}; they are of an "
-            "optimizer of another class"
+            f"{type(optimizer).__name__} has a state {error.args[0]!r}, but the given states are {keys}; they "
+            "belong to another class of optimizer"
         ) from error

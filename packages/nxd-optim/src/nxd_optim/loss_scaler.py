@@ -1,8 +1,8 @@
 """Dynamic loss scaling for float16 gradients, decided alike on all ranks.
 
 Micikevicius et al. 2018, "Mixed Precision Training": the loss is multiplied by a large number, so that small gradients
-do not vanish in float16, and the gradients are divided by it again in float32. A step whose gradients overflow is left
-out, and the number halved.
+do not vanish in float16, and the gradients are divided by it again in float32. A step whose gradients overflow is
+skipped, and the number is halved.
 """
 
 import math
@@ -17,34 +17,34 @@ from torch.optim import Optimizer
 from nxd_optim.placement import require_mesh
 from nxd_optim.zero1 import NeuronZero1Optimizer
 
-SMALLEST_SCALE = 2.0**-24  # float16's smallest number: what overflows at this scale is not finite at any
+SMALLEST_SCALE = 2.0**-24  # float16's smallest number: gradients that overflow at this scale overflow at any
 
 
 class LossScaler:
-    """Scales the loss, and leaves out steps whose gradients overflow on any rank of the job.
+    """Scales the loss, and skips steps whose gradients overflow on any rank of the job.
 
     A step is::
 
         scaler.scale(loss).backward()
         reducer.finish()                          # not with NeuronZero1Optimizer, which averages in its step
-        scaler.unscale_(model.parameters())       # only to clip or look at gradients before the step; not with ZeRO-1
+        scaler.unscale_(model.parameters())       # only to clip or inspect gradients before the step; not with ZeRO-1
         stepped = scaler.step(optimizer)
 
-    With `NeuronZero1Optimizer` parameters may be float16 themselves: it divides its float32 part of the gradients.
-    Other optimizers need float32 parameters (under autocast), since unscaled float16 gradients would vanish again.
+    With `NeuronZero1Optimizer` parameters may be float16: it unscales its float32 part of the gradients. Other
+    optimizers need float32 parameters (under autocast), because unscaled float16 gradients would vanish again.
 
     Args:
-        initial_scale: of the first step.
-        growth_factor: by which the scale grows after `growth_interval` steps without overflow.
-        backoff_factor: by which it shrinks after an overflow.
-        growth_interval: steps.
+        initial_scale: scale of the first step.
+        growth_factor: growth of the scale after `growth_interval` steps without overflow.
+        backoff_factor: factor of the scale after an overflow.
+        growth_interval: number of steps without overflow before the scale grows.
 
     Attributes:
         scale_factor: the current scale.
-        skipped_steps: steps left out so far.
+        skipped_steps: number of steps skipped so far.
 
     Raises:
-        ValueError: numbers that would not scale.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class LossScaler:
         self.growth_interval = growth_interval
         self.skipped_steps = 0
         self._steps_since_change = 0
-        self._finite: bool | None = None  # of this step's gradients, once they are unscaled
+        self._finite: bool | None = None  # whether this step's gradients are finite, once they are unscaled
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on."""
+        """Return the scaled loss to call `backward` on."""
         return loss * self.scale_factor
 
     @torch.no_grad()
     def unscale_(self, parameters: Iterable[Tensor]) -> bool:
-        """Divide complete gradients by the scale, in place; whether all of them are finite, on all ranks.
+        """Divide complete gradients by the scale, in place; returns whether they are finite on all ranks.
 
-        Every rank of the job calls it, once per step.
+        Every rank of the job calls this, once per step.
 
         Raises:
-            RuntimeError: they are unscaled already, or there are several ranks but no mesh.
+            RuntimeError: the gradients are already unscaled, or there are several ranks but no mesh.
             ValueError: a gradient is float16.
         """
         if self._finite is not None:
-            raise RuntimeError("this step's gradients are unscaled already; call step() before unscale_() again")
+            raise RuntimeError("this step's gradients are already unscaled; call step() before unscale_() again")
         require_mesh()
         grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
         for grad in grads:
@@ -101,7 +101,7 @@ class LossScaler:
         return self._finite
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Take the optimizer's step unless gradients have overflowed, and adapt the scale; whether it was taken.
+        """Step the optimizer unless gradients have overflowed, and adapt the scale; returns whether it stepped.
 
         Raises:
             RuntimeError: gradients are not finite at any scale; or as `unscale_`.
@@ -117,7 +117,7 @@ class LossScaler:
             if self.scale_factor < SMALLEST_SCALE:
                 raise RuntimeError(
                     f"gradients are not finite even at a loss scale of {self.scale_factor / self.backoff_factor}, and "
-                    f"{self.skipped_steps} steps have been left out: loss or weights are not finite; resume from a "
+                    f"{self.skipped_steps} steps have been skipped: loss or weights are not finite; resume from a "
                     "checkpoint with a lower learning rate"
                 )
         elif self._steps_since_change == self.growth_interval:
@@ -126,7 +126,7 @@ class LossScaler:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return {
             "scale_factor": self.scale_factor,
             "skipped_steps": self.skipped_steps,

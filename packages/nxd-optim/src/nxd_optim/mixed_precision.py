@@ -23,7 +23,7 @@ class MixedPrecision:
     use_master_weights_in_ckpt: bool = False
 
     def zero1_arguments(self, parameter_dtype: torch.dtype) -> dict[str, Any]:
-        """The same as keyword arguments of `NeuronZero1Optimizer`, for parameters of this dtype."""
+        """Return the keyword arguments of `NeuronZero1Optimizer`, for parameters of this dtype."""
         return {
             "optimizer_dtype": None if self.use_master_weights else parameter_dtype,
             "use_grad_acc_hook": self.use_fp32_grad_acc,
@@ -36,11 +36,11 @@ def resolve_mixed_precision(config: Mapping[str, object] | None, *, zero_one_ena
     """Fill in defaults: master weights and float32 accumulation come with ZeRO-1, and only with it.
 
     Args:
-        config: any of the fields of `MixedPrecision`; not changed.
+        config: values for any fields of `MixedPrecision`; not modified.
         zero_one_enabled: whether the optimizer state is sharded over the replicas.
 
     Raises:
-        ValueError: all mistakes at once: unknown keys, values that are no bool, master weights or float32
+        ValueError: all mistakes at once: unknown keys, values that are not bool, master weights or float32
             accumulation without ZeRO-1, master weights in the checkpoint without master weights.
     """
     given = dict(config or {})
@@ -51,7 +51,7 @@ def resolve_mixed_precision(config: Mapping[str, object] | None, *, zero_one_ena
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             mistakes.append(f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"expected {known}"))
         elif not isinstance(value, bool):
-            mistakes.append(f"{key}={value!r} is not a bool")
+            mistakes.append(f"{key}={value!r} must be True or False")
     choice = {
         "use_master_weights": zero_one_enabled,
         "use_fp32_grad_acc": zero_one_enabled,

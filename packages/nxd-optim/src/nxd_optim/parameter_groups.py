@@ -9,18 +9,17 @@ from torch import nn
 def parameter_groups(model: nn.Module, weight_decay: float, *, no_decay: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Split a model's trainable parameters into those with weight decay and those without.
 
-    Biases and the weights of norms, which have one dim, never decay (Loshchilov and Hutter 2019 decay weights of
-    linear maps only; GPT-2 and its successors leave the rest out). Works on shards as well: cutting a tensor over
-    ranks keeps its number of dims.
+    Biases and norm weights, which have one dim, never decay (Loshchilov and Hutter 2019 decay only weights of linear
+    maps, as do GPT-2 and its successors). This works on shards as well, because sharding keeps the number of dims.
 
     Args:
-        model: tied parameters come once, frozen ones not at all.
-        weight_decay: of the first group.
-        no_decay: modules or parameters that do not decay either, by a component of their name: "embed_tokens".
+        model: the model; tied parameters are listed once, frozen ones are skipped.
+        weight_decay: weight decay of the first group.
+        no_decay: components of names ("embed_tokens") of further modules or parameters without decay.
 
     Returns:
-        `[{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}]`, without a group
-        that would be empty.
+        `[{"params": [...], "weight_decay": weight_decay}, {"params": [...], "weight_decay": 0.0}]`, without empty
+        groups.
 
     Raises:
         ValueError: a component in `no_decay` occurs in no parameter's name.
@@ -29,8 +28,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, no_decay: tuple[s
     for wanted in no_decay:
         if wanted not in components:
             near = difflib.get_close_matches(wanted, sorted(components), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {sorted(components)}"
-            raise ValueError(f"no_decay={wanted!r} is no component of any parameter's name{hint}")
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the model has {sorted(components)}"
+            raise ValueError(f"no_decay={wanted!r} occurs in no parameter's name{hint}")
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():

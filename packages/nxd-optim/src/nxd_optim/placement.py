@@ -1,8 +1,8 @@
-"""How parameters lie on the ranks: which hold the same ones, and which hold all of them together.
+"""Placement of parameters on ranks: which ranks hold the same ones, and which hold all of them together.
 
-The parameters of experts lie otherwise than those of dense layers where the mesh splits experts. A rank then has
-gradients of its experts from the tokens of other ranks, and the ranks with the same experts are fewer than those with
-the same dense layers. Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`.
+If the mesh splits experts, their parameters are placed differently from those of dense layers. A rank then has
+gradients of its experts from the tokens of other ranks, and fewer ranks share the same experts than the same dense
+layers. Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parameters of dense layers, or those of experts, lie.
+    """The placement of the parameters of dense layers, or of experts.
 
     Attributes:
-        axis: of the shard specs of such parameters.
-        replicas: the ranks that hold the same of them, over which gradients are averaged.
-        scale: what that average is multiplied by to be the mean over the replicas of the whole model.
+        axis: axis of the shard specs of these parameters.
+        replicas: the ranks that hold the same parameters, over which gradients are averaged.
+        scale: factor that turns this average into the mean over the replicas of the whole model.
         parts: the ranks that hold all of them together, over which norms are summed.
-        copies: how many of `parts` hold one that is not split.
+        copies: the number of `parts` that hold an unsplit parameter.
     """
 
     axis: str
@@ -40,17 +40,17 @@ class Placement:
 
 
 def dense_placement(replicas: Group | None = None) -> Placement:
-    """Of dense layers, and of experts too unless the mesh splits them.
+    """Return the placement of dense layers, and of experts unless the mesh splits them.
 
     Args:
-        replicas: data times context parallel if None.
+        replicas: the replicas; data times context parallel if None.
     """
     group = replicas if replicas is not None else active_group("dp", "cp")
     return Placement("tp", group, 1.0, active_group("pp", "tp"), active_group("tp").size)
 
 
 def expert_placement() -> Placement | None:
-    """Of experts; None where the mesh does not split them. The same on all ranks."""
+    """Return the placement of experts; None if the mesh does not split them. The same on all ranks."""
     if not splits_experts():
         return None
     # An expert's gradient is a sum over the tokens of all ranks whose tokens come here.
@@ -60,29 +60,29 @@ def expert_placement() -> Placement | None:
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether a parameter is an expert's."""
+    """Whether a parameter belongs to an expert."""
     return bool(getattr(parameter, "expert_model_parallel", False))
 
 
 def placement_of(parameter: Tensor) -> Placement:
-    """Where a parameter lies."""
+    """Return the placement of a parameter."""
     experts = expert_placement() if is_expert(parameter) else None
     return experts if experts is not None else dense_placement()
 
 
 def ranks_with_gradients() -> tuple[Group, ...]:
-    """Beyond the replicas, those of which one may lack gradients that others have: it had no tokens for its experts."""
+    """Return groups beyond the replicas in which a rank may lack gradients: it had no tokens for its experts."""
     return () if expert_placement() is None else (active_group("ep"),)
 
 
 def require_mesh() -> None:
-    """Check that the ranks of this job have been laid out as a mesh.
+    """Check that the ranks of this job have a mesh.
 
     Raises:
         RuntimeError: torch.distributed runs several ranks, but there is no mesh.
     """
     if not model_parallel_is_initialized() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"torch.distributed runs {dist.get_world_size()} ranks, but no mesh says what they do; call "
+            f"torch.distributed runs {dist.get_world_size()} ranks, but there is no mesh; call "
             "nxd_state.initialize_model_parallel() first: with its defaults all ranks are data-parallel replicas"
         )

@@ -2,7 +2,7 @@
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" describes the method.
 Gradients may be accumulated over any number of backward passes; nothing is communicated until the last one.
-`reduce_sequence_parallel_gradients` sums the gradients of parameters of which each tensor-parallel rank has seen a part
+`reduce_sequence_parallel_gradients` sums gradients of parameters for which each tensor-parallel rank has seen only part
 of the sequence.
 """
 
@@ -41,28 +41,27 @@ class GradientReducer:
         optimizer.step()
         reducer.zero_grad()
 
-    The ranks must start from equal weights; the first `finish` compares them, except on XLA. A parameter without a
-    gradient on some rank counts as zero there. `optimizer.zero_grad()` does as well as
-    `reducer.zero_grad()`, at the price of one more copy of each gradient. A change of `requires_grad` needs a new
-    reducer.
+    The ranks must start from equal weights; the first `finish` compares them, except on XLA. If a rank has no gradient
+    for a parameter, it counts as zero. `optimizer.zero_grad()` also works in place of `reducer.zero_grad()`, at the
+    cost of one more copy of each gradient. After a change of `requires_grad`, create a new reducer.
 
-    A script made for DistributedDataParallel keeps its structure with `every_backward=True`: gradients are sent with
-    each `backward()` that is not inside `no_sync()`, and `finish()` is called before the optimizer's step.
+    A script written for DistributedDataParallel keeps its structure with `every_backward=True`: gradients are sent with
+    each `backward()` outside `no_sync()`, and `finish()` is called before the optimizer's step.
 
     Args:
-        parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
-        group: ranks to average over; data times context parallel if None, and for the parameters of experts those that
-            have the same experts.
-        bucket_bytes: largest size of a bucket. A parameter above it travels alone.
-        reduce_dtype: in which the ranks' gradients are added and sent, such as float32 for bfloat16 gradients; their
-            own dtype if None.
-        every_backward: overlap every backward outside `no_sync`, instead of those in `overlap_backward`.
-        find_unused_parameters: ask replicas and tensor-parallel ranks which parameters have gradients. Those without
-            any keep None, so that an optimizer leaves them alone; otherwise their mean is zero.
+        parameters: the model's parameters, in the same order on every rank; those that need gradients are used once.
+        group: the ranks to average over; data times context parallel if None, and for parameters of experts the ranks
+            with the same experts.
+        bucket_bytes: maximum size of a bucket. A larger parameter is sent alone.
+        reduce_dtype: dtype in which gradients are sent and summed, such as float32 for bfloat16 gradients; their own
+            dtype if None.
+        every_backward: whether to overlap every backward outside `no_sync`, instead of those in `overlap_backward`.
+        find_unused_parameters: whether to ask replicas and tensor-parallel ranks which parameters have gradients.
+            Parameters without any keep None, so an optimizer skips them; otherwise their mean is zero.
 
     Raises:
         RuntimeError: there are several ranks, but neither a mesh nor a `group`.
-        ValueError: `bucket_bytes` is not positive, `reduce_dtype` is no float dtype, or the ranks gave different
+        ValueError: `bucket_bytes` is not positive, `reduce_dtype` is not a float dtype, or the ranks passed different
             parameters.
     """
 
@@ -106,10 +105,10 @@ class GradientReducer:
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
-        """Send each bucket as soon as backward has filled it, and the others at the end.
+        """Send each bucket as soon as backward has filled it, and the remaining ones at the end.
 
-        For the last backward before `finish` only. If the block raises, the step is void: `zero_grad` drops it.
-        Inside the block, leave the group's ranks no other messages to exchange once backward has begun.
+        Use it only for the last backward before `finish`. If the block raises, the step is invalid: `zero_grad` drops
+        it. Once backward has begun in the block, the group's ranks must not exchange other messages.
 
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
@@ -119,10 +118,10 @@ class GradientReducer:
 
     @contextmanager
     def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """As `overlap_backward`, for those of the parameters that get their last gradient of a step in the block.
+        """Like `overlap_backward`, for the parameters that get their last gradient of a step in the block.
 
-        A pipeline's stages have their last backward one after the other, so each gets a block of its own. `synchronize`
-        or `finish` sends the rest.
+        A pipeline's stages run their last backward one after the other, so each gets its own block. `synchronize` or
+        `finish` sends the rest.
 
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
@@ -131,12 +130,12 @@ class GradientReducer:
             yield
 
     def synchronize(self) -> None:
-        """Send the remaining buckets, and wait: every `.grad` is then the mean of the gradients accumulated so far.
+        """Send the remaining buckets and wait: every `.grad` is then the mean of the gradients accumulated so far.
 
-        More may be accumulated: the next `synchronize` or `finish` averages what further backward passes add.
+        More gradients may be accumulated: the next `synchronize` or `finish` averages those of further backward passes.
 
         Raises:
-            RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
+            RuntimeError: inside `overlap_backward`, or after a backward failed while its gradients were being sent.
         """
         self._sender.synchronize()
         if self._usage is not None and self._buckets:
@@ -144,23 +143,22 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate in the backward passes inside the block; needed for `every_backward=True` only.
+        """Only accumulate in backward passes inside the block; needed only with `every_backward=True`.
 
         Raises:
-            RuntimeError: this step's gradients are leaving already.
+            RuntimeError: this step's gradients are already being sent.
         """
         with self._sender.hold():
             yield
 
     def finish(self) -> None:
-        """Send the remaining buckets, and wait: afterwards every `.grad` is the mean over the replicas.
+        """Send the remaining buckets and wait: afterwards every `.grad` is the mean over the replicas.
 
-        Where no rank has a gradient the mean is zero, with one replica as with many; None if unused parameters are
-        to be found.
+        If no rank has a gradient, the mean is zero, with any number of replicas; None with `find_unused_parameters`.
 
         Raises:
-            RuntimeError: inside `overlap_backward`, or after a backward failed whose gradients were leaving.
-            ValueError: at the first time: ranks that hold the same weights have different ones.
+            RuntimeError: inside `overlap_backward`, or after a backward failed while its gradients were being sent.
+            ValueError: on the first call: ranks that should hold the same weights have different ones.
         """
         self._sender.refuse("finish()", "overlapping", "failed")
         self._sender.complete()
@@ -178,10 +176,9 @@ class GradientReducer:
                 parameter.grad = torch.zeros_like(parameter)
 
     def zero_grad(self) -> None:
-        """Begin a new step without gradients; drops a failed or unfinished step, if every rank calls this.
+        """Begin a new step without gradients; drops a failed or unfinished step if every rank calls this.
 
-        Where there are buckets, the gradients are zeros that stay in them; None on XLA, or if unused parameters are to
-        be found.
+        With buckets, the gradients become zeros in the buckets; None on XLA or with `find_unused_parameters`.
 
         Raises:
             RuntimeError: inside `overlap_backward`.
@@ -194,7 +191,7 @@ class GradientReducer:
             parameter.grad = None
 
     def drop(self) -> None:
-        """End a failed or unfinished step, if every rank calls this; `.grad` is left unchanged.
+        """Drop a failed or unfinished step, if every rank calls this; `.grad` does not change.
 
         Raises:
             RuntimeError: inside `overlap_backward`.
@@ -204,7 +201,7 @@ class GradientReducer:
         self._used = set()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self._sender.close()
 
     def _send(self, index: int) -> Message:
@@ -221,7 +218,7 @@ class GradientReducer:
         return self._experts if is_expert(parameter) else self._dense
 
     def _is_sent(self, parameter: Tensor) -> bool:
-        """Whether its gradient is another one after averaging."""
+        """Whether averaging changes its gradient."""
         placement = self._placement_of(parameter)
         return placement.replicas.size > 1 or placement.scale != 1
 
@@ -242,16 +239,16 @@ def _buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Gradien
 
 
 def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
-    """Raise on every rank unless all gave parameters of the same shapes and dtypes in the same order."""
+    """Raise on every rank unless all passed parameters of the same shapes and dtypes in the same order."""
     text = repr([(tuple(p.shape), p.dtype) for p in parameters])
     mine = (len(parameters), sum(p.numel() for p in parameters), hashlib.sha256(text.encode()).hexdigest())
     descriptions = all_gather_object(mine, group)
     for rank, description in zip(group.ranks, descriptions, strict=True):
         if description != descriptions[0]:
             raise ValueError(
-                f"rank {rank} gave {description[0]} parameters of {description[1]} elements, rank {group.ranks[0]} "
-                f"{descriptions[0][0]} of {descriptions[0][1]}, or in another order, shape or dtype; give the same "
-                "ones (with the same requires_grad) in the same order on every rank"
+                f"rank {rank} passed {description[0]} parameters of {description[1]} elements, rank {group.ranks[0]} "
+                f"passed {descriptions[0][0]} of {descriptions[0][1]}, or order, shapes or dtypes differ; pass the "
+                "same parameters (with the same requires_grad) in the same order on every rank"
             )
 
 
@@ -259,12 +256,12 @@ def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
 def reduce_sequence_parallel_gradients(parameters: Iterable[Tensor], group: Group | None = None) -> None:
     """Sum the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel ranks, in place.
 
-    One message per dtype. A marked parameter without a gradient counts as zero. Call it once per step, before or after
-    the average over data-parallel replicas, but not while that is under way: so after `GradientReducer.finish`.
+    Sends one message per dtype. A marked parameter without a gradient counts as zero. Call it once per step, before or
+    after averaging over data-parallel replicas but not during it, for example after `GradientReducer.finish`.
 
     Args:
-        parameters: all parameters of the model; the others are left alone.
-        group: the tensor-parallel group if None.
+        parameters: all parameters of the model; unmarked ones are ignored.
+        group: the process group to sum over; the tensor-parallel group if None.
     """
     group = group if group is not None else active_group("tp")
     if group.size == 1:

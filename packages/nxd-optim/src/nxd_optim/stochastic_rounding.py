@@ -1,8 +1,8 @@
 """Stochastic rounding: training bfloat16 weights without a float32 copy of them.
 
 Rounding to nearest loses every update smaller than half a unit in the last of bfloat16's 8 bits. Rounding up with a
-probability equal to the part that is cut off keeps such updates on average (Gupta et al. 2015, "Deep Learning with
-Limited Numerical Precision"; Zamirai et al. 2020, "Revisiting BFloat16 Training").
+probability equal to the fraction cut off keeps such updates on average (Gupta et al. 2015, "Deep Learning with Limited
+Numerical Precision"; Zamirai et al. 2020, "Revisiting BFloat16 Training").
 """
 
 from typing import Any
@@ -16,17 +16,17 @@ from nxd_optim.zero1 import NeuronZero1Optimizer
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """float32 to bfloat16, to one of the two neighbours at random, so that the mean over many draws is exact.
+    """Round float32 to one of the two neighboring bfloat16 values at random, so that the mean over many draws is exact.
 
     Args:
-        values: any shape. Infinities and NaN stay what they are.
-        generator: source of the noise, on the same device; torch's default one if None.
+        values: a float32 tensor of any shape. Infinities and NaN do not change.
+        generator: random generator on the same device; torch's default one if None.
 
     Raises:
         ValueError: `values` is not float32.
     """
     if values.dtype != torch.float32:
-        raise ValueError(f"stochastic rounding of {values.dtype}; expected torch.float32")
+        raise ValueError(f"cannot round {values.dtype} stochastically; expected torch.float32")
     # bfloat16 is the upper half of float32's bits: noise added to the lower half carries with the right probability.
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
@@ -37,16 +37,16 @@ def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -
 class StochasticRounding:
     """Makes an optimizer update its bfloat16 parameters in float32 and round the result stochastically.
 
-    Parameters of other dtypes are left to the optimizer alone. Its state becomes float32. During `step`, a float32 copy
-    of the parameters exists (with ZeRO-1, of this rank's part of a bucket).
+    Parameters of other dtypes are not affected. The optimizer's state becomes float32. During `step`, a float32 copy of
+    the parameters exists (with ZeRO-1, of this rank's part of a bucket).
 
-    Replicas stay bitwise equal, and so do copies of a weight on other ranks: equal tensors get equal noise, which is
-    drawn from `seed` and the number of the step alone.
+    Replicas stay bitwise equal, and so do copies of a weight on other ranks: equal tensors get equal noise, which
+    depends only on `seed` and the number of the step.
 
     Args:
-        optimizer: any torch optimizer. A `NeuronZero1Optimizer` must have been made with
+        optimizer: any torch optimizer. A `NeuronZero1Optimizer` must have been created with
             `optimizer_dtype=torch.bfloat16`, and have all its parameter groups.
-        seed: the same on every rank.
+        seed: the random seed, the same on every rank.
 
     Raises:
         ValueError: a `NeuronZero1Optimizer` that keeps master weights, which need no such rounding.
@@ -60,7 +60,7 @@ class StochasticRounding:
         self._hooks = [hook for each in _updating_optimizers(optimizer) for hook in self._attach(each)]
 
     def state_dict(self) -> dict[str, int]:
-        """The state to save, so that a resumed run draws the noise it would have drawn."""
+        """Return the state to save, so that a resumed run draws the same noise."""
         return {"seed": self.seed, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -68,7 +68,7 @@ class StochasticRounding:
         self.seed, self.steps = state["seed"], state["steps"]
 
     def close(self) -> None:
-        """Take the hooks off the optimizer."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -85,7 +85,7 @@ class StochasticRounding:
         self._loading = state_dict
 
     def _restore_state(self, optimizer: Optimizer) -> None:
-        """Bring back the float32 states that torch has rounded to their parameters' dtype on loading."""
+        """Restore the float32 states that torch has rounded to their parameters' dtype on loading."""
         indices = [index for group in self._loading["param_groups"] for index in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
@@ -116,12 +116,12 @@ class StochasticRounding:
 
 
 def _updating_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that update weights: with ZeRO-1, one for each bucket."""
+    """Return the optimizers that update weights: with ZeRO-1, one for each bucket."""
     if not isinstance(optimizer, NeuronZero1Optimizer):
         return [optimizer]
     if optimizer.optimizer_dtype != torch.bfloat16:
         raise ValueError(
             f"NeuronZero1Optimizer with optimizer_dtype={optimizer.optimizer_dtype} updates master weights, which are "
-            "not rounded; make it with optimizer_dtype=torch.bfloat16, or leave stochastic rounding out"
+            "not rounded; create it with optimizer_dtype=torch.bfloat16, or do not use stochastic rounding"
         )
     return [base for _, base in optimizer.parts()]

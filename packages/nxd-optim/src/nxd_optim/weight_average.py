@@ -1,7 +1,7 @@
 """An exponential moving average of the weights, sharded over the replicas as ZeRO-1 shards its states.
 
-Polyak and Juditsky 1992 average weights to get rid of the noise of the last steps; each rank keeps the average of its
-part of the elements only, in float32 or wider.
+Polyak and Juditsky 1992 average weights to remove the noise of the last steps. Each rank keeps the average of its part
+of the elements, in float32 or wider.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,15 +23,15 @@ class WeightAverage:
     """`average = decay * average + (1 - decay) * weight`, after each step.
 
     Args:
-        parameters: the same on every rank and in the same order; those that need gradients are taken, each once.
-        decay: between 0 and 1, such as 0.999: about as many steps are averaged as 1 / (1 - decay).
-        group: ranks that hold the same parameters and share the average; data times context parallel if None, and of
-            experts those that have the same ones.
-        optimizer: a ZeRO-1 optimizer with `overlap_forward`, whose parameters may arrive after its step: they
-            are waited for.
+        parameters: the model's parameters, in the same order on every rank; those that need gradients are used once.
+        decay: a number between 0 and 1, such as 0.999; the average covers about 1 / (1 - decay) steps.
+        group: the ranks that hold the same parameters and share the average; data times context parallel if None, and
+            for experts the ranks with the same experts.
+        optimizer: a ZeRO-1 optimizer with `overlap_forward`; its parameters may arrive after its step and are waited
+            for.
 
     Raises:
-        ValueError: a decay outside (0, 1), or the ranks gave different parameters.
+        ValueError: the decay is outside (0, 1), or the ranks passed different parameters.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class WeightAverage:
         self.group = dense.replicas
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
-        # (start, stop) of the elements of each parameter that this rank averages, in C order; cut alike for all, so
-        # that each parameter can be gathered on its own.
+        # (start, stop) of the elements of each parameter that this rank averages, in C order. All parameters are cut
+        # alike, so that each can be gathered separately.
         self._ranges = [_part_of(p.numel(), self._replicas(p)) for p in self.parameters]
         self._averages = [self._own(p, bounds).clone() for p, bounds in zip(self.parameters, self._ranges, strict=True)]
 
@@ -72,9 +72,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The parameters are the averages inside the block, to evaluate or export them; afterwards as before.
+        """Inside the block the parameters are the averages, to evaluate or export them; afterwards they are restored.
 
-        All ranks of the group enter it. A copy of this rank's parameters is kept meanwhile.
+        All ranks of the group enter the block. A copy of this rank's parameters is kept meanwhile.
         """
         self._wait_for_parameters()
         saved = [parameter.detach().clone() for parameter in self.parameters]
@@ -87,9 +87,9 @@ class WeightAverage:
                     parameter.copy_(own)
 
     def sharded_state(self) -> list[StateTensor]:
-        """The average as boxes of logical tensors, under the key "weight_average".
+        """Return the average as boxes of logical tensors, under the key "weight_average".
 
-        They share memory with it, so a checkpoint of any layout can be loaded into them.
+        They share memory with the average, so a checkpoint of any layout can be loaded into them.
         """
         return [
             StateTensor(parameter, AVERAGE_KEY, shards=shards_of_range(parameter, start, stop, average))
@@ -105,7 +105,7 @@ class WeightAverage:
     def _fill_parameters(self) -> None:
         for parameter, average in zip(self.parameters, self._averages, strict=True):
             group = self._replicas(parameter)
-            longest = -(-parameter.numel() // group.size)  # collectives want equal parts: pad the last ones
+            longest = -(-parameter.numel() // group.size)  # collectives need equal parts: pad the last ones
             padded = torch.nn.functional.pad(average, (0, longest - average.numel()))
             whole = all_gather(padded, group)[: parameter.numel()]
             parameter.copy_(whole.view(parameter.shape))
@@ -115,7 +115,7 @@ class WeightAverage:
 
     @staticmethod
     def _own(parameter: Tensor, bounds: tuple[int, int]) -> Tensor:
-        """This rank's elements, flat, in at least float32."""
+        """Return this rank's elements, flat, in at least float32."""
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return parameter.detach().reshape(-1)[slice(*bounds)].to(dtype)
 

@@ -75,7 +75,7 @@ def test_own_elementwise_optimizer_is_taken():
 @pytest.mark.parametrize(
     ("optimizer_class", "reason"),
     [
-        (LargeBatchSGD, "LargeBatchSGD is not elementwise: it updates two parts of a matrix otherwise"),
+        (LargeBatchSGD, "LargeBatchSGD is not elementwise: it updates two parts of a matrix differently"),
         (NormalizedSGD, "NormalizedSGD is not elementwise"),
         (torch.optim.Adafactor, "Adafactor is not elementwise"),
         (torch.optim.LBFGS, "LBFGS cannot update flat parts of parameters: ValueError: LBFGS doesn't support"),
@@ -104,7 +104,7 @@ def test_optimizer_that_looks_at_each_matrix_alone_may_be_given_some_of_them():
     check_parameterwise(LargeBatchSGD, {}, advice="")
     check_parameterwise(torch.optim.Adafactor, {}, advice="")
 
-    with pytest.raises(ValueError, match=r"NormalizedSGD looks at all parameters together, .*; use SGD"):
+    with pytest.raises(ValueError, match=r"NormalizedSGD combines all parameters, .*; use SGD"):
         check_parameterwise(NormalizedSGD, {}, advice="use SGD")
 
 

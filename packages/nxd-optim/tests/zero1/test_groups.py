@@ -127,7 +127,7 @@ def test_lists_that_differ_between_ranks_raise_on_all(run_ranks):
 def test_several_ranks_without_a_mesh_raise(run_ranks):
     def fail():
         with pytest.raises(
-            RuntimeError, match=r"runs 2 ranks, but no mesh .* call nxd_state.initialize_model_parallel"
+            RuntimeError, match=r"runs 2 ranks, but there is no mesh.* call nxd_state.initialize_model_parallel"
         ):
             make()
 
@@ -143,7 +143,7 @@ def test_sequence_parallel_parameters_that_differ_between_tensor_parallel_ranks_
         initialize_model_parallel(2)
         parameter = nn.Parameter(torch.ones(5))
         parameter.sequence_parallel_enabled = get_group("tp").rank == 1
-        with pytest.raises(ValueError, match="marked alike, in the same order on all tensor-parallel ranks"):
+        with pytest.raises(ValueError, match="marks in the same order on all tensor-parallel ranks"):
             NeuronZero1Optimizer([parameter], torch.optim.SGD)
 
     run_ranks(fail, 2)

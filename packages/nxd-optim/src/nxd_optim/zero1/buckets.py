@@ -1,4 +1,4 @@
-"""Makes, steps and gathers the buckets of ZeRO-1, and the optimizer that updates this rank's part of each.
+"""Creates, steps and gathers the buckets of ZeRO-1, and the optimizer that updates this rank's part of each.
 
 This module chooses the kind of bucket for a device; all kinds have the same interface.
 """
@@ -19,11 +19,11 @@ from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
 from nxd_optim.zero1.settings import copy_settings, settings_of
 
 Bucket = FlatBucket | EvenBucket
-Parts = Iterable[tuple[Bucket, Optimizer]]  # each bucket, and the optimizer of what this rank owns of it
+Parts = Iterable[tuple[Bucket, Optimizer]]  # each bucket, and the optimizer of this rank's part of it
 
 
 def make_bucket(parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> Bucket:
-    """A bucket of parameters of one dtype, device and placement."""
+    """Make a bucket of parameters of one dtype, device and placement."""
     kind = EvenBucket if records_graphs(parameters[0]) else FlatBucket
     return kind(parameters, placement, dtypes)
 
@@ -31,7 +31,7 @@ def make_bucket(parameters: Sequence[Tensor], placement: Placement, dtypes: Dtyp
 def choose_dtypes(
     parameter: torch.dtype, optimizer_dtype: torch.dtype | None, *, accumulate_wide: bool, average_wide: bool
 ) -> Dtypes:
-    """The dtypes that train parameters of a dtype; wide is float32, or the parameter's own dtype where wider."""
+    """Return the dtypes that train parameters of a dtype; wide is float32, or the parameter's own dtype if wider."""
     wide = torch.promote_types(parameter, torch.float32)
     gradient = wide if accumulate_wide else parameter
     return Dtypes(optimizer_dtype or wide, gradient, wide if average_wide else gradient)
@@ -40,23 +40,23 @@ def choose_dtypes(
 def make_buckets(
     parameters: Iterable[Tensor], group: Group, bucket_bytes: int, dtypes_of: Callable[[torch.dtype], Dtypes]
 ) -> list[Bucket]:
-    """Move the trained ones among the parameters into buckets, in the order in which the buckets are sent.
+    """Move the trained parameters into buckets, in the order in which the buckets are sent.
 
     Args:
-        parameters: of the model.
+        parameters: the model's parameters.
         group: the replicas of dense layers.
-        bucket_bytes: most of a bucket.
-        dtypes_of: what parameters of a dtype are trained in.
+        bucket_bytes: maximum size of a bucket.
+        dtypes_of: function from a parameter dtype to the dtypes of training.
 
     Raises:
-        ValueError: parameters on the meta device, or others on another rank of the group.
+        ValueError: parameters are on the meta device, or differ between ranks of the group.
     """
     trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
     if any(p.is_meta for p in trained):
-        raise ValueError("parameters on the meta device cannot be trained; materialise them, then call init_zero()")
+        raise ValueError("parameters on the meta device cannot be trained; materialize them, then call init_zero()")
     check_same_parameters(trained, group)
     # Small parameters (norms, biases) are sent separately and last. They are often listed apart from the matrices, so
-    # it is unknown when backward reaches them, and a bucket waits for the last of its parameters.
+    # the time at which backward reaches them is unknown, and a bucket waits for the last of its parameters.
     matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     batches = (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes))
     dense = dense_placement(group)
@@ -69,7 +69,7 @@ def make_buckets(
 def make_base_optimizer(
     bucket: Bucket, param_groups: Sequence[dict[str, Any]], make: Callable[[Any], Optimizer]
 ) -> Optimizer:
-    """The optimizer of what this rank owns of a bucket, in groups with the settings of a user's groups."""
+    """Make the optimizer of this rank's part of a bucket, in groups with the settings of the user's groups."""
     weights = {own.parameter: own.weight for own in bucket.ranges}
     return make(
         [
@@ -81,7 +81,7 @@ def make_base_optimizer(
 
 def scale_gradients(buckets: Sequence[Bucket], scale: Tensor) -> None:
     """Multiply the mean gradients by a 0-d tensor, in place."""
-    # On the CPU the value is at hand; elsewhere reading it would stall the device.
+    # On the CPU the value can be read; elsewhere reading it would stall the device.
     if scale.is_cpu and scale == 1:
         return
     for bucket in buckets:
@@ -94,8 +94,8 @@ def update_and_gather(parts: Parts, used: Set[int], settings: list[dict[str, Any
 
     Args:
         parts: each bucket and the optimizer of this rank's part.
-        used: ids of the parameters that are updated; the others have no gradient on any rank.
-        settings: the parameter groups that a user sees; what an optimizer counts in its own is copied there.
+        used: ids of the parameters to update; the others have no gradient on any rank.
+        settings: the user's parameter groups; values that an optimizer counts in its own groups are copied there.
     """
     parts = list(parts)
     for _, base in parts:

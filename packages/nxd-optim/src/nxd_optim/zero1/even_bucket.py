@@ -1,8 +1,8 @@
-"""A bucket of ZeRO-1 on XLA: each parameter is cut into equal parts, one for each rank, and stays a tensor of its own.
+"""A bucket of ZeRO-1 on XLA: each parameter is cut into equal parts, one for each rank, and stays a separate tensor.
 
-On XLA all ranks record one graph, so only the values of a rank's part may depend on its index: every rank has a part of
-the same shape of each parameter, the last ones padded with zeros. And tensors cannot share memory there:
-`flat_bucket`'s buffer with views would be split and joined by copies.
+On XLA all ranks record one graph, so only the values of a rank's part may depend on its index: the parts of a parameter
+have the same shape on every rank, the last ones padded with zeros. Tensors cannot share memory there: `flat_bucket`'s
+buffer with views would be split and joined by copies.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,20 +18,20 @@ from nxd_optim.zero1.logical_pieces import pieces_of_flat_range
 
 
 class EvenBucket:
-    """Parameters that travel together, and the part of each that this rank updates; as `FlatBucket`, seen from outside.
+    """Parameters that are sent together, and the part of each that this rank updates; the interface of `FlatBucket`.
 
     Args:
-        parameters: of one dtype, device and placement.
-        placement: its replicas share the bucket.
+        parameters: parameters of one dtype, device and placement.
+        placement: the placement; its replicas share the bucket.
         dtypes: see `Dtypes`.
 
     Attributes:
         placement: as given.
-        ranges: what this rank owns of each parameter; those beyond a parameter's end hold zeros only.
-        used: the ids of parameters that had a gradient when the bucket was sent in this step.
+        ranges: this rank's part of each parameter; ranges beyond a parameter's end hold only zeros.
+        used: ids of the parameters that had a gradient when the bucket was sent in this step.
         gradient: the mean gradient of this rank's parts between `send` and `update`, 1-d, in the optimizer's dtype.
-        device: of the parameters.
-        has_masters: whether the optimizer's dtype is not the parameters'.
+        device: device of the parameters.
+        has_masters: whether the optimizer's dtype differs from the parameters'.
     """
 
     def __init__(self, parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> None:
@@ -44,34 +44,34 @@ class EvenBucket:
         self.ranges = self._own_ranges()
         self.used: set[int] = set()
         self.gradient: Tensor | None = None
-        self._sums: dict[int, Tensor] = {}  # of gradients whose dtype `.grad` cannot have
-        self._stale: set[int] = set()  # parameters whose master weights are still to be taken from them
+        self._sums: dict[int, Tensor] = {}  # sums of gradients in a dtype that `.grad` cannot have
+        self._stale: set[int] = set()  # parameters whose master weights must still be set from them
         self._norm_weights: dict[int, Tensor] = {}
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def master_bytes(self) -> int:
-        """Of the weights that the optimizer updates, which here are kept beside the parameters in any dtype."""
+        """Bytes of the weights that the optimizer updates; here they are separate from the parameters in any dtype."""
         return sum(own.weight.nbytes for own in self.ranges)
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of the weights that the optimizer updates."""
+        """Dtype of the weights that the optimizer updates."""
         return self._dtypes.master
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of whole parameters that there are now."""
+        """Bytes of the existing gradients of whole parameters."""
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         return sum(grad.nbytes for grad in (*grads, *self._sums.values()))
 
     @property
     def mean_bytes(self) -> int:
-        """Of `gradient`."""
+        """Bytes of `gradient`."""
         return 0 if self.gradient is None else self.gradient.nbytes
 
     @property
@@ -80,7 +80,7 @@ class EvenBucket:
         return self._dtypes.gradient.itemsize
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Add a parameter's new gradient to its sum, where that is of another dtype."""
+        """Add a parameter's new gradient to its sum, if the sum has another dtype."""
         if parameter.grad is None or self._dtypes.gradient == parameter.dtype:
             return
         grad = parameter.grad.detach().to(self._dtypes.gradient)
@@ -107,16 +107,16 @@ class EvenBucket:
         self.gradient = mean if self.gradient is None else self.gradient + mean
 
     def wait(self) -> None:
-        """Nothing to wait for: the average is a part of the graph."""
+        """Do nothing: the average is part of the graph."""
 
     def drop_gradients(self) -> None:
-        """Forget all gradients of a step."""
+        """Drop all gradients of a step."""
         self.gradient = None
         self.used = set()
         self._release_gradients()
 
     def zero_gradients(self) -> None:
-        """Set those gradients to zero that there are, averaged or not."""
+        """Set existing gradients to zero, averaged or not."""
         if self.gradient is not None:
             self.gradient = torch.zeros_like(self.gradient)
         self._sums = {key: torch.zeros_like(total) for key, total in self._sums.items()}
@@ -125,16 +125,16 @@ class EvenBucket:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
     def mark_masters_stale(self, parameters: Iterable[Tensor]) -> None:
-        """Have the master weights of these parameters, and of no others, taken from them by `refresh_stale_masters`."""
+        """Mark these parameters, and no others: `refresh_stale_masters` sets their master weights from them."""
         self._stale = {id(p) for p in parameters}
 
     def has_stale_master(self, parameter: Tensor) -> bool:
-        """Whether the master weights of a parameter are still to be taken from it."""
+        """Whether the master weights of a parameter must still be set from it."""
         return id(parameter) in self._stale
 
     @torch.no_grad()
     def refresh_stale_masters(self) -> None:
-        """Take over what the parameters are now: where that was asked for, and where there are no masters, always."""
+        """Copy the current parameters: those marked, and all parameters without separate masters."""
         for own in self.ranges:
             if not self.has_masters or id(own.parameter) in self._stale:
                 own.weight.copy_(self._own(own.parameter))
@@ -142,7 +142,7 @@ class EvenBucket:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Send this rank's parts to the others and take theirs into the parameters."""
+        """Send this rank's parts to the others and copy theirs into the parameters."""
         parts = torch.cat([own.weight for own in self.ranges]).to(self.parameters[0].dtype)
         by_rank = all_gather(parts.unsqueeze(0), self._group)
         for own in self.ranges:
@@ -150,18 +150,19 @@ class EvenBucket:
             own.parameter.copy_(whole[: own.parameter.numel()].view(own.parameter.shape))
 
     def wait_for_parameters(self) -> None:
-        """Nothing to wait for: the parameters are a part of the graph."""
+        """Do nothing: the parameters are part of the graph."""
 
     def check_places(self) -> None:
-        """Nothing to check: the parameters may lie anywhere."""
+        """Do nothing: the parameters may be in any memory."""
 
     def norm_weights(self, own: OwnRange) -> Tensor:
-        """What to multiply a range's gradient by before its norm, so that a sum over all ranks counts the model once.
+        """Return factors for a range's gradient before its norm, so that a sum over all ranks counts the model once.
 
-        As data, for a parameter in pieces: which of them lie in a range is another matter on each rank.
+        They are data, because for a parameter in pieces the pieces in a range differ between ranks.
 
         Returns:
-            Of the shape of the range's weight: one over the root of the number of copies; zero where nothing counts.
+            A tensor of the shape of the range's weight: one over the root of the number of copies; zero at elements
+            that do not count.
         """
         key = id(own.parameter)
         if key not in self._norm_weights:
@@ -195,12 +196,12 @@ class EvenBucket:
         return -(-max(tensor.numel(), 1) // self._group.size)
 
     def _cut(self, tensor: Tensor) -> Tensor:
-        """`[ranks, elements of a part]`, filled up with zeros."""
+        """Return the tensor as `[ranks, elements of a part]`, padded with zeros."""
         length = self._part_length(tensor)
         missing = length * self._group.size - tensor.numel()
         return F.pad(tensor.reshape(-1), (0, missing)).view(self._group.size, length)
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter, as a copy."""
+        """Return this rank's part of a parameter, as a copy."""
         rank = self._group.rank_tensor(parameter).view(1)
         return self._cut(parameter.detach()).index_select(0, rank).squeeze(0)

@@ -1,4 +1,4 @@
-"""A bucket of ZeRO-1: parameters that live in one flat buffer, of which each rank updates one part.
+"""A bucket of ZeRO-1: parameters in one flat buffer, of which each rank updates one part.
 
 This module manages the memory: parameters, gradients while they are needed, and the weights for this rank's optimizer.
 The order of sending is in `gradients`, the update in `buckets`.
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nxd_optim.placement import Placement
 
-ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel asks of its operands
+ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel requires
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +21,11 @@ class OwnRange:
     """The part of a parameter that this rank updates.
 
     Attributes:
-        parameter: the model's.
+        parameter: the model's parameter.
         start: first element, in C order, that this rank owns.
-        stop: one past the last.
-        offset: where they begin in this rank's part of the bucket.
-        weight: these elements, flat, as the optimizer updates them; on XLA filled up to the length of other ranks.
+        stop: one past the last element.
+        offset: their start in this rank's part of the bucket.
+        weight: these elements, flat, as the optimizer updates them; on XLA padded to the length on other ranks.
     """
 
     parameter: Tensor
@@ -35,7 +35,7 @@ class OwnRange:
     weight: nn.Parameter
 
     def of(self, part: Tensor) -> Tensor:
-        """This range of a tensor that is laid out as this rank's part is."""
+        """Return this range of a tensor with the layout of this rank's part."""
         return part[self.offset : self.offset + self.weight.numel()]
 
 
@@ -44,9 +44,9 @@ class Dtypes:
     """The dtypes that a bucket computes in.
 
     Attributes:
-        master: of the weights that the optimizer updates.
-        gradient: in which gradients are accumulated.
-        reduction: in which they are added over the ranks.
+        master: dtype of the weights that the optimizer updates.
+        gradient: dtype in which gradients are accumulated.
+        reduction: dtype in which they are summed over the ranks.
     """
 
     master: torch.dtype
@@ -57,22 +57,22 @@ class Dtypes:
 class FlatBucket:
     """Parameters in one buffer, and the part of them that this rank owns.
 
-    The parameters become views of the buffer, so that gathering fills them in place. Where gradients are accumulated
-    in the parameters' own dtype, each `.grad` is a view of a second buffer from its first gradient until the bucket
-    is sent; then that memory is free for the next bucket and `.grad` is None. Otherwise `.grad` is None after each
-    backward, since the sum lies in a dtype that `.grad` cannot have.
+    The parameters become views of the buffer, so that gathering fills them in place. If gradients are accumulated in
+    the parameters' own dtype, each `.grad` is a view of a second buffer from its first gradient until the bucket is
+    sent; then that memory is free for the next bucket and `.grad` is None. Otherwise `.grad` is None after each
+    backward, because the sum has a dtype that `.grad` cannot have.
 
     Args:
-        parameters: of one dtype, device and placement; they are moved into the buffer.
-        placement: its replicas share the bucket.
+        parameters: parameters of one dtype, device and placement; they are moved into the buffer.
+        placement: the placement; its replicas share the bucket.
         dtypes: see `Dtypes`.
 
     Attributes:
         placement: as given.
         own: this rank's part of the parameters, 1-d.
-        master: the same in the optimizer's dtype; `own` itself where that is the parameters'.
-        ranges: what this rank owns of each parameter, if anything.
-        used: the ids of parameters that had a gradient when the bucket was sent in this step.
+        master: the same in the optimizer's dtype; `own` itself if the dtypes are equal.
+        ranges: this rank's part of each parameter, if any.
+        used: ids of the parameters that had a gradient when the bucket was sent in this step.
         gradient: the mean gradient of this rank's part between `wait` and `update`, in the optimizer's dtype.
     """
 
@@ -97,44 +97,44 @@ class FlatBucket:
         self._gradients: Tensor | None = None
         self._gradient_views: dict[int, Tensor] = {}
         self._mean_memory = self._memory_of_means()
-        self._stale: set[int] = set()  # parameters whose master weights are still to be taken from them
-        self._filled: set[int] = set()  # parameters whose sum lies in the buffer, where `.grad` cannot be it
+        self._stale: set[int] = set()  # parameters whose master weights must still be set from them
+        self._filled: set[int] = set()  # parameters whose sum is in the buffer, because `.grad` cannot hold it
         self._reduction: Pending[Tensor] | None = None
         self._gathering: Pending[Tensor] | None = None
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the buffer, padding included."""
+        """Bytes of the buffer, including padding."""
         return self._buffer.nbytes
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """Device of the parameters."""
         return self._buffer.device
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer updates weights of its own, not the parameters themselves."""
+        """Whether the optimizer updates separate weights, not the parameters themselves."""
         return self.master is not self.own
 
     @property
     def master_bytes(self) -> int:
-        """Of the weights that the optimizer updates, where they are its own."""
+        """Bytes of the weights that the optimizer updates, if they are separate."""
         return self.master.nbytes if self.has_masters else 0
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of the weights that the optimizer updates."""
+        """Dtype of the weights that the optimizer updates."""
         return self.master.dtype
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of whole parameters that there are now."""
+        """Bytes of the existing gradients of whole parameters."""
         return 0 if self._gradients is None else self._gradients.nbytes
 
     @property
     def mean_bytes(self) -> int:
-        """Of `gradient`, and of the memory kept for it between steps."""
+        """Bytes of `gradient`, and of the memory kept for it between steps."""
         mean = self.gradient if self._mean_memory is None else self._mean_memory
         return 0 if mean is None else mean.nbytes
 
@@ -144,7 +144,7 @@ class FlatBucket:
         return self._dtypes.gradient.itemsize
 
     def add_gradient(self, parameter: Tensor) -> None:
-        """Take a parameter's new gradient into the bucket's buffer."""
+        """Add a parameter's new gradient to the bucket's buffer."""
         if parameter.grad is None:
             return
         if self._gradients is None:
@@ -153,7 +153,7 @@ class FlatBucket:
         view = self._gradient_views[id(parameter)]
         if parameter.grad is view:
             return
-        # Detached, since backward(create_graph=True) gives gradients a history; dense, since an
+        # Detached, because backward(create_graph=True) gives gradients a history; dense, because
         # nn.Embedding(sparse=True) gives them another layout.
         grad = parameter.grad.detach().to_dense()
         if view.dtype == parameter.dtype:
@@ -168,7 +168,7 @@ class FlatBucket:
         parameter.grad = None
 
     def send(self) -> None:
-        """Start to average the gradients over the ranks; a parameter without one counts as zero."""
+        """Start averaging the gradients over the ranks; a parameter without one counts as zero."""
         for parameter in self.parameters:
             self.add_gradient(parameter)
         if self._gradients is None:
@@ -188,7 +188,7 @@ class FlatBucket:
         self._release_gradients()
 
     def wait(self) -> None:
-        """Wait for the average, which is then in `gradient`, added to that of an earlier round of the step."""
+        """Wait for the average, which is then in `gradient`, added to those of earlier rounds of the step."""
         if self._reduction is not None:
             mean = self._reduction.wait()
             if self.placement.scale != 1:
@@ -197,13 +197,13 @@ class FlatBucket:
             self._reduction = None
 
     def drop_gradients(self) -> None:
-        """Forget all gradients of a step."""
+        """Drop all gradients of a step."""
         self.gradient = None
         self.used = set()
         self._release_gradients()
 
     def zero_gradients(self) -> None:
-        """Set those gradients to zero that there are, averaged or not."""
+        """Set existing gradients to zero, averaged or not."""
         if self.gradient is not None:
             self.gradient.zero_()
         for key, view in self._gradient_views.items():
@@ -214,23 +214,23 @@ class FlatBucket:
                 parameter.grad.detach().zero_()
 
     def mark_masters_stale(self, parameters: Iterable[Tensor]) -> None:
-        """Have the master weights of these parameters, and of no others, taken from them by `refresh_stale_masters`."""
+        """Mark these parameters, and no others: `refresh_stale_masters` sets their master weights from them."""
         self._stale = {id(p) for p in parameters} if self.has_masters else set()
 
     def has_stale_master(self, parameter: Tensor) -> bool:
-        """Whether the master weights of a parameter are still to be taken from it."""
+        """Whether the master weights of a parameter must still be set from it."""
         return id(parameter) in self._stale
 
     @torch.no_grad()
     def refresh_stale_masters(self) -> None:
-        """Take over what the parameters are now, where that was asked for."""
+        """Copy the current values of the marked parameters."""
         for own in self.ranges:
             if id(own.parameter) in self._stale:
                 own.weight.copy_(own.of(self.own))
         self._stale = set()
 
     def gather(self) -> None:
-        """Start to send this rank's part to the others and to fill the buffer with theirs."""
+        """Start sending this rank's part to the others and filling the buffer with theirs."""
         if self.has_masters:
             self.own.copy_(self.master)
         self._gathering = all_gather_(self._buffer, self._group, async_op=True)
@@ -242,17 +242,17 @@ class FlatBucket:
             self._gathering = None
 
     def check_places(self) -> None:
-        """Raise a RuntimeError if a parameter has been moved out of the buffer."""
+        """Raise a RuntimeError if a parameter is no longer in the buffer."""
         for parameter in self.parameters:
             if parameter.data_ptr() != self._places[id(parameter)].data_ptr():
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} got other memory after the optimizer was made, so "
+                    f"a parameter of shape {tuple(parameter.shape)} was moved after the optimizer was created, so "
                     "updates would not reach it; move, convert or assign parameters before that, or pass lazy_init=True"
                     " and call init_zero() afterwards"
                 )
 
     def _memory_of_means(self) -> Tensor | None:
-        """Where `gradient` lies in every step, on the CPU: pages that are new in each would cost more than the sums."""
+        """Memory for `gradient` that is kept between steps, on the CPU: new pages would cost more than the sums."""
         if not self._buffer.is_cpu or self._group.size == 1:
             return None
         return torch.empty_like(self.own, dtype=self._dtypes.master)
@@ -283,9 +283,9 @@ class FlatBucket:
 
 
 def _lay_out(parameters: Sequence[Tensor], parts: int) -> tuple[list[int], int]:
-    """Where each parameter starts, and the buffer's length, which `parts` divides.
+    """Return where each parameter starts, and the buffer's length, which `parts` divides.
 
-    A parameter starts at a multiple of `ALIGNMENT_BYTES` if it is so large that the gap before it is under 1% of it.
+    A parameter starts at a multiple of `ALIGNMENT_BYTES` if the gap before it is less than 1% of its size.
     """
     starts, end = [], 0
     for parameter in parameters:
@@ -301,23 +301,23 @@ def _lay_out(parameters: Sequence[Tensor], parts: int) -> tuple[list[int], int]:
 def reduce_scatter_mean(
     buffer: Tensor, group: Group, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
 ) -> Pending[Tensor]:
-    """Start to average the ranks' buffers; this rank gets its part, in `dtype`.
+    """Start averaging the ranks' buffers; this rank gets its part, in `dtype`.
 
-    On the CPU, half-precision parts are always added in at least float32. The buffer may be reused after `wait()`.
+    On the CPU, half-precision parts are always summed in at least float32. The buffer may be reused after `wait()`.
 
     Args:
-        buffer: 1-d, of the same length and dtype on every rank.
-        group: the ranks.
-        sum_dtype: in which the transport adds.
-        dtype: of the result.
-        out: memory for the result, of its length and dtype; taken where several ranks of the CPU average.
+        buffer: a 1-d tensor of the same length and dtype on every rank.
+        group: the process group.
+        sum_dtype: dtype in which the transport sums.
+        dtype: dtype of the result.
+        out: memory for the result, with its length and dtype; used when several CPU ranks average.
     """
     if group.size == 1:
         return Pending(buffer, finish=lambda mean: mean.to(dtype))
     if not buffer.is_cpu:
         pending = reduce_scatter(buffer.to(sum_dtype), group, op="avg", async_op=True)
         return pending.then(lambda mean: mean.to(dtype))
-    # Parts are sent straight to the rank that adds them: gloo's own reduce-scatter moves twice the bytes, and its
+    # Parts are sent directly to the rank that sums them: gloo's own reduce-scatter moves twice the bytes, and its
     # all-to-all copies them twice (24 MB among 2 ranks: 13 ms, 19 ms through all-to-all, 29 ms by all-reduce).
     parts = buffer.chunk(group.size)
     received = [torch.empty_like(part) for part in parts[2:]]

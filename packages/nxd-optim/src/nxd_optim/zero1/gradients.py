@@ -1,4 +1,4 @@
-"""The gradients of ZeRO-1: `GradientExchange` averages them during backward; then come missing sums and the norm.
+"""The gradients of ZeRO-1: `GradientExchange` averages them during backward; then missing sums and the norm follow.
 
 Sums and norms are computed on each rank's part of the mean gradients, at 1/dp of the cost on whole gradients.
 """
@@ -25,10 +25,10 @@ class OwnGradient:
     """The mean gradient of the part of a parameter that this rank updates.
 
     Attributes:
-        parameter: the model's.
+        parameter: the model's parameter.
         start: first element, in C order, that this rank owns.
-        stop: one past the last.
-        gradient: of these elements, flat; shares memory with the optimizer.
+        stop: one past the last element.
+        gradient: gradient of these elements, flat; shares memory with the optimizer.
     """
 
     parameter: Tensor
@@ -38,7 +38,7 @@ class OwnGradient:
 
 
 def own_gradients(buckets: Sequence[Bucket]) -> list[OwnGradient]:
-    """All that this rank owns, once the buckets have arrived."""
+    """Return all gradients that this rank owns, once the buckets have arrived."""
     return [
         OwnGradient(own.parameter, own.start, own.stop, own.of(bucket.gradient))
         for bucket in buckets
@@ -49,7 +49,7 @@ def own_gradients(buckets: Sequence[Bucket]) -> list[OwnGradient]:
 
 @torch.no_grad()
 def sum_sequence_parallel(buckets: Sequence[Bucket]) -> None:
-    """Add up the gradients of sequence-parallel regions, where each tensor-parallel rank has seen a part; in place."""
+    """Sum gradients of sequence-parallel regions, where each tensor-parallel rank has seen a part, in place."""
     group = active_group("tp")
     if group.size == 1:
         return
@@ -67,16 +67,16 @@ def check_same_sequence_parallel_ranges(buckets: Sequence[Bucket]) -> None:
     for rank, ranges in zip(group.ranks, all_gather_object(mine, group), strict=True):
         if ranges != mine:
             raise ValueError(
-                f"rank {rank} owns {ranges} of the parameters marked sequence_parallel_enabled, this rank {mine}; give "
-                "parameters of the same local shapes, marked alike, in the same order on all tensor-parallel ranks"
+                f"rank {rank} owns {ranges} of the parameters marked sequence_parallel_enabled, this rank {mine}; pass "
+                "parameters with the same local shapes and marks in the same order on all tensor-parallel ranks"
             )
 
 
 @torch.no_grad()
 def average_over_contexts(buckets: Sequence[Bucket]) -> None:
-    """Average over the context-parallel ranks, which still differ if states are sharded over "dp" only; in place.
+    """Average in place over the context-parallel ranks, which still differ if states are sharded over "dp" only.
 
-    Not of experts, whose replicas are those of all contexts.
+    Experts are excluded: their replicas span all contexts.
     """
     for bucket in buckets:
         if bucket.placement.replicas is not active_group("dp"):
@@ -87,17 +87,17 @@ def average_over_contexts(buckets: Sequence[Bucket]) -> None:
 
 @torch.no_grad()
 def norm_of_parts(buckets: Sequence[Bucket], group: Group, device: torch.device) -> Tensor:
-    """The 2-norm of the mean gradients, from the parts that the ranks have of them; the same on all ranks.
+    """Return the 2-norm of the mean gradients from the ranks' parts; the same on all ranks.
 
     Args:
-        buckets: with their `gradient`.
+        buckets: the buckets, with their `gradient`.
         group: the replicas of dense layers.
-        device: of the result.
+        device: device of the result.
 
     Returns:
-        0-d tensor, in the device's widest float.
+        A 0-d tensor in the device's widest float.
     """
-    # All ranks, also one that has no experts, take part in the sums of all placements.
+    # All ranks, even those without experts, take part in the sums of all placements.
     placements = [dense_placement(group), *filter(None, [expert_placement()])]
     squares = [
         _square_norm([it for it in buckets if it.placement.axis == each.axis], each, device) for each in placements
@@ -127,13 +127,13 @@ def _counted_here(bucket: Bucket, own: OwnRange) -> list[tuple[int, Tensor]]:
 
 
 def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) -> list[tuple[int, Tensor]]:
-    """The parts of a gradient that count, and how many of the ranks that have the model's parts hold each.
+    """Return the parts of a gradient that count, and how many ranks hold each.
 
     Args:
-        parameter: whose gradient it is.
+        parameter: the parameter of the gradient.
         start: first element, in C order, of `gradient`.
-        stop: one past the last.
-        gradient: of these elements, flat.
+        stop: one past the last element.
+        gradient: gradient of these elements, flat.
     """
     if getattr(parameter, "shared", False):  # the second copy of a tied weight; its first copy counts
         return []
@@ -147,7 +147,7 @@ def counted_parts(parameter: Tensor, start: int, stop: int, gradient: Tensor) ->
 
 
 def _is_in_pieces(parameter: Tensor) -> bool:
-    """Whether a parameter is anything but one box of one logical tensor."""
+    """Whether a parameter is anything other than one box of one logical tensor."""
     spec = get_shard_spec(parameter)
     return spec is not None and not (len(spec.pieces) == 1 and spec.pieces[0].local.shape == spec.local_shape)
 
@@ -161,40 +161,40 @@ def _sequence_parallel_ranges(buckets: Sequence[Bucket]) -> list[tuple[Bucket, O
     ]
 
 
-MAX_MESSAGES = 2  # of reduce-scatters under way: enough to keep the transport busy, and no more buffers than that
+MAX_MESSAGES = 2  # reduce-scatters in flight: enough to keep the transport busy without more buffers
 
 
 class GradientExchange:
-    """Sends the gradients of some buckets, by hooks on their parameters.
+    """Sends the gradients of buckets, driven by hooks on their parameters.
 
     Args:
-        buckets: in the order in which they are sent.
+        buckets: the buckets, in the order in which they are sent.
         group: the replicas.
         frozen: parameters that must not get a gradient.
 
     Attributes:
-        sender: follows backward; it has the blocks in which gradients are sent.
+        sender: the `BucketSender`, which follows backward and has the blocks in which gradients are sent.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group: Group, frozen: Sequence[Tensor]) -> None:
         self._buckets, self._frozen = buckets, frozen
-        self._averages_contexts = group is active_group("dp")  # else the replicas are both
+        self._averages_contexts = group is active_group("dp")  # otherwise the replicas span both
         self.sender = BucketSender(buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
         contexts = (active_group("cp"),) if self._averages_contexts else ()
         asked = (group, *contexts, *ranks_with_gradients())
         self._usage = Usage([p for bucket in buckets for p in bucket.parameters], asked)
 
     def check_frozen(self) -> None:
-        """Raise a RuntimeError if a parameter that was frozen has a gradient."""
+        """Raise a RuntimeError if a frozen parameter has a gradient."""
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen when the optimizer was made, and has a "
-                    "gradient now; leave it out there, and use add_param_group() once it is to be trained"
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen when the optimizer was created, but has "
+                    "a gradient now; create the optimizer without it, and call add_param_group() when it is unfrozen"
                 )
 
     def complete(self) -> Set[int]:
-        """Send the remaining buckets: then each bucket has the mean gradient of this rank's part.
+        """Send the remaining buckets; each bucket then has the mean gradient of this rank's part.
 
         Returns:
             Ids of the parameters that have a gradient on some rank.

@@ -17,13 +17,13 @@ class FlatPiece:
     """Elements of a flat range that form a box of a logical tensor.
 
     Attributes:
-        block_start: where, counted from the first element of the range, a contiguous block begins.
-        block_shape: the block as an N-d tensor.
-        inner: the box of the block that is meant.
+        block_start: start of a contiguous block, counted from the first element of the range.
+        block_shape: shape of the block as an N-d tensor.
+        inner: the box of these elements in the block.
         logical: the same elements as a box of the logical tensor.
         logical_shape: shape of the whole logical tensor.
-        name: as of the `ShardPiece`.
-        copies: as of the `ShardPiece`.
+        name: name in the `ShardPiece`.
+        copies: copies in the `ShardPiece`.
     """
 
     block_start: int
@@ -35,21 +35,21 @@ class FlatPiece:
     copies: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """The piece of a 1-d tensor that holds the whole range; of the shape of `logical`, and sharing memory."""
+        """Return the piece as a view of a 1-d tensor that holds the whole range, with the shape of `logical`."""
         block = flat[self.block_start : self.block_start + prod(self.block_shape)]
         return block.view(self.block_shape)[self.inner.slices]
 
 
 def whole_spec(shape: Sequence[int], copies: int) -> ShardSpec:
-    """The spec of a parameter that is whole on each of `copies` ranks."""
+    """Return the spec of a parameter that is whole on each of `copies` ranks."""
     box = Box((0,) * len(shape), tuple(shape))
     return ShardSpec(box.shape, (ShardPiece(box, box, box.shape, copies=copies),))
 
 
 def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements `start:stop` of a tensor of this shape, in C order, as boxes: at most `2 * len(shape) - 1` of them.
+    """Return elements `start:stop` of a tensor in C order as boxes, at most `2 * len(shape) - 1` of them.
 
-    The boxes are disjoint and come in the order of their elements; each is contiguous in the flat tensor.
+    The boxes are disjoint and ordered by their elements; each is contiguous in the flat tensor.
 
     Raises:
         ValueError: the tensor has no such range.
@@ -72,7 +72,7 @@ def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box
 
 
 def pieces_of_flat_range(spec: ShardSpec, start: int, stop: int) -> list[FlatPiece]:
-    """Elements `start:stop`, in C order, of a parameter with this spec, by logical tensor; padding is left out."""
+    """Return elements `start:stop`, in C order, of a parameter with this spec, by logical tensor, without padding."""
     pieces = []
     block_start = 0
     for block in boxes_of_flat_range(spec.local_shape, start, stop):
@@ -91,7 +91,7 @@ def pieces_of_flat_range(spec: ShardSpec, start: int, stop: int) -> list[FlatPie
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
-    """The boxes of a range of `shape[1:]`, as boxes of row `row`."""
+    """Return the boxes of a range of `shape[1:]`, as boxes of row `row`."""
     return [Box((row, *box.offset), (1, *box.shape)) for box in boxes_of_flat_range(shape[1:], start, stop)]
 
 

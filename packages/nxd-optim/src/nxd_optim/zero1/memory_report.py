@@ -1,6 +1,6 @@
 """The memory that ZeRO-1 keeps on this rank, measured, and predicted from the sizes of the model.
 
-Of transient memory (messages under way, temporaries of the update), only the largest size is given.
+For transient memory (messages in flight, temporaries of the update), only the largest size is given.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ class MemoryBytes:
     """Bytes on this rank.
 
     Attributes:
-        parameters: that are trained.
-        gradients: measured: those that there are now. Predicted: before a step, of all parameters.
-        mean_gradients: for those of this rank's part, averaged over the replicas; kept between steps on the CPU only.
-        master_weights: of this rank's part; none where the parameters are updated themselves.
-        state: of the optimizer, for this rank's part.
-        buckets: measured: of the largest bucket, which is the most that a message adds. Predicted: none.
+        parameters: trained parameters.
+        gradients: measured: existing gradients; predicted: gradients of all parameters before a step.
+        mean_gradients: mean gradients of this rank's part; kept between steps on the CPU only.
+        master_weights: master weights of this rank's part; zero if the parameters are updated directly.
+        state: optimizer state of this rank's part.
+        buckets: measured: the largest bucket, which is the most that a message adds; predicted: zero.
     """
 
     parameters: int
@@ -37,7 +37,7 @@ class MemoryBytes:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Measured and predicted bytes; `str()` makes a table of it."""
+    """Measured and predicted bytes; `str()` formats them as a table."""
 
     measured: MemoryBytes
     predicted: MemoryBytes
@@ -51,11 +51,11 @@ class MemoryReport:
 
 
 def memory_report(parts: Parts, make_optimizer: Callable[[Any], Optimizer]) -> MemoryReport:
-    """Count what each bucket and its optimizer hold.
+    """Count the memory of each bucket and its optimizer.
 
     Args:
         parts: each bucket and the optimizer of this rank's part.
-        make_optimizer: makes one for a list of parameters, to see which states it keeps.
+        make_optimizer: function that makes an optimizer for a list of parameters, to find out which states it keeps.
     """
     parts = list(parts)
     measured = MemoryBytes(
@@ -85,7 +85,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
 
 
 def _state_bytes_per_element(make_optimizer: Callable[[Any], Optimizer], dtype: torch.dtype) -> int:
-    """Found out by a step with a tiny parameter."""
+    """Measure it by a step with a tiny parameter."""
     parameter = nn.Parameter(torch.ones(2, dtype=dtype))
     optimizer = make_optimizer([parameter])
     parameter.grad = torch.ones_like(parameter)

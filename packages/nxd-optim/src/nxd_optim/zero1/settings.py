@@ -59,7 +59,7 @@ def find_sharding_group(sharding_groups: RankLists | None) -> Group:
     """
     if not model_parallel_is_initialized() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"torch.distributed runs {dist.get_world_size()} ranks, but no mesh says what they do; call "
+            f"torch.distributed runs {dist.get_world_size()} ranks, but there is no mesh; call "
             "nxd_state.initialize_model_parallel() before making the optimizer"
         )
     if sharding_groups is None:
