@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from nxd_ckpt.arguments import check_flags
-from nxd_ckpt.asynchronous.pending import RankKey, failures, settle
+from nxd_ckpt.asynchronous.handle import RankKey, mark_reported, unreported_failures
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_every_rank
 from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
@@ -184,7 +184,7 @@ def prepare_save(
             rank_objects=options.rank_objects,
             layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # only hashed, never loaded
             cached_plan=last_digest,
-            failed_saves=failures(RankKey(coordinator.rank, coordinator.world_size)),
+            failed_saves=unreported_failures(RankKey(coordinator.rank, coordinator.world_size)),
             process=process,
             values_digest=xxhash.xxh3_128_hexdigest(
                 json.dumps([list(apart.values), [apart.values[it] for it in sorted(apart.groups)]]).encode()
@@ -342,7 +342,7 @@ def _describe(tensor: ShardedTensor, *, of_first_holder: bool) -> TensorDescript
 def _check_earlier_saves(requests: list[_Request], coordinator: Coordinator) -> None:
     """Raises the errors of background saves that were never waited for, once and on all ranks."""
     failed = {save_id: text for request in requests for save_id, text in request.failed_saves.items()}
-    settle(RankKey(coordinator.rank, coordinator.world_size), set(failed))
+    mark_reported(RankKey(coordinator.rank, coordinator.world_size), set(failed))
     if failed:
         raise CheckpointError("; ".join(sorted(failed.values())) + "; this save was not started")
 

@@ -9,7 +9,7 @@ import torch
 
 from nxd_ckpt import replicas
 from nxd_ckpt.arguments import check_timeout, default_timeout
-from nxd_ckpt.asynchronous.pending import wait_for_saves
+from nxd_ckpt.asynchronous.handle import wait_for_saves
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.catalog import next_commit_time
 from nxd_ckpt.checksums import hashes_of

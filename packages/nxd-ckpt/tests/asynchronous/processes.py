@@ -4,7 +4,7 @@ import os
 import select
 from pathlib import Path
 
-ARENA = "/memfd:nxd-ckpt-arena"
+STAGING = "/memfd:nxd-ckpt-staging"
 
 
 def writer_of(parent: int | None = None) -> int:
@@ -26,11 +26,11 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
-def arenas() -> dict[str, int]:
-    """Bytes of the arenas that this process has mapped, by inode."""
+def staging_buffers() -> dict[str, int]:
+    """Bytes of the staging buffers that this process has mapped, by inode."""
     sizes: dict[str, int] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if ARENA in line:
+        if STAGING in line:
             addresses, _, _, _, inode, *_ = line.split()
             start, end = (int(address, 16) for address in addresses.split("-"))
             sizes[inode] = sizes.get(inode, 0) + end - start

@@ -23,17 +23,17 @@ from nxd_ckpt import (
     open_checkpoint,
     save,
 )
-from nxd_ckpt.asynchronous import background
-from nxd_ckpt.asynchronous.arena import Arena
+from nxd_ckpt.asynchronous import saving
 from nxd_ckpt.asynchronous.channel import Channel
-from nxd_ckpt.asynchronous.handover import Slice
+from nxd_ckpt.asynchronous.slices import Slice
+from nxd_ckpt.asynchronous.staging import SharedBuffer
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import RanksLostError
 from nxd_ckpt.manifest import ITEM_SIZES
 from nxd_ckpt.saving import run_save
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
 
-from .processes import arenas, children_of
+from .processes import children_of, staging_buffers
 
 pytestmark = pytest.mark.sample(13)  # each takes its time
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.sample(13)  # each takes its time
 def nothing_is_left():
     yield
     end_async_saves()
-    assert arenas() == {}
+    assert staging_buffers() == {}
 
 
 def state_of(rank, world_size):
@@ -103,7 +103,7 @@ def test_async_save_over_its_memory_limit_takes_no_more_memory_than_that(tmp_pat
 
     async_save(tmp_path, "t", {"w": whole, "columns": whole[:, ::2]}, memory_limit=2**17).wait(60)
 
-    assert 0 < sum(arenas().values()) <= 2**17
+    assert 0 < sum(staging_buffers().values()) <= 2**17
     assert torch.equal(open_checkpoint(tmp_path, "t").read("w"), whole)
     assert torch.equal(open_checkpoint(tmp_path, "t").read("columns"), whole[:, ::2])
 
@@ -112,11 +112,11 @@ def test_async_save_uses_the_memory_of_the_one_before(tmp_path):
     end_async_saves()
     state = {"w": torch.ones(10_000)}
     async_save(tmp_path, "a", state).wait(60)
-    first = arenas()
+    first = staging_buffers()
 
     async_save(tmp_path, "b", state).wait(60)
 
-    assert arenas() == first
+    assert staging_buffers() == first
     assert len(first) == 1
 
 
@@ -124,24 +124,24 @@ def test_async_save_uses_the_memory_of_the_one_before(tmp_path):
 def test_async_save_of_more_than_before_grows_the_memory_before_anybody_looks_at_it(tmp_path, monkeypatch, root):
     root = tmp_path if root == "folder" else root
     async_save(root, "a", {"w": torch.ones(10_000)}, overwrite=True).wait(60)
-    larger, reserve = torch.randn(1_000_000), Arena.reserve
+    larger, reserve = torch.randn(1_000_000), SharedBuffer.reserve
 
-    def reserve_late(arena, num_bytes):
+    def reserve_late(buffer, num_bytes):
         threading.Event().wait(0.3)  # time for the others to go ahead, if they would
-        reserve(arena, num_bytes)
+        reserve(buffer, num_bytes)
 
-    monkeypatch.setattr(Arena, "reserve", reserve_late)
+    monkeypatch.setattr(SharedBuffer, "reserve", reserve_late)
     async_save(root, "b", {"w": larger}, overwrite=True).wait(60)
 
     assert torch.equal(open_checkpoint(root, "b").read("w"), larger)
 
 
 def test_async_save_that_gets_no_memory_fails_and_the_next_is_well(tmp_path, monkeypatch):
-    def reserve(arena, num_bytes):
+    def reserve(buffer, num_bytes):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "reserve", reserve)
+        patch.setattr(SharedBuffer, "reserve", reserve)
         handle = async_save(tmp_path, "a", {"w": torch.ones(10)})
     with pytest.raises(CheckpointError, match=r"taking 64 bytes of memory: .* Cannot allocate memory"):
         handle.wait(60)
@@ -274,7 +274,7 @@ def test_async_save_that_lost_ranks_is_told_from_one_that_could_not_write(tmp_pa
     def lose_ranks(*arguments):
         raise RanksLostError("rank 1 of 2 is gone")
 
-    monkeypatch.setattr(background, "run_save", lose_ranks)
+    monkeypatch.setattr(saving, "run_save", lose_ranks)
 
     with pytest.raises(RanksLostError, match="rank 1 of 2 is gone"):
         async_save(tmp_path, "t", {"w": torch.ones(1)}).wait()
@@ -283,16 +283,16 @@ def test_async_save_that_lost_ranks_is_told_from_one_that_could_not_write(tmp_pa
 def test_async_save_without_memory_for_the_copy_fails_on_all_ranks_and_the_next_is_well(tmp_path, monkeypatch):
     """Rank 1 runs out of memory with a part of its file on its way already."""
 
-    def stage_one_slice(tensors, memory, slot_bytes, handover):
-        start = handover.wait_for_slot() * slot_bytes
-        handover.put(Slice(start, 64))
+    def stage_one_slice(tensors, memory, slot_bytes, queue):
+        start = queue.wait_for_slot() * slot_bytes
+        queue.put(Slice(start, 64))
         raise MemoryError("no more")
 
     def fail(ranks):
         state = {f"own{ranks.rank}": torch.ones(1000)}
         async_save(tmp_path, "a", state, process_group=ranks).wait(60)
         if ranks.rank == 1:
-            monkeypatch.setattr(background, "stage", stage_one_slice)
+            monkeypatch.setattr(saving, "stage", stage_one_slice)
         ranks.all_gather_object(None)
         handle = async_save(tmp_path, "b", state if ranks.rank == 1 else {}, process_group=ranks)
         with pytest.raises(CheckpointError) as error:
@@ -353,7 +353,7 @@ def test_save_by_other_ranks_waits_for_what_is_under_way(tmp_path, monkeypatch):
     is_waited_for = threading.Event()
     wait = AsyncSave.wait_until_done
     monkeypatch.setattr(AsyncSave, "wait_until_done", lambda save: (is_waited_for.set(), wait(save)))
-    monkeypatch.setattr(background, "run_save", lambda *args: (is_waited_for.wait(60.0), run_save(*args)))
+    monkeypatch.setattr(saving, "run_save", lambda *args: (is_waited_for.wait(60.0), run_save(*args)))
     handles = run_on_threads(
         lambda ranks: async_save(tmp_path, "both", state_of(ranks.rank, 2), process_group=ranks), 2
     )

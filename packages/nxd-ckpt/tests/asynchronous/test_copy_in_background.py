@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, async_save, end_async_saves, list_checkpoints, open_checkpoint, save
-from nxd_ckpt.asynchronous.late_copies import LateCopies
+from nxd_ckpt.asynchronous.staging import DeferredCopies
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 LARGE = 2**19  # elements of more bytes than are copied in the call
@@ -21,13 +21,13 @@ def nothing_is_left():
 def copying(monkeypatch):
     """The copies in the background begin when this event is set."""
     may_begin = threading.Event()
-    finish = LateCopies.finish
+    finish = DeferredCopies.finish
 
     def finish_late(copies):
         may_begin.wait()
         finish(copies)
 
-    monkeypatch.setattr(LateCopies, "finish", finish_late)
+    monkeypatch.setattr(DeferredCopies, "finish", finish_late)
     yield may_begin
     may_begin.set()
 

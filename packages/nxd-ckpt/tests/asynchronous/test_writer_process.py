@@ -12,11 +12,11 @@ import threading
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, async_save, end_async_saves, list_checkpoints, open_checkpoint
-from nxd_ckpt.asynchronous.handover import Slice
-from nxd_ckpt.asynchronous.writer import FileToWrite, NothingMore, WritingFailed, main
+from nxd_ckpt.asynchronous.slices import Slice
+from nxd_ckpt.asynchronous.writer_process import EndOfFile, FileToWrite, WritingFailed, main
 
 from ..crash.forked_ranks import run_forked
-from .processes import arenas, children_of, ends_within, open_files, wait_until_written, writer_of
+from .processes import children_of, ends_within, open_files, staging_buffers, wait_until_written, writer_of
 
 pytestmark = pytest.mark.sample(4)  # each takes its time
 
@@ -114,13 +114,13 @@ class NoRoom:
 
 def test_writer_that_failed_says_nothing_to_the_rest_of_the_file(tmp_path, monkeypatch, capfd, deadline):
     ours, theirs = multiprocessing.Pipe()
-    monkeypatch.setattr(sys, "argv", ["writer", str(os.memfd_create("arena")), str(theirs.fileno()), str(os.getpid())])
+    monkeypatch.setattr(sys, "argv", ["writer", str(os.memfd_create("buffer")), str(theirs.fileno()), str(os.getpid())])
     writer = multiprocessing.get_context("fork").Process(target=main)
     writer.start()
     theirs.close()
     request = FileToWrite(NoRoom(), "a.safetensors", b"header", [8])
 
-    for message in (request, Slice(0, 8), NothingMore(), request):
+    for message in (request, Slice(0, 8), EndOfFile(), request):
         ours.send(message)
 
     failures = [ours.recv() if ours.poll(deadline(30)) else None for _ in range(2)]
@@ -243,7 +243,7 @@ def test_end_async_saves_leaves_no_process_memory_or_file_behind(tmp_path):
         assert handle.committed
         gc.collect()
         assert children_of(os.getpid()) == []
-        assert arenas() == {}
+        assert staging_buffers() == {}
         return before, open_files(), os.listdir("/dev/shm")
 
     shared_memory = os.listdir("/dev/shm")

@@ -19,16 +19,16 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.messages import expect, parsed
 from nxd_ckpt.store_coordinator import StoreCoordinator, own_life
 
-_FAREWELL_SECONDS = 10.0
+_LEAVE_SECONDS = 10.0
 
 
 class Channel:
-    """A `Coordinator` for another thread than the caller's.
+    """A `Coordinator` for the thread of a background save. Make it on all ranks, in the caller's thread.
 
     Args:
-        coordinator: the ranks, in the caller's thread; made by all of them together.
-        save_id: of the save.
-        timeout: seconds to wait for other ranks, each time.
+        coordinator: the coordinator of the caller's thread.
+        save_id: the id of the save.
+        timeout: seconds to wait for other ranks in each gather.
 
     Raises:
         CheckpointError: the process that hosts the store cannot be reached.
@@ -38,7 +38,7 @@ class Channel:
         self.rank, self.world_size = coordinator.rank, coordinator.world_size
         try:
             self._source = _store_of(coordinator, timeout, self)
-            # A store takes one call at a time, and the training's may take long: hence a connection of our own.
+            # A store handles one call at a time, and training's calls may take long; so this connection is separate.
             own: dist.Store = self._source.clone()  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise CheckpointError(
@@ -56,17 +56,17 @@ class Channel:
         return self._coordinator.all_gather_object(value)
 
     def leave(self) -> None:
-        """Called last. Rank 0 may host the store, so it stays until the others have heard how the save ended."""
+        """Ends the communication. Rank 0 may host the store, so it waits until the others know how the save ended."""
         with contextlib.suppress(RuntimeError):
             if self.rank > 0:
                 self._store.set(f"left/{self.rank}", "")
             else:
                 self._wait_for_the_others()
-        del self._coordinator, self._store, self._source  # connections end now, not when garbage is collected
+        del self._coordinator, self._store, self._source  # closes the connections now, not when garbage is collected
 
     def _wait_for_the_others(self) -> None:
         others = {rank: f"left/{rank}" for rank in range(1, self.world_size)}
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        deadline = time.monotonic() + _LEAVE_SECONDS
         while time.monotonic() < deadline:
             awaited = [key for rank, key in others.items() if not self._coordinator.has_ended(rank)]
             if not awaited or self._store.check(awaited):
@@ -83,10 +83,10 @@ def _address_from(message: Any) -> tuple[str, int]:
 
 
 def _store_of(coordinator: Coordinator, timeout: float, channel: Channel) -> dist.Store:
-    """The store behind a process group, or a new one that rank 0 hosts for as long as it has the channel.
+    """Return the store of a process group, or a new one that rank 0 hosts as long as the channel exists.
 
-    Ranks of one machine share memory of rank 0, which other users cannot open. Other ranks meet at a port of rank 0,
-    which answers whoever reaches it.
+    On one machine, ranks use memory of rank 0 that other users cannot open. Otherwise they connect to a port of rank 0,
+    which anyone who reaches it can use.
     """
     if isinstance(coordinator, StoreCoordinator):
         return coordinator.store

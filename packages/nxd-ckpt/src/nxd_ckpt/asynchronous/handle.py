@@ -1,6 +1,14 @@
-"""The handle that `async_save` returns: the progress of a save, and its outcome."""
+"""The handle that `async_save` returns, and the handles of this process whose saves are not settled.
 
+A save is settled when it is committed, or when its failure has been reported. Handles are listed by rank, as several
+ranks may be threads of one process.
+"""
+
+import os
+import sys
 import threading
+from collections import defaultdict
+from typing import NamedTuple
 
 from nxd_ckpt.errors import CheckpointError
 
@@ -12,15 +20,15 @@ class AsyncSave:
         tag: the checkpoint's name.
         save_id: unique to this save, the same on all ranks.
         failure: the reason, if it failed.
-        told: whether the failure was raised to the caller.
-        needs_its_caller: whether the thread that called `async_save` still has tensors to copy for it.
+        reported: whether the failure was raised to the caller.
+        needs_caller: whether the thread that called `async_save` still has to copy tensors.
     """
 
     def __init__(self, tag: str, save_id: str) -> None:
         self.tag = tag
         self.save_id = save_id
-        self.needs_its_caller = True
-        self.told = False
+        self.needs_caller = True
+        self.reported = False
         self.failure: str | None = None
         self._error_type: type[CheckpointError] = CheckpointError
         self._staged = threading.Event()
@@ -60,7 +68,7 @@ class AsyncSave:
         if not self._done.wait(timeout):
             raise TimeoutError(f"saving checkpoint {self.tag!r} takes longer than {timeout:g} seconds; it continues")
         if self.failure is not None:
-            self.told = True
+            self.reported = True
             raise self._error_type(self.failure)
 
     def wait_until_done(self) -> None:
@@ -80,3 +88,60 @@ class AsyncSave:
     def __repr__(self) -> str:
         how = "under way" if not self.done() else "committed" if self.failure is None else "failed"
         return f"AsyncSave({self.tag!r}, {how})"
+
+
+class RankKey(NamedTuple):
+    """A rank of this process, by its number and the size of its world."""
+
+    rank: int
+    world_size: int
+
+
+_handles: dict[RankKey, list[AsyncSave]] = defaultdict(list)
+
+
+def register(key: RankKey, save: AsyncSave) -> None:
+    """Adds the handle of a save that begins."""
+    _handles[key] = [*_unsettled(key), save]
+
+
+def saves_in_progress() -> list[AsyncSave]:
+    """Return this process's saves that are in progress."""
+    return [save for key in list(_handles) for save in _unsettled(key) if not save.done()]
+
+
+def wait_for_saves() -> None:
+    """Waits until no save of this process is in progress, whatever its group; does not raise their errors."""
+    for save in saves_in_progress():
+        save.wait_until_done()
+
+
+def unreported_failures(key: RankKey) -> dict[str, str]:
+    """Return the errors of this rank's saves that have not been reported, by save id."""
+    return {
+        save.save_id: f"saving checkpoint {save.tag!r} in the background has failed: {save.failure}"
+        for save in _unsettled(key)
+        if save.failure is not None and not save.reported
+    }
+
+
+def mark_reported(key: RankKey, save_ids: set[str]) -> None:
+    """Marks the errors of these saves as raised, even if a save has not failed on this rank yet."""
+    for save in _unsettled(key):
+        if save.save_id in save_ids:
+            save.reported = True
+
+
+def report_at_exit() -> None:
+    """Prints the errors that were not reported before the program ends."""
+    for key in list(_handles):
+        for text in unreported_failures(key).values():
+            print(f"nxd_ckpt: {text}", file=sys.stderr)
+
+
+def _unsettled(key: RankKey) -> list[AsyncSave]:
+    return [save for save in _handles.get(key, []) if not (save.done() and (save.reported or save.committed))]
+
+
+# A forked child neither waits for its parent's saves nor reports them.
+os.register_at_fork(after_in_child=_handles.clear)

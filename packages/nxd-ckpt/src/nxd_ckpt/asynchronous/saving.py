@@ -1,37 +1,66 @@
-"""`async_save`: as `save`, but in the background once the tensors are copied.
+"""`async_save`: like `save`, but in the background once the tensors are copied.
 
-Schedulers send SIGTERM some time before they kill, and that may be enough to finish a save under way.
+The caller's thread copies tensors to shared memory. A thread of the save has the writer process write them, and commits
+with the other ranks. The saves of a rank follow one another: the next one fills the memory when the writer is done with
+it, and begins when the previous one has ended.
+
+Schedulers send SIGTERM some time before they kill, which may be enough to finish a save in progress.
 """
 
 import atexit
+import contextlib
 import copy
 import dataclasses
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nxd_ckpt.arguments import check_flags, check_timeout, default_timeout
-from nxd_ckpt.asynchronous import pending
-from nxd_ckpt.asynchronous.background import Background
 from nxd_ckpt.asynchronous.channel import Channel
-from nxd_ckpt.asynchronous.handle import AsyncSave
-from nxd_ckpt.asynchronous.late_copies import hold_optimizers, release_optimizers
+from nxd_ckpt.asynchronous.handle import (
+    AsyncSave,
+    RankKey,
+    register,
+    report_at_exit,
+    saves_in_progress,
+    wait_for_saves,
+)
+from nxd_ckpt.asynchronous.slices import ChunkHashes, SliceQueue, Stopped, staged_parts
+from nxd_ckpt.asynchronous.staging import (
+    DeferredCopies,
+    SharedBuffer,
+    default_limit,
+    hold_optimizers,
+    release_optimizers,
+    stage,
+)
+from nxd_ckpt.asynchronous.writer_process import FileToWrite, WriterProcess
+from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import Coordinator, abandoned_on_error, coordinator_for
-from nxd_ckpt.save_task import SaveOptions, prepare_save
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.manifest import data_file_name
+from nxd_ckpt.safetensors_file import Hashes
+from nxd_ckpt.save_task import SaveOptions, SaveTask, prepare_save
+from nxd_ckpt.saving import run_save
 from nxd_ckpt.sharded_tensor import tensors_of
 from nxd_ckpt.stores import open_store
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_MIN_MEMORY = 2**16
-GRACE_SECONDS = 20.0  # launchers and schedulers usually wait 30 before they kill
+GRACE_SECONDS = 20.0  # after SIGTERM; launchers and schedulers usually wait 30 before they kill
 
-_backgrounds: dict[pending.RankKey, Background] = {}
+_MIN_MEMORY = 2**16
+_SLOT_ALIGNMENT = 64
+
+_savers: dict[RankKey, "_BackgroundSaver"] = {}
 
 
 def async_save(
@@ -98,21 +127,21 @@ def async_save(
     options = SaveOptions(tag, step, overwrite, check_replicas, incremental, objects, rank_objects, extra, mesh)
     with abandoned_on_error(coordinator):
         if incremental is True:
-            pending.wait_for_saves()
+            wait_for_saves()
         task, sharded = prepare_save(path, state, options, coordinator, check)
         task = dataclasses.replace(
             task, options=copy.deepcopy(task.options), all_rank_objects=copy.deepcopy(task.all_rank_objects)
         )
         channel = Channel(coordinator, task.save_id, timeout)
     save = AsyncSave(tag, task.save_id)
-    key = pending.RankKey(coordinator.rank, coordinator.world_size)
-    if key not in _backgrounds:
-        _backgrounds[key] = Background()
+    key = RankKey(coordinator.rank, coordinator.world_size)
+    if key not in _savers:
+        _savers[key] = _BackgroundSaver()
     finish_saves_on_sigterm()
-    pending.note(key, save)
+    register(key, save)
     if copy_in_background:
         hold_optimizers()
-    _backgrounds[key].begin(
+    _savers[key].begin(
         task,
         tensors_of(sharded),
         channel,
@@ -130,21 +159,21 @@ def end_async_saves() -> None:
 
     Not needed before a program ends. A later `async_save` starts new ones.
     """
-    while _backgrounds:
-        _, background = _backgrounds.popitem()
-        background.close()
+    while _savers:
+        _, saver = _savers.popitem()
+        saver.close()
     release_optimizers()
 
 
 def _end() -> None:
     end_async_saves()
-    pending.report_at_exit()
+    report_at_exit()
 
 
-# Threads that complete saves are joined before this is called.
+# Python joins the threads of saves before it calls this.
 atexit.register(_end)
-# Writers are the parent's, not those of a child forked from it.
-os.register_at_fork(after_in_child=_backgrounds.clear)
+# A forked child does not own its parent's writers.
+os.register_at_fork(after_in_child=_savers.clear)
 
 
 def finish_saves_on_sigterm() -> None:
@@ -156,9 +185,158 @@ def finish_saves_on_sigterm() -> None:
 
 def _finish_saves_and_die(signal_number: int, frame: FrameType | None) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
-    for save in pending.in_flight():
-        # If it is not staged, its tensors may wait for this very thread, which may hold locks: none is used here.
-        while (save.staged or not save.needs_its_caller) and not save.done() and time.monotonic() < deadline:
+    for save in saves_in_progress():
+        # A save that is not staged may wait for this very thread, which may hold locks; so no lock is used here.
+        while (save.staged or not save.needs_caller) and not save.done() and time.monotonic() < deadline:
             time.sleep(0.02)
     signal.signal(signal_number, signal.SIG_DFL)
     os.kill(os.getpid(), signal_number)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningSave:
+    task: SaveTask
+    request: FileToWrite
+    channel: Channel
+    queue: SliceQueue
+    save: AsyncSave
+    previous: AsyncSave | None
+    timeout: float
+    in_this_process: bool
+
+
+class _BackgroundSaver:
+    """The shared memory and the writer process of one rank."""
+
+    def __init__(self) -> None:
+        self._buffer = SharedBuffer()
+        self._writer: WriterProcess | None = None
+        self._last: tuple[AsyncSave, SliceQueue, threading.Thread] | None = None
+        self._copying: threading.Thread | None = None
+
+    def begin(
+        self,
+        task: SaveTask,
+        tensor_of: Callable[[str, Box], torch.Tensor],
+        channel: Channel,
+        save: AsyncSave,
+        *,
+        memory_limit: int | None,
+        timeout: float,
+        in_this_process: bool,
+        copy_in_background: bool,
+    ) -> None:
+        """Starts a save, and returns when all tensors are in the memory, or written if they do not fit there.
+
+        With `copy_in_background` it returns earlier if they all fit.
+        """
+        previous: AsyncSave | None = None
+        if self._last is not None:
+            previous, in_use, _ = self._last
+            in_use.wait_until_stopped()
+        if self._copying is not None:  # may still run if that save has failed
+            self._copying.join()
+        sizes = [write.num_bytes for write in task.layout.placed]
+        limit = default_limit(channel.world_size, self._buffer.memory.nbytes) if memory_limit is None else memory_limit
+        num_slots, slot_bytes = _slots(sum(sizes), limit)
+        queue = SliceQueue(num_slots)
+        file = data_file_name(task.save_id, channel.rank)
+        # Another process needs the transaction as it is before it begins here.
+        request = FileToWrite(copy.copy(task.transaction), file, task.layout.header, sizes)
+        run = _RunningSave(task, request, channel, queue, save, previous, timeout, in_this_process)
+        name = f"nxd_ckpt save {save.tag}"
+        thread = threading.Thread(target=self._write_and_commit, args=(run,), name=name, daemon=False)
+        self._last = (save, queue, thread)
+        try:
+            self._buffer.reserve(num_slots * slot_bytes)  # before the thread starts, which uses it
+        except OSError as error:
+            queue.stop(CheckpointError(f"taking {num_slots * slot_bytes} bytes of memory: {error}"))
+        thread.start()
+        tensors = [tensor_of(write.name, write.box) for write in task.layout.placed]
+        with _stopped_by_errors(queue):
+            if copy_in_background and num_slots == 1:
+                names = [write.name for write in task.layout.placed]
+                copies = DeferredCopies(names, tensors, self._buffer.memory, queue)
+                save.needs_caller = False
+                self._copying = threading.Thread(target=_finish, args=(copies, queue, save), name=name)
+                self._copying.start()
+                return
+            stage(tensors, self._buffer.memory, slot_bytes, queue)
+        save.set_staged()
+
+    def close(self) -> None:
+        """Waits for the saves in progress, ends the writer and frees the memory."""
+        if self._last is not None:
+            self._last[-1].join()
+        if self._copying is not None:
+            self._copying.join()
+        if self._writer is not None:
+            self._writer.close()
+        self._buffer.close()
+
+    def _write_and_commit(self, run: _RunningSave) -> None:
+        failure: str | None = f"saving checkpoint {run.save.tag!r} was broken off"
+        error_type = CheckpointError
+        try:
+            if run.previous is not None:
+                run.previous.wait_until_done()
+            run_save(run.task, lambda: self._write(run), run.channel)
+            failure = None
+            run.channel.leave()  # first: a caller that sees the commit may end this process at once
+        except CheckpointError as error:
+            failure, error_type = str(error), type(error)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        finally:
+            run.queue.stop()
+            run.save.set_done(failure, error_type)
+        if failure is not None:
+            run.channel.leave()
+
+    def _write(self, run: _RunningSave) -> Hashes:
+        """Writes this rank's data file; afterwards the memory is free again."""
+        request, slices = run.request, run.queue.slices()
+        try:
+            if not request.chunk_sizes:
+                return []
+            if run.in_this_process:
+                hashes = ChunkHashes(request.chunk_sizes)
+                parts = staged_parts(request.header, self._buffer.view, slices, hashes)
+                run.task.transaction.write_file(request.file, parts, request.num_bytes)
+                return hashes.done
+            return self._running_writer().write(request, slices, run.timeout)
+        finally:
+            run.queue.stop()
+
+    def _running_writer(self) -> WriterProcess:
+        if self._writer is None or not self._writer.is_alive():
+            self._writer = WriterProcess(self._buffer.fd)
+        return self._writer
+
+
+@contextlib.contextmanager
+def _stopped_by_errors(queue: SliceQueue) -> Iterator[None]:
+    """Ends the save on an error, which its handle then raises."""
+    try:
+        yield
+    except Stopped:
+        pass  # the save has failed, and its handle has the reason
+    except CheckpointError as error:
+        queue.stop(error)
+    except BaseException as error:
+        queue.stop(CheckpointError(f"copying tensors to memory: {type(error).__name__}: {error}"))
+        if not isinstance(error, Exception):
+            raise
+
+
+def _finish(copies: DeferredCopies, queue: SliceQueue, save: AsyncSave) -> None:
+    with _stopped_by_errors(queue):
+        copies.finish()
+    save.set_staged()
+
+
+def _slots(payload: int, limit: int) -> tuple[int, int]:
+    """Return the number of slots and their size: one for everything, or two that take turns."""
+    if payload <= limit:
+        return 1, -(-payload // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+    return 2, limit // 2 // _SLOT_ALIGNMENT * _SLOT_ALIGNMENT
