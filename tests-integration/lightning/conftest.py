@@ -33,6 +33,7 @@ class Layout:
     microbatches: int = 2  # of a pipeline
     grad_accum_steps: int = 1
     manual_opt: bool = True
+    loss_scaling: bool = False
 
     def nxd_config(self) -> dict[str, Any]:
         from nxd_engine.models import LlamaDecoderLayer
@@ -49,6 +50,7 @@ class Layout:
             "context_parallel_size": self.cp,
             "pipeline_config": pipeline if self.pp > 1 else None,
             "optimizer_config": {"zero_one_enabled": self.zero1},
+            "mixed_precision_config": {"use_loss_scaling": self.loss_scaling},
         }
 
 

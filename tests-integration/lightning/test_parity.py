@@ -11,6 +11,7 @@ LAYOUTS = {
     "tp2-pp2": {"world": 4, "tp": 2, "pp": 2},
     "cp2": {"world": 2, "cp": 2},
     "dp2-zero1": {"world": 2, "zero1": True},
+    "tp2-pp2-scaled": {"world": 4, "tp": 2, "pp": 2, "loss_scaling": True},  # by a power of two: exact
 }
 
 

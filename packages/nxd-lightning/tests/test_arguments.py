@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins import TorchCheckpointIO
 from nxd_engine import initialize_parallel_model
 from nxd_lightning import (
     NeuronCheckpointIO,
@@ -180,14 +180,8 @@ class Plain(lightning.LightningModule):
             "return one optimizer of initialize_parallel_optimizer",
         ),
         (Plain, {}, TypeError, "Plain is not a NeuronLTModule"),
-        (
-            linear,
-            {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))]},
-            ValueError,
-            "precision='16-mixed' scales losses",
-        ),
     ],
-    ids=["strategy", "clipping", "fits", "accumulation", "optimizer", "module", "precision"],
+    ids=["strategy", "clipping", "fits", "accumulation", "optimizer", "module"],
 )
 def test_trainer_that_does_not_fit_the_module_is_refused(tmp_path, module, options, error, message):
     options = copy.deepcopy(options)  # a strategy keeps its run

@@ -160,6 +160,7 @@ class NxDModel(nn.Module):
             num_tokens=batch_size * length,
             tokens=self._tokens_of(mask, batch_size, num_microbatches),
             microbatch=current_microbatch,
+            loss_scale=self.pipeline.loss_scale,
         )
         assert balance.statistics is not None  # of this step
         of_routers = balance.statistics.loss

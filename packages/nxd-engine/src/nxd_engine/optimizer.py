@@ -1,5 +1,6 @@
 """`NxDOptimizer`: an ordinary optimizer whose step reduces and clips gradients as the mesh requires."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import torch
 from nxd_optim import (
     GradientReducer,
+    LossScaler,
     MixedPrecision,
     NeuronZero1Optimizer,
     clip_grad_norm,
     reduce_sequence_parallel_gradients,
 )
-from nxd_state import ParallelDegrees
+from nxd_state import ParallelDegrees, records_graphs
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,21 +38,26 @@ def initialize_parallel_optimizer(
         **defaults: keyword arguments of `optimizer_class`.
 
     Raises:
-        ValueError: the config has mistakes or does not fit the mesh, or the parameters differ between replicas.
+        ValueError: the config has mistakes or does not fit the mesh or the device, or the parameters differ between
+            replicas.
         RuntimeError: the optimizer could not be made on another rank.
     """
     config = complete_config(nxd_config)
     ensure_model_parallel(ParallelDegrees.of_config(config))
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(f"optimizer_class={optimizer_class!r} must be a torch optimizer class, such as AdamW")
-    options = config["optimizer_config"]
+    options, precision = config["optimizer_config"], MixedPrecision(**config["mixed_precision_config"])
+    if precision.use_loss_scaling and records_graphs():
+        raise ValueError(
+            "mixed_precision_config.use_loss_scaling=True does not support XLA, where no step can depend on a value; "
+            "use bfloat16, which needs no loss scaling"
+        )
     max_norm = float(options["max_grad_norm"]) if options["grad_clipping"] else None
 
     def make() -> Optimizer:
         groups = _listed(parameters)
         if not options["zero_one_enabled"]:
             return optimizer_class(groups, **defaults)
-        precision = MixedPrecision(**config["mixed_precision_config"])
         return NeuronZero1Optimizer(
             groups,
             optimizer_class,
@@ -64,7 +71,8 @@ def initialize_parallel_optimizer(
     optimizer = together("make its optimizer", make)
     if isinstance(optimizer, NeuronZero1Optimizer):
         optimizer.init_zero()  # communicates, unlike the steps above, which may fail on one rank alone
-    return NxDOptimizer(optimizer, config, max_norm=max_norm)
+    scaler = LossScaler() if precision.use_loss_scaling else None
+    return NxDOptimizer(optimizer, config, max_norm=max_norm, loss_scaler=scaler)
 
 
 class NxDOptimizer(Optimizer):
@@ -79,19 +87,30 @@ class NxDOptimizer(Optimizer):
     Attributes:
         optimizer: the wrapped optimizer; a `NeuronZero1Optimizer` with ZeRO-1.
         nxd_config: the complete config that it was made from.
+        loss_scaler: scales the loss, and skips steps whose gradients overflow; None without loss scaling. Save its
+            `state_dict` with a checkpoint. A script that runs backward itself does so with `loss_scaler.scale(loss)`.
     """
 
-    def __init__(self, optimizer: Optimizer, nxd_config: Mapping[str, Any], *, max_norm: float | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        nxd_config: Mapping[str, Any],
+        *,
+        max_norm: float | None,
+        loss_scaler: LossScaler | None = None,
+    ) -> None:
         """Wrap an optimizer.
 
         Args:
             optimizer: the optimizer; a `NeuronZero1Optimizer` reduces and clips gradients itself.
             nxd_config: the complete config.
             max_norm: maximum norm of the whole model's gradients; None for no clipping.
+            loss_scaler: the loss scaler; None for no loss scaling.
         """
         # torch's __init__ is not called: it would make its own groups and state.
         self.optimizer = optimizer
         self.nxd_config = dict(nxd_config)
+        self.loss_scaler = loss_scaler
         self._max_norm = max_norm
         self._grad_norm: Tensor | None = None
         self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else self._make_reducer()
@@ -113,15 +132,29 @@ class NxDOptimizer(Optimizer):
         """
         return getattr(self.optimizer, "grad_norm", self._grad_norm)
 
+    def scale_loss(self, **settings: Any) -> None:
+        """Scale losses from now on by a `LossScaler` with these settings, as with `use_loss_scaling` in the config."""
+        self.loss_scaler = LossScaler(**settings)
+
+    @property
+    def loss_scale(self) -> float:
+        """The number that `run_train` multiplies losses by before backward; `step` divides the gradients by it."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale_factor
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients over replicas, sum those of sequence-parallel regions, clip, update. Called by all ranks.
+
+        With loss scaling, a step whose gradients overflow on any rank changes nothing, on all ranks.
 
         Args:
             closure: computes loss and gradients; called once.
 
         Returns:
             What `closure` returned.
+
+        Raises:
+            RuntimeError: gradients are not finite at any loss scale.
         """
         loss = None
         if closure is not None:
@@ -129,7 +162,10 @@ class NxDOptimizer(Optimizer):
                 loss = closure()
         if self._reducer is not None:
             self._reduce_and_clip()
-        self.optimizer.step()
+        if self.loss_scaler is None:
+            self.optimizer.step()
+        else:
+            self.loss_scaler.step(self.optimizer)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -200,7 +236,10 @@ class NxDOptimizer(Optimizer):
         reducer.finish()
         trained = [parameter for parameter in reducer.parameters if parameter.grad is not None]
         reduce_sequence_parallel_gradients(trained)
-        if self._max_norm is not None:
+        is_finite = self.loss_scaler is None or self.loss_scaler.unscale_(trained)
+        if self._max_norm is not None and not is_finite:
+            self._grad_norm = torch.tensor(math.inf)
+        elif self._max_norm is not None:
             self._grad_norm = clip_grad_norm(trained, self._max_norm)
 
 

@@ -17,6 +17,7 @@ def training_config(
     virtual_pipeline_size: int | None = None,
     activation_checkpointing: str = "none",
     max_grad_norm: float = 1.0,
+    loss_scaling: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `neuronx_distributed_config` to train a model.
 
@@ -31,6 +32,7 @@ def training_config(
         virtual_pipeline_size: stages per rank; None for the schedule's default.
         activation_checkpointing: "none", "full", "selective", or class names separated by commas.
         max_grad_norm: the norm to clip gradients to; 0 for no clipping.
+        loss_scaling: whether the loss is scaled, for float16.
 
     Raises:
         ValueError: the schedule does not support this.
@@ -60,5 +62,5 @@ def training_config(
             "grad_clipping": max_grad_norm > 0,
             "max_grad_norm": max_grad_norm or 1.0,
         },
-        "mixed_precision_config": {"use_master_weights_in_ckpt": degrees.zero1},
+        "mixed_precision_config": {"use_master_weights_in_ckpt": degrees.zero1, "use_loss_scaling": loss_scaling},
     }

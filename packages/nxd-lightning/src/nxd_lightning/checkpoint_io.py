@@ -56,7 +56,12 @@ class NeuronCheckpointIO(CheckpointIOBase):
             CheckpointError: a rank could not write; on all ranks.
         """
         root, tag = os.path.split(_visible(path))
-        content = {**checkpoint, "optimizer_states": []} if "optimizer_states" in checkpoint else dict(checkpoint)
+        content = dict(checkpoint)
+        if "optimizer_states" in checkpoint:  # the optimizer itself is saved by the names of its parameters
+            states = [
+                {"loss_scaler": it["loss_scaler"]} for it in checkpoint["optimizer_states"] if "loss_scaler" in it
+            ]
+            content["optimizer_states"] = states
         for key in _HYPER_PARAMETERS:
             if key in content:
                 content[key] = _plain_parameters(content[key])

@@ -41,16 +41,3 @@ def check_optimizers(optimizers: list[Any]) -> None:
             f"configure_optimizers returned {kinds}; return one optimizer of initialize_parallel_optimizer, which "
             "averages gradients over the ranks"
         )
-
-
-def check_precision(plugin: Any) -> None:
-    """Raise if losses are to be scaled.
-
-    Raises:
-        ValueError: they are.
-    """
-    if getattr(plugin, "scaler", None) is not None:
-        raise ValueError(
-            f"precision={plugin.precision!r} scales losses, but here the model itself runs backward; "
-            'use precision="bf16-mixed" or "bf16-true", or NeuronXLAPrecisionPlugin with a config of mixed precision'
-        )

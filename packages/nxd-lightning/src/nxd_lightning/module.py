@@ -270,9 +270,10 @@ class NeuronLTModule(_LightningModule):
     # Steps that the Trainer would do in another order.
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss that has not been through it."""
+        """Backward of a loss that has not been through it, scaled if the optimizer scales losses."""
         if loss.requires_grad:
-            loss.backward(*args, **kwargs)
+            scaler = next((it.loss_scaler for it in self.trainer.strategy.optimizers if it.loss_scaler), None)
+            (loss if scaler is None else scaler.scale(loss)).backward(*args, **kwargs)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """The Trainer's step, after which gradients are dropped."""

@@ -1,14 +1,67 @@
-"""`NeuronXLAPrecisionPlugin`: optimizer steps whose gradients the optimizer itself reduces and clips."""
+"""`NeuronXLAPrecisionPlugin`: optimizer steps whose gradients the optimizer itself reduces, unscales and clips."""
 
 from collections.abc import Callable
 from typing import Any
 
-from nxd_state import step_boundary
+from nxd_engine import NxDOptimizer
+from nxd_state import records_graphs, step_boundary
+from torch import Tensor
 
 from nxd_lightning.bases import PrecisionBase
 from nxd_lightning.lightning_package import lightning
 
 _Precision: Any = lightning("plugins").Precision
+
+
+class OptimizerScalesLoss:
+    """Replaces the `GradScaler` of Lightning's plugin: the model scales its loss, and the optimizer unscales gradients.
+
+    Args:
+        optimizer: the optimizer, whose loss scaler takes the settings of the `GradScaler`.
+        settings: the `state_dict` of the `GradScaler`; empty if it is disabled.
+    """
+
+    def __init__(self, optimizer: NxDOptimizer, settings: dict[str, Any]) -> None:
+        if optimizer.loss_scaler is None:
+            names = {"scale": "initial_scale", **{name: name for name in ("growth_factor", "backoff_factor")}}
+            names["growth_interval"] = "growth_interval"
+            optimizer.scale_loss(**{ours: settings[it] for it, ours in names.items() if it in settings})
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss: `NeuronLTModule.backward` scales it."""
+        return loss
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Do nothing: the optimizer's step unscales."""
+
+    def step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Take the optimizer's step, which skips itself if gradients overflow on any rank."""
+        return optimizer.step(**kwargs)
+
+    def update(self) -> None:
+        """Do nothing: the optimizer's step adapts the scale."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the state is saved with the optimizer's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the state is restored with the optimizer's."""
+
+
+def let_optimizer_scale(plugin: Any, optimizers: list[Any]) -> None:
+    """Let the optimizer scale the loss if the Trainer's `precision` is to do so, since the model runs backward itself.
+
+    Raises:
+        ValueError: the device is XLA.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or isinstance(scaler, OptimizerScalesLoss):
+        return
+    if records_graphs():
+        raise ValueError(f'precision={plugin.precision!r} does not support XLA; use precision="bf16-true"')
+    for optimizer in optimizers:
+        plugin.scaler = OptimizerScalesLoss(optimizer, scaler.state_dict())
 
 
 class NeuronXLAPrecisionPlugin(PrecisionBase):

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from nxd_lightning.bases import ON_XLA, CheckpointIOBase, NeuronXLAAccelerator, StrategyBase
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
-from nxd_lightning.checks import check_optimizers, check_precision, check_trainer
+from nxd_lightning.checks import check_optimizers, check_trainer
 from nxd_lightning.launcher import RankLauncher
 from nxd_lightning.lightning_package import SPELLING, advice, fabric, lightning
+from nxd_lightning.precision import let_optimizer_scale
 
 _TrainerFn: Any = lightning("trainer.states").TrainerFn
 _rank_zero_only: Any = lightning("utilities.rank_zero").rank_zero_only
@@ -193,15 +194,16 @@ class NeuronXLAStrategy(StrategyBase):
         """Put the module on its device and make optimizers. Called by all ranks.
 
         Raises:
-            ValueError: there are several optimizers, or one that is not made for the mesh, or losses are scaled.
+            ValueError: there are several optimizers, or one that is not made for the mesh, or the loss is to be scaled
+                on XLA.
         """
-        check_precision(self.precision_plugin)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if trainer.state.fn == _TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            let_optimizer_scale(self.precision_plugin, self.optimizers)
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -309,8 +311,9 @@ class NeuronXLAStrategy(StrategyBase):
         return {name: value for name, value in state.items() if not name.startswith("model.")}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Empty: `save_checkpoint` saves the optimizer, by the names of its parameters."""
-        return {}
+        """The state of the loss scaler; `save_checkpoint` saves the optimizer, by the names of its parameters."""
+        scaler = getattr(optimizer, "loss_scaler", None)
+        return {} if scaler is None else {"loss_scaler": scaler.state_dict()}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
@@ -346,7 +349,10 @@ class NeuronXLAStrategy(StrategyBase):
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do."""
+        """Restore the loss scaler; `load_model_state_dict` fills the optimizer."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if optimizer.loss_scaler is not None and "loss_scaler" in state:
+                optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint."""

@@ -10,7 +10,7 @@ from nxd_optim.gradient_histogram import (
     gradient_histograms,
 )
 from nxd_optim.load_states import give_states, restore_numbers, state_tensor
-from nxd_optim.loss_scaler import LossScaler
+from nxd_optim.loss_scaler import LossScaler, LossScaleTooSmallError
 from nxd_optim.mixed_precision import MixedPrecision, resolve_mixed_precision
 from nxd_optim.parameter_groups import parameter_groups
 from nxd_optim.reducer import GradientReducer, reduce_sequence_parallel_gradients
@@ -49,6 +49,7 @@ __all__ = [
     "MixedPrecision",
     "resolve_mixed_precision",
     "LossScaler",
+    "LossScaleTooSmallError",
     "StochasticRounding",
     "stochastic_round",
     "WeightAverage",

@@ -20,6 +20,10 @@ from nxd_optim.zero1 import NeuronZero1Optimizer
 SMALLEST_SCALE = 2.0**-24  # float16's smallest number: gradients that overflow at this scale overflow at any
 
 
+class LossScaleTooSmallError(RuntimeError):
+    """Gradients are not finite at any loss scale, so loss or weights are not finite."""
+
+
 class LossScaler:
     """Scales the loss, and skips steps whose gradients overflow on any rank of the job.
 
@@ -104,7 +108,8 @@ class LossScaler:
         """Step the optimizer unless gradients have overflowed, and adapt the scale; returns whether it stepped.
 
         Raises:
-            RuntimeError: gradients are not finite at any scale; or as `unscale_`.
+            LossScaleTooSmallError: gradients are not finite at any scale.
+            RuntimeError: as `unscale_`.
             ValueError: as `unscale_`.
         """
         taken = self._step_zero1(optimizer) if isinstance(optimizer, NeuronZero1Optimizer) else self._step(optimizer)
@@ -115,7 +120,7 @@ class LossScaler:
             self.scale_factor *= self.backoff_factor
             self._steps_since_change = 0
             if self.scale_factor < SMALLEST_SCALE:
-                raise RuntimeError(
+                raise LossScaleTooSmallError(
                     f"gradients are not finite even at a loss scale of {self.scale_factor / self.backoff_factor}, and "
                     f"{self.skipped_steps} steps have been skipped: loss or weights are not finite; resume from a "
                     "checkpoint with a lower learning rate"

@@ -16,11 +16,13 @@ class MixedPrecision:
         use_master_weights: keep a float32 copy of the weights, sharded over the replicas, and update that.
         use_fp32_grad_acc: accumulate gradients over microbatches, and average them, in float32.
         use_master_weights_in_ckpt: save the float32 copy with the optimizer's state.
+        use_loss_scaling: multiply the loss by a scale that adapts, for float16; see `LossScaler`.
     """
 
     use_master_weights: bool
     use_fp32_grad_acc: bool
     use_master_weights_in_ckpt: bool = False
+    use_loss_scaling: bool = False
 
     def zero1_arguments(self, parameter_dtype: torch.dtype) -> dict[str, Any]:
         """Return the keyword arguments of `NeuronZero1Optimizer`, for parameters of this dtype."""
@@ -56,6 +58,7 @@ def resolve_mixed_precision(config: Mapping[str, object] | None, *, zero_one_ena
         "use_master_weights": zero_one_enabled,
         "use_fp32_grad_acc": zero_one_enabled,
         "use_master_weights_in_ckpt": False,
+        "use_loss_scaling": False,
         **given,
     }
     for key in ("use_master_weights", "use_fp32_grad_acc"):

@@ -273,6 +273,11 @@ class NxDPPModel(nn.Module):
         """
         self._gradient_syncs.add(sync, parameters)
 
+    @property
+    def loss_scale(self) -> float:
+        """The number that `run_train` multiplies gradients by, for an optimizer of `sync_gradients_by` that scales."""
+        return self._gradient_syncs.loss_scale()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """In the block `run_train` only accumulates gradients: use it for all calls of a step but the last.
 
@@ -340,7 +345,12 @@ class NxDPPModel(nn.Module):
         overlaps = len(syncs) == 1 and not records_graphs()
         with self._tied_weights.gradients_summed():
             losses = self._train_executor.run(
-                self._group.rank, microbatches, self._report.training_loss, record, without_tied if overlaps else None
+                self._group.rank,
+                microbatches,
+                self._report.training_loss,
+                record,
+                without_tied if overlaps else None,
+                self.loss_scale,
             )
         for sync in syncs:
             sync.synchronize()
@@ -361,7 +371,7 @@ class NxDPPModel(nn.Module):
             middle = perf_counter_ns()
             is_last = index == len(microbatches) - 1
             with without_autocast(), last_backward(syncs if is_last else (), model.parameters()):
-                (loss / self._num_microbatches).backward()
+                (loss / self._num_microbatches).backward(torch.full_like(loss, self.loss_scale))
             losses.append(loss.detach())
             if record is not None:
                 record(Action(ActionKind.FORWARD, 0, index), start, middle)

@@ -202,6 +202,7 @@ def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
         virtual_pipeline_size=recipe.pipeline.virtual_pipeline_size,
         activation_checkpointing=parallel.activation_checkpointing,
         max_grad_norm=recipe.train.max_grad_norm,
+        loss_scaling=recipe.scales_loss,
     )
     if parallel.pipeline_parallel_size > 1:
         config["pipeline_config"]["trace_file_path"] = recipe.pipeline.trace_file
@@ -318,8 +319,9 @@ def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
 def autocast(recipe: Recipe) -> torch.autocast:
     """Return the context for forward passes, with matrix products in the type of `train.autocast`."""
     # A cache would keep a bfloat16 copy of every weight until the end of the step.
-    enabled = recipe.train.autocast == "bfloat16"
-    return torch.autocast(get_device().type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+    name = recipe.train.autocast
+    dtype = torch.bfloat16 if name == "none" else DTYPES[name]
+    return torch.autocast(get_device().type, dtype=dtype, enabled=name != "none", cache_enabled=False)
 
 
 def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelSpec:

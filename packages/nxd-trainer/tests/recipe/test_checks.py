@@ -59,6 +59,11 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             "set lora.save=adapter or both",
         ),
         (
+            ["train.dtype=float16"],
+            "train.dtype=float16 needs parallel.zero1=true, which updates float32 master weights; set it, or use "
+            "train.dtype=float32 with train.autocast=float16",
+        ),
+        (
             ["data.column=text"],
             "data.column=text needs data.path, a file or folder of rows",
         ),

@@ -141,6 +141,7 @@ class RouterBalance:
         num_tokens: int = 0,
         tokens: Sequence[Tensor] | None = None,
         microbatch: Callable[[], int] = int,
+        loss_scale: float = 1.0,
     ) -> T:
         """Run forward and backward of a step.
 
@@ -153,6 +154,7 @@ class RouterBalance:
             num_tokens: of this rank in `run`, padding included; used where only other replicas have padding.
             tokens: bool `[sequences, length]` of each microbatch, false for padding. None if there is none.
             microbatch: the number of the microbatch whose forward is under way.
+            loss_scale: the number that `run` multiplies the gradients of the loss by.
 
         Returns:
             What `run` returns. `statistics` are those of the step then.
@@ -161,7 +163,7 @@ class RouterBalance:
             ValueError: there is padding, and it is not known which of a router's tokens are padding.
         """
         self._microbatches, self._sequences = num_microbatches, num_sequences
-        self._tokens, self._microbatch = tokens, microbatch
+        self._tokens, self._microbatch, self._loss_scale = tokens, microbatch, loss_scale
         self._batch_sums = self._sum_over_replicas(num_tokens)
         self._totals, self._is_one_forward = None, count is None
         if count is not None and self.needs_totals:
@@ -334,6 +336,8 @@ class RouterBalance:
     def gradient(self, logits: Tensor, rows: "_Rows") -> Tensor:
         """Of the losses of all ranks, by this rank's logits, times the replicas, over which gradients are averaged.
 
+        It is multiplied by the loss scale.
+
         Args:
             logits: `[tokens, experts]` of a microbatch in a layer.
             rows: of them.
@@ -356,7 +360,7 @@ class RouterBalance:
         if config.z_loss_coef and len(logits):
             scaled = _wide(logits).logsumexp(dim=-1, keepdim=True) * probabilities
             gradient += scaled * (2 * config.z_loss_coef * replicas / len(self.layers) / rows.tokens)
-        return rows.only(gradient)
+        return rows.only(gradient * self._loss_scale)
 
 
 @dataclass

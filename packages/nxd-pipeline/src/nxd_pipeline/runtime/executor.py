@@ -99,6 +99,7 @@ class Executor:
         read_output: Callable[[Any], Any],
         record: Record | None = None,
         last_backward: LastBackward | None = None,
+        loss_scale: float = 1.0,
     ) -> list[Any]:
         """Run the schedule once; gradients are added to those that parameters have.
 
@@ -110,11 +111,12 @@ class Executor:
                 receive is the time for which the computation that needs it waited, right before that computation.
             last_backward: a context around the last backward of each stage, called with the parameters that get their
                 last gradient in it.
+            loss_scale: the number that the gradients are multiplied by.
 
         Returns:
             The results of `read_output` for each microbatch, on the rank of the last stage; empty elsewhere.
         """
-        self._microbatches, self._read_output = microbatches, read_output
+        self._microbatches, self._read_output, self._loss_scale = microbatches, read_output, loss_scale
         self._shapes.look_at(microbatches)
         completed = {} if last_backward is None else self._completed_parameters(rank)
         try:
@@ -238,7 +240,7 @@ class Executor:
         gradients: list[Tensor] = []
         if passage.loss is not None:
             roots.append(get_gradient_edge(passage.loss))
-            gradients.append(torch.ones_like(passage.loss))
+            gradients.append(torch.full_like(passage.loss, self._loss_scale))
         for consumer, edges in passage.outputs.items():
             for edge, gradient in zip(edges, self._take_gradients(action, consumer), strict=True):
                 if edge is not None:

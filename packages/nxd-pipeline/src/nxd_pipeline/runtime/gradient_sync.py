@@ -19,6 +19,10 @@ class GradientSync(Protocol):
     def synchronize(self) -> None:
         """Wait until all gradients are averaged."""
 
+    @property
+    def loss_scale(self) -> float:
+        """The number by which it divides the gradients: losses are multiplied by it before backward."""
+
 
 class GradientSyncs:
     """Those of one pipeline; none of them is kept alive."""
@@ -50,6 +54,20 @@ class GradientSyncs:
     def active(self) -> list[GradientSync]:
         """Those that are to average the gradients of the next run."""
         return [sync for it, _ in self._known if (sync := it()) is not None] if self._is_on else []
+
+    def loss_scale(self) -> float:
+        """The number to multiply losses by before backward, also where nothing is averaged yet.
+
+        Raises:
+            ValueError: the optimizers of one model scale losses differently.
+        """
+        scales = {sync.loss_scale for it, _ in self._known if (sync := it()) is not None}
+        if len(scales) > 1:
+            raise ValueError(
+                f"the optimizers of this model scale its loss by {sorted(scales)}, but it has one loss; use one "
+                "optimizer, or optimizers without loss scaling"
+            )
+        return scales.pop() if scales else 1.0
 
     def are_missing(self) -> bool:
         """Whether the next run is to average gradients, and there is none to do it."""

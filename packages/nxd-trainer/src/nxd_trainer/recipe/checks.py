@@ -74,6 +74,12 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
             "set train.autocast=none or train.dtype=float32"
         )
         yield ("train.autocast", "train.dtype"), mistake
+    if train.dtype == "float16" and not recipe.parallel.zero1:
+        mistake = (
+            "train.dtype=float16 needs parallel.zero1=true, which updates float32 master weights; set it, or use "
+            "train.dtype=float32 with train.autocast=float16"
+        )
+        yield ("train.dtype", "parallel.zero1"), mistake
     nearest = difflib.get_close_matches(
         recipe.parallel.activation_checkpointing.lower(), ("none", "full", "selective"), cutoff=0.7
     )

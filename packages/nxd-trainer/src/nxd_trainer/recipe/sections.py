@@ -19,7 +19,7 @@ from nxd_state.degrees import SIZES, ParallelDegrees
 from nxd_trainer.lr_schedule import DecayType, LrScheduleName
 
 DpoLossName = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down"]
-DtypeName = Literal["float32", "bfloat16", "float64"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 DTYPE_NAMES: tuple[DtypeName, ...] = get_args(DtypeName)
 
 
@@ -208,8 +208,10 @@ class TrainSection:
         1, "microbatches that each rank splits its batch into, with a pipeline too", at_least=1
     )
     seed: int = option(0, "seed of the initial weights, dropout and data order", at_least=0)
-    dtype: DtypeName = option("float32", "dtype of the weights")
-    autocast: Literal["none", "bfloat16"] = option("none", "dtype of matrix products with float32 weights")
+    dtype: DtypeName = option("float32", "dtype of the weights; float16 needs parallel.zero1 and scales the loss")
+    autocast: Literal["none", "bfloat16", "float16"] = option(
+        "none", "dtype of matrix products with float32 weights; float16 scales the loss"
+    )
     compile: bool = option(False, "compile the model's layers with torch.compile and static shapes")
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm; 0: no clipping", at_least=0)
     ema_decay: float = option(
@@ -332,6 +334,11 @@ class Recipe:
     dpo: DpoSection = field(default_factory=DpoSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     output: Path = option(Path("runs/nxd"), "folder of the run: recipe, metrics, loss curve")
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, so that small gradients do not vanish in float16."""
+        return "float16" in (self.train.dtype, self.train.autocast)
 
     @property
     def checkpoint_folder(self) -> Path:

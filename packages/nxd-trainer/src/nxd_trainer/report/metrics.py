@@ -30,6 +30,8 @@ class StepRecord:
     tokens_seen: int | None = None  # read since the run began, without padding; None in records from before this field
     throughput: float | None = None  # sequences per second, as scripts for NeuronX Distributed count
     grad_norm: float | None = None  # before clipping; None without clipping
+    loss_scale: float | None = None  # of the step; None without loss scaling
+    skipped_steps: int | None = None  # whose gradients overflowed, since the run began; None without loss scaling
     held_out_loss: float | None = None  # None where the step ended without evaluation
     aux_loss: float | None = None  # of the loss, what balances experts; None without it
     z_loss: float | None = None  # of the loss, what keeps the logits of routers small; None without it

@@ -108,6 +108,8 @@ def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
         parts.append(f"throughput {record.throughput:.4g} seq/s")
     if record.grad_norm is not None:
         parts.append(f"grad-norm {record.grad_norm:.2f}")
+    if record.loss_scale is not None:
+        parts.append(f"loss scale {record.loss_scale:g}")
     if record.busiest_expert is not None:
         parts.append(f"busiest expert {record.busiest_expert:.2f}x")
     parts.append(f"lr {record.learning_rate:.1e}")

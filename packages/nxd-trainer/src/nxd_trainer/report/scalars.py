@@ -14,6 +14,8 @@ _TAGS = {
     "z_loss": "loss/router_z",
     "busiest_expert": "train/busiest_expert",
     "grad_norm": "train/grad_norm",
+    "loss_scale": "train/loss_scale",
+    "skipped_steps": "train/skipped_steps",
     "learning_rate": "train/learning_rate",
     "tokens": "train/tokens",
     "tokens_per_second": "speed/tokens_per_second",

@@ -298,7 +298,7 @@ def _is_looked_at(recipe: Recipe, step: int) -> bool:
 
 
 def _check_finite(state: RunState, saver: RunSaver, step: FinishedStep) -> None:
-    if math.isfinite(step.loss) and (step.grad_norm is None or math.isfinite(step.grad_norm)):
+    if step.is_skipped or (math.isfinite(step.loss) and (step.grad_norm is None or math.isfinite(step.grad_norm))):
         return
     saver.finish()  # so that the error names the newest checkpoint
     gradient = "" if step.grad_norm is None else f" and the gradient norm {step.grad_norm}"
@@ -320,6 +320,8 @@ def _record(
         seconds=throughput.seconds,
         peak_memory_bytes=peak_memory_bytes(get_device()),
         grad_norm=step.grad_norm,
+        loss_scale=step.loss_scale,
+        skipped_steps=step.skipped_steps,
         held_out_loss=held_out_loss,
         straggler=None if straggler is None else straggler.name,
         slowdown=None if straggler is None else straggler.slowdown,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from nxd_layers.experts import RouterStatistics
+from nxd_optim import LossScaleTooSmallError
 from nxd_state import (
     all_reduce,
     get_device,
@@ -31,6 +32,7 @@ from nxd_trainer.dpo import REFERENCE, model_of_reference, reference_log_probs
 from nxd_trainer.from_recipe import autocast, model_inputs
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.optimizers import learning_rate_on
+from nxd_trainer.training.checkpoints import diverged
 from nxd_trainer.training.run_state import RunState, concatenated, held_out_batches
 
 # A rank that should stop adds one of these to a sum over ranks; all that can wait add up to less than one that cannot.
@@ -85,18 +87,30 @@ def update_weights(state: RunState) -> Tensor | None:
 
     Returns:
         The gradient norm before clipping, 0-d; None without clipping.
+
+    Raises:
+        TrainingDiverged: gradients are not finite at any loss scale.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate_on(get_device(), learning_rate(state))
-    state.optimizer.step()
+    before = _skipped_steps(state)
+    try:
+        state.optimizer.step()
+    except LossScaleTooSmallError as error:
+        raise diverged(state, str(error)) from error
     state.optimizer.zero_grad()
-    if state.average is not None:
+    if state.average is not None and _skipped_steps(state) == before:
         state.average.update()
     if state.model.router_balance is not None:
         state.model.router_balance.update_biases()
     step_boundary()
     state.step += 1
     return state.optimizer.grad_norm
+
+
+def _skipped_steps(state: RunState) -> int:
+    scaler = state.optimizer.loss_scaler
+    return 0 if scaler is None else scaler.skipped_steps
 
 
 def learning_rate(state: RunState) -> float:
@@ -171,6 +185,9 @@ class FinishedStep:
         tokens_seen: tokens read since the run began, without padding.
         loss: mean over all counted tokens of the step.
         grad_norm: gradient norm before clipping; None without clipping.
+        loss_scale: the loss scale of the step; None without loss scaling.
+        skipped_steps: steps skipped since the run began, because gradients overflowed; None without loss scaling.
+        is_skipped: whether this step was.
         stopping: sum over ranks of `IN_HASTE` and `CAN_WAIT`, for those asked to stop before the step started.
         routing: router statistics of a model with experts.
     """
@@ -181,6 +198,9 @@ class FinishedStep:
     tokens_seen: int
     loss: float
     grad_norm: float | None
+    loss_scale: float | None
+    skipped_steps: int | None
+    is_skipped: bool
     stopping: float
     routing: RouterStatistics | None
 
@@ -206,6 +226,8 @@ class StepsUnderWay:
             stopping: see `take_step`.
         """
         state, rate = self._state, learning_rate(self._state)
+        scaler = state.optimizer.loss_scaler
+        scale, before = None if scaler is None else scaler.scale_factor, _skipped_steps(state)
         report_step(state.step + 1)
         try:
             sums, norm = take_step(state, stopping=stopping)
@@ -214,12 +236,25 @@ class StepsUnderWay:
             raise
         number, tokens, tokens_seen = state.step, state.train_loader.tokens_learned, state.train_loader.tokens_seen
         read_sums, read_norm = read_later(sums), None if norm is None else read_later(norm)
+        skipped = _skipped_steps(state)
         routing = None if state.model.router_balance is None else state.model.router_balance.statistics
 
         def finish() -> FinishedStep:
             loss, of_ranks = read_sums().tolist()
             grad_norm = None if read_norm is None else float(read_norm())
-            return FinishedStep(number, rate, tokens, tokens_seen, loss, grad_norm, of_ranks, routing)
+            return FinishedStep(
+                number=number,
+                learning_rate=rate,
+                tokens=tokens,
+                tokens_seen=tokens_seen,
+                loss=loss,
+                grad_norm=grad_norm,
+                loss_scale=scale,
+                skipped_steps=None if scaler is None else skipped,
+                is_skipped=skipped > before,
+                stopping=of_ranks,
+                routing=routing,
+            )
 
         self._begun.append(finish)
 
