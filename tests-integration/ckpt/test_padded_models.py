@@ -5,7 +5,7 @@ import pytest
 import torch
 from nxd_engine.checkpoints.state import allocate_optimizer_state, model_state, optimizer_state
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
-from nxd_layers.padding import pad_model
+from nxd_layers.head_padding import pad_model
 from nxd_state import initialize_model_parallel
 from nxd_testing import run_on_ranks
 from torch import nn

@@ -21,7 +21,7 @@ def save_and_load(root, xser):
     rest = load(root, model_or_optimizer=other, load_xser=xser)
     assert torch.equal(other[0].weight, model[0].weight)
     assert rest == {"epoch": 3}
-    assert torch.equal(load(chkpt_path=root)["model"]["0.weight"], model[0].weight)
+    assert torch.equal(load(root)["model"]["0.weight"], model[0].weight)
     return model.state_dict()
 
 
@@ -92,7 +92,7 @@ def test_part_of_a_large_memory_is_saved_alone_and_tied_tensors_stay_tied(tmp_pa
 
 def test_a_later_save_of_the_other_kind_replaces_the_files(tmp_path):
     for number, xser in enumerate([False, True, False, True]):
-        save(checkpoint={"a": torch.full((2,), float(number))}, output_dir=tmp_path, save_xser=xser)
+        save({"a": torch.full((2,), float(number))}, tmp_path, save_xser=xser)
         assert load(tmp_path)["a"].tolist() == [number, number]
 
 

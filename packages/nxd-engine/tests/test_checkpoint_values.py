@@ -223,14 +223,6 @@ def test_names_of_modules_may_have_slashes(tmp_path):
     assert torch.equal(other["a/b"].weight, saved["a/b"].weight)
 
 
-def test_checkpoint_dir_str_is_another_name_of_path(tmp_path):
-    save_checkpoint(checkpoint_dir_str=tmp_path, tag="a", user_content=1)
-
-    assert load_checkpoint(checkpoint_dir_str=tmp_path) == 1
-    with pytest.raises(TypeError, match="two names of one argument"):
-        load_checkpoint(path=tmp_path, checkpoint_dir_str=tmp_path)
-
-
 def test_strict_compares_names_and_without_it_what_both_have_is_loaded(tmp_path):
     saved = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     other = nn.ModuleDict({"b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})

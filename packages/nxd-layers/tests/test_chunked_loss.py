@@ -313,9 +313,9 @@ def test_chunked_loss_accumulates_into_existing_gradients():
             {"labels": torch.zeros(SEQUENCE, dtype=torch.int64)},
             r"labels of shape \(8,\) do not fit .*expected \(8, 3\)",
         ),
-        ({"head_arguments": {"stride": 2}}, "a head of stride=2 fused matrices"),
-        ({"head_arguments": {"skip_bias_add": True}}, "the head has skip_bias_add=True, which"),
-        ({"head_arguments": {"reduce_dtype": torch.float64}}, "the head has reduce_dtype=torch.float64, which"),
+        ({"head_arguments": {"stride": 2}}, "has stride=2, which"),
+        ({"head_arguments": {"skip_bias_add": True}}, "has skip_bias_add=True, which"),
+        ({"head_arguments": {"reduce_dtype": torch.float64}}, "has reduce_dtype=torch.float64, which"),
     ],
 )
 def test_chunked_loss_with_wrong_arguments_raises(on_tp, tp, arguments, message):
@@ -355,7 +355,7 @@ def test_chunked_loss_of_a_head_on_other_ranks_follows_them_and_refuses_their_or
         hidden, labels = make_tokens()
         given = {} if size == 1 else {"tensor_model_parallel_group": torch.distributed.group.WORLD}
         if size > 1:
-            with pytest.raises(ValueError, match=r"the head has rank_ordering=.*, which linear_cross_entropy"):
+            with pytest.raises(ValueError, match=r"has rank_ordering=.*, which linear_cross_entropy"):
                 linear_cross_entropy(hidden, make_head(rank_ordering=[1, 0], **given), labels)
         return linear_cross_entropy(hidden, make_head(**given), labels).item()
 

@@ -4,7 +4,8 @@ import nxd_state
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
-from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
+from nxd_layers.head_padding import pad_model
+from nxd_layers.padding import divide, get_number_of_extra_heads
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_state import (
     check_shard_specs,

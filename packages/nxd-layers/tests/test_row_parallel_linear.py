@@ -117,10 +117,6 @@ def test_row_linear_parameters_carry_the_documented_attributes(on_tp):
     on_tp(2, job)
 
 
-def test_row_linear_takes_the_documented_default_device():
-    assert RowParallelLinear(4, 8, device=False).weight.device.type == "cpu"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

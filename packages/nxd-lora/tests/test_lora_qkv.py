@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, scatter_to_sequence_parallel_region
-from nxd_layers.padding import pad_model
+from nxd_layers.head_padding import pad_model
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_lora import LoraConfig, LoraModel, adapter_config, gather_adapter, load_adapter
 from nxd_state import active_group, all_gather, all_gather_object, all_reduce, check_shard_specs, get_shard_spec

@@ -20,7 +20,7 @@ def test_chunked_loss_of_a_head_with_adapter_raises_until_it_is_merged(fill_adap
     fill_adapter(model)
     head, hidden, labels = model.module[0], torch.randn(3, 4), torch.tensor([0, 5, 2])
 
-    with pytest.raises(ValueError, match="merge it"):
+    with pytest.raises(ValueError, match="a LoRA adapter that is not merged, which linear_cross_entropy"):
         linear_cross_entropy(hidden, head, labels)
     unmerged = nn.functional.cross_entropy(head(hidden), labels)
     model.merge()

@@ -3,6 +3,7 @@
 `upstream_names.txt` lists them: `module: name name ...`, continued on indented lines; `(top)` is the package itself.
 """
 
+import inspect
 import importlib
 import subprocess
 import sys
@@ -85,7 +86,8 @@ def test_documented_paths_lead_here():
 
     for name in ("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"):
         assert getattr(nxd, name) is getattr(nxd.trainer, name) is getattr(nxd.trainer.checkpoint, name)
-        assert getattr(nxd, name) is getattr(api, name)
-    assert nxd.parallel_layers.save is nxd.parallel_layers.checkpointing.save is shard_files.save
-    assert nxd.parallel_layers.load is shard_files.load
+        assert inspect.unwrap(getattr(nxd, name)) is getattr(api, name)
+    assert nxd.parallel_layers.save is nxd.parallel_layers.checkpointing.save
+    assert inspect.unwrap(nxd.parallel_layers.save) is shard_files.save
+    assert inspect.unwrap(nxd.parallel_layers.load) is shard_files.load
     assert nxd.parallel_layers.random.model_parallel_xla_manual_seed.__module__.startswith("nxd_state")

@@ -10,8 +10,9 @@ from nxd_layers.chunked_loss import linear_cross_entropy
 from nxd_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from nxd_layers.cross_entropy import parallel_cross_entropy
 from nxd_layers.embedding import ParallelEmbedding
+from nxd_layers.head_padding import pad_model
 from nxd_layers.key_value_heads import kv_size_multiplier_for
-from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.log_probs import entropy, token_log_probs
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -23,9 +24,8 @@ from nxd_layers.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from nxd_layers.norm import LayerNorm, RMSNorm
-from nxd_layers.padding import divide, get_number_of_extra_heads, pad_model
+from nxd_layers.padding import divide, get_number_of_extra_heads
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_layers.row_linear import RowParallelLinear
 from nxd_layers.sharded_logits import parallel_argmax, parallel_topk
 from nxd_layers.shared_input import column_parallel_linears
 

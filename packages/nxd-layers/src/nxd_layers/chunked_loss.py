@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from nxd_state import Group, Pending, all_gather, all_reduce_, reduce_scatter
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -127,6 +127,10 @@ class _HeadInChunks:
             self.grad_bias += grad.sum(dim=0, dtype=self.grad_bias.dtype)
 
 
+# Features of a head whose product this module computes as the head does.
+_HEAD_FEATURES = ("gather_output", "sequence_parallel_enabled", "padding", "tensor_model_parallel_group")
+
+
 @leaf_of_traces
 def linear_cross_entropy(
     hidden: Tensor,
@@ -161,7 +165,11 @@ def linear_cross_entropy(
         ValueError: as for `parallel_cross_entropy`; a head of fused matrices, with a LoRA adapter that is not merged,
             or with options that are not followed here, no such reduction, or a chunk_size below one.
     """
-    _check_head(head)
+    head.check_features(
+        _HEAD_FEATURES,
+        by="linear_cross_entropy",
+        remedy="use the head and parallel_cross_entropy, or build the head without",
+    )
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r} is unknown; use one of {', '.join(get_args(Reduction))}")
     if chunk_size < 1:
@@ -186,28 +194,9 @@ def linear_cross_entropy(
     return total if reduction == "sum" else total / (labels != ignore_index).sum().clamp(min=1)
 
 
-def _check_head(head: ColumnParallelLinear) -> None:
-    """Raise a ValueError for a head that computes something else than a product with the vocabulary in its order."""
-    if head.stride != 1:
-        raise ValueError(f"a head of stride={head.stride} fused matrices has no one vocabulary; expected stride=1")
-    adapter: Any = getattr(head, "lora", None)
-    if adapter is not None and not adapter.is_merged:
-        raise ValueError(
-            "the head has a LoRA adapter, which linear_cross_entropy would pass by; merge it, or use the head and "
-            "parallel_cross_entropy"
-        )
-    unknown = {
-        f"rank_ordering={head.rank_ordering}": head.rank_ordering is not None,
-        "skip_bias_add=True": head.skip_bias_add,
-        f"reduce_dtype={head.reduce_dtype}": head.reduce_dtype is not None,
-        "a forward of its own": type(head).forward is not ColumnParallelLinear.forward,
-    }
-    if any(unknown.values()):
-        names = ", ".join(name for name, is_set in unknown.items() if is_set)
-        raise ValueError(
-            f"the head has {names}, which linear_cross_entropy does not know; use the head and parallel_cross_entropy, "
-            "or build it without"
-        )
+def takes_head(head: nn.Module) -> bool:
+    """Return whether `linear_cross_entropy` computes what this head and `parallel_cross_entropy` would."""
+    return isinstance(head, ColumnParallelLinear) and head.features().keys() <= set(_HEAD_FEATURES)
 
 
 def _whole_tokens(hidden: Tensor, sequence_dim: int | None, group: Group) -> tuple[int, ...]:

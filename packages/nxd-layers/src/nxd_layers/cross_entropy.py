@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from nxd_layers.tracing import leaf_of_traces
-from nxd_layers.upstream_arguments import takes_names_too
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,6 @@ class _ParallelCrossEntropy(Function):
 
 
 @leaf_of_traces
-@takes_names_too(vocab_parallel_logits="parallel_logits", target="labels")
 def parallel_cross_entropy(
     parallel_logits: Tensor,
     labels: Tensor,

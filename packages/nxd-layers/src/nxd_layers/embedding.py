@@ -1,94 +1,59 @@
-"""An embedding table split over the tensor-parallel ranks, by vocabulary or by embedding dim.
+"""`ParallelEmbedding`: an embedding table split over the tensor-parallel ranks, by vocabulary or by embedding dim.
 
-With one rank, or without an initialised mesh, it is `nn.Embedding`.
+With one rank, or without an initialized mesh, it is `nn.Embedding`.
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
-from nxd_state import Group, all_reduce, shard_along
+from nxd_state import Group, all_reduce
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.initialization import InitMethod, empty_sharded_parameter, fill_from_logical
-from nxd_layers.layer_group import layer_group
+from nxd_layers.initialization import InitMethod
 from nxd_layers.mappings import (
     GivenGroup,
     gather_from_tensor_model_parallel_region,
     parts_in_order,
-    process_group_as,
     reduce_from_tensor_model_parallel_region_,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from nxd_layers.upstream_arguments import checked_rank_ordering, say_without_effect, takes_order_too
-
-EMBEDDING_ORDER = (
-    "num_embeddings",
-    "embedding_dim",
-    "padding_idx",
-    "max_norm",
-    "norm_type",
-    "scale_grad_by_freq",
-    "sparse",
-    "init_method",
-    "device",
-    "dtype",
-    "shard_across_embedding",
-    "pad",
-    "sequence_parallel_enabled",
-    "tensor_model_parallel_group",
-    "use_spmd_rank",
-    "sequence_dimension",
-    "tile_cc",
-    "rank_ordering",
-    "collect_output",
-)
-_WITHOUT_EFFECT = {
-    "sparse": "gradients of tables are dense tensors, of the same numbers",
-    "use_spmd_rank": "the rank is data in every graph already",
-    "tile_cc": "this library chooses how collectives are cut",
-}
+from nxd_layers.sharded_linear import ShardedLinear
 
 
-class ParallelEmbedding(nn.Module):
+class ParallelEmbedding(ShardedLinear):
     """A table of `num_embeddings` vectors of `embedding_dim`, split over the ranks.
 
     Args:
         num_embeddings: size of the vocabulary.
         embedding_dim: length of each vector.
         init_method: fills the whole table in place.
-        dtype: of the table, and of the output.
-        device: of the table; torch's default device if None.
+        dtype: dtype of the table and of the output.
+        device: device of the table; None: torch's default device.
         padding_idx: a token whose vector is zero at the start and gets no gradient.
         shard_across_embedding: split the vectors instead of the vocabulary.
         pad: allow a split dim that does not divide: zeros, of no token, fill up the last ranks' parts.
         sequence_parallel_enabled: leave the output split along the sequence.
-        sequence_dimension: which dim of the token ids is the sequence. None: ids are `[batch, seq]`, and the output
+        sequence_dimension: the dim of the token ids that is the sequence. None: ids are `[batch, seq]`, and the output
             is `[seq/tp, batch, hidden]`, as other sequence-parallel layers expect it, at any tensor-parallel degree.
-        max_norm: vectors that are looked up and longer than it are first shortened to it, in the table.
-        norm_type: the p of the p-norm by which `max_norm` measures.
+        max_norm: vectors that are looked up and longer than this are first shortened to it, in the table.
+        norm_type: the p of the p-norm that `max_norm` limits.
         scale_grad_by_freq: divide a vector's gradient by how often its token is looked up in the call.
-        sparse: taken for scripts that give it; the gradient is a dense tensor, of the same numbers.
-        tensor_model_parallel_group: the ranks to split over, if not the tensor-parallel ones.
-        use_spmd_rank: taken for scripts that give it; the rank is data in every graph.
-        tile_cc: taken for scripts that give it; it asked another compiler to cut collectives into pieces.
-        rank_ordering: which part each rank holds; the first rank the first, and so on, if None.
-        collect_output: False leaves what a rank knows: zeros for other ranks' tokens `[..., hidden]`, or its part of
-            the vectors `[..., hidden/tp]`.
+        tensor_model_parallel_group: the ranks to split over; None: the tensor-parallel ranks.
+        rank_ordering: the part that each rank holds; None: rank r holds part r.
+        collect_output: False returns only what this rank knows: zeros for other ranks' tokens `[..., hidden]`, or its
+            part of the vectors `[..., hidden/tp]`.
 
     Attributes:
         weight: `[vocab/tp, hidden]`, or `[vocab, hidden/tp]` split across the embedding.
 
     Raises:
         ValueError: the tensor-parallel degree does not divide the split dim; a padding_idx outside the vocabulary; or
-            `rank_ordering` is no permutation of the ranks.
-
-    `padding_idx` may also stand third, followed by the arguments in the order of `EMBEDDING_ORDER`.
+            `rank_ordering` is not a permutation of the ranks.
     """
 
-    @takes_order_too(EMBEDDING_ORDER, tells=lambda args: len(args) > 2 and not callable(args[2]))
     def __init__(
         self,
         num_embeddings: int,
@@ -105,66 +70,39 @@ class ParallelEmbedding(nn.Module):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        sparse: bool = False,
         tensor_model_parallel_group: GivenGroup = None,
-        use_spmd_rank: bool = False,
-        tile_cc: bool = False,
         rank_ordering: Sequence[int] | None = None,
         collect_output: bool = True,
     ) -> None:
-        super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx={padding_idx} is outside the vocabulary 0..{num_embeddings - 1}")
+        super().__init__(
+            (num_embeddings, embedding_dim),
+            partition_dim=1 if shard_across_embedding else 0,
+            init_method=init_method,
+            pad_multiple=1 if pad else None,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+            rank_ordering=rank_ordering,
+        )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.init_method = init_method
         self.shard_across_embedding = shard_across_embedding
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         self.collect_output = collect_output
-        for argument, given in {"sparse": sparse, "use_spmd_rank": use_spmd_rank, "tile_cc": tile_cc}.items():
-            if given:
-                say_without_effect(argument, _WITHOUT_EFFECT[argument])
-        group = process_group_as(tensor_model_parallel_group)
-        self.given_group = None if tensor_model_parallel_group is None else group
-        self.tensor_parallel_size = group.size
-        self.rank_ordering = checked_rank_ordering(rank_ordering, group.size)
-        dim = 1 if shard_across_embedding else 0
-        shape = (num_embeddings, embedding_dim)
-        self._spec = shard_along(
-            shape,
-            dim,
-            rank=group.rank if self.rank_ordering is None else self.rank_ordering[group.rank],
-            size=group.size,
-            padded_length=-(-shape[dim] // group.size) * group.size if pad else None,
-            axis="tp" if self.given_group is None else group.axis,
-        )
-        self.weight = empty_sharded_parameter(
-            self._spec, partition_dim=dim, num_partitions=group.size, dtype=dtype, device=device
-        )
-        self.reset_parameters()
+        self._add_parameters(dtype, device, bias=False)
 
-    def reset_parameters(self) -> None:
-        """Draw the table anew, the same at every tensor-parallel degree."""
-        fill_from_logical(self.weight, self._spec, (self.num_embeddings, self.embedding_dim), self._init_whole_table)
-
-    def init_weight_cpu(self) -> None:
-        """`reset_parameters`, under the name that `param_init_fn` of scripts for NeuronX Distributed calls."""
-        self.reset_parameters()
-
-    def _init_whole_table(self, table: Tensor) -> None:
+    def _init_whole_weight(self, table: Tensor) -> None:
         self.init_method(table)
         if self.padding_idx is not None:
             table[self.padding_idx] = 0
 
-    def group(self) -> Group:
-        """The ranks that the table is split over.
-
-        Raises:
-            RuntimeError: the mesh has changed since the layer was built.
-        """
-        return layer_group(self.tensor_parallel_size, self.given_group)
+    def features(self) -> dict[str, str]:
+        """See `ShardedLinear.features`."""
+        names = ("sequence_parallel_enabled", "shard_across_embedding", "padding_idx", "max_norm", "scale_grad_by_freq")
+        uncollected = {} if self.collect_output else {"collect_output": "collect_output=False"}
+        return super().features() | self._set_flags(*names) | uncollected
 
     def forward(self, input_: Tensor) -> Tensor:
         """Token ids `[...]` to vectors `[..., hidden]`; one dim is `seq/tp` long if sequence parallel.

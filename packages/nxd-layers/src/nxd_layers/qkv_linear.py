@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from nxd_state import (
     ShardSpec,
-    active_group,
     fuse_along,
     set_partition_attributes,
     set_shard_spec,
@@ -30,37 +29,19 @@ from nxd_layers.initialization import (
     fill_from_logical,
 )
 from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout, kv_size_multiplier_for, padded_layout
-from nxd_layers.layer_group import layer_group
 from nxd_layers.linear import check_linear_arguments
 from nxd_layers.mappings import gather_from_tensor_model_parallel_region
-from nxd_layers.padding.gradient import zero_padding_gradient
-from nxd_layers.padding.heads import length_for_heads
-from nxd_layers.padding.repartition import repartition
-from nxd_layers.upstream_arguments import fifth_is_dtype, takes_order_too
+from nxd_layers.padding import zero_padding_gradient
+from nxd_layers.sharded_linear import ShardedLinear
 
 # Endings of the parameters' names, and the layers of the unsharded model.
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
-
-QKV_ORDER = (
-    "input_size",
-    "output_sizes",
-    "bias",
-    "gather_output",
-    "dtype",
-    "device",
-    "init_method",
-    "sequence_parallel_enabled",
-    "keep_master_weight",
-    "kv_size_multiplier",
-    "fuse_qkv",
-    "reduce_dtype",
-)
 
 _Kind = Literal["weight", "bias"]
 _KINDS: tuple[_Kind, ...] = ("weight", "bias")
 
 
-class GQAQKVColumnParallelLinear(nn.Module):
+class GQAQKVColumnParallelLinear(ShardedLinear):
     """`(X Q + b_q, X K + b_k, X V + b_v)`, each split by columns, with one collective per direction for all three.
 
     Parameters hold `kv_size_multiplier` copies of each key and value head over the ranks; their gradients are summed
@@ -99,15 +80,12 @@ class GQAQKVColumnParallelLinear(nn.Module):
 
     Raises:
         ValueError: sizes that the tensor-parallel degree does not divide; the message names a multiplier that helps.
-
-    `dtype` may also stand fifth, followed by the arguments in the order of `QKV_ORDER`.
     """
 
     master_weight_q: Tensor | None
     master_weight_k: Tensor | None
     master_weight_v: Tensor | None
 
-    @takes_order_too(QKV_ORDER, tells=fifth_is_dtype)
     def __init__(
         self,
         input_size: int,
@@ -127,19 +105,19 @@ class GQAQKVColumnParallelLinear(nn.Module):
         keep_master_weight: bool = False,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.input_size = input_size
-        self.q_size, self.kv_size = _query_and_key_size(output_sizes if output_size is None else output_size)
-        check_linear_arguments(input_size, min(self.q_size, self.kv_size), sequence_parallel_enabled)
-        self.gather_output = gather_output
+        q_size, kv_size = _query_and_key_size(output_sizes if output_size is None else output_size)
+        check_linear_arguments(input_size, min(q_size, kv_size), sequence_parallel_enabled)
+        super().__init__(
+            (q_size, input_size),
+            partition_dim=0,
+            init_method=init_method or default_linear_init,
+            keep_master_weight=keep_master_weight,
+        )
+        self.input_size, self.q_size, self.kv_size = input_size, q_size, kv_size
+        self.gather_output, self.reduce_dtype = gather_output, reduce_dtype
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
-        self.keep_master_weight, self.reduce_dtype = keep_master_weight, reduce_dtype
-        self.kv_size_multiplier = kv_size_multiplier
-        self.fuse_qkv = fuse_qkv
-        self.init_method = init_method or default_linear_init
-        group = active_group("tp")
-        self.tensor_parallel_size = group.size
+        self.kv_size_multiplier, self.fuse_qkv = kv_size_multiplier, fuse_qkv
         self.num_key_value_heads = num_key_value_heads
         if kv_size_multiplier > 1 and num_key_value_heads is None:
             warnings.warn(
@@ -149,21 +127,25 @@ class GQAQKVColumnParallelLinear(nn.Module):
                 "as wholes",
                 stacklevel=2,
             )
-        layout = _layout(self.q_size, self.kv_size, num_key_value_heads, kv_size_multiplier, group.size)
-        self._lay_out(self.q_size, layout, group.rank)
-        self._add_parameters("weight", dtype, device)
-        self._add_parameters("bias", dtype if bias else None, device)
+        self.key_value_layout = _layout(
+            q_size, kv_size, num_key_value_heads, kv_size_multiplier, self.tensor_parallel_size
+        )
+        self._add_parameters(dtype, device, bias=bias)
         self.head_copies()  # makes their process group, which cannot be done while a graph is recorded
-        self.reset_parameters()
 
-    def _lay_out(self, padded_q_size: int, layout: KeyValueLayout, tp_rank: int) -> None:
-        """Set everything that follows from the layout of the heads, except the parameters."""
-        self.padded_q_size, self.key_value_layout = padded_q_size, layout
-        self._local_sizes = (padded_q_size // self.tensor_parallel_size, *[layout.rows_per_rank] * 2)
-        self._specs = {kind: self._specs_of(kind, tp_rank) for kind in _KINDS}
+    @property
+    def padded_q_size(self) -> int:
+        """Length of q that is cut into equal parts: `q` unless `pad_model` has padded the heads."""
+        return self.padded_length
 
-    def _specs_of(self, kind: _Kind, tp_rank: int) -> list[ShardSpec]:
-        """Of q, k and v."""
+    @property
+    def _local_sizes(self) -> tuple[int, int, int]:
+        """Rows of q, k and v on each rank."""
+        rows = self.key_value_layout.rows_per_rank
+        return self.padded_length // self.tensor_parallel_size, rows, rows
+
+    def _logical_specs(self, kind: _Kind, tp_rank: int) -> list[ShardSpec]:
+        """Return the shard metadata of q, k and v on a rank."""
         row_shape = (self.input_size,) if kind == "weight" else ()
         query, *others = (f"{name}.{kind}" for name in PROJECTIONS.values())
         return [
@@ -172,35 +154,44 @@ class GQAQKVColumnParallelLinear(nn.Module):
                 0,
                 rank=tp_rank,
                 size=self.tensor_parallel_size,
-                padded_length=self.padded_q_size,
+                padded_length=self.padded_length,
                 name=query,
             ),
             *(self.key_value_layout.spec(tp_rank, row_shape, name) for name in others),
         ]
 
-    def _held_specs(self, specs: list[ShardSpec]) -> list[ShardSpec]:
-        """Of the parameters that hold q, k and v with these specs."""
-        return [fuse_along(specs, 0)] if self.fuse_qkv else specs
+    def _specs_of(self, rank: int) -> list[ShardSpec]:
+        """Return the shard metadata of the parameters on a rank: weights, then biases."""
+        by_kind = [self._logical_specs(kind, rank) for kind in _KINDS]
+        return [spec for specs in by_kind for spec in ([fuse_along(specs, 0)] if self.fuse_qkv else specs)]
 
-    def _add_parameters(self, kind: _Kind, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
-        """Register one fused parameter or three, uninitialised; without dtype, None in their place."""
-        for name, spec in zip(self._held_names(), self._held_specs(self._specs[kind]), strict=True):
-            parameter = None if dtype is None else empty_parameter(spec.local_shape, dtype, device)
-            if parameter is not None:
-                set_shard_spec(parameter, spec)  # on one rank, too: it says the names
+    def _add_parameters(self, dtype: torch.dtype, device: torch.device | str | None, *, bias: bool) -> None:
+        """Register one fused weight or three, and biases likewise, and initialize them."""
+        self._specs = self._specs_of(self.group().rank)
+        for name, spec in zip(self._held_names(), self._specs, strict=True):
+            parameter = None
+            if bias or name.startswith("weight"):
+                parameter = empty_parameter(spec.local_shape, dtype, device)
+                set_shard_spec(parameter, spec)  # on one rank, too: it has the names
                 if self.tensor_parallel_size > 1:
                     set_partition_attributes(parameter, partition_dim=0, num_partitions=self.tensor_parallel_size)
-            self.register_parameter(f"{kind}_{name}", parameter)  # which may put a copy on the meta device
+            self.register_parameter(name, parameter)  # which may put a copy on the meta device
+        self.reset_parameters()
 
-    def _held(self, kind: _Kind) -> list[nn.Parameter | None]:
-        return [getattr(self, f"{kind}_{name}") for name in self._held_names()]
+    def _held_names(self) -> list[str]:
+        return [f"{kind}_{part}" for kind in _KINDS for part in (("qkv",) if self.fuse_qkv else PROJECTIONS)]
 
-    def _held_names(self) -> tuple[str, ...]:
-        return ("qkv",) if self.fuse_qkv else tuple(PROJECTIONS)
+    def _held(self) -> list[nn.Parameter | None]:
+        return [getattr(self, name) for name in self._held_names()]
+
+    def _held_of(self, kind: _Kind) -> list[nn.Parameter | None]:
+        held = self._held()
+        half = len(held) // 2
+        return held[:half] if kind == "weight" else held[half:]
 
     def _sections(self, kind: _Kind) -> list[nn.Parameter | None]:
         """q, k and v, which share the memory of the parameter that holds them."""
-        held = self._held(kind)
+        held = self._held_of(kind)
         if not self.fuse_qkv:
             return held
         if held[0] is None:
@@ -210,53 +201,43 @@ class GQAQKVColumnParallelLinear(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights and biases anew, the same at every degree and multiplier, fused or not."""
         weights, biases = self._sections("weight"), self._sections("bias")
+        weight_specs, bias_specs = (self._logical_specs(kind, self.group().rank) for kind in _KINDS)
         bias_init = default_bias_init(self.input_size)
         for index, size in enumerate((self.q_size, self.kv_size, self.kv_size)):
             weight, bias = weights[index], biases[index]
             assert weight is not None
-            whole = fill_from_logical(weight, self._specs["weight"][index], (size, self.input_size), self.init_method)
-            master = whole.to(weight.dtype) if self.keep_master_weight and whole is not None else None
-            setattr(self, f"master_weight_{tuple(PROJECTIONS)[index]}", master)
+            whole = fill_from_logical(weight, weight_specs[index], (size, self.input_size), self.init_method)
+            setattr(self, f"master_weight_{tuple(PROJECTIONS)[index]}", self._kept(whole, weight.dtype))
             if bias is not None:
-                fill_from_logical(bias, self._specs["bias"][index], (size,), bias_init)
+                fill_from_logical(bias, bias_specs[index], (size,), bias_init)
 
     def initialize_weight_biases(self) -> None:
         """`reset_parameters`, under the name that `param_init_fn` of scripts for NeuronX Distributed calls."""
         self.reset_parameters()
 
     def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
-        """Raise what `pad_heads` would raise, and change nothing."""
-        padded_q_size = self._padded_q_size(num_heads, padded_num_heads)
-        if padded_q_size != self.padded_q_size:
-            self._padded_layout(num_heads, padded_q_size)
+        """Raise what `pad_heads` would raise, without changing the layer."""
+        padded = self._length_for_heads(num_heads, padded_num_heads)
+        if padded != self.padded_length:
+            self._padded_layout(num_heads, padded)
 
     def pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
-        """Pad q, k and v to what they would be if the model had `padded_num_heads`; called by `pad_model`.
+        """Pad q, k and v to their lengths in a model with `padded_num_heads`. `pad_model` calls this.
 
         All grow by the same ratio, so that query heads keep their key and value heads.
 
         Raises:
-            ValueError: that is no whole number of heads, or not one that the tensor-parallel degree (with
-                `kv_size_multiplier`, of keys and values) divides.
+            ValueError: such a length is not a whole number, or the tensor-parallel degree (with `kv_size_multiplier`,
+                for keys and values) does not divide it.
         """
-        group = layer_group(self.tensor_parallel_size)
-        padded_q_size = self._padded_q_size(num_heads, padded_num_heads)
-        if padded_q_size == self.padded_q_size:
+        padded = self._length_for_heads(num_heads, padded_num_heads)
+        if padded == self.padded_length:
             return
-        layout = self._padded_layout(num_heads, padded_q_size)
-        old = {kind: [self._held_specs(self._specs_of(kind, rank)) for rank in range(group.size)] for kind in _KINDS}
-        self._lay_out(padded_q_size, layout, group.rank)
-        for kind in _KINDS:
-            for index, (parameter, spec) in enumerate(
-                zip(self._held(kind), self._held_specs(self._specs[kind]), strict=True)
-            ):
-                if parameter is not None:
-                    repartition(parameter, [specs[index] for specs in old[kind]], spec, group)
+        layout = self._padded_layout(num_heads, padded)
+        old = self._specs_of_ranks()
+        self.padded_length, self.key_value_layout = padded, layout
+        self._repartition(old)
         self.head_copies()  # as after building
-
-    def _padded_q_size(self, num_heads: int, padded_num_heads: int) -> int:
-        num_parts = layer_group(self.tensor_parallel_size).size
-        return length_for_heads(self.q_size, num_heads, padded_num_heads, num_parts=num_parts)
 
     def _padded_layout(self, num_heads: int, padded_q_size: int) -> KeyValueLayout:
         """Of keys and values; the heads are the model's if their number was not given."""
@@ -278,11 +259,12 @@ class GQAQKVColumnParallelLinear(nn.Module):
         )
 
     def _read(self, kind: _Kind) -> list[Tensor | None]:
-        """The parameters as the product reads them: padding gets no gradient."""
-        held = self._held(kind)
-        if self.padded_q_size == self.q_size:
+        """Return the parameters as the product reads them: padding gets no gradient."""
+        held = self._held_of(kind)
+        if self.padded_length == self.q_size:
             return [*held]
-        specs = self._held_specs(self._specs[kind])
+        half = len(held)
+        specs = self._specs[:half] if kind == "weight" else self._specs[half:]
         return [p if p is None else zero_padding_gradient(p, spec) for p, spec in zip(held, specs, strict=True)]
 
     def head_copies(self) -> HeadCopies | None:
@@ -308,7 +290,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
             input_,
             [weight for weight in self._read("weight") if weight is not None],
             self._read("bias"),
-            layer_group(self.tensor_parallel_size),
+            self.group(),
             sequence_dim=self.sequence_dimension if self.sequence_parallel_enabled else None,
             copies=self.head_copies(),
             reduce_dtype=self.reduce_dtype,
@@ -319,9 +301,9 @@ class GQAQKVColumnParallelLinear(nn.Module):
         query, key, value = _sections(outputs[0], self._local_sizes) if self.fuse_qkv else outputs
         return query, key, value
 
-    def weight_spec(self, projection: str) -> ShardSpec:
+    def projection_spec(self, projection: str) -> ShardSpec:
         """How the weight of "q", "k" or "v" on this rank, `[out/tp, in]`, maps to the whole one."""
-        return self._specs["weight"][tuple(PROJECTIONS).index(projection)]
+        return self._logical_specs("weight", self.group().rank)[tuple(PROJECTIONS).index(projection)]
 
     def gathered(self, fused: Tensor, projections: Sequence[str] = tuple(PROJECTIONS)) -> list[Tensor]:
         """This rank's parts of some projections, one behind the other in the last dim, to whole ones without copies.
@@ -340,18 +322,22 @@ class GQAQKVColumnParallelLinear(nn.Module):
                 part if name == "q" else part.unflatten(-1, copies)[..., 0, :].flatten(-2)
                 for name, part in zip(projections, parts, strict=True)
             ]
-        if self.padded_q_size == self.q_size:
+        if self.padded_length == self.q_size:
             return parts
         return [
             part[..., : self.q_size if name == "q" else self.kv_size]
             for name, part in zip(projections, parts, strict=True)
         ]
 
+    def features(self) -> dict[str, str]:
+        """See `ShardedLinear.features`."""
+        return super().features() | self._set_flags("gather_output", "sequence_parallel_enabled", "reduce_dtype")
+
     def extra_repr(self) -> str:
         """Sizes and the arguments that change the computation."""
         return (
             f"in={self.input_size}, q={self.q_size}, kv={self.kv_size}, local={self._local_sizes}, "
-            f"bias={self._held('bias')[0] is not None}, kv_size_multiplier={self.kv_size_multiplier}, "
+            f"bias={self._held_of('bias')[0] is not None}, kv_size_multiplier={self.kv_size_multiplier}, "
             f"fuse_qkv={self.fuse_qkv}, gather_output={self.gather_output}, "
             f"sequence_parallel={self.sequence_parallel_enabled}"
         )

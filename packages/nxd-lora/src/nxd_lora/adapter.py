@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
-from nxd_layers.padding.gradient import zero_padding_gradient
+from nxd_layers.padding import zero_padding_gradient
 from nxd_state import get_shard_spec
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from nxd_layers.initialization import empty_parameter
-from nxd_layers.linear import ColumnParallelLinear, gathered_output
-from nxd_layers.padding.gradient import zero_padding_gradient
-from nxd_layers.row_linear import RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
+from nxd_layers.padding import zero_padding_gradient
 from nxd_state import active_group, all_reduce, get_shard_spec, set_partition_attributes, set_shard_spec
 from torch import Tensor, nn
 

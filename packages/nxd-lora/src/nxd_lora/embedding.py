@@ -21,20 +21,23 @@ from torch.nn import functional as F
 from nxd_lora.adapter import LayerKind, complete_factor, factor, scale_of, widened
 from nxd_lora.config import LoraConfig
 from nxd_lora.factors import fill_factor, make_factor
+from nxd_lora.linear import check_parallel_features
+
+_SUPPORTED = (
+    "padding",
+    "sequence_parallel_enabled",
+    "padding_idx",
+    "forward",
+    "adapter",
+)
 
 
 def _add_factors(layer: Any, config: LoraConfig, part: str) -> None:
-    is_across = getattr(layer, "shard_across_embedding", False)
-    unusual = {
-        "max_norm": layer.max_norm is not None,
-        "scale_grad_by_freq": layer.scale_grad_by_freq and isinstance(layer, ParallelEmbedding),
-        "tensor_model_parallel_group": getattr(layer, "given_group", None) is not None,
-        "rank_ordering across the embedding": is_across and layer.rank_ordering is not None,
-        "collect_output=False": not getattr(layer, "collect_output", True),
-    }
-    if any(unusual.values()):
-        names = ", ".join(name for name, is_set in unusual.items() if is_set)
-        raise ValueError(f"{layer} has {names}, which adapters do not support; leave it out of target_modules")
+    if isinstance(layer, ParallelEmbedding):
+        across = ("shard_across_embedding",) if layer.shard_across_embedding else ("rank_ordering",)
+        check_parallel_features(layer, (*_SUPPORTED, *across))
+    elif layer.max_norm is not None:
+        raise ValueError(f"{layer} has max_norm, which an adapter does not support; leave it out of target_modules")
     rank = config.lora_rank
     partial = getattr(layer, "sequence_parallel_enabled", False)
     layer.lora_embedding_A = make_factor(layer.weight, 0, lora_rank=rank, rank_dim=0, sequence_parallel=partial)

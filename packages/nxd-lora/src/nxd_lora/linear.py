@@ -5,12 +5,12 @@ sequence-parallel region they are communicated like the layer's own input or out
 rank then sees only part of the sequence, so its gradient is partial (see `factors`). All other gradients are complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from nxd_layers.initialization import InitMethod, default_linear_init
-from nxd_layers.linear import ColumnParallelLinear, gathered_output
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -20,7 +20,7 @@ from nxd_layers.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_layers.row_linear import RowParallelLinear
+from nxd_layers.sharded_linear import ShardedLinear
 from nxd_layers.shared_input import JointCall
 from nxd_state import active_group, get_shard_spec
 from torch import Tensor, nn
@@ -143,17 +143,28 @@ TRANSPOSED_LINEAR = LayerKind(
 )
 
 
+# Features of parallel layers that a branch beside the layer carries. What a forward of its own does is looked at by
+# `subclasses`.
+_SUPPORTED = (
+    "padding",
+    "gather_output",
+    "keep_padded_output",
+    "sequence_parallel_enabled",
+    "input_is_parallel",
+    "reduce_dtype",
+    "forward",
+    "adapter",
+)
+
+
+def check_parallel_features(layer: ShardedLinear, supported: Collection[str]) -> None:
+    """Raise a ValueError for a layer that does what adapters would not."""
+    layer.check_features(supported, by="an adapter", remedy="leave it out of target_modules")
+
+
 def _add_parallel_factors(layer: Any, config: LoraConfig, part: str) -> None:
-    unusual = {
-        "skip_bias_add": layer.skip_bias_add,
-        "rank_ordering": layer.rank_ordering is not None,
-        "tensor_model_parallel_group": layer.given_group is not None,
-        "stride of a row-parallel layer": isinstance(layer, RowParallelLinear) and layer.stride > 1,
-        "reduce_output=False": not getattr(layer, "reduce_output", True),
-    }
-    if any(unusual.values()):
-        names = ", ".join(name for name, is_set in unusual.items() if is_set)
-        raise ValueError(f"{layer} has {names}, which adapters do not support; leave it out of target_modules")
+    supported = (*_SUPPORTED, "stride") if isinstance(layer, ColumnParallelLinear) else _SUPPORTED
+    check_parallel_features(layer, supported)
     add_linear_factors(layer, config, sizes=(layer.input_size, layer.output_size))
 
 

@@ -25,6 +25,7 @@ from nxd_lora.factors import factor_spec, fill_factor
 from nxd_lora.linear import (
     FACTOR_NAMES,
     add_linear_factors,
+    check_parallel_features,
     every_row,
     init_of_a,
     scaled_down,
@@ -32,8 +33,18 @@ from nxd_lora.linear import (
     weight_delta,
 )
 
+_SUPPORTED = (
+    "padding",
+    "gather_output",
+    "sequence_parallel_enabled",
+    "reduce_dtype",
+    "forward",
+    "adapter",
+)
+
 
 def _add_factors(layer: GQAQKVColumnParallelLinear, config: LoraConfig, part: str) -> None:
+    check_parallel_features(layer, _SUPPORTED)
     layer.register_parameter(f"lora_A_{part}", _whole_factor(layer, part, config))
     layer.register_parameter(f"lora_B_{part}", _split_factor(layer, part, config))
 
@@ -52,7 +63,7 @@ def _whole_factor(layer: GQAQKVColumnParallelLinear, part: str, config: LoraConf
 def _split_factor(layer: GQAQKVColumnParallelLinear, part: str, config: LoraConfig) -> nn.Parameter:
     """Make and fill B."""
     rank, name = config.lora_rank, f"{PROJECTIONS[part]}.lora_B"
-    spec = factor_spec(layer.weight_spec(part), 0, lora_rank=rank, rank_dim=1, name=name)
+    spec = factor_spec(layer.projection_spec(part), 0, lora_rank=rank, rank_dim=1, name=name)
     weight = next(layer.parameters())
     split = empty_parameter(spec.local_shape, weight.dtype, weight.device)
     set_shard_spec(split, spec)
@@ -114,7 +125,7 @@ def _weight_deltas(layer: GQAQKVColumnParallelLinear) -> dict[str, Tensor]:
         return {f"weight_{part}": product for part, product in products.items()}
     like = next(iter(products.values()))
     sections = [
-        products[part] if part in products else like.new_zeros(layer.weight_spec(part).local_shape)
+        products[part] if part in products else like.new_zeros(layer.projection_spec(part).local_shape)
         for part in PROJECTIONS
     ]
     return {"weight_qkv": torch.cat(sections)}
@@ -138,7 +149,7 @@ def _rows(layer: GQAQKVColumnParallelLinear, part: str) -> tuple[str, slice]:
         return f"weight_{part}", slice(None)
     start = 0
     for name in PROJECTIONS:
-        length = layer.weight_spec(name).local_shape[0]
+        length = layer.projection_spec(name).local_shape[0]
         if name == part:
             break
         start += length

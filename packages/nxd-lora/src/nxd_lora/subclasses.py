@@ -15,9 +15,8 @@ from nxd_layers.activation_checkpoint.forward import CheckpointedForward
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.transformers_models import is_conv1d
-from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_layers.row_linear import RowParallelLinear
 from torch import Tensor, nn
 
 from nxd_lora.adapter import LayerKind, complete_factor, scale_of

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from nxd_layers.upstream_arguments import say_without_effect
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+
+from nxd_neuronx.arguments import say_without_effect
 
 
 class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)

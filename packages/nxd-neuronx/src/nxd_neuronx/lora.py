@@ -6,8 +6,7 @@ import nxd_lora
 from nxd_engine.adapters import adapt_model, choose_adapters
 from nxd_engine.model import NxDModel
 from nxd_layers import GQAQKVColumnParallelLinear
-from nxd_layers.linear import ColumnParallelLinear
-from nxd_layers.row_linear import RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_lora import LoraConfig
 from nxd_lora.adapter import adapter_of
 from nxd_lora.targets import kind_of

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import nxd_trace
-from nxd_layers.upstream_arguments import takes_names_too
 from nxd_trace import BucketModelConfig, TensorParallelModel
 from nxd_trace.compilers import choose_compiler
 from torch import Tensor, nn
+
+from nxd_neuronx.arguments import takes_names_too
 
 _logger = logging.getLogger(__name__)
 

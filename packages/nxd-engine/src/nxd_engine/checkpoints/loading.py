@@ -13,7 +13,6 @@ import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
 from nxd_ckpt.interop import from_checkpoint
-from nxd_layers.upstream_arguments import takes_names_too
 from torch import nn
 from torch.optim import Optimizer
 
@@ -64,7 +63,6 @@ class _Values:
     user_content: Any
 
 
-@takes_names_too(checkpoint_dir_str="path")
 def load_checkpoint(
     path: str | os.PathLike[str],
     tag: str | None = None,
@@ -83,7 +81,7 @@ def load_checkpoint(
     `refresh_master_weights()`, since it may hold master weights.
 
     Args:
-        path: the folder or URL that was given to `save_checkpoint`; `checkpoint_dir_str` is another name.
+        path: the folder or URL that was given to `save_checkpoint`.
         tag: the checkpoint; None for the newest complete one. If none is saved yet, a warning is logged and nothing
             is filled, so that a script that resumes by itself can start; `has_checkpoint` tells beforehand.
         model: the model to fill.

@@ -16,7 +16,6 @@ import nxd_ckpt
 from nxd_ckpt import AsyncSave, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
 from nxd_ckpt.stores import open_store
-from nxd_layers.upstream_arguments import takes_names_too
 from nxd_state import get_mesh, model_parallel_is_initialized
 from nxd_state.neuron import extracting_graphs
 from torch import nn
@@ -41,7 +40,6 @@ _logger = logging.getLogger(__name__)
 _FINISHING = "finishing a checkpoint, and dropping old ones"
 
 
-@takes_names_too(checkpoint_dir_str="path")
 def save_checkpoint(
     path: str | os.PathLike[str],
     tag: str = "",
@@ -67,7 +65,7 @@ def save_checkpoint(
     `neuron_parallel_compile`, where all values are zeros, nothing is written.
 
     Args:
-        path: the folder of the checkpoints, or a URL such as "s3://bucket/runs"; `checkpoint_dir_str` is another name.
+        path: the folder of the checkpoints, or a URL such as "s3://bucket/runs".
         tag: this checkpoint's name. Without one, `path` itself becomes the checkpoint.
         model: any module, `NxDModel` or `NxDPPModel`; a model with adapters is saved as its `LoraConfig` says. Buffers
             are taken from the first replica.

@@ -16,7 +16,6 @@ from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop.neuronx.rank_files import TENSORS_SUFFIX, V1_CONTENT, Rank, v1_files, v1_name
 from nxd_ckpt.interop.neuronx.xser import load_rank_file, save_skeleton
 from nxd_ckpt.interop.safe_pickle import load_torch_file
-from nxd_layers.upstream_arguments import takes_names_too
 from nxd_pipeline import NxDPPModel
 from nxd_state import active_group, splits_experts
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
     os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
 
 
-@takes_names_too(checkpoint="state_dict", output_dir="save_dir")
 def save(
     state_dict: Mapping[str, Any],
     save_dir: str | os.PathLike[str],
@@ -48,8 +46,7 @@ def save(
 
     Args:
         state_dict: nested dicts and lists of tensors and plain values, such as `{"model": model.state_dict()}`;
-            `checkpoint` is another name.
-        save_dir: a local folder that all ranks share; `output_dir` is another name. This rank's files in it are
+        save_dir: a local folder that all ranks share. This rank's files in it are
             replaced.
         save_serially: write one rank at a time, so that a host needs memory for only one of them.
         save_xser: write a file for each tensor.
@@ -88,7 +85,6 @@ def save(
         on_every_rank(coordinator, doing, write if writes and turn == own_turn else _wait_for_others)
 
 
-@takes_names_too(chkpt_path="load_dir", model="model_or_optimizer")
 def load(
     load_dir: str | os.PathLike[str],
     model_or_optimizer: nn.Module | Optimizer | None = None,
@@ -102,8 +98,8 @@ def load(
     """Read files of `save`, here or in the existing library, written at the same degrees. Called by all ranks.
 
     Args:
-        load_dir: the folder that was given to `save`; `chkpt_path` is another name. With `sharded=False`, a file.
-        model_or_optimizer: the model or optimizer to fill from `model_key`; `model` is another name.
+        load_dir: the folder that was given to `save`. With `sharded=False`, a file.
+        model_or_optimizer: the model or optimizer to fill from `model_key`.
         model_key: the key of the model's state in the saved content; None if the content is that state.
         load_xser: accepted for scripts that pass it; the format is detected from the files.
         sharded: False if one file holds the whole model, of which each rank takes its part. This needs the model, and

@@ -19,7 +19,6 @@ from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
 from nxd_ckpt.coordinator import coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
 from nxd_ckpt.interop.remote import is_remote, local_copy
 from nxd_ckpt.stores import open_store
-from nxd_layers.upstream_arguments import takes_names_too
 
 KEEP_ALL = -1
 
@@ -112,7 +111,6 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     )
 
 
-@takes_names_too(checkpoint_dir_str="path")
 def has_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a folder holds a complete checkpoint, of this library or the existing one.
 

@@ -37,6 +37,7 @@ from nxd_layers.context import (
     sum_over_contexts,
     whole_sequence,
 )
+from nxd_layers.chunked_loss import takes_head
 from nxd_layers.hf.transformers_models import rope_frequencies
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
@@ -507,8 +508,7 @@ class LlamaForCausalLM(nn.Module):
                 )
             labels = own_part(labels, self.model.multiple, IGNORED_LABEL, document_ids)
             head = self.lm_head
-            is_plain = isinstance(head, ColumnParallelLinear) and getattr(head, "lora", None) is None
-            if is_plain and not self.return_dict:
+            if isinstance(head, ColumnParallelLinear) and takes_head(head) and not self.return_dict:
                 # Sequences are long here, and nobody asks for their logits: they are made for some tokens at a time.
                 total = linear_cross_entropy(hidden_sbh, head, labels.t(), ignore_index=IGNORED_LABEL, reduction="sum")
                 return sum_over_contexts(total / self._divisor(labels, num_items_in_batch))

@@ -15,25 +15,19 @@ from nxd_layers.hf.head_layout import HeadLayout
 from nxd_layers.hf.linears import column_parallel, row_parallel
 from nxd_layers.hf.shards import part_of
 from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout
-from nxd_layers.layer_group import layer_group
-from nxd_layers.linear import ColumnParallelLinear
-from nxd_layers.padding.gradient import zero_padding_gradient
-from nxd_layers.row_linear import RowParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.padding import zero_padding_gradient
+from nxd_layers.sharded_linear import layer_group
 from nxd_layers.shared_input import SharedInput
 
 
 class PlacedColumnParallelLinear(ColumnParallelLinear):
     """`ColumnParallelLinear` without gathering, whose rows on a rank are those of a `ShardSpec`."""
 
-    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
-        """The parameters as the product reads them: padding gets no gradient."""
-        bias = None if self.bias is None else zero_padding_gradient(self.bias, self._bias_spec)
-        return zero_padding_gradient(self.weight, self._weight_spec), bias
-
     def place(self, linear: nn.Linear, weight: ShardSpec, bias: ShardSpec) -> None:
         """Take the rows of a plain linear that the specs say."""
-        self._weight_spec, self._bias_spec = weight, bias
-        self.padded_output_size = weight.local_shape[0] * self.tensor_parallel_size
+        self._specs = [weight, bias]
+        self.padded_length = weight.local_shape[0] * self.tensor_parallel_size
         self.weight = _placed(linear.weight, weight, dim=0)
         if self.bias is not None:
             self.bias = _placed(linear.bias, bias, dim=0)
@@ -48,8 +42,8 @@ class PlacedRowParallelLinear(RowParallelLinear):
 
     def place(self, linear: nn.Linear, weight: ShardSpec) -> None:
         """Take the columns of a plain linear that the spec says."""
-        self._weight_spec = weight
-        self.padded_input_size = weight.local_shape[1] * self.tensor_parallel_size
+        self._specs[0] = weight
+        self.padded_length = weight.local_shape[1] * self.tensor_parallel_size
         self.weight = _placed(linear.weight, weight, dim=1)
 
     def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:

@@ -17,9 +17,8 @@ from nxd_layers.experts.linear import ExpertLinear
 from nxd_layers.hf.embeddings import plain_class_of
 from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.shards import part_of
-from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
-from nxd_layers.row_linear import RowParallelLinear
 
 _DRAWING_LAYERS = (ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, GQAQKVColumnParallelLinear)
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from nxd_layers.hf.shards import shard_parameter, take_part
 from nxd_layers.hf.summed_bias import share_bias
-from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
-from nxd_layers.row_linear import RowParallelLinear
 
 _Column = TypeVar("_Column", bound=ColumnParallelLinear)
 _Row = TypeVar("_Row", bound=RowParallelLinear)

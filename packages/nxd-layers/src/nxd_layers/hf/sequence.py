@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from nxd_layers.hf.shards import mark_partial_gradients
 from nxd_layers.hf.shared_inputs import share_inputs, shared_inputs_of
+from nxd_layers.linear import RowParallelLinear
 from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
-from nxd_layers.row_linear import RowParallelLinear
 
 SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
 _SUMS = {"rowwise", "moe_tp_experts", "ep_dispatch_experts", "all_reduce", "colwise_gather_output", "colwise_rep"}

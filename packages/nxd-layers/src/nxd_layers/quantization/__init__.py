@@ -1,15 +1,11 @@
 """Weights in int8 or fp8 with scales, per tensor or per output channel: tensors, parallel layers, whole models."""
 
-from nxd_layers.quantization.layers import (
-    BaseQuantizeParallelLinear,
-    QuantizedColumnParallel,
-    QuantizedLinear,
-    QuantizedRowParallel,
-)
+from nxd_layers.quantization.layers import QuantizedLinear, quantize_weight, use_quantized_weight
 from nxd_layers.quantization.model import (
-    MODULE_MAPPINGS,
+    PARALLEL_LINEARS,
     convert,
     convert_qint8_to_int8_state_dict,
+    copy_model,
     quantize_linears,
 )
 from nxd_layers.quantization.tensors import (
@@ -45,13 +41,13 @@ __all__ = [
     "quantize_to_qint8",
     "extract_q_scale",
     # layers
-    "BaseQuantizeParallelLinear",
-    "QuantizedColumnParallel",
-    "QuantizedRowParallel",
+    "quantize_weight",
+    "use_quantized_weight",
     "QuantizedLinear",
     # models
     "convert",
     "quantize_linears",
-    "MODULE_MAPPINGS",
+    "PARALLEL_LINEARS",
+    "copy_model",
     "convert_qint8_to_int8_state_dict",
 ]

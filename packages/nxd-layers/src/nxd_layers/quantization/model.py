@@ -1,7 +1,7 @@
 """Quantizing the linear layers of a whole model, and the states of models that torch quantized."""
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -9,21 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nxd_layers.linear import ColumnParallelLinear
-from nxd_layers.quantization.layers import QuantizedColumnParallel, QuantizedLinear, QuantizedRowParallel
+from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.quantization.layers import ParallelLinear, QuantizedLinear, quantize_weight
 from nxd_layers.quantization.tensors import QuantizationConfig, default_config, extract_q_scale
-from nxd_layers.row_linear import RowParallelLinear
 
-MODULE_MAPPINGS: dict[type[nn.Module], Any] = {
-    ColumnParallelLinear: QuantizedColumnParallel,
-    RowParallelLinear: QuantizedRowParallel,
+Quantize = Callable[[Any, QuantizationConfig], nn.Module]
+
+
+def _quantized(layer: ParallelLinear, config: QuantizationConfig) -> nn.Module:
+    quantize_weight(layer, config)
+    return layer
+
+
+PARALLEL_LINEARS: dict[type[nn.Module], Quantize] = {
+    ColumnParallelLinear: _quantized,
+    RowParallelLinear: _quantized,
 }
 
 _PACKED, _PACKED_DTYPE = "_packed_params._packed_params", "_packed_params.dtype"
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy with the metadata of its parameters, which talks over the process groups that modules hold."""
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a deep copy that keeps the metadata of its parameters and the process groups that its modules hold."""
     held = [value for module in model.modules() for value in vars(module).values()]
     copied = copy.deepcopy(model, {id(value): value for value in held if isinstance(value, dist.ProcessGroup)})
     for old, new in zip(model.parameters(), copied.parameters(), strict=True):
@@ -35,47 +42,52 @@ def convert(
     module: nn.Module,
     q_config: QuantizationConfig | None = None,
     inplace: bool = False,
-    mapping: Mapping[type[nn.Module], Any] | None = None,
+    mapping: Mapping[type[nn.Module], Quantize] | None = None,
     include: str | Sequence[str] | None = None,
     modules_to_not_convert: Sequence[str] | None = None,
 ) -> nn.Module:
-    """A model whose parallel layers have quantized weights. Called by all ranks.
+    """Quantize the weights of a model's parallel linear layers. Called by all ranks.
 
     Args:
-        module: values are quantized; on the meta device only the layers are exchanged, for a state to fill them.
-        q_config: how; int8 per tensor if None.
-        inplace: change this model; else a copy.
-        mapping: for a class of layers, the class whose `from_float` takes one; `MODULE_MAPPINGS` if None.
-        include: shell patterns of names of layers, or of modules that hold them; all if None.
-        modules_to_not_convert: parts of names of what stays as it is.
+        module: the model, or one layer. On the meta device only the parameters are exchanged, for a state dict to fill.
+        q_config: how to quantize; None: int8 per tensor.
+        inplace: change this model; otherwise a copy.
+        mapping: for a class of layers, a function that quantizes a layer (and may change it) and returns the layer to
+            use; None: `PARALLEL_LINEARS`.
+        include: shell patterns of names of layers, or of modules that hold them; None: all.
+        modules_to_not_convert: parts of the names of layers that keep their weights.
 
     Returns:
-        The model; or the quantized layer, where `module` is one.
+        The model; or the quantized layer, if `module` is one.
 
     Raises:
-        ValueError: both lists are given, or a way of quantizing that is not supported.
+        ValueError: both lists are given, an unsupported way of quantizing, or a layer that cannot be quantized.
     """
     if include is not None and modules_to_not_convert is not None:
         raise ValueError("include and modules_to_not_convert exclude each other; give one of them")
     patterns = [include] if isinstance(include, str) else include
-    config, classes = q_config or default_config(), MODULE_MAPPINGS if mapping is None else mapping
+    config, functions = q_config or default_config(), PARALLEL_LINEARS if mapping is None else mapping
     if not inplace:
-        module = _copy(module)
-    if type(module) in classes:
-        quantized: nn.Module = classes[type(module)].from_float(module, config)
-        return quantized
+        module = copy_model(module)
+    if (function := _function_for(module, functions)) is not None:
+        return function(module, config)
     for name, layer in list(module.named_modules()):
-        if type(layer) not in classes or any(part in name for part in modules_to_not_convert or ()):
+        function = _function_for(layer, functions)
+        if function is None or any(part in name for part in modules_to_not_convert or ()):
             continue
         if patterns is not None and not _is_included(name, patterns):
             continue
         owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, classes[type(layer)].from_float(layer, config))
+        setattr(module.get_submodule(owner), attribute, function(layer, config))
     return module
 
 
+def _function_for(layer: nn.Module, functions: Mapping[type[nn.Module], Quantize]) -> Quantize | None:
+    return next((functions[it] for it in type(layer).__mro__ if it in functions), None)
+
+
 def _is_included(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches the name, or that of a module around it."""
+    """Return whether a pattern matches the name, or the name of a module around it."""
     parts = name.split(".")
     around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatch(it, pattern) for it in around for pattern in patterns)
@@ -107,7 +119,7 @@ def quantize_linears(
     dtype = torch.int8 if dtype == torch.qint8 else dtype
     if dtype not in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"dtype: {dtype} is not supported to quantize a model; use int8, float8_e4m3fn or float8_e5m2")
-    model = float_model if inplace else _copy(float_model)
+    model = float_model if inplace else copy_model(float_model)
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and name and not any(part in name for part in modules_to_not_convert or ()):
             owner, _, attribute = name.rpartition(".")

@@ -1,13 +1,10 @@
 """`neuronx_distributed.parallel_layers.layers`: the layers of nxd_layers, and pieces of them."""
 
 from nxd_layers import (
-    ColumnParallelLinear,
     InputChannelParallelConv2d,
     LayerNorm,
     OutputChannelParallelConv2d,
-    ParallelEmbedding,
     RMSNorm,
-    RowParallelLinear,
 )
 from nxd_layers.conv import (
     INPUT_CHANNEL_DIM as CONV_KERNEL_INPUT_CHANNEL_DIMENSION,
@@ -23,6 +20,7 @@ from nxd_neuronx.layers import (
     SPMDRank,
     conv2d_with_weight_grad_allreduce,
 )
+from nxd_neuronx.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_neuronx.tensors import (
     create_local_weight,
     param_is_not_tensor_parallel_duplicate,

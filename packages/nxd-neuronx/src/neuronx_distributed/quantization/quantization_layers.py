@@ -1,8 +1,8 @@
 """`neuronx_distributed.quantization.quantization_layers`: layers with quantized weights, from nxd_layers."""
 
-from nxd_layers.quantization import BaseQuantizeParallelLinear, QuantizedColumnParallel, QuantizedRowParallel
 from nxd_neuronx.not_here import explains
 from nxd_neuronx.quantization import QuantizedParallelLinearLayerStateDictAdaptor
+from nxd_neuronx.quantized_layers import BaseQuantizeParallelLinear, QuantizedColumnParallel, QuantizedRowParallel
 
 __all__ = [
     "BaseQuantizeParallelLinear",

@@ -1,7 +1,6 @@
-"""Arguments of scripts for NeuronX Distributed: their order, and what they change, against one process in float64."""
+"""Options of parallel layers and norms, against one process in float64."""
 
 import copy
-import logging
 import math
 
 import pytest
@@ -16,7 +15,6 @@ from nxd_layers import (
     RowParallelLinear,
     column_parallel_linears,
 )
-from nxd_layers.upstream_arguments import say_without_effect
 from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel
 from torch import nn
 from torch.nn import functional as F
@@ -35,42 +33,6 @@ def whole_linear(kind, **arguments):
     plain = nn.Linear(IN, OUT, dtype=torch.float32).double()
     torch.manual_seed(0)
     return plain, kind(IN, OUT, **arguments, **F64)
-
-
-@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_fifth_positional_argument_of_a_linear_layer_may_be_its_dtype(kind):
-    fills_with_ones = nn.init.ones_
-
-    layer = kind(IN, OUT, True, False, torch.bfloat16, None, 2, fills_with_ones, False, 1, True)
-
-    assert (layer.weight.dtype, layer.stride, layer.sequence_dimension) == (torch.bfloat16, 2, 1)
-    assert layer.master_weight.sum() == IN * OUT
-    assert kind(IN, OUT, True, False, False, torch.bfloat16).weight.dtype == torch.bfloat16
-
-
-def test_fifth_positional_argument_of_the_qkv_layer_may_be_its_dtype():
-    layer = GQAQKVColumnParallelLinear(
-        IN, [8, 4], False, False, torch.bfloat16, None, nn.init.ones_, False, True, 1, False
-    )
-
-    assert (layer.weight_q.dtype, layer.fuse_qkv) == (torch.bfloat16, False)
-    assert layer.master_weight_v.shape == (4, IN)
-
-
-def test_third_positional_argument_of_an_embedding_is_a_padding_token_or_fills_it():
-    assert ParallelEmbedding(VOCAB, HIDDEN, 3).weight[3].count_nonzero() == 0
-    assert ParallelEmbedding(VOCAB, HIDDEN, None).padding_idx is None
-    assert ParallelEmbedding(VOCAB, HIDDEN, nn.init.ones_, torch.float64).weight.sum() == VOCAB * HIDDEN
-    both = ParallelEmbedding(VOCAB, HIDDEN, 3, None, 2.0, False, False, nn.init.ones_, None, torch.float64, True)
-    assert (both.weight.sum(), both.weight.dtype) == ((VOCAB - 1) * HIDDEN, torch.float64)
-    assert both.shard_across_embedding
-
-
-def test_positional_arguments_given_twice_or_too_many_raise():
-    with pytest.raises(TypeError, match=r"multiple values for .*'padding_idx'"):
-        ParallelEmbedding(VOCAB, HIDDEN, 3, padding_idx=3)
-    with pytest.raises(TypeError, match="19 or fewer"):
-        ParallelEmbedding(VOCAB, HIDDEN, *[None] * 18)
 
 
 @pytest.mark.parametrize("shard_across_embedding", [False, True])
@@ -305,15 +267,6 @@ def test_embedding_pads_the_vectors_that_it_splits(on_tp, assert_same, logical):
         assert_same(layer(torch.arange(VOCAB)), logical(layer.weight))
 
     on_tp(2, job)
-
-
-def test_argument_without_effect_is_said_once(caplog):
-    say_without_effect.cache_clear()
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            ParallelEmbedding(VOCAB, HIDDEN, sparse=True)
-
-    assert [it.getMessage().partition(":")[0] for it in caplog.records] == ["sparse has no effect here"]
 
 
 def test_rms_norm_takes_what_scripts_give_it():

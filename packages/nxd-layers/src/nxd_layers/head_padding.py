@@ -10,7 +10,7 @@ from nxd_state import active_group, get_shard_spec
 from torch import nn
 
 from nxd_layers.embedding import ParallelEmbedding
-from nxd_layers.padding.heads import get_number_of_extra_heads
+from nxd_layers.padding import get_number_of_extra_heads
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
