@@ -3,8 +3,8 @@
 `upstream_names.txt` lists them: `module: name name ...`, continued on indented lines; `(top)` is the package itself.
 """
 
-import inspect
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path

@@ -29,6 +29,7 @@ from nxd_layers import (
     parallel_cross_entropy,
 )
 from nxd_layers.attention import CoreAttention, attention_mask
+from nxd_layers.chunked_loss import takes_head
 from nxd_layers.context import (
     AttentionPlan,
     causal_plan,
@@ -37,7 +38,6 @@ from nxd_layers.context import (
     sum_over_contexts,
     whole_sequence,
 )
-from nxd_layers.chunked_loss import takes_head
 from nxd_layers.hf.transformers_models import rope_frequencies
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
