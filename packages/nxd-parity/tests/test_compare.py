@@ -157,7 +157,7 @@ def test_a_layout_with_every_axis_agrees(run_ranks):
     reports = run_ranks(lambda: compare(case), 8)
 
     assert reports[0].agrees, reports[0]
-    assert reports[0].layout == "TP 2 x PP 2 x DP 2"
+    assert reports[0].layout == "TP 2 + SP x PP 2 x DP 2"
 
 
 FAULTS = {
