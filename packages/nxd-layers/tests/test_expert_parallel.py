@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nxd_layers.experts import dispatch_replicated_tokens, expert_parallel_forward, routes, shard_experts
-from nxd_layers.hf.shards import shard_parameter
+from nxd_layers.hf.layers import shard_parameter
 from nxd_state import (
     all_reduce,
     get_group,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from nxd_layers.hf.head_linears import CopiedHeadsLinear
+from nxd_layers.hf.head_layout import CopiedHeadsLinear
 from nxd_layers.initialization import empty_parameter, fill_from_logical
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 from nxd_layers.qkv_linear import PROJECTIONS, GQAQKVColumnParallelLinear

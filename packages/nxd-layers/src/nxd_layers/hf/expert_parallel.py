@@ -21,8 +21,8 @@ from nxd_layers.experts import (
     shares_tokens_out,
 )
 from nxd_layers.experts.parameters import check_expert_tensor_parallel_size
-from nxd_layers.hf.plan import joined
-from nxd_layers.hf.shards import mark_partial_gradients
+from nxd_layers.hf.layers import mark_partial_gradients
+from nxd_layers.hf.plans import joined
 from nxd_layers.hf.shared_experts import overlap_shared_experts
 from nxd_layers.hf.static_shapes import knows_none
 

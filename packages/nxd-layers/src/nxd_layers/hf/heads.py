@@ -5,9 +5,15 @@ from typing import Any
 
 from torch import nn
 
-from nxd_layers.hf.head_layout import HeadLayout, head_layout
-from nxd_layers.hf.head_linears import key_value_linear, output_linear, place_query_parameter, query_linear
-from nxd_layers.hf.plan import joined
+from nxd_layers.hf.head_layout import (
+    HeadLayout,
+    head_layout,
+    key_value_linear,
+    output_linear,
+    place_query_parameter,
+    query_linear,
+)
+from nxd_layers.hf.plans import joined
 from nxd_layers.hf.styles import Target
 from nxd_layers.hf.transformers_models import text_config
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.experts.linear import ExpertLinear
-from nxd_layers.hf.embeddings import plain_class_of
-from nxd_layers.hf.head_linears import CopiedHeadsLinear
-from nxd_layers.hf.shards import part_of
+from nxd_layers.hf.head_layout import CopiedHeadsLinear
+from nxd_layers.hf.layers import part_of, plain_class_of
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 

@@ -29,13 +29,12 @@ from nxd_layers.context import Transport
 from nxd_layers.experts import Dispatcher
 from nxd_layers.hf import heads
 from nxd_layers.hf.context_parallel import ContextDoor
-from nxd_layers.hf.embeddings import parallel_embedding
 from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
 from nxd_layers.hf.expert_parallel import check_experts, split_experts
 from nxd_layers.hf.initialization import initialize
-from nxd_layers.hf.linears import column_parallel
+from nxd_layers.hf.layers import column_parallel, parallel_embedding
 from nxd_layers.hf.loss import split_loss
-from nxd_layers.hf.plan import joined, named_styles
+from nxd_layers.hf.plans import joined, named_styles
 from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.split_activations import adapt_activations

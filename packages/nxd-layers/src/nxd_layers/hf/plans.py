@@ -1,8 +1,75 @@
-"""Tensor-parallel plans of our own, for types of transformers' models that have none, or one that leaves parts out.
+"""Tensor-parallel plans: how patterns match a model, and plans of our own for types of transformers' models.
 
-Patterns are relative to the base model, the model without its head. Tied embeddings are split by `parallelize` itself.
-What a plan does not name is whole on every rank, such as the Mamba mixers of Falcon-H1.
+A plan is a dict from patterns to names of styles, as transformers has them: a pattern is a path in which `*` stands for
+one part, such as "model.layers.*.self_attn.q_proj". A path is that of a module or of a parameter.
+`OWN_PLANS` has the model types for which transformers has no plan, or one that leaves parts out.
 """
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+
+def named_styles(model: nn.Module, plan: Mapping[str, str], *, must_match: bool) -> dict[str, str]:
+    """Return the style of each module and parameter that the plan names.
+
+    Args:
+        model: the model that has the modules and parameters.
+        plan: the style of each pattern. Where several patterns match, the last one counts.
+        must_match: whether a pattern that matches nothing is an error.
+
+    Returns:
+        Styles by path, in the model's order: modules before their parameters and submodules.
+
+    Raises:
+        ValueError: `must_match`, and a pattern matches nothing.
+    """
+    paths = list(_paths(model))
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        matches = [path for path in paths if _matches(pattern, path)]
+        if must_match and not matches:
+            raise ValueError(
+                f"{pattern!r} in the plan matches no module or parameter of {type(model).__name__}; a pattern is a "
+                f"full path in which * stands for one part, such as {_example(paths)!r}"
+            )
+        styles.update(dict.fromkeys(matches, style))
+    return {path: styles[path] for path in paths if path in styles}
+
+
+def joined(path: str, name: str) -> str:
+    """Return the path of `name` in the module at `path`, which is "" for the model itself."""
+    return f"{path}.{name}" if path else name
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Return whether a path is `outer`, or that of something in `outer`."""
+    return f"{path}.".startswith(f"{outer}.")
+
+
+def _paths(model: nn.Module) -> list[str]:
+    """Return the paths of all modules (a module in several places has several) and their parameters."""
+    paths = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name:
+            paths.append(name)
+        own = module.named_parameters(recurse=False, remove_duplicate=False)
+        paths += [joined(name, key) for key, _ in own]
+    return paths
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), path) is not None
+
+
+def _example(paths: list[str]) -> str:
+    longest = max(paths, key=lambda path: path.count("."), default="layers.0.q_proj")
+    return re.sub(r"\.\d+(?=\.)", ".*", longest.removesuffix(".weight").removesuffix(".bias"))
+
+
+# Patterns are relative to the base model, the model without its head; `parallelize` shards tied
+# embeddings by itself. Modules that a plan does not name are full on every rank, such as Falcon-H1's Mamba mixers.
 
 _FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise"}
 

@@ -3,7 +3,7 @@
 from torch import nn
 
 from nxd_layers.experts import RouterBase, RouterLayer
-from nxd_layers.hf.plan import joined
+from nxd_layers.hf.plans import joined
 from nxd_layers.hf.transformers_models import router_class, text_config
 
 _BIAS = "e_score_correction_bias"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nxd_layers.hf.shards import mark_partial_gradients
+from nxd_layers.hf.layers import mark_partial_gradients
 from nxd_layers.hf.shared_inputs import share_inputs, shared_inputs_of
 from nxd_layers.linear import RowParallelLinear
 from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region

@@ -4,7 +4,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from nxd_layers.hf.head_linears import CopiedHeadsLinear
+from nxd_layers.hf.head_layout import CopiedHeadsLinear
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.shared_input import SharedInput
 

@@ -14,8 +14,8 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.hf.plan import joined
-from nxd_layers.hf.shards import mark_partial_gradients
+from nxd_layers.hf.layers import mark_partial_gradients
+from nxd_layers.hf.plans import joined
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 
 _ACTIVATION = re.compile(r"(.*_)?act(ivation)?(_.*)?")  # such as act_fn, activation_fn, intermediate_act_fn

@@ -13,10 +13,16 @@ from nxd_state import active_group
 from torch import Tensor, nn
 
 from nxd_layers.hf import experts, latent_attention
-from nxd_layers.hf.embeddings import parallel_embedding
-from nxd_layers.hf.linears import column_parallel, row_parallel, split_conv1d_inputs, split_conv1d_outputs
-from nxd_layers.hf.shards import mark_partial_gradients, shard_parameter
-from nxd_layers.hf.summed_bias import share_bias
+from nxd_layers.hf.layers import (
+    column_parallel,
+    mark_partial_gradients,
+    parallel_embedding,
+    row_parallel,
+    shard_parameter,
+    share_bias,
+    split_conv1d_inputs,
+    split_conv1d_outputs,
+)
 from nxd_layers.hf.transformers_models import is_conv1d
 from nxd_layers.mappings import reduce_from_tensor_model_parallel_region
 

@@ -21,8 +21,7 @@ from torch import nn
 
 from nxd_layers.hf.expert_parallel import SPLIT_EXPERTS
 from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
-from nxd_layers.hf.plan import joined, named_styles
-from nxd_layers.hf.plans import OWN_PLANS
+from nxd_layers.hf.plans import OWN_PLANS, joined, named_styles
 from nxd_layers.hf.transformers_models import base_model_path, is_transformers_model, own_expert_plan, own_plan
 
 # fmt: off
