@@ -4,11 +4,12 @@ from itertools import product
 
 import pytest
 import torch
-from hf_survey.architectures import surveyed, tiny_config
+from hf_survey.architectures import surveyed, tiny_batch, tiny_config, tiny_model
 from hf_survey.comparison import CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, one_process
 from hf_survey.settings import changes_of
 from hf_survey.survey import judge
 from hf_survey.table import BEGIN, END, make_table, put_between_markers
+from nxd_layers.hf.experts import SHARED_EXPERTS_LAST, compute_shared_experts_early
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FEW = ["llama", "gemma2", "qwen2_moe", "gpt_neox"]
@@ -64,6 +65,29 @@ def test_experts_and_sequences_over_ranks_give_the_numbers_of_one_process(run_ra
     verdict = judge(run_ranks, model_type, layout, expected, 300.0)
 
     assert (verdict.outcome, verdict.reason) == ("pass", "")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("model_type", sorted(SHARED_EXPERTS_LAST))
+def test_shared_experts_of_listed_types_are_computed_early_and_once(model_type):
+    model = tiny_model(model_type)
+    blocks = [it for it in model.modules() if hasattr(it, "shared_experts") and hasattr(it, "experts")]
+    expected = model(**tiny_batch(model_type)).logits
+    counts = [0] * len(blocks)
+    for index, block in enumerate(blocks):
+
+        def count(*_, index=index):
+            counts[index] += 1
+
+        next(block.shared_experts.children()).register_forward_hook(count)
+        early = compute_shared_experts_early(block)
+        block.experts.register_forward_pre_hook(lambda *_, early=early: early())
+
+    found = model(**tiny_batch(model_type)).logits
+
+    assert blocks
+    assert counts == [1] * len(blocks)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.sample(2)

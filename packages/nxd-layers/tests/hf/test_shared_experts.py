@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_layers.hf.shared_experts import overlap_shared_experts
+from nxd_layers.hf.experts import compute_shared_experts_early
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,7 +61,7 @@ class Twice(Block):
 
 
 def with_early_shared_experts(block):
-    compute = overlap_shared_experts(block, "experts")
+    compute = compute_shared_experts_early(block)
     assert compute is not None
     order = []
     routed = block.experts.forward
@@ -100,8 +100,23 @@ def test_shared_experts_are_computed_once_and_early_with_the_same_numbers(kind, 
 
 
 @pytest.mark.parametrize("kind", [SharedFirst, OfTheRouted, Twice])
-def test_shared_experts_called_otherwise_are_left_as_they_are(kind):
-    assert overlap_shared_experts(kind(), "experts") is None
+def test_shared_experts_called_in_another_order_or_with_another_input_keep_their_numbers(kind):
+    hidden = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    expected = gradients_of(kind(), hidden)
+    block = kind()
+    with_early_shared_experts(block)
+
+    found = gradients_of(block, hidden)
+
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_block_without_shared_experts_computes_nothing_early():
+    block = Block()
+    del block.shared_experts
+
+    assert compute_shared_experts_early(block) is None
 
 
 def test_shared_experts_that_a_hook_gives_another_input_are_not_computed_early():

@@ -6,10 +6,9 @@ A table gives the meaning of each style of a plan; `register_style` extends it.
 """
 
 from nxd_layers.hf.context_parallel import cuts_sequences
+from nxd_layers.hf.experts import find_routers, use_static_shapes
 from nxd_layers.hf.initialization import param_init_fn_of
 from nxd_layers.hf.parallelize import parallelize
-from nxd_layers.hf.routers import find_routers
-from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, register_style
 from nxd_layers.hf.supported_models import has_plan, number_of_experts, remember_as_compared
 from nxd_layers.hf.transformers_models import is_transformers_model

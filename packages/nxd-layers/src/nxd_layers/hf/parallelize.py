@@ -29,8 +29,8 @@ from nxd_layers.context import Transport
 from nxd_layers.experts import Dispatcher
 from nxd_layers.hf import heads
 from nxd_layers.hf.context_parallel import ContextDoor
-from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
-from nxd_layers.hf.expert_parallel import check_experts, split_experts
+from nxd_layers.hf.experts import STYLES as EXPERT_STYLES
+from nxd_layers.hf.experts import check_experts, split_experts, use_static_shapes
 from nxd_layers.hf.initialization import initialize
 from nxd_layers.hf.layers import column_parallel, parallel_embedding
 from nxd_layers.hf.loss import split_loss
@@ -39,7 +39,6 @@ from nxd_layers.hf.sequence import SequenceRegion, region_of
 from nxd_layers.hf.shared_inputs import share_inputs
 from nxd_layers.hf.split_activations import adapt_activations
 from nxd_layers.hf.split_dropout import SplitDropout
-from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, style_named
 from nxd_layers.hf.supported_models import (
     check_context,

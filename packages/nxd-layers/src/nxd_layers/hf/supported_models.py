@@ -19,10 +19,16 @@ from typing import Any
 from nxd_state import get_shard_spec
 from torch import nn
 
-from nxd_layers.hf.expert_parallel import SPLIT_EXPERTS
-from nxd_layers.hf.expert_parallel import STYLES as EXPERT_STYLES
+from nxd_layers.hf.experts import SPLIT_EXPERTS
+from nxd_layers.hf.experts import STYLES as EXPERT_STYLES
 from nxd_layers.hf.plans import OWN_PLANS, joined, named_styles
-from nxd_layers.hf.transformers_models import base_model_path, is_transformers_model, own_expert_plan, own_plan
+from nxd_layers.hf.transformers_models import (
+    base_model_path,
+    is_transformers_model,
+    model_type_of,
+    own_expert_plan,
+    own_plan,
+)
 
 # fmt: off
 COMPARED = frozenset(
@@ -115,7 +121,7 @@ def checked_plan(model: Any) -> dict[str, str]:
     Raises:
         ValueError: models of this type, split by their own plan, have not been compared with one process.
     """
-    model_type = _type_of(model)
+    model_type = model_type_of(model)
     if model_type in COMPARED or _is_remembered(model):
         return plan_of(model)
     reason = REFUSED.get(
@@ -130,7 +136,7 @@ def checked_plan(model: Any) -> dict[str, str]:
 
 def plan_of(model: Any) -> dict[str, str]:
     """The plan that transformers has for the model, with what ours adds to it; empty if there is neither."""
-    ours = OWN_PLANS.get(_type_of(model))
+    ours = OWN_PLANS.get(model_type_of(model))
     if ours is None:
         return dict(own_plan(model))
     base = base_model_path(model)
@@ -143,7 +149,7 @@ def checked_expert_plan(model: Any) -> dict[str, str]:
     Raises:
         ValueError: they have not been.
     """
-    plan, model_type = expert_plan_of(model), _type_of(model)
+    plan, model_type = expert_plan_of(model), model_type_of(model)
     if plan and model_type not in COMPARED_EXPERTS:
         raise ValueError(
             f"experts of models of type {model_type!r} are not split by their own plan: loss and gradients were not "
@@ -170,7 +176,7 @@ def check_context(model: Any, *, has_known_loss: bool) -> None:
         model: of transformers.
         has_known_loss: whether it is a causal language model; a model without a head is let through as well.
     """
-    model_type = _type_of(model)
+    model_type = model_type_of(model)
     refused = f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: "
     if model_type in REFUSED_CONTEXT:
         raise ValueError(f"{refused}{REFUSED_CONTEXT[model_type]}; use context_parallel_size=1")
@@ -220,11 +226,7 @@ def has_plan(model: Any) -> bool:
 
     A class of transformers may have one of its head alone, which says nothing of the layers.
     """
-    return bool(getattr(model.config, "base_model_tp_plan", None)) or _type_of(model) in OWN_PLANS
-
-
-def _type_of(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    return bool(getattr(model.config, "base_model_tp_plan", None)) or model_type_of(model) in OWN_PLANS
 
 
 def _is_remembered(model: Any) -> bool:
@@ -251,7 +253,7 @@ def _record_of(model: Any, source: bytes) -> Path:
         version("transformers"),
         version("nxd-layers"),
     ]
-    return folder / f"{_type_of(model)}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
+    return folder / f"{model_type_of(model)}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
 
 
 def check_plan(model: nn.Module, styles: Mapping[str, str], attentions: Mapping[str, nn.Module]) -> None:

@@ -18,6 +18,11 @@ def is_transformers_config(config: object) -> bool:
     return _has_base(config, "PreTrainedConfig") or _has_base(config, "PretrainedConfig")
 
 
+def model_type_of(model: Any) -> str:
+    """Return the `model_type` of a model's config, or its class's name if it has no config."""
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is the linear layer of transformers that stores its weight as `[in, out]`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
