@@ -141,7 +141,7 @@ def save_in_background(root):
             parameter.add_(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_checkpoint(checkpoint_dir_str=root, model=model)
+        load_checkpoint(root, model=model)
     return tags, has_checkpoint(root)
 
 

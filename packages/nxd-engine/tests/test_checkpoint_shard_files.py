@@ -46,9 +46,9 @@ def slice_whole(path):
 
     initialize_model_parallel(tensor_model_parallel_size=2)
     model = nn.Sequential(ColumnParallelLinear(4, 6), nn.LayerNorm(6), RowParallelLinear(6, 4))
-    load(path, model=model, sharded=False)
+    load(path, model_or_optimizer=model, sharded=False)
     with pytest.raises(CheckpointError, match=r"it lacks 3\.bias, 3\.weight"):
-        load(path, model=nn.Sequential(*model, nn.Linear(4, 4)), sharded=False)
+        load(path, model_or_optimizer=nn.Sequential(*model, nn.Linear(4, 4)), sharded=False)
     return model.state_dict()
 
 
@@ -135,7 +135,7 @@ def test_code_is_neither_saved_nor_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model_key": "missing", "model": nn.Linear(1, 1)}, "no state under model_key='missing'; found: model"),
+        ({"model_key": "missing", "model_or_optimizer": nn.Linear(1, 1)}, "no state under model_key='missing'; found: model"),
         ({"sharded": False}, "sharded=False needs the model"),
     ],
 )
