@@ -41,6 +41,7 @@ def test_mixed_precision_follows_zero1_unless_it_is_given(zero1):
         "use_fp32_grad_acc": zero1,
         "use_master_weights_in_ckpt": False,
         "use_loss_scaling": False,
+        "use_stochastic_rounding": False,
     }
     without_masters = neuronx_distributed_config(
         optimizer_config=section, mixed_precision_config={"use_master_weights": False}

@@ -29,6 +29,12 @@ def test_mixed_precision_given_values_win_and_the_config_stays_as_it_was():
     assert config == before
 
 
+def test_stochastic_rounding_replaces_master_weights_and_refuses_them():
+    assert not resolve_mixed_precision({"use_stochastic_rounding": True}, zero_one_enabled=True).use_master_weights
+    with pytest.raises(ValueError, match="use_stochastic_rounding=True replaces master weights"):
+        resolve_mixed_precision({"use_stochastic_rounding": True, "use_master_weights": True}, zero_one_enabled=True)
+
+
 def test_mixed_precision_without_zero1_raises_for_both_keys():
     config = {"use_master_weights": True, "use_fp32_grad_acc": True}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nxd_optim import NeuronZero1Optimizer, StochasticRounding, stochastic_round
-from nxd_state import get_group, initialize_model_parallel
+from nxd_state import get_group, initialize_model_parallel, set_shard_spec, shard_along
 from torch import nn
 
 
@@ -146,3 +146,42 @@ def test_stochastic_rounding_is_bitwise_equal_on_all_ranks(run_ranks):
     first, second = run_ranks(train, 2)
 
     assert torch.equal(first, second)
+
+
+def rounded_shards(tp, zero1):
+    """This rank's rows of two equal weights after three steps, with updates that are the same at any layout."""
+    initialize_model_parallel(tensor_model_parallel_size=tp)
+    rank = get_group("tp").rank
+    whole = torch.linspace(1, 2, 64 * 8).view(64, 8).to(torch.bfloat16)
+    weights = [nn.Parameter(whole.chunk(tp)[rank].clone()) for _ in range(2)]
+    for weight in weights:
+        set_shard_spec(weight, shard_along((64, 8), 0, rank=rank, size=tp))
+    optimizer = torch.optim.SGD(weights, lr=1e-3)
+    if zero1:
+        cap = 0.0002  # a bucket for each weight
+        optimizer = NeuronZero1Optimizer(
+            weights,
+            torch.optim.SGD,
+            torch.bfloat16,
+            grad_clipping=False,
+            bucket_cap_mb_reduce_scatter=cap,
+            lr=1e-3,
+        )
+    StochasticRounding(optimizer, names=dict(zip(weights, ("first", "second"), strict=True)))
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize(("world", "tp", "zero1"), [(2, 2, False), (2, 1, True), (4, 2, True)])
+def test_noise_of_an_element_is_the_same_at_any_layout_and_differs_between_weights(run_ranks, world, tp, zero1):
+    [expected] = run_ranks(rounded_shards, 1, 1, False)
+    assert not torch.equal(*expected)
+
+    ranks = run_ranks(rounded_shards, world, tp, zero1)
+
+    for index, weight in enumerate(expected):
+        for rank, shards in enumerate(ranks):
+            assert torch.equal(shards[index], weight.chunk(tp)[rank % tp])

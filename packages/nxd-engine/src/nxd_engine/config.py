@@ -77,7 +77,8 @@ def neuronx_distributed_config(
         lora_config: adapters to train instead of the model.
         mixed_precision_config: `use_master_weights` and `use_fp32_grad_acc` (both default to `zero_one_enabled`), and
             `use_master_weights_in_ckpt` (False). `use_loss_scaling` (False) multiplies the loss by a scale that adapts,
-            for float16.
+            for float16; `use_stochastic_rounding` (False) rounds bfloat16 weights stochastically, in place of master
+            weights.
         activation_offload: keep the saved inputs of recomputed modules in host memory until backward.
         context_parallel_size: ranks that split each sequence.
         expert_parallel_size: ranks that split the experts of a layer; for transformers models with an expert-parallel

@@ -323,6 +323,15 @@ def sync_gradients(parameters: Iterable[Tensor], sync: GradientSync) -> None:
             model.pipeline.sync_gradients_by(sync, wanted)
 
 
+def names_of_parameters() -> dict[Tensor, str]:
+    """Return the names of this rank's parameters of all models; copies of a tied weight have the first one's name."""
+    names: dict[Tensor, str] = {}
+    for model in list(_models):
+        first_names = model.pipeline.tied_names()
+        names |= {parameter: first_names.get(name, name) for name, parameter in model.named_parameters()}
+    return names
+
+
 def _positional_names(forward: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [it.name for it in inspect.signature(forward).parameters.values() if it.kind in kinds]

@@ -11,6 +11,7 @@ from nxd_optim import (
     LossScaler,
     MixedPrecision,
     NeuronZero1Optimizer,
+    StochasticRounding,
     clip_grad_norm,
     reduce_sequence_parallel_gradients,
 )
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nxd_engine.config import complete_config, ensure_model_parallel
-from nxd_engine.model import sync_gradients
+from nxd_engine.model import names_of_parameters, sync_gradients
 from nxd_engine.rank_sync import together
 
 
@@ -47,11 +48,12 @@ def initialize_parallel_optimizer(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ValueError(f"optimizer_class={optimizer_class!r} must be a torch optimizer class, such as AdamW")
     options, precision = config["optimizer_config"], MixedPrecision(**config["mixed_precision_config"])
-    if precision.use_loss_scaling and records_graphs():
-        raise ValueError(
-            "mixed_precision_config.use_loss_scaling=True does not support XLA, where no step can depend on a value; "
-            "use bfloat16, which needs no loss scaling"
-        )
+    for key in ("use_loss_scaling", "use_stochastic_rounding"):
+        if getattr(precision, key) and records_graphs():
+            raise ValueError(
+                f"mixed_precision_config.{key}=True does not support XLA, where all steps and ranks share one graph; "
+                "use bfloat16 weights with zero_one_enabled=True, which keeps master weights"
+            )
     max_norm = float(options["max_grad_norm"]) if options["grad_clipping"] else None
 
     def make() -> Optimizer:
@@ -71,8 +73,17 @@ def initialize_parallel_optimizer(
     optimizer = together("make its optimizer", make)
     if isinstance(optimizer, NeuronZero1Optimizer):
         optimizer.init_zero()  # communicates, unlike the steps above, which may fail on one rank alone
-    scaler = LossScaler() if precision.use_loss_scaling else None
-    return NxDOptimizer(optimizer, config, max_norm=max_norm, loss_scaler=scaler)
+    return NxDOptimizer(
+        optimizer,
+        config,
+        max_norm=max_norm,
+        loss_scaler=LossScaler() if precision.use_loss_scaling else None,
+        rounding=_rounding(optimizer) if precision.use_stochastic_rounding else None,
+    )
+
+
+def _rounding(optimizer: Optimizer) -> StochasticRounding:
+    return StochasticRounding(optimizer, names=names_of_parameters())
 
 
 class NxDOptimizer(Optimizer):
@@ -87,8 +98,8 @@ class NxDOptimizer(Optimizer):
     Attributes:
         optimizer: the wrapped optimizer; a `NeuronZero1Optimizer` with ZeRO-1.
         nxd_config: the complete config that it was made from.
-        loss_scaler: scales the loss, and skips steps whose gradients overflow; None without loss scaling. Save its
-            `state_dict` with a checkpoint. A script that runs backward itself does so with `loss_scaler.scale(loss)`.
+        loss_scaler: scales the loss, and skips steps whose gradients overflow; None without loss scaling. A script
+            that runs backward itself does so with `loss_scaler.scale(loss)`.
     """
 
     def __init__(
@@ -98,6 +109,7 @@ class NxDOptimizer(Optimizer):
         *,
         max_norm: float | None,
         loss_scaler: LossScaler | None = None,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """Wrap an optimizer.
 
@@ -106,11 +118,12 @@ class NxDOptimizer(Optimizer):
             nxd_config: the complete config.
             max_norm: maximum norm of the whole model's gradients; None for no clipping.
             loss_scaler: the loss scaler; None for no loss scaling.
+            rounding: the stochastic rounding of `optimizer`; None to round to nearest.
         """
         # torch's __init__ is not called: it would make its own groups and state.
         self.optimizer = optimizer
         self.nxd_config = dict(nxd_config)
-        self.loss_scaler = loss_scaler
+        self.loss_scaler, self._rounding = loss_scaler, rounding
         self._max_norm = max_norm
         self._grad_norm: Tensor | None = None
         self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else self._make_reducer()
@@ -135,6 +148,18 @@ class NxDOptimizer(Optimizer):
     def scale_loss(self, **settings: Any) -> None:
         """Scale losses from now on by a `LossScaler` with these settings, as with `use_loss_scaling` in the config."""
         self.loss_scaler = LossScaler(**settings)
+
+    def precision_state(self) -> dict[str, Any]:
+        """Return the state of loss scaling and stochastic rounding; save it with a checkpoint, as `user_content`."""
+        parts = {"loss_scaler": self.loss_scaler, "stochastic_rounding": self._rounding}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    def load_precision_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `precision_state` returned; parts that this optimizer lacks are ignored."""
+        if self.loss_scaler is not None and "loss_scaler" in state:
+            self.loss_scaler.load_state_dict(state["loss_scaler"])
+        if self._rounding is not None and "stochastic_rounding" in state:
+            self._rounding.load_state_dict(state["stochastic_rounding"])
 
     @property
     def loss_scale(self) -> float:
@@ -208,6 +233,11 @@ class NxDOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings. Called by all ranks."""
         self.optimizer.add_param_group(param_group)
+        if self._rounding is not None:  # ZeRO-1 has further optimizers now
+            state = self._rounding.state_dict()
+            self._rounding.close()
+            self._rounding = _rounding(self.optimizer)
+            self._rounding.load_state_dict(state)
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = self._make_reducer()

@@ -18,6 +18,7 @@ def training_config(
     activation_checkpointing: str = "none",
     max_grad_norm: float = 1.0,
     loss_scaling: bool = False,
+    stochastic_rounding: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `neuronx_distributed_config` to train a model.
 
@@ -33,6 +34,7 @@ def training_config(
         activation_checkpointing: "none", "full", "selective", or class names separated by commas.
         max_grad_norm: the norm to clip gradients to; 0 for no clipping.
         loss_scaling: whether the loss is scaled, for float16.
+        stochastic_rounding: whether bfloat16 weights are rounded stochastically, in place of master weights.
 
     Raises:
         ValueError: the schedule does not support this.
@@ -62,5 +64,9 @@ def training_config(
             "grad_clipping": max_grad_norm > 0,
             "max_grad_norm": max_grad_norm or 1.0,
         },
-        "mixed_precision_config": {"use_master_weights_in_ckpt": degrees.zero1, "use_loss_scaling": loss_scaling},
+        "mixed_precision_config": {
+            "use_master_weights_in_ckpt": degrees.zero1 and not stochastic_rounding,
+            "use_loss_scaling": loss_scaling,
+            "use_stochastic_rounding": stochastic_rounding,
+        },
     }

@@ -58,10 +58,9 @@ class NeuronCheckpointIO(CheckpointIOBase):
         root, tag = os.path.split(_visible(path))
         content = dict(checkpoint)
         if "optimizer_states" in checkpoint:  # the optimizer itself is saved by the names of its parameters
-            states = [
-                {"loss_scaler": it["loss_scaler"]} for it in checkpoint["optimizer_states"] if "loss_scaler" in it
-            ]
-            content["optimizer_states"] = states
+            keys = ("loss_scaler", "stochastic_rounding")
+            states = [{key: it[key] for key in keys if key in it} for it in checkpoint["optimizer_states"]]
+            content["optimizer_states"] = [it for it in states if it]
         for key in _HYPER_PARAMETERS:
             if key in content:
                 content[key] = _plain_parameters(content[key])

@@ -311,9 +311,9 @@ class NeuronXLAStrategy(StrategyBase):
         return {name: value for name, value in state.items() if not name.startswith("model.")}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of the loss scaler; `save_checkpoint` saves the optimizer, by the names of its parameters."""
-        scaler = getattr(optimizer, "loss_scaler", None)
-        return {} if scaler is None else {"loss_scaler": scaler.state_dict()}
+        """The state of loss scaling and rounding; `save_checkpoint` saves the optimizer, by its parameters' names."""
+        state: dict[str, Any] = optimizer.precision_state()
+        return state
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
@@ -349,10 +349,9 @@ class NeuronXLAStrategy(StrategyBase):
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the loss scaler; `load_model_state_dict` fills the optimizer."""
+        """Restore loss scaling and rounding; `load_model_state_dict` fills the optimizer."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if optimizer.loss_scaler is not None and "loss_scaler" in state:
-                optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
+            optimizer.load_precision_state(state)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint."""

@@ -16,6 +16,8 @@ class MixedPrecision:
         use_master_weights: keep a float32 copy of the weights, sharded over the replicas, and update that.
         use_fp32_grad_acc: accumulate gradients over microbatches, and average them, in float32.
         use_master_weights_in_ckpt: save the float32 copy with the optimizer's state.
+        use_stochastic_rounding: round bfloat16 weights stochastically, in place of master weights; see
+            `StochasticRounding`.
         use_loss_scaling: multiply the loss by a scale that adapts, for float16; see `LossScaler`.
     """
 
@@ -23,6 +25,7 @@ class MixedPrecision:
     use_fp32_grad_acc: bool
     use_master_weights_in_ckpt: bool = False
     use_loss_scaling: bool = False
+    use_stochastic_rounding: bool = False
 
     def zero1_arguments(self, parameter_dtype: torch.dtype) -> dict[str, Any]:
         """Return the keyword arguments of `NeuronZero1Optimizer`, for parameters of this dtype."""
@@ -55,15 +58,18 @@ def resolve_mixed_precision(config: Mapping[str, object] | None, *, zero_one_ena
         elif not isinstance(value, bool):
             mistakes.append(f"{key}={value!r} must be True or False")
     choice = {
-        "use_master_weights": zero_one_enabled,
+        "use_master_weights": zero_one_enabled and not given.get("use_stochastic_rounding"),
         "use_fp32_grad_acc": zero_one_enabled,
         "use_master_weights_in_ckpt": False,
         "use_loss_scaling": False,
+        "use_stochastic_rounding": False,
         **given,
     }
     for key in ("use_master_weights", "use_fp32_grad_acc"):
         if choice[key] and not zero_one_enabled:
             mistakes.append(f"{key}=True needs zero_one_enabled=True in the optimizer config")
+    if choice["use_master_weights"] and choice["use_stochastic_rounding"]:
+        mistakes.append("use_stochastic_rounding=True replaces master weights; leave use_master_weights out")
     if choice["use_master_weights_in_ckpt"] and not choice["use_master_weights"]:
         mistakes.append("use_master_weights_in_ckpt=True needs use_master_weights=True")
     if mistakes:

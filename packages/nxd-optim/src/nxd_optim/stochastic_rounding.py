@@ -1,18 +1,25 @@
 """Stochastic rounding: training bfloat16 weights without a float32 copy of them.
 
 Rounding to nearest loses every update smaller than half a unit in the last of bfloat16's 8 bits. Rounding up with a
-probability equal to the fraction cut off keeps such updates on average (Gupta et al. 2015, "Deep Learning with Limited
-Numerical Precision"; Zamirai et al. 2020, "Revisiting BFloat16 Training").
+probability equal to the part that is cut off keeps such updates on average (Gupta et al. 2015, "Deep Learning with
+Limited Numerical Precision"; Zamirai et al. 2020, "Revisiting BFloat16 Training").
 """
 
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nxd_state import Box
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero1.state import shards_of_range
+
+_NOISE_BITS = 16  # of float32's 32 bits, those that bfloat16 lacks
 
 
 def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -27,11 +34,49 @@ def stochastic_round(values: Tensor, generator: torch.Generator | None = None) -
     """
     if values.dtype != torch.float32:
         raise ValueError(f"cannot round {values.dtype} stochastically; expected torch.float32")
+    shape, device = values.shape, values.device
+    noise = torch.randint(0, 1 << _NOISE_BITS, shape, dtype=torch.int32, device=device, generator=generator)
+    return _round_with(values, noise)
+
+
+def _round_with(values: Tensor, noise: Tensor) -> Tensor:
     # bfloat16 is the upper half of float32's bits: noise added to the lower half carries with the right probability.
     bits = values.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
-    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    rounded = ((bits + noise) & -(1 << _NOISE_BITS)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def _noise_of_box(key: str, logical_shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+    """Return the noise of a box of a logical tensor, of the box's shape: a hash of the key and each position."""
+    positions = torch.zeros((), dtype=torch.int64, device=device)
+    stride = 1
+    for dim in reversed(range(len(logical_shape))):
+        along = torch.arange(box.shape[dim], device=device) + box.offset[dim]
+        positions = positions + (along * stride).view(-1, *[1] * (len(logical_shape) - 1 - dim))
+        stride *= logical_shape[dim]
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    # The finalizer of MurmurHash3, on 64 bits; shifts are made logical by masks.
+    mixed = positions + int.from_bytes(digest, "little", signed=True)
+    for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
+        mixed = (mixed ^ ((mixed >> 33) & 0x7FFFFFFF)) * factor
+    return ((mixed >> 33) & ((1 << _NOISE_BITS) - 1)).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The elements `start` to `stop` of a model's parameter, which an optimizer updates as a tensor of its own."""
+
+    parameter: Tensor
+    start: int
+    stop: int
+
+    def noise(self, key: str, shape: torch.Size) -> Tensor:
+        """Return noise of this shape, equal for equal elements of the logical tensors at any layout."""
+        flat = torch.zeros(shape.numel(), dtype=torch.int32, device=self.parameter.device)
+        for shard in shards_of_range(self.parameter, self.start, self.stop, flat[: self.stop - self.start]):
+            name = f"{key}/{shard.name}" if shard.name else key
+            shard.tensor.copy_(_noise_of_box(name, shard.logical_shape, shard.box, flat.device))
+        return flat.view(shape)
 
 
 class StochasticRounding:
@@ -40,24 +85,29 @@ class StochasticRounding:
     Parameters of other dtypes are not affected. The optimizer's state becomes float32. During `step`, a float32 copy of
     the parameters exists (with ZeRO-1, of this rank's part of a bucket).
 
-    Replicas stay bitwise equal, and so do copies of a weight on other ranks: equal tensors get equal noise, which
-    depends only on `seed` and the number of the step.
+    The noise of an element depends only on `seed`, the number of the step, the parameter's name and the element's
+    position in the logical tensor. So equal updates are rounded alike at any layout, and replicas and copies of a
+    weight on other ranks stay bitwise equal.
 
     Args:
         optimizer: any torch optimizer. A `NeuronZero1Optimizer` must have been created with
             `optimizer_dtype=torch.bfloat16`, and have all its parameter groups.
         seed: the random seed, the same on every rank.
+        names: the names of the parameters in the whole model; parameters without a name share one sequence of noise.
 
     Raises:
         ValueError: a `NeuronZero1Optimizer` that keeps master weights, which need no such rounding.
     """
 
-    def __init__(self, optimizer: Optimizer, *, seed: int = 0) -> None:
+    def __init__(self, optimizer: Optimizer, *, seed: int = 0, names: Mapping[Tensor, str] | None = None) -> None:
         self.seed = seed
         self.steps = 0
+        self._names = dict(names or {})
         self._rounded: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its bfloat16 data and gradient
         self._loading: dict[str, Any] = {}
+        self._places = dict(_places(optimizer))
         self._hooks = [hook for each in _updating_optimizers(optimizer) for hook in self._attach(each)]
+        self._hooks.append(optimizer.register_step_pre_hook(self._count))
 
     def state_dict(self) -> dict[str, int]:
         """Return the state to save, so that a resumed run draws the same noise."""
@@ -72,6 +122,9 @@ class StochasticRounding:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
 
     def _attach(self, optimizer: Optimizer) -> list[RemovableHandle]:
         return [
@@ -105,10 +158,10 @@ class StochasticRounding:
                     parameter.grad = grad.float()
 
     def _round(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.steps += 1
         for parameter, data, grad in self._rounded:
-            generator = torch.Generator(device=data.device).manual_seed((self.seed << 32) + self.steps)
-            data.copy_(stochastic_round(parameter.data, generator))
+            place = self._places.get(parameter) or _Place(parameter, 0, parameter.numel())
+            key = f"{self.seed}/{self.steps}/{self._names.get(place.parameter, '')}"
+            data.copy_(_round_with(parameter.data, place.noise(key, data.shape)))
             parameter.grad = None
             parameter.data = data
             parameter.grad = grad
@@ -125,3 +178,11 @@ def _updating_optimizers(optimizer: Optimizer) -> list[Optimizer]:
             "not rounded; create it with optimizer_dtype=torch.bfloat16, or do not use stochastic rounding"
         )
     return [base for _, base in optimizer.parts()]
+
+
+def _places(optimizer: Optimizer) -> Iterator[tuple[Tensor, _Place]]:
+    """Yield what ZeRO-1's optimizers update: this rank's parts of the parameters."""
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        for bucket, _ in optimizer.parts():
+            for own in bucket.ranges:
+                yield own.weight, _Place(own.parameter, own.start, own.stop)

@@ -64,6 +64,11 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             "train.dtype=float32 with train.autocast=float16",
         ),
         (
+            ["optimizer.stochastic_rounding=true"],
+            "optimizer.stochastic_rounding=true rounds bfloat16 weights, not train.dtype=float32; set "
+            "train.dtype=bfloat16, or leave it out",
+        ),
+        (
             ["data.column=text"],
             "data.column=text needs data.path, a file or folder of rows",
         ),

@@ -255,6 +255,12 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]]
         if options.type != defaults.type:
             mistake = f"optimizer.type={options.type} and optimizer.factory each name an optimizer; set one of them"
             yield ("optimizer.type", "optimizer.factory"), mistake
+    if options.stochastic_rounding and recipe.train.dtype != "bfloat16":
+        mistake = (
+            f"optimizer.stochastic_rounding=true rounds bfloat16 weights, not train.dtype={recipe.train.dtype}; set "
+            "train.dtype=bfloat16, or leave it out"
+        )
+        yield ("optimizer.stochastic_rounding", "train.dtype"), mistake
     for name in ("betas", "eps"):
         if (options.type != "adamw" or options.factory is not None) and getattr(options, name) != getattr(
             defaults, name

@@ -247,6 +247,9 @@ class OptimizerSection:
     betas: tuple[float, float] = option((0.9, 0.95), "adamw: decay of the two moments", at_least=0, below=1)
     eps: float = option(1e-8, "adamw: added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "weight decay of matrices; decoupled in adamw and adafactor", at_least=0)
+    stochastic_rounding: bool = option(
+        False, "round bfloat16 weights up or down at random after each update, in place of float32 master weights"
+    )
     warmup_steps: int = option(20, "steps of linear warm-up", at_least=0)
     min_lr_ratio: float = option(0.1, "minimum learning rate, as a fraction of lr", at_least=0, at_most=1)
     schedule: LrScheduleName = option("cosine", "learning-rate schedule after the warm-up, by its name in transformers")

@@ -216,8 +216,7 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         )
     state.train_loader.load_state_dict(content["train_loader"])
     state.early_stopping.load_state_dict(content.get("early_stopping", EarlyStopping(0, 0.0).state_dict()))
-    if state.optimizer.loss_scaler is not None and content.get("loss_scaler") is not None:
-        state.optimizer.loss_scaler.load_state_dict(content["loss_scaler"])
+    state.optimizer.load_precision_state(content.get("precision", {}))
     state.step = checkpoint.step or 0
     rng_state = _own_rng_state()
     if checkpoint.mesh == asdict(get_mesh()) and rng_state.keys() <= checkpoint.tensors.keys():
@@ -251,7 +250,7 @@ def _describe_run(state: RunState) -> dict[str, object]:
         "data": _describe_data(state),
         "train_loader": state.train_loader.state_dict(),
         "early_stopping": state.early_stopping.state_dict(),
-        "loss_scaler": None if state.optimizer.loss_scaler is None else state.optimizer.loss_scaler.state_dict(),
+        "precision": state.optimizer.precision_state(),
     }
 
 
