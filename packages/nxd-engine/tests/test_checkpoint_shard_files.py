@@ -135,7 +135,10 @@ def test_code_is_neither_saved_nor_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model_key": "missing", "model_or_optimizer": nn.Linear(1, 1)}, "no state under model_key='missing'; found: model"),
+        (
+            {"model_key": "missing", "model_or_optimizer": nn.Linear(1, 1)},
+            "no state under model_key='missing'; found: model",
+        ),
         ({"sharded": False}, "sharded=False needs the model"),
     ],
 )

@@ -13,12 +13,11 @@ from weakref import WeakMethod
 import torch
 from nxd_state import Group, Pending, all_reduce_, records_graphs
 from torch import Tensor
-from torch.autograd import Variable
 
 # The phase of a step. "overlapping": in a block around a last backward. "leaving": after such a block, which may not
-# have covered all parameters. "following": buckets are sent with a backward outside any block. "arrived": every
-# gradient is averaged, and none was added since. "failed": an exception left the gradients incomplete.
-Phase = Literal["accumulating", "overlapping", "leaving", "following", "arrived", "failed"]
+# have covered all parameters. "arrived": every gradient is averaged, and none was added since. "failed": an exception
+# left the gradients incomplete.
+Phase = Literal["accumulating", "overlapping", "leaving", "arrived", "failed"]
 
 
 class Bucket(Protocol):
@@ -45,7 +44,6 @@ class BucketSender:
         send: starts sending the bucket with this index.
         finish: name of the owner's call that ends a step, for errors.
         drop: name of the owner's call that drops a failed step, for errors.
-        every_backward: whether to send buckets with every backward outside `hold`, without `overlap_backward`.
     """
 
     def __init__(
@@ -55,14 +53,11 @@ class BucketSender:
         *,
         finish: str,
         drop: str,
-        every_backward: bool = False,
     ) -> None:
         self._buckets = buckets
         self._send = send
-        self._follows = every_backward
         self._refusals: dict[Phase, str] = {
             "overlapping": "leave the block of overlap_backward() first",
-            "following": f"this step's gradients are being sent; call {finish} first",
             "leaving": f"this step's gradients have been sent; call {finish} first",
             "arrived": f"this step's gradients have been sent; call {finish} first",
             "failed": f"this step failed and its gradients are incomplete; drop them on every rank with {drop}",
@@ -73,7 +68,6 @@ class BucketSender:
         on_gradient = WeakMethod(self._on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, on_gradient)) for p in watched]
         self._phase: Phase = "accumulating"
-        self._backward_ended = False  # the backward that is followed has ended
         self._missing: list[set[int]] = []  # by bucket: parameters whose last gradient is still to come
         self._last: set[int] = set()  # parameters that get their last gradient in the backward that is running
         self._messages: list[Message] = []  # of the first buckets, in order
@@ -85,7 +79,7 @@ class BucketSender:
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
-        self.refuse("overlap_backward()", "overlapping", "following", "leaving", "arrived", "failed")
+        self.refuse("overlap_backward()", "overlapping", "leaving", "arrived", "failed")
         with self.last_backward(self._bucket_of):
             yield
 
@@ -100,9 +94,9 @@ class BucketSender:
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
         """
-        self.refuse("last_backward()", "overlapping", "following", "failed")
+        self.refuse("last_backward()", "overlapping", "failed")
         if self._phase != "leaving":
-            self._begin("leaving")
+            self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
         self._phase = "overlapping"
         self._last = self._bucket_of.keys() & set(parameters)
         try:
@@ -118,23 +112,9 @@ class BucketSender:
 
     def synchronize(self) -> None:
         """Send the remaining buckets, and wait for all. Gradients that follow belong to the same step."""
-        self.refuse("synchronize()", "overlapping", "following", "failed")
+        self.refuse("synchronize()", "overlapping", "failed")
         self._finish_messages()
         self._phase = "arrived"
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Send nothing during the backward passes inside the block.
-
-        Raises:
-            RuntimeError: this step's gradients are already being sent.
-        """
-        self.refuse("no_sync()", "overlapping", "following", "leaving", "arrived", "failed")
-        follows, self._follows = self._follows, False
-        try:
-            yield
-        finally:
-            self._follows = follows
 
     def complete(self) -> None:
         """Send the remaining buckets and wait for all, so that a new step can begin."""
@@ -151,8 +131,6 @@ class BucketSender:
 
     def refuse(self, call: str, *phases: Phase) -> None:
         """Raise a RuntimeError with the remedy if the step is in one of these phases."""
-        if self._phase == "following" and not self._backward_ended:
-            self._phase = "failed"
         if self._phase in phases:
             raise RuntimeError(f"{call} cannot be called now: {self._refusals[self._phase]}")
 
@@ -165,37 +143,21 @@ class BucketSender:
     def _on_gradient(self, parameter: Tensor) -> None:
         """Called by autograd after each accumulation into `parameter.grad`."""
         index = self._bucket_of[id(parameter)]
-        if self._phase == "accumulating" and self._follows:
-            self._begin("following")
-            self._backward_ended = False
-            Variable._execution_engine.queue_callback(self._on_end_of_backward)  # not called if backward raises
         if self._phase == "arrived":
             self._phase = "accumulating"  # another round; its average is added to the existing one
-        leaving = self._phase in ("overlapping", "leaving", "following")
+        leaving = self._phase in ("overlapping", "leaving")
         if leaving and id(parameter) not in self._missing[index]:
-            advice = (
-                "put the backward passes before the last one of a step into no_sync()"
-                if self._phase == "following"
-                else "enter overlap_backward() for the last backward of a step only, or run_train in no_sync()"
-            )
             self._phase = "failed"
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient after its first may have been "
-                f"sent: {advice}. Reentrant checkpoints around tied weights do this too: use "
-                "checkpoint(..., use_reentrant=False)"
+                "sent: enter overlap_backward() for the last backward of a step only, or run_train in no_sync(). "
+                "Reentrant checkpoints around tied weights do this too: use checkpoint(..., use_reentrant=False)"
             )
         if not getattr(parameter, "summed_over_stages", False):  # a pipeline adds other stages' gradients to `.grad`
             self._buckets[index].add_gradient(parameter)
-        if self._phase == "following" or id(parameter) in self._last:
+        if id(parameter) in self._last:
             self._missing[index].remove(id(parameter))
             self._send_filled()
-
-    def _on_end_of_backward(self) -> None:
-        self._backward_ended = True
-
-    def _begin(self, phase: Phase) -> None:
-        self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
-        self._phase = phase
 
     def _send_filled(self) -> None:
         # Buckets are sent in the same order on all ranks, whatever order they fill in.

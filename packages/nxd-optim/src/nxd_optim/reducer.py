@@ -45,9 +45,6 @@ class GradientReducer:
     for a parameter, it counts as zero. `optimizer.zero_grad()` also works in place of `reducer.zero_grad()`, at the
     cost of one more copy of each gradient. After a change of `requires_grad`, create a new reducer.
 
-    A script written for DistributedDataParallel keeps its structure with `every_backward=True`: gradients are sent with
-    each `backward()` outside `no_sync()`, and `finish()` is called before the optimizer's step.
-
     Args:
         parameters: the model's parameters, in the same order on every rank; those that need gradients are used once.
         group: the ranks to average over; data times context parallel if None, and for parameters of experts the ranks
@@ -55,7 +52,6 @@ class GradientReducer:
         bucket_bytes: maximum size of a bucket. A larger parameter is sent alone.
         reduce_dtype: dtype in which gradients are sent and summed, such as float32 for bfloat16 gradients; their own
             dtype if None.
-        every_backward: whether to overlap every backward outside `no_sync`, instead of those in `overlap_backward`.
         find_unused_parameters: whether to ask replicas and tensor-parallel ranks which parameters have gradients.
             Parameters without any keep None, so an optimizer skips them; otherwise their mean is zero.
 
@@ -72,7 +68,6 @@ class GradientReducer:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         reduce_dtype: torch.dtype | None = None,
-        every_backward: bool = False,
         find_unused_parameters: bool = False,
     ) -> None:
         if bucket_bytes < 1:
@@ -100,7 +95,6 @@ class GradientReducer:
             self._send,
             finish="finish()",
             drop="zero_grad() of the reducer",
-            every_backward=every_backward,
         )
 
     @contextmanager
@@ -140,16 +134,6 @@ class GradientReducer:
         self._sender.synchronize()
         if self._usage is not None and self._buckets:
             self._leave_unused_without_gradient(self._usage)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Only accumulate in backward passes inside the block; needed only with `every_backward=True`.
-
-        Raises:
-            RuntimeError: this step's gradients are already being sent.
-        """
-        with self._sender.hold():
-            yield
 
     def finish(self) -> None:
         """Send the remaining buckets and wait: afterwards every `.grad` is the mean over the replicas.
