@@ -20,7 +20,7 @@ def recorded_step(name: str) -> str:
     os.environ |= {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"}
     import torch.distributed as dist  # noqa: PLC0415  (torch-xla reads the environment)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  (registers the transport "fake")
-    from nxd_doctor.graphs.recording import record_steps  # noqa: PLC0415
+    from nxd_doctor.graphs.capture import record_steps  # noqa: PLC0415
     from nxd_state import step_boundary  # noqa: PLC0415
     from training_steps import LAYOUTS, make_llama, make_trainee, take_step  # noqa: PLC0415
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from nxd_cli import main
-from nxd_cli.catalog import COMMANDS, GROUP
+from nxd_cli.dispatch import COMMANDS, GROUP
 
 PACKAGES = Path(__file__).parents[2]
 

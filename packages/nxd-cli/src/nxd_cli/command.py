@@ -1,11 +1,11 @@
-"""Helpers that commands share: user errors, unknown arguments, and the number of ranks."""
+"""Helpers that commands share: user errors, arguments, the keys of a recipe, and the number of ranks."""
 
 import argparse
 import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -109,3 +109,35 @@ def import_named(name: str, key: str = "") -> Any:
     except Exception as error:  # whatever the module raises
         told = f"{key}={name}" if key else name
         raise ValueError(f"{told} cannot be imported from here: {type(error).__name__}: {error}") from error
+
+
+_TRUE_OR_FALSE = ("true", "false", "0", "1")
+
+
+def take_settings(
+    arguments: Sequence[str], flags: Collection[str], switches: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Split the arguments into those without the recipe's keys, and these keys as `key=value`.
+
+    A key may be given as `--train.steps 100`, `--train.steps=100` or `train.steps=100`, and a boolean one also as
+    `--data.chat`. Unknown keys are kept: the recipe knows best which key was meant.
+    """
+    remaining: list[str] = []
+    settings: list[str] = []
+    waiting = list(reversed(arguments))
+    while waiting:
+        argument = waiting.pop()
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and name in flags and not equals and name != "help" and waiting:
+            remaining += [argument, waiting.pop()]  # its value may look like a setting, as a layout does
+        elif argument.startswith("--") and name not in flags:
+            if name in switches and not equals and (not waiting or waiting[-1].lower() not in _TRUE_OR_FALSE):
+                value = "true"
+            elif not equals and waiting and not waiting[-1].startswith("--"):
+                value = waiting.pop()
+            settings.append(f"{name}={value}")
+        elif equals and not argument.startswith("-") and not os.path.exists(argument):
+            settings.append(argument)
+        else:
+            remaining.append(argument)
+    return remaining, settings

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from nxd_cli.units import show_memory
+from nxd_cli.output import show_memory
 
 from nxd_doctor.installation import (
     OTHERS,

@@ -18,7 +18,7 @@ import torch
 from nxd_state import get_device
 from nxd_state.neuron_errors import DeviceError, device_errors
 from nxd_doctor.graphs import *
-from nxd_doctor.graphs.recording import record_steps
+from nxd_doctor.graphs.capture import record_steps
 start_capture()
 import torch_xla
 

@@ -8,10 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxd_lightning.bases import NeuronXLAAccelerator
     from nxd_lightning.checkpoint_io import NeuronCheckpointIO
     from nxd_lightning.data import TextDataModule
     from nxd_lightning.hooks_callback import NeuronHooksCallback
+    from nxd_lightning.lightning_package import NeuronXLAAccelerator
     from nxd_lightning.logging_rank import NeuronTensorBoardLogger, NeuronTQDMProgressBar
     from nxd_lightning.module import NeuronLTModule
     from nxd_lightning.precision import NeuronXLAPrecisionPlugin
@@ -39,7 +39,7 @@ _MODULES = {
     "NeuronTensorBoardLogger": "logging_rank",
     "NeuronCheckpointIO": "checkpoint_io",
     "NeuronHooksCallback": "hooks_callback",
-    "NeuronXLAAccelerator": "bases",
+    "NeuronXLAAccelerator": "lightning_package",
     "TextDataModule": "data",
 }
 

@@ -13,8 +13,7 @@ from typing import Any
 from nxd_engine import checkpoint_parts, delete_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from torch import Tensor, nn
 
-from nxd_lightning.bases import CheckpointIOBase
-from nxd_lightning.lightning_package import lightning
+from nxd_lightning.lightning_package import CheckpointIOBase, lightning
 
 # A checkpoint that no Trainer wrote is presented to Lightning as having model, optimizer and scheduler only.
 _NOTHING_OF_LIGHTNING: dict[str, Any] = {

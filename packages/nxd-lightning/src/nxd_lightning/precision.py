@@ -7,8 +7,7 @@ from nxd_engine import NxDOptimizer
 from nxd_state import records_graphs, step_boundary
 from torch import Tensor
 
-from nxd_lightning.bases import PrecisionBase
-from nxd_lightning.lightning_package import lightning
+from nxd_lightning.lightning_package import PrecisionBase, lightning
 
 _Precision: Any = lightning("plugins").Precision
 

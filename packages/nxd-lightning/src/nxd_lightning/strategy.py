@@ -24,11 +24,19 @@ from nxd_state import (
 from nxd_state.degrees import SIZES
 from torch import Tensor
 
-from nxd_lightning.bases import ON_XLA, CheckpointIOBase, NeuronXLAAccelerator, StrategyBase
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
 from nxd_lightning.checks import check_optimizers, check_trainer
 from nxd_lightning.launcher import RankLauncher
-from nxd_lightning.lightning_package import SPELLING, advice, fabric, lightning
+from nxd_lightning.lightning_package import (
+    ON_XLA,
+    SPELLING,
+    CheckpointIOBase,
+    NeuronXLAAccelerator,
+    StrategyBase,
+    advice,
+    fabric,
+    lightning,
+)
 from nxd_lightning.precision import let_optimizer_scale
 
 _TrainerFn: Any = lightning("trainer.states").TrainerFn

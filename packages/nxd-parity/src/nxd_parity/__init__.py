@@ -4,8 +4,7 @@ This package has the comparison and its report; `nxd parity` is the command that
 """
 
 from nxd_parity.case import ParityCase
-from nxd_parity.compare import compare
+from nxd_parity.compare import Difference, ParityReport, compare
 from nxd_parity.float64 import InFloat64
-from nxd_parity.report import Difference, ParityReport
 
 __all__ = ["ParityCase", "compare", "InFloat64", "ParityReport", "Difference"]

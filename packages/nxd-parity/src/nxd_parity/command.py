@@ -7,9 +7,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_cli.command import add_nproc, import_named, leave_mesh, parse, reports_user_errors, started_ranks
+from nxd_cli.command import (
+    add_nproc,
+    import_named,
+    leave_mesh,
+    parse,
+    reports_user_errors,
+    started_ranks,
+    take_settings,
+)
 from nxd_cli.launch import own_threads
-from nxd_cli.settings import take_settings
 from nxd_engine.options import literal
 
 if TYPE_CHECKING:

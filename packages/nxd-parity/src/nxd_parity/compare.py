@@ -1,7 +1,8 @@
-"""`compare`: trains a layout and one process side by side and names the first tensor that differs."""
+"""`compare`: trains a layout and one process side by side and reports the first tensor that differs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +23,97 @@ from nxd_parity.float64 import InFloat64
 from nxd_parity.layout import LayoutRun, LayoutStep, Piece
 from nxd_parity.placement import Distance, Part, distance, is_close, readings
 from nxd_parity.reference import Reference, ReferenceStep, run_reference
-from nxd_parity.report import Difference, ParityReport
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that differs from one process.
+
+    Attributes:
+        step: the step, from 1.
+        kind: "initial parameter", "activation", "loss", "gradient", "gradient norm" or "parameter".
+        name: name of the module or parameter.
+        rank: the global rank that has the values.
+        problem: the problem, if it is not that values differ.
+        max_abs: largest absolute difference.
+        max_rel: largest difference, relative to the tensor's largest value in one process.
+        index: index of the largest difference in the whole tensor.
+        expected: the value there in one process.
+        found: the value there in the layout.
+    """
+
+    step: int
+    kind: str
+    name: str
+    rank: int = 0
+    problem: str = ""
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    index: tuple[int, ...] = ()
+    expected: float = 0.0
+    found: float = 0.0
+
+    def __str__(self) -> str:
+        title = f"step {self.step}: {self.kind} {self.name}".rstrip()
+        if self.problem:
+            return f"{title} {self.problem}"
+        place = f" at {list(self.index)}" if self.index else ""
+        return (
+            f"{title} differs on rank {self.rank}: largest difference {self.max_abs:.3g} (relative {self.max_rel:.3g})"
+            f"{place}, where one process has {self.expected:.10g} and the layout {self.found:.10g}"
+        )
+
+
+@dataclass
+class ParityReport:
+    """The outcome, the same on every rank.
+
+    Attributes:
+        layout: the layout, such as "TP 2 x PP 1 x DP 2".
+        dtype: dtype of weights and inputs, such as "float64".
+        rtol: tolerance, relative to the largest value of a tensor.
+        steps: number of steps that were compared.
+        compared: number of tensors of each kind that agree.
+        not_compared: modules whose outputs cannot be compared with one process, and why.
+        difference: the first tensor that differs; None if all agree.
+    """
+
+    layout: str
+    dtype: str
+    rtol: float
+    steps: int = 0
+    compared: dict[str, int] = field(default_factory=dict)
+    not_compared: dict[str, str] = field(default_factory=dict)
+    difference: Difference | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs."""
+        return self.difference is None
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in self.compared.items())
+        agree = f"{counts.replace('losss', 'losses')} agree"
+        lines = [f"{self.layout} against one process, {self.dtype}, {self.steps} steps, tolerance {self.rtol:g}"]
+        if self.difference is None:
+            lines.append(agree)
+        else:
+            lines += [f"DIFFERENT  {self.difference}", f"before that, {agree if counts else 'nothing was compared'}"]
+        if self.not_compared:
+            name, reason = next(iter(self.not_compared.items()))
+            lines.append(f"outputs of {len(self.not_compared)} modules were not compared, such as {name}: {reason}")
+        return "\n".join(lines)
+
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
+
 ItemT = TypeVar("ItemT")
+
+
 Verdict = Difference | str | None  # the difference; why it was not compared; None: it agrees
+
+
 Check = Callable[[str, Sequence[Any]], Verdict]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from nxd_cli.units import show_memory, show_seconds
+from nxd_cli.output import show_memory, show_seconds
 
 from nxd_plan.layout import Degrees
 from nxd_plan.memory import RankMemory

@@ -2,7 +2,7 @@ import os
 
 import pytest
 import torch
-from nxd_cli.units import show_count, show_duration, show_memory
+from nxd_cli.output import show_count, show_duration, show_memory
 from nxd_trainer.report import Throughput, peak_memory_bytes, progress
 
 

@@ -3,17 +3,22 @@
 Counting works on HLO text from any source. Only recording the graphs of a step needs torch-xla.
 """
 
-from nxd_doctor.graphs.capture import capture_steps, graphs_of, recent_graphs, start_capture
-from nxd_doctor.graphs.casts import Cast, find_casts
+from nxd_doctor.graphs.capture import (
+    CapturedGraph,
+    Counters,
+    capture_steps,
+    graphs_of,
+    read_counters,
+    read_graphs,
+    recent_graphs,
+    start_capture,
+)
 from nxd_doctor.graphs.collectives import Collective, find_collectives, total_bytes
 from nxd_doctor.graphs.compare import Difference, first_difference
-from nxd_doctor.graphs.counters import Counters, read_counters
-from nxd_doctor.graphs.flops import Product, count_flops, find_products
-from nxd_doctor.graphs.graph_dump import CapturedGraph, read_graphs
-from nxd_doctor.graphs.hlo import Array, Computation, HloModule, Instruction, Shape
+from nxd_doctor.graphs.hlo import Array, Computation, HloModule, Instruction, Shape, loops_counted_once
 from nxd_doctor.graphs.liveness import LiveBuffer, Memory, peak_memory
+from nxd_doctor.graphs.operations import Cast, Product, count_flops, find_casts, find_products
 from nxd_doctor.graphs.parse import parse_hlo
-from nxd_doctor.graphs.repeats import loops_counted_once
 from nxd_doctor.graphs.scopes import module_scopes
 
 __all__ = [

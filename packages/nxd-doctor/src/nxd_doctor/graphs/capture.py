@@ -1,20 +1,77 @@
-"""Records the graphs that torch-xla runs during some steps, by telling torch-xla to dump them to a file."""
+"""Records the graphs that torch-xla builds for some steps, and its counters.
+
+With `XLA_SAVE_TENSORS_FILE` and `XLA_SAVE_TENSORS_FMT=hlo`, torch-xla appends each graph to a file before it runs it:
+the Python frames that requested it, then the HLO text between two markers. `record_steps` records without running, for
+a rank whose peers do not exist.
+"""
 
 import atexit
 import os
+import re
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import torch
 from nxd_state.device import check_torch_xla, torch_xla_module
 from nxd_state.neuron_errors import explain_by, place_in_model
 
-from nxd_doctor.graphs.counters import read_counters
-from nxd_doctor.graphs.graph_dump import CapturedGraph, read_graphs
 from nxd_doctor.graphs.hlo import HloModule
 from nxd_doctor.graphs.liveness import peak_memory
+from nxd_doctor.graphs.parse import parse_hlo
+from nxd_doctor.graphs.pending_graph import pending_tensors, put_results
 
 _FILE = "XLA_SAVE_TENSORS_FILE"
+_BEGIN, _END = "## BEGIN_GRAPH", "## END_GRAPH"
+_FRAME = re.compile(r"^\s+(\S+) \((.+):(\d+)\)$", re.MULTILINE)
+_SYNCHRONISES = re.compile(r"^step_boundary |[/\\](torch|torch_xla)[/\\]")
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """One graph that torch-xla ran.
+
+    Attributes:
+        text: the HLO module as text.
+        frames: "function (file:line)" of the Python code that requested its results, innermost first.
+    """
+
+    text: str
+    frames: tuple[str, ...] = ()
+
+    @cached_property
+    def module(self) -> HloModule:
+        """The parsed text."""
+        return parse_hlo(self.text)
+
+    @property
+    def asked_by(self) -> str:
+        """The innermost frame outside of torch, torch-xla and `step_boundary`; empty if there is none."""
+        return next((frame for frame in self.frames if not _SYNCHRONISES.search(frame)), "")
+
+
+def read_graphs(text: str) -> list[CapturedGraph]:
+    """Read the graphs of a dump, in the order in which they ran.
+
+    Raises:
+        ValueError: the dump ends in the middle of a graph.
+    """
+    graphs = []
+    begins = text.find(_BEGIN)
+    read = 0
+    while begins >= 0:
+        ends = text.find(_END, begins)
+        if ends < 0:
+            raise ValueError("the dump ends in the middle of a graph; was the process that wrote it killed?")
+        frames = tuple(f"{name} ({file}:{line})" for name, file, line in _FRAME.findall(text, read, begins))
+        graphs.append(CapturedGraph(text[begins + len(_BEGIN) : ends].strip() + "\n", frames))
+        read = ends
+        begins = text.find(_BEGIN, ends)
+    return graphs
 
 
 def start_capture() -> None:
@@ -112,3 +169,91 @@ def _files() -> list[Path]:
 
 def _dump_after(begins: dict[Path, int]) -> str:
     return "".join(file.read_bytes()[begins.get(file, 0) :].decode() for file in _files())
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Events since the start of the process, or between two readings (`later - earlier`).
+
+    Attributes:
+        compilations: compiled graphs: each graph that is new to this process.
+        executions: graph runs.
+        transfers_to_host: tensors that were read back, each of which waits for the device.
+        fallbacks: operations that ran on the CPU because torch-xla does not support them, by name.
+    """
+
+    compilations: int
+    executions: int
+    transfers_to_host: int
+    fallbacks: dict[str, int]
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        more = {name: count - earlier.fallbacks.get(name, 0) for name, count in self.fallbacks.items()}
+        return Counters(
+            self.compilations - earlier.compilations,
+            self.executions - earlier.executions,
+            self.transfers_to_host - earlier.transfers_to_host,
+            {name: count for name, count in more.items() if count},
+        )
+
+
+def read_counters() -> Counters:
+    """Read the counters after all submitted graphs have finished.
+
+    Raises:
+        ModuleNotFoundError: torch-xla is not installed.
+    """
+    check_torch_xla("counting graphs")
+    metrics = torch_xla_module("debug.metrics")
+    torch_xla_module("core.xla_model").wait_device_ops()  # graphs run asynchronously
+    fallbacks = {name: int(metrics.counter_value(name) or 0) for name in metrics.counter_names() if "aten::" in name}
+    return Counters(
+        compilations=_times(metrics, "CompileTime"),
+        executions=_times(metrics, "ExecuteTime"),
+        transfers_to_host=_times(metrics, "TransferFromDeviceTime"),
+        fallbacks=fallbacks,
+    )
+
+
+def _times(metrics: Any, name: str) -> int:
+    data = metrics.metric_data(name)  # (count, sum, samples); None before the first
+    return int(data[0]) if data else 0
+
+
+def record_steps(step: Callable[[], object], count: int = 1) -> list[list[CapturedGraph]]:
+    """Like `capture_steps`, but every `torch_xla.sync()` in `step` only records; nothing is compiled or run.
+
+    Args:
+        step: one training step, with `step_boundary()` or `torch_xla.sync()` at its end; it must not read results.
+        count: how often to call it.
+
+    Returns:
+        The graphs of each call.
+
+    Raises:
+        ModuleNotFoundError: torch-xla is not installed.
+        RuntimeError: a step read a value before its end.
+    """
+    start_capture()
+    torch_xla = torch_xla_module()
+    graphs: list[CapturedGraph] = []
+
+    def record(*_: Any, **__: Any) -> None:
+        pending = pending_tensors()
+        if pending:
+            firsts = [aliases[0] for aliases in pending]
+            graphs.append(CapturedGraph(torch_xla._XLAC._get_xla_tensors_hlo(firsts)))
+            put_results(pending, [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in firsts])
+
+    steps = []
+    with mock.patch.object(torch_xla, "sync", record):
+        record()  # pending operations are not part of the steps
+        for _ in range(count):
+            graphs.clear()
+            early = graphs_of(step)
+            if early:
+                raise RuntimeError(
+                    f"the step reads a value before its end, which splits its graph: {early[0].asked_by}"
+                )
+            steps.append(graphs.copy())
+    return steps

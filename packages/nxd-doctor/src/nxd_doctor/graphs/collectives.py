@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from nxd_doctor.graphs.hlo import HloModule, Instruction
+from nxd_doctor.graphs.hlo import HloModule, Instruction, count_runs
 from nxd_doctor.graphs.parse import integer_lists, integers
-from nxd_doctor.graphs.repeats import count_runs
 
 KINDS = (
     "all-reduce",

@@ -4,10 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_cli.command import UserError, parse, reports_user_errors
+from nxd_cli.command import UserError, parse, reports_user_errors, take_settings
 from nxd_cli.launch import is_launched
 from nxd_cli.output import printable
-from nxd_cli.settings import take_settings
 
 from nxd_trainer.recipe import check_paths, load_recipe, recipe_switches
 

@@ -6,9 +6,17 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nxd_cli.command import UserError, add_nproc, check_nproc, leave_mesh, parse, reports_user_errors, started_ranks
+from nxd_cli.command import (
+    UserError,
+    add_nproc,
+    check_nproc,
+    leave_mesh,
+    parse,
+    reports_user_errors,
+    started_ranks,
+    take_settings,
+)
 from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID, advice_on_ranks, is_launched, own_threads
-from nxd_cli.settings import take_settings
 
 from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, recipe_switches, render_recipe_help
 

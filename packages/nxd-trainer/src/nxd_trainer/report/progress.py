@@ -17,7 +17,7 @@ from typing import Any, Self, TextIO
 
 import nxd_state
 import torch
-from nxd_cli.units import show_count, show_duration, show_memory
+from nxd_cli.output import show_count, show_duration, show_memory
 from tqdm import tqdm
 
 from nxd_trainer.report.metrics import StepRecord

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from nxd_doctor.graphs import CapturedGraph, capture_steps, module_scopes, start_capture
-from nxd_doctor.graphs.recording import record_steps
+from nxd_doctor.graphs.capture import record_steps
 from nxd_doctor.recording import RecordedRank, RecordedSteps, check_torch_xla, run_on_cpu
 from nxd_state import initialize_mesh, step_boundary
 
