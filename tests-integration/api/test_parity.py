@@ -168,9 +168,9 @@ def fill(module: torch.nn.Module) -> None:
         spec = get_shard_spec(parameter)
         if spec is None:
             parameter.copy_(values_of(parameter.shape, index, parameter.dtype))
-        for piece in () if spec is None else spec.pieces:
-            whole = values_of(piece.logical_shape, index, parameter.dtype)
-            parameter[piece.local.slices] = whole[piece.logical.slices]
+            continue
+        logical = {name: values_of(shape, index, parameter.dtype) for name, shape in spec.logical_shapes.items()}
+        spec.copy_from_logical(logical, parameter)
     for name, buffer in module.named_buffers(recurse=False):
         raise AssertionError(f"{name} of {tuple(buffer.shape)} was to keep its values")
 

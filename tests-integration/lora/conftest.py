@@ -56,8 +56,9 @@ def our_llama():
                 spec = nxd_state.get_shard_spec(parameter)
                 if spec is None:
                     parameter.copy_(weights[name])
-                for piece in spec.pieces if spec is not None else ():
-                    parameter[piece.local.slices] = weights[logical_name(name, piece.name)][piece.logical.slices]
+                    continue
+                logical = {relative: weights[logical_name(name, relative)] for relative in spec.logical_shapes}
+                spec.copy_from_logical(logical, parameter)
         return model.eval()
 
     return make

@@ -82,8 +82,9 @@ def load(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
         spec = get_shard_spec(parameter)
         if spec is None:
             parameter.copy_(weights[name])
-        for piece in spec.pieces if spec is not None else ():
-            parameter[piece.local.slices] = weights[logical_name(name, piece.name)][piece.logical.slices]
+            continue
+        logical = {relative: weights[logical_name(name, relative)] for relative in spec.logical_shapes}
+        spec.copy_from_logical(logical, parameter)
 
 
 def ours(tp: int, model_sizes: dict[str, object], weights: dict[str, torch.Tensor], sequence_parallel: bool):

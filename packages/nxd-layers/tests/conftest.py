@@ -34,12 +34,12 @@ def _logical(parameter, tensor=None):
     if spec is None:
         return tensor.detach()
     group = nxd_state.get_group("tp")
-    nxd_state.check_shard_specs(nxd_state.all_gather_object(spec, group))
-    boxes = [(piece.logical, piece.logical_shape, tensor.detach()[piece.local.slices]) for piece in spec.pieces]
-    gathered = [box for boxes_of_rank in nxd_state.all_gather_object(boxes, group) for box in boxes_of_rank]
-    whole = torch.full(gathered[0][1], float("nan"), dtype=tensor.dtype)
-    for box, _, part in gathered:
-        whole[box.slices] = part
+    gathered = nxd_state.all_gather_object((spec, tensor.detach()), group)
+    nxd_state.check_shard_specs([spec_of_rank for spec_of_rank, _ in gathered])
+    (shape,) = {shape for spec_of_rank, _ in gathered for shape in spec_of_rank.logical_shapes.values()}
+    whole = torch.full(shape, float("nan"), dtype=tensor.dtype)
+    for spec_of_rank, part in gathered:
+        spec_of_rank.copy_to_logical(part, whole)
     return whole
 
 

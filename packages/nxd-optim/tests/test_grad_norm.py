@@ -55,8 +55,7 @@ def local_parameter(spec, name, logical):
         return parameter
     parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=torch.float64))
     parameter.grad = torch.full_like(parameter, PADDING)
-    for piece in spec.pieces:
-        parameter.grad[piece.local.slices] = logical[piece.name or name][piece.logical.slices]
+    spec.copy_from_logical({relative: logical[relative or name] for relative in spec.logical_shapes}, parameter.grad)
     set_shard_spec(parameter, spec)
     return parameter
 

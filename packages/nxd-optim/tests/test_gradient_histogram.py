@@ -51,8 +51,7 @@ def test_histogram_over_ranks_is_that_of_the_logical_gradient(run_ranks, size):
         parameter = nn.Parameter(torch.zeros(spec.local_shape))
         parameter.grad = torch.full(spec.local_shape, 1e9)  # what stands in the padding must not count
         by_name = dict(zip(("q", "k") if len(logical) > 1 else ("",), logical, strict=True))
-        for piece in spec.pieces:
-            parameter.grad[piece.local.slices] = by_name[piece.name][piece.logical.slices]
+        spec.copy_from_logical(by_name, parameter.grad)
         set_shard_spec(parameter, spec)
         return parameter
 

@@ -30,20 +30,17 @@ def shapes(draw: st.DrawFn) -> list[int]:
 def cut(logical: torch.Tensor, spec: ShardSpec, padding: float = -1.0) -> torch.Tensor:
     """The local tensor that `spec` describes."""
     local = torch.full(spec.local_shape, padding)
-    for piece in spec.pieces:
-        local[piece.local.slices] = logical[piece.logical.slices]
+    spec.copy_from_logical(logical, local)
     return local
 
 
 def assemble(locals_: list[torch.Tensor], specs: list[ShardSpec], name: str = "") -> torch.Tensor:
     """The logical tensor from all ranks' parts; nan where nobody has anything."""
-    shape = next(piece.logical_shape for spec in specs for piece in spec.pieces if piece.name == name)
-    logical = torch.full(shape, float("nan"))
+    shapes = {key: shape for spec in specs for key, shape in spec.logical_shapes.items()}
+    logical = {key: torch.full(shape, float("nan")) for key, shape in shapes.items()}
     for local, spec in zip(locals_, specs, strict=True):
-        for piece in spec.pieces:
-            if piece.name == name:
-                logical[piece.logical.slices] = local[piece.local.slices]
-    return logical
+        spec.copy_to_logical(local, logical)
+    return logical[name]
 
 
 def holders(specs: list[ShardSpec], name: str = "") -> torch.Tensor:
@@ -145,8 +142,7 @@ def test_fused_shards_cover_each_of_their_tensors(size, copies, head_rows, colum
         assert sum(piece.local.numel for piece in spec.pieces) == torch.Size(spec.local_shape).numel()
     locals_ = [torch.empty(spec.local_shape) for spec in specs]
     for local, spec in zip(locals_, specs, strict=True):
-        for piece in spec.pieces:
-            local[piece.local.slices] = logical[piece.name][piece.logical.slices]
+        spec.copy_from_logical(logical, local)
     assert all(torch.equal(assemble(locals_, specs, name), tensor) for name, tensor in logical.items())
 
 
@@ -194,6 +190,30 @@ def test_shard_along_impossible_cut_raises_naming_numbers_and_what_to_use(argume
 def test_fuse_along_specs_that_do_not_fit_raises(specs):
     with pytest.raises(ValueError, match=r"no specs to fuse|cannot be fused along dim 0"):
         fuse_along(specs, 0)
+
+
+def test_copy_from_logical_converts_and_keeps_padding_and_copy_to_logical_is_its_inverse():
+    spec = shard_along((5, 2), 0, rank=1, size=2, padded_length=6)
+    whole = torch.arange(10.0).view(5, 2)
+    parameter = torch.nn.Parameter(torch.full((3, 2), 7.0, dtype=torch.float64))
+
+    spec.copy_from_logical(whole, parameter)
+
+    assert parameter.tolist() == [[6.0, 7.0], [8.0, 9.0], [7.0, 7.0]]
+    back = torch.zeros(5, 2)
+    spec.copy_to_logical(parameter, back)
+    assert torch.equal(back, torch.cat([torch.zeros(3, 2), whole[3:]]))
+
+
+def test_whole_spec_copies_everything():
+    spec = ShardSpec.whole((2, 3), copies=4)
+    local = torch.zeros(2, 3)
+
+    spec.copy_from_logical(torch.ones(2, 3), local)
+
+    assert local.all()
+    assert spec.logical_shapes == {"": (2, 3)}
+    check_shard_specs([spec] * 4)
 
 
 WHOLE = Box((0, 0), (2, 2))

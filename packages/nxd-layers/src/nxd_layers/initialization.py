@@ -52,8 +52,7 @@ def fill_from_logical(
     whole = torch.empty(logical_shape, dtype=torch.float32, device="cpu")
     init_method(whole)
     parameter.zero_()
-    for piece in spec.pieces:
-        parameter[piece.local.slices] = whole[piece.logical.slices].to(parameter.device, parameter.dtype)
+    spec.copy_from_logical(whole, parameter)
     return whole
 
 

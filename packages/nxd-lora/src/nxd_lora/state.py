@@ -7,7 +7,7 @@ module does not depend on the file format.
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from nxd_state import Group, ShardPiece, ShardSpec, active_group, all_gather, all_gather_object, get_shard_spec
+from nxd_state import Group, ShardSpec, active_group, all_gather, all_gather_object, get_shard_spec
 from torch import Tensor, nn
 
 from nxd_lora.model import LoraModel
@@ -79,7 +79,7 @@ def _boxes(name: str, parameter: nn.Parameter) -> Iterator[tuple[str, tuple[int,
         yield name, tuple(parameter.shape), everything, everything
         return
     for piece in spec.pieces:
-        yield _logical_name(name, piece), piece.logical_shape, piece.local.slices, piece.logical.slices
+        yield _logical_name(name, piece.name), piece.logical_shape, piece.local.slices, piece.logical.slices
 
 
 def _gathered(
@@ -92,16 +92,18 @@ def _gathered(
     for group in groups:
         parts = all_gather(parts, group)
     for part, spec in zip(parts.cpu(), specs, strict=True):
-        for piece in () if spec is None else spec.pieces:
-            logical = _logical_name(name, piece)
-            tensor = whole.setdefault(logical, torch.zeros(piece.logical_shape, dtype=part.dtype))
-            tensor[piece.logical.slices] = part[piece.local.slices]
+        if spec is not None:
+            targets = {
+                relative: whole.setdefault(_logical_name(name, relative), torch.zeros(shape, dtype=part.dtype))
+                for relative, shape in spec.logical_shapes.items()
+            }
+            spec.copy_to_logical(part, targets)
     return whole
 
 
-def _logical_name(name: str, piece: ShardPiece) -> str:
-    """Return the logical name; `ShardPiece.name` is relative to the parent of the layer that owns the parameter."""
-    return ".".join([*name.split(".")[:-2], piece.name]) if piece.name else name
+def _logical_name(name: str, relative: str) -> str:
+    """Return the logical name; `relative` is a `ShardPiece.name`, relative to the parent of the parameter's layer."""
+    return ".".join([*name.split(".")[:-2], relative]) if relative else name
 
 
 def _differing(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:

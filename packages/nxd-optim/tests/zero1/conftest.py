@@ -43,8 +43,7 @@ def local_part(name, whole):
     if spec is None:
         return whole.clone()
     part = torch.zeros(spec.local_shape, dtype=whole.dtype)
-    for piece in spec.pieces:
-        part[piece.local.slices] = whole[piece.logical.slices]
+    spec.copy_from_logical(whole, part)
     return part
 
 

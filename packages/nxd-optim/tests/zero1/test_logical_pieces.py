@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from nxd_optim.zero1.logical_pieces import boxes_of_flat_range, pieces_of_flat_range, whole_spec
-from nxd_state import fuse_along, shard_along
+from nxd_optim.zero1.logical_pieces import boxes_of_flat_range, pieces_of_flat_range
+from nxd_state import ShardSpec, fuse_along, shard_along
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -42,7 +42,7 @@ def specs(draw):
     rows, columns, dim = draw(st.integers(1, 3)) * size, draw(st.integers(1, 4)), draw(st.integers(0, 1))
     shape = (rows, columns) if dim == 0 else (columns, rows)
     if kind == "whole":
-        return [whole_spec(shape, copies=size)] * size
+        return [ShardSpec.whole(shape, copies=size)] * size
     if kind == "strided":
         shape = tuple(2 * length if index == dim else length for index, length in enumerate(shape))
     specs = []
@@ -81,10 +81,9 @@ def test_pieces_of_all_ranks_and_ranges_hold_each_logical_element_as_often_as_th
 @given(specs(), st.data())
 def test_views_of_a_flat_range_are_the_logical_elements(specs, data):
     spec = data.draw(st.sampled_from(specs))
-    wholes = {piece.name: torch.rand(piece.logical_shape) for piece in spec.pieces}
+    wholes = {name: torch.rand(shape) for name, shape in spec.logical_shapes.items()}
     local = torch.full(spec.local_shape, -1.0)
-    for piece in spec.pieces:
-        local[piece.local.slices] = wholes[piece.name][piece.logical.slices]
+    spec.copy_from_logical(wholes, local)
     start = data.draw(st.integers(0, local.numel()))
     stop = data.draw(st.integers(start, local.numel()))
     flat = local.reshape(-1)[start:stop].clone()

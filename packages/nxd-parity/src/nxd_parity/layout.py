@@ -12,7 +12,7 @@ from nxd_state import Box, get_group, get_mesh
 from torch import Tensor, nn
 
 from nxd_parity.case import ParityCase, has_batch, inputs_in, make_model
-from nxd_parity.recording import ActivationRecord, pieces_of
+from nxd_parity.recording import ActivationRecord, spec_of
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LayoutRun:
             name = self._first_names.get(own_name, own_name)
             adds = tensor is not parameter and bool(getattr(parameter, "sequence_parallel_enabled", False))
             is_expert = get_mesh().splits_experts and getattr(parameter, "expert_model_parallel", False)
-            for piece in pieces_of(parameter):
+            for piece in spec_of(parameter).pieces:
                 values = tensor.detach()[piece.local.slices].cpu().clone()
                 found.setdefault(logical_name(name, piece.name), []).append(
                     Piece(piece.logical, piece.logical_shape, values, adds, piece.copies if is_expert else 0)

@@ -1,11 +1,11 @@
 """Records a model's outputs in a step by module, the order of its gradients, and the values of its parameters."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from nxd_state import Box, ShardPiece, get_shard_spec
+from nxd_state import ShardSpec, get_shard_spec
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -60,10 +60,6 @@ def gradient_order(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[l
             handle.remove()
 
 
-def pieces_of(parameter: Tensor) -> Sequence[ShardPiece]:
-    """The pieces in this rank's part of a parameter; a single piece if it is not sharded."""
-    spec = get_shard_spec(parameter)
-    if spec is not None:
-        return spec.pieces
-    whole = Box((0,) * parameter.dim(), tuple(parameter.shape))
-    return [ShardPiece(whole, whole, whole.shape)]
+def spec_of(parameter: Tensor) -> ShardSpec:
+    """The shard spec of a parameter, also if it is not sharded."""
+    return get_shard_spec(parameter) or ShardSpec.whole(parameter.shape)

@@ -12,7 +12,7 @@ from nxd_state import get_device, move_model_to_device
 from torch import Tensor, nn
 
 from nxd_parity.case import ParityCase, inputs_in, make_model
-from nxd_parity.recording import ActivationRecord, gradient_order, pieces_of
+from nxd_parity.recording import ActivationRecord, gradient_order, spec_of
 
 
 @dataclass
@@ -93,9 +93,10 @@ def _logical(named: Any) -> dict[str, Tensor]:
     """Tensors by logical name: a fused parameter appears under the names of its parts."""
     whole: dict[str, Tensor] = {}
     for name, parameter, tensor in named:
-        for piece in pieces_of(parameter):
-            target = whole.setdefault(
-                logical_name(name, piece.name), torch.zeros(piece.logical_shape, dtype=tensor.dtype)
-            )
-            target[piece.logical.slices] = tensor.detach()[piece.local.slices].cpu()
+        spec = spec_of(parameter)
+        targets = {
+            relative: whole.setdefault(logical_name(name, relative), torch.zeros(shape, dtype=tensor.dtype))
+            for relative, shape in spec.logical_shapes.items()
+        }
+        spec.copy_to_logical(tensor, targets)
     return whole

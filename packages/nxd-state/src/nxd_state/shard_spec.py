@@ -8,7 +8,7 @@ plain, strided and fused shards (several logical tensors in one parameter), rows
 (`copies`), and padding (local elements in no piece).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -99,6 +99,43 @@ class ShardSpec:
     def has_padding(self) -> bool:
         """Whether some element of the local tensor is in no piece."""
         return sum(piece.local.numel for piece in self.pieces) < prod(self.local_shape)
+
+    @property
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the logical tensors by `ShardPiece.name`; those of which this rank holds nothing are missing."""
+        return {piece.name: piece.logical_shape for piece in self.pieces}
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], *, name: str = "", copies: int = 1, axis: str = "tp") -> "ShardSpec":
+        """The spec of a tensor that every rank holds whole."""
+        box = Box((0,) * len(shape), tuple(shape))
+        return cls(box.shape, (ShardPiece(box, box, box.shape, name, copies),), axis)
+
+    @torch.no_grad()
+    def copy_from_logical(self, logical: Tensor | Mapping[str, Tensor], local: Tensor) -> None:
+        """Fill `local` with this rank's boxes of the logical tensors; padding keeps its values.
+
+        Values are converted to the dtype of `local` and moved to its device.
+
+        Args:
+            logical: the logical tensor, or logical tensors by `ShardPiece.name`.
+            local: tensor of `local_shape`.
+        """
+        for piece in self.pieces:
+            whole = logical if isinstance(logical, Tensor) else logical[piece.name]
+            local[piece.local.slices].copy_(whole[piece.logical.slices])
+
+    @torch.no_grad()
+    def copy_to_logical(self, local: Tensor, logical: Tensor | Mapping[str, Tensor]) -> None:
+        """Copy this rank's boxes of `local` into the logical tensors; the other ranks' elements keep their values.
+
+        Args:
+            local: tensor of `local_shape`.
+            logical: the logical tensor, or logical tensors by `ShardPiece.name`.
+        """
+        for piece in self.pieces:
+            whole = logical if isinstance(logical, Tensor) else logical[piece.name]
+            whole[piece.logical.slices].copy_(local[piece.local.slices])
 
     def __post_init__(self) -> None:
         for piece in self.pieces:

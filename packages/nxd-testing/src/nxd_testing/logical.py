@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from nxd_state.shard_spec import Box, get_shard_spec
+from nxd_state.shard_spec import Box, ShardSpec, get_shard_spec
 from torch import Tensor, nn
 
 
@@ -27,11 +27,7 @@ def logical_pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]]) -> list[Lo
     pieces = []
     for name, parameter, tensor in named:
         values = tensor.detach()
-        spec = get_shard_spec(parameter)
-        if spec is None:
-            whole = Box((0,) * values.dim(), tuple(values.shape))
-            pieces.append(LogicalPiece(name, whole.shape, whole, values.clone()))
-            continue
+        spec = get_shard_spec(parameter) or ShardSpec.whole(parameter.shape)
         for piece in spec.pieces:
             full_name = f"{name}:{piece.name}" if piece.name else name
             part = values[piece.local.slices].clone()

@@ -256,7 +256,12 @@ class TensorParallelModel(nn.Module):
         ranks = [RankManifest.read(self.folder / rank_folder(rank)) for rank in range(self.num_ranks)]
         misfits = [misfit for rank in ranks for misfit in find_misfits(rank.weights, source)]
         if isinstance(weights, str | Path | Mapping):
-            known = {piece.name for rank in ranks for name, it in rank.weights.items() for piece in it.pieces_of(name)}
+            known = {
+                logical
+                for rank in ranks
+                for name, it in rank.weights.items()
+                for logical in it.spec(name).logical_shapes
+            }
             known |= {name for rank in ranks for name in rank.states}
             others = source.tensors.keys() - known
             if isinstance(weights, Mapping):

@@ -93,8 +93,7 @@ def _part(name: str, whole: Tensor, tensor: Tensor, rank: int) -> Tensor:
     if spec is None:
         return whole.detach().clone()
     part = whole.new_zeros(spec.local_shape)
-    for piece in spec.pieces:
-        part[piece.local.slices] = whole[piece.logical.slices]
+    spec.copy_from_logical(whole, part)
     return part
 
 
@@ -120,10 +119,11 @@ def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelM
             if weight is None or tuple(tensor.shape) != weight.shape:
                 found = "lacks it" if weight is None else f"has {list(weight.shape)}"
                 raise ValueError(f"{name} is {list(tensor.shape)} for rank {rank}, and the model {found}")
-            for piece in weight.pieces_of(name):
-                if piece.name not in wholes:
-                    wholes[piece.name] = tensor.new_zeros(piece.logical_shape)
-                wholes[piece.name][piece.logical.slices] = tensor[piece.local.slices]
+            spec = weight.spec(name)
+            for logical, shape in spec.logical_shapes.items():
+                if logical not in wholes:
+                    wholes[logical] = tensor.new_zeros(shape)
+            spec.copy_to_logical(tensor, wholes)
     return wholes
 
 

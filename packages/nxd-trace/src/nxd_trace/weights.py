@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import torch
-from nxd_state import Box, ShardPiece, get_shard_spec
+from nxd_state import Box, ShardPiece, ShardSpec, get_shard_spec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -198,16 +198,15 @@ class Weight:
     pieces: tuple[ShardPiece, ...] | None
     required: bool
 
-    def pieces_of(self, name: str) -> tuple[ShardPiece, ...]:
-        """The pieces, also for a weight that is whole."""
-        if self.pieces is not None:
-            return self.pieces
-        whole = Box((0,) * len(self.shape), self.shape)
-        return (ShardPiece(whole, whole, self.shape, name),)
+    def spec(self, name: str) -> ShardSpec:
+        """The shard spec of the weight of this name, also if it is whole."""
+        if self.pieces is None:
+            return ShardSpec.whole(self.shape, name=name)
+        return ShardSpec(self.shape, self.pieces)
 
     def is_filled_from(self, source: WeightSource, name: str) -> bool:
         """Whether the source has it, or must have it."""
-        return self.required or all(piece.name in source.tensors for piece in self.pieces_of(name))
+        return self.required or all(piece.name in source.tensors for piece in self.spec(name).pieces)
 
     def to_json(self) -> dict[str, Any]:
         """As a manifest holds it."""
@@ -265,7 +264,7 @@ def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[st
         if not weight.is_filled_from(source, name):
             continue
         needed = getattr(torch, weight.dtype)
-        for piece in weight.pieces_of(name):
+        for piece in weight.spec(name).pieces:
             stored = source.tensors.get(piece.name)
             if stored is None:
                 misfits.append(f"{piece.name} is not there{_where_it_is(piece.name, source)}")
@@ -332,9 +331,9 @@ def read_weights(
     check_fit(find_misfits(weights, source))
     filled = [name for name, weight in weights.items() if weight.is_filled_from(source, name)]
     for name in filled:
-        tensor, pieces = destination(name), weights[name].pieces_of(name)
-        if sum(piece.local.numel for piece in pieces) < tensor.numel():
+        tensor, spec = destination(name), weights[name].spec(name)
+        if spec.has_padding:
             tensor.zero_()
-        for piece in pieces:
+        for piece in spec.pieces:
             tensor[piece.local.slices].copy_(source.read_box(piece.name, piece.logical.offset, piece.logical.shape))
     return filled

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from nxd_state import Box, ShardPiece, ShardSpec
+from nxd_state import Box, ShardSpec
 from torch import Tensor
 
 
@@ -38,12 +38,6 @@ class FlatPiece:
         """Return the piece as a view of a 1-d tensor that holds the whole range, with the shape of `logical`."""
         block = flat[self.block_start : self.block_start + prod(self.block_shape)]
         return block.view(self.block_shape)[self.inner.slices]
-
-
-def whole_spec(shape: Sequence[int], copies: int) -> ShardSpec:
-    """Return the spec of a parameter that is whole on each of `copies` ranks."""
-    box = Box((0,) * len(shape), tuple(shape))
-    return ShardSpec(box.shape, (ShardPiece(box, box, box.shape, copies=copies),))
 
 
 def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_state import Box, Group, active_group, all_gather_object, get_shard_spec, on_every_rank
+from nxd_state import Box, Group, ShardSpec, active_group, all_gather_object, get_shard_spec, on_every_rank
 from torch import Tensor
 
 from nxd_optim.load_states import give_states, state_tensor
 from nxd_optim.zero1.buckets import Parts
 from nxd_optim.zero1.flat_bucket import OwnRange
-from nxd_optim.zero1.logical_pieces import pieces_of_flat_range, whole_spec
+from nxd_optim.zero1.logical_pieces import pieces_of_flat_range
 
 MASTER_KEY = "master_weight"
 
@@ -116,7 +116,7 @@ def shards_of_range(parameter: Tensor, start: int, stop: int, flat: Tensor) -> t
         stop: one past the last.
         flat: what there is for these elements, 1-d; the shards are views of it.
     """
-    spec = get_shard_spec(parameter) or whole_spec(parameter.shape, copies=1)
+    spec = get_shard_spec(parameter) or ShardSpec.whole(parameter.shape)
     pieces = pieces_of_flat_range(spec, start, stop)
     return tuple(StateShard(piece.name, piece.logical_shape, piece.logical, piece.view(flat)) for piece in pieces)
 
