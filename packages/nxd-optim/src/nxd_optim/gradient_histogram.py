@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from nxd_state import Group, active_group, all_reduce_, get_device, widest_float
@@ -50,6 +51,7 @@ class GradientHistograms:
             ZeRO-1 they count as zeros).
         report: called with the number of the step, from 1, and the histogram of each parameter by its name.
         every: number of steps between reports.
+        step: returns the number of the step that is being taken; None to count steps here.
 
     Raises:
         ValueError: `every` is below 1.
@@ -62,14 +64,16 @@ class GradientHistograms:
         report: Callable[[int, dict[str, GradientHistogram]], None],
         *,
         every: int = 1,
+        step: Callable[[], int] | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be 1 or more")
         self.named_parameters = list(named_parameters)
         self.report, self.every = report, every
         self.steps = 0
+        self._step = step
         if isinstance(optimizer, NeuronZero1Optimizer):
-            self._group = optimizer.group
+            self._group, self._optimizer = optimizer.group, ref(optimizer)  # a cycle would never be freed by itself
             optimizer.register_gradient_hook(self._on_parts)
         else:
             optimizer.register_step_pre_hook(self._on_step)
@@ -80,19 +84,25 @@ class GradientHistograms:
 
     @torch.no_grad()
     def _on_parts(self, gradients: Sequence[OwnGradient]) -> None:
-        if not self._is_due() or not self.named_parameters:
+        if not self._is_due():
+            return
+        if not self.named_parameters:  # a stage without parameters to report
+            self.report(self.steps, {})
             return
         rows = {parameter: row for row, (_, parameter) in enumerate(self.named_parameters)}
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it calls this
         tallies = torch.zeros(len(rows), _MAGNITUDES + 2, dtype=widest_float(get_device()), device=get_device())
         for own in gradients:
             if own.parameter in rows:
-                for copies, part in counted_parts(own.parameter, own.start, own.stop, own.gradient):
+                gradient = own.gradient / optimizer.loss_scale
+                for copies, part in counted_parts(own.parameter, own.start, own.stop, gradient):
                     tallies[rows[own.parameter]] += _count(part) / copies
         tallies = _of_all_ranks(tallies, [parameter for _, parameter in self.named_parameters], self._group)
         self.report(self.steps, _histograms([name for name, _ in self.named_parameters], tallies))
 
     def _is_due(self) -> bool:
-        self.steps += 1
+        self.steps = self.steps + 1 if self._step is None else self._step()
         return self.steps % self.every == 0
 
 

@@ -69,6 +69,11 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             "train.dtype=bfloat16, or leave it out",
         ),
         (
+            ["train.gradient_histograms_every=5", "train.report_to=wandb"],
+            "train.gradient_histograms_every=5 writes to TensorBoard, which train.report_to does not list; add "
+            "tensorboard to it, or set train.gradient_histograms_every=0",
+        ),
+        (
             ["data.column=text"],
             "data.column=text needs data.path, a file or folder of rows",
         ),

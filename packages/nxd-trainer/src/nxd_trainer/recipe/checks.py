@@ -80,6 +80,12 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], str]
             "train.dtype=float32 with train.autocast=float16"
         )
         yield ("train.dtype", "parallel.zero1"), mistake
+    if train.gradient_histograms_every and "tensorboard" not in train.report_to:
+        mistake = (
+            f"train.gradient_histograms_every={train.gradient_histograms_every} writes to TensorBoard, which "
+            "train.report_to does not list; add tensorboard to it, or set train.gradient_histograms_every=0"
+        )
+        yield ("train.gradient_histograms_every", "train.report_to"), mistake
     nearest = difflib.get_close_matches(
         recipe.parallel.activation_checkpointing.lower(), ("none", "full", "selective"), cutoff=0.7
     )

@@ -37,6 +37,7 @@ _OF_KEYS: dict[str, Rule] = {
     "train.stop_after": "free",
     "train.gradient_accumulation_steps": "free",
     "train.log_every": "free",
+    "train.gradient_histograms_every": "free",
     "train.report_to": "free",
     "train.seed": "compared",
     "train.dtype": "refused",

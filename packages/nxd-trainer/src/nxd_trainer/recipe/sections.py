@@ -223,6 +223,9 @@ class TrainSection:
     log_every: int = option(10, "steps between log lines", at_least=1)
     eval_every: int = option(50, "steps between evaluations on held-out text; 0: none", at_least=0)
     eval_batches: int = option(4, "global batches in an evaluation", at_least=1)
+    gradient_histograms_every: int = option(
+        0, "steps between histograms of the gradients in TensorBoard; 0: none", at_least=0
+    )
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = option(
         ("tensorboard",), "trackers that get the metrics besides metrics.jsonl; empty: none"
     )

@@ -7,8 +7,11 @@ is full.
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from nxd_optim import LARGEST_EXPONENT, SMALLEST_EXPONENT, GradientHistogram
 
 from nxd_trainer.report.metrics import StepRecord
 from nxd_trainer.report.scalars import scalars_of
@@ -32,10 +35,10 @@ class TensorBoardTracker:
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415 - optional
-        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - optional
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary  # noqa: PLC0415 - optional
         from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 - optional
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._histogram = Event, Summary, HistogramProto
         folder = folder / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         # Files are read in the order of their names.
@@ -56,6 +59,31 @@ class TensorBoardTracker:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._write(self._event(step=record.step, summary=self._summary(value=values)))
         self._writer.flush()
+
+    def log_gradients(self, step: int, histograms: Mapping[str, GradientHistogram]) -> None:
+        """Add histograms of gradients by the base-2 logarithm of their magnitude; zeros count at the left end.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        values = [
+            self._summary.Value(tag=f"gradients/{name}", histo=self._histo(it)) for name, it in histograms.items()
+        ]
+        self._write(self._event(step=step, summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def _histo(self, histogram: GradientHistogram) -> Any:
+        counts = [histogram.zeros, *histogram.counts.tolist()]
+        centers = [exponent - 0.5 for exponent in range(SMALLEST_EXPONENT, LARGEST_EXPONENT + 2)]
+        return self._histogram(
+            min=SMALLEST_EXPONENT - 1,
+            max=LARGEST_EXPONENT + 1,
+            num=sum(counts),
+            sum=sum(count * center for count, center in zip(counts, centers, strict=True)),
+            sum_squares=sum(count * center**2 for count, center in zip(counts, centers, strict=True)),
+            bucket_limit=[center + 0.5 for center in centers],
+            bucket=counts,
+        )
 
     def close(self) -> None:
         """Close the file."""

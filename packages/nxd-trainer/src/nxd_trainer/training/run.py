@@ -36,6 +36,7 @@ from nxd_trainer.report import (
     render_summary,
 )
 from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
+from nxd_trainer.training.gradient_histograms import report_gradients
 from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.memory_checkpoints import MemorySaver, resume_from_memory
 from nxd_trainer.training.run_state import RunState, build_run_state
@@ -118,6 +119,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     load_reference(state)
     _renew_in_order(state)
     state.trackers = together("open its trackers", lambda: _trackers(state), error_type=ValueError)
+    report_gradients(state)
     return state, tag
 
 
