@@ -175,18 +175,18 @@ def refuse():
     model, batch = parallelize(model_of()), batch_of("plain")
     ids = batch["input_ids"]
     for wrong, message in [
-        ({"logits_to_keep": 1}, "logits_to_keep cannot be had"),
+        ({"logits_to_keep": 1}, "logits_to_keep is not supported"),
         ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, r"attention_mask has shape \(2, 1, 13, 13\)"),
         ({"attention_mask": torch.tensor([[1, 0] * 6 + [1]] * 2)}, "padding between tokens, at position 1"),
-        ({"attention_mask": torch.ones(2, 10)}, r"attention_mask has shape \(2, 10\); .* give \[batch, 13\]"),
+        ({"attention_mask": torch.ones(2, 10)}, r"attention_mask has shape \(2, 10\); .* pass \[batch, 13\]"),
         ({"labels": torch.zeros(2)}, r"labels has shape \(2,\)"),
-        ({"past_key_values": transformers.DynamicCache()}, "(cache|past_key_values) cannot be had"),
-        ({"use_cache": True}, "use_cache cannot be had"),
-        ({"pixel_values": torch.ones(2)}, "pixel_values cannot be cut"),
+        ({"past_key_values": transformers.DynamicCache()}, "(cache|past_key_values) is not supported"),
+        ({"use_cache": True}, "use_cache is not supported"),
+        ({"pixel_values": torch.ones(2)}, "pixel_values cannot be split"),
     ]:
         with pytest.raises(ValueError, match=message):
             model(ids, **wrong)
-    with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
+    with pytest.raises(ValueError, match="needs input_ids or inputs_embeds"):
         model(labels=batch["labels"])
     with pytest.raises(RuntimeError, match="call the model itself"):
         model.model(ids)

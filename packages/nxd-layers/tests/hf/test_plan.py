@@ -163,7 +163,7 @@ class Doubled(nn.Linear):
     ("make", "plan", "message"),
     [
         (make_model, {"head": "columnwise"}, "style 'columnwise' is unknown; did you mean 'colwise'"),
-        (make_model, {"haed": "colwise"}, "'haed' of the plan matches no module or parameter of Model"),
+        (make_model, {"haed": "colwise"}, "'haed' in the plan matches no module or parameter of Model"),
         (make_model, None, "Model has no tensor-parallel plan; give one"),
         (make_model, {"layers.*": "colwise"}, "layers.0 is a FeedForward, where this style expects a torch.nn.Linear"),
         (make_model, {"head": "colwise"}, "2 shards do not divide dim 0 of shape .11, 12."),

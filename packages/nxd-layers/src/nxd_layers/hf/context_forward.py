@@ -1,28 +1,67 @@
-"""What the parts of a model of transformers know of the forward under way, where its sequences are cut."""
+"""A forward of a model of transformers over context-parallel ranks, as the model's parts see it.
 
+Attention and masks enter through transformers' registries and read from here what they must know of the full sequences.
+Layers that pass a state along the sequence (linear attention, state spaces, short convolutions) get full sequences,
+gathered before them; each rank computes all of them and keeps its part: exact, but without saving time or activations
+in these layers. Rotary embeddings whose frequencies depend on the longest position get all positions.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from nxd_state import active_group
+from torch import Tensor, nn
 
-from nxd_layers.context import AttentionPlan, IntervalMask, MaskRule, SequenceCut, Transport, interval_mask
+from nxd_layers.context import (
+    AttentionPlan,
+    IntervalMask,
+    MaskRule,
+    SequenceCut,
+    Transport,
+    context_parallel_attention,
+    interval_mask,
+)
+from nxd_layers.hf.transformers_models import text_config
+from nxd_layers.mappings import gather_from_sequence_parallel_region
+
+ATTENTION = "nxd_context_parallel"  # our name in the registries
+
+# Arguments of attention functions that masks, positions, the loss or the model have taken into account.
+_MEANT_ELSEWHERE = ("sliding_window", "is_causal", "position_ids", "cache_position", "num_items_in_batch", "use_cache")
+
+_WINDOWS = {"sliding_window_overlay": True, "sliding_window_bidirectional_overlay": False}  # whether it is causal
+
+_SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
+# The layers that pass a state along the sequence: their types in `config.layer_types`, and where a layer has the module
+# that does so.
+_LAYERS_WITH_STATE = {
+    "linear_attention": ("linear_attn", "mamba", "mixer", "self_attn"),
+    "conv": ("conv",),
+    "hybrid": ("mamba",),
+    "hybrid_sliding": ("mamba",),
+}
+_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass
 class ContextForward:
-    """What a forward under way knows of the whole sequences.
+    """A forward in progress.
 
     Attributes:
-        cut: of the sequences.
-        position_ids: `[batch or 1, seq]`, of the whole sequences.
-        document_ids: `[batch or 1, seq]`, for masks that keep documents apart; None where each sequence is one.
+        cut: how the sequences are split over the ranks.
+        position_ids: `[batch or 1, seq]`, of the full sequences.
+        document_ids: `[batch or 1, seq]`, for masks that separate documents; None where each sequence is one document.
         padding_mask: bool `[batch, seq]`; None without padding.
         shift_labels: `[batch, local]`, the next tokens of this rank's positions.
-        transport: of its attention.
-        learned: bool `[batch, seq]`, whether the next token is learned, of the whole sequences: at those positions a
-            query must have keys. None if it need not, see `ContextDoor`.
-        keeps_apart: whether the model has looked for documents in the positions, for the mask that it makes next.
+        transport: how its attention exchanges keys, values or heads.
+        learned: bool `[batch, seq]`, whether the next token has a label, of the full sequences: a query must have keys
+            at those positions. None if it need not, see `ContextParallelHooks`.
+        separates_documents: whether the model has looked for documents in the positions, for the mask that it makes
+            next.
     """
 
     cut: SequenceCut
@@ -32,22 +71,33 @@ class ContextForward:
     shift_labels: Tensor | None
     transport: Transport | None
     learned: Tensor | None = None
-    keeps_apart: bool = False
+    separates_documents: bool = False
     _masks: dict[tuple[MaskRule, bool], "ContextMask"] = field(default_factory=dict)
 
     def mask_of(self, rule: MaskRule, device: torch.device) -> "ContextMask":
-        """Made once for all layers."""
-        key = rule, self.keeps_apart
+        """Return the mask of a rule, which is made once for all layers."""
+        key = rule, self.separates_documents
         if key not in self._masks:
-            document_ids = self.document_ids if self.keeps_apart else None
+            document_ids = self.document_ids if self.separates_documents else None
             mask = interval_mask(
                 self.cut.length, rule, document_ids=document_ids, padding_mask=self.padding_mask, device=device
             )
             if self.learned is not None:
                 _check_learned_queries(mask, self.learned)
             self._masks[key] = ContextMask(AttentionPlan(mask, self.cut), self.transport)
-        self.keeps_apart = False
+        self.separates_documents = False
         return self._masks[key]
+
+
+@dataclass(frozen=True, eq=False)
+class ContextMask:
+    """The object that a model of transformers takes for its mask, and passes to its attention."""
+
+    plan: AttentionPlan
+    transport: Transport | None
+
+
+current_forward: ContextVar[ContextForward | None] = ContextVar("current_forward", default=None)
 
 
 def _check_learned_queries(mask: IntervalMask, learned: Tensor) -> None:
@@ -61,12 +111,187 @@ def _check_learned_queries(mask: IntervalMask, learned: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class ContextMask:
-    """What a model of transformers takes for its mask, and hands to its attention."""
+def make_mask(*args: Any, mask_function: Callable[..., Any], device: torch.device, **kwargs: Any) -> ContextMask:
+    """Make the mask of the forward in progress; this is the entry in transformers' registry of masks."""
+    forward = current_forward.get()
+    if forward is None:
+        raise RuntimeError("a part of the model was called alone; with context parallelism call the model itself")
+    return forward.mask_of(_rule_of(mask_function), device)
 
-    plan: AttentionPlan
-    transport: Transport | None
+
+def is_search_taken_over() -> bool:
+    """Return whether transformers must not search this rank's positions for documents: the mask has all of them."""
+    forward = current_forward.get()
+    if forward is None:
+        return False
+    forward.separates_documents = True
+    return True
 
 
-forward_under_way: ContextVar[ContextForward | None] = ContextVar("forward_under_way", default=None)
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention, `[batch, local, heads, head]`; this is the entry in transformers' registry of attention."""
+    name = type(module).__name__
+    if not isinstance(attention_mask, ContextMask):
+        raise ValueError(
+            f"{name} does not use a mask of transformers, so its sequences cannot be split; use context_parallel_size=1"
+        )
+    unknown = [it for it, given in kwargs.items() if it not in _MEANT_ELSEWHERE and is_asked(given)]
+    if unknown:
+        raise ValueError(
+            f"{name} passes {unknown[0]} to its attention, which context parallelism does not support; use "
+            "context_parallel_size=1"
+        )
+    output = context_parallel_attention(
+        query,
+        key,
+        value,
+        attention_mask.plan,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=dropout,
+        transport=attention_mask.transport,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def is_asked(value: Any) -> bool:
+    """Return whether the value of an argument asks for something."""
+    return value is not None and (isinstance(value, Tensor) or bool(value))
+
+
+def _rule_of(mask_function: Callable[..., Any]) -> MaskRule:
+    """Return the rule that a mask function of transformers computes.
+
+    The function is read, and not the config: transformers passes masks as closures only, and whether conditions of the
+    model's own have been added to a window is written nowhere else. Functions other than these are refused.
+
+    Raises:
+        ValueError: it is not one of the functions for text.
+    """
+    causal, window, chunk, is_causal_window = False, None, None, False
+    for part in _conjuncts(mask_function):
+        kind, values = part.__qualname__.partition(".")[0], inspect.getclosurevars(part).nonlocals
+        if kind == "causal_mask_function":
+            causal = True
+        elif kind in _WINDOWS and window is None:
+            window, is_causal_window = values["sliding_window"], _WINDOWS[kind]
+        elif kind == "chunked_overlay" and chunk is None:
+            chunk = values["chunk_size"]
+        elif kind != "bidirectional_mask_function":
+            raise ValueError(
+                f"context parallelism does not support the mask {part.__qualname__}; use context_parallel_size=1"
+            )
+    if window is not None and is_causal_window != causal:
+        raise ValueError(
+            "context parallelism does not support a causal window in a mask that is not causal, or the reverse; use "
+            "context_parallel_size=1"
+        )
+    return MaskRule(causal, window, chunk)
+
+
+def _conjuncts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    if function.__qualname__.startswith("and_masks."):
+        for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
+            yield from _conjuncts(part)
+    else:
+        yield function
+
+
+def layers_with_state(model: Any) -> list[nn.Module]:
+    """Return the modules of a model that pass a state along the sequence, as its config's `layer_types` says.
+
+    Raises:
+        ValueError: a layer that passes a state has no module of a known name.
+    """
+    kinds = getattr(text_config(model), "layer_types", None) or []
+    if not any(kind in _LAYERS_WITH_STATE for kind in kinds):
+        return []
+    lists = [it for name, it in model.named_modules() if name.rpartition(".")[2] == "layers" and len(it) == len(kinds)]
+    found = []
+    for number, kind in enumerate(kinds):
+        names = _LAYERS_WITH_STATE.get(kind, ())
+        modules = [module for layers in lists for name in names if (module := getattr(layers[number], name, None))]
+        if names and not modules:
+            raise ValueError(
+                f"layer {number} of {type(model).__name__} is of type {kind!r}, which passes a state along the "
+                f"sequence, but has no module named {' or '.join(names)}; use context_parallel_size=1"
+            )
+        found += modules
+    return found
+
+
+class FullSequences:
+    """Gives full sequences to the layers of a model that pass a state along the sequence.
+
+    Attributes:
+        layers: the layers.
+        is_active: whether the sequences that they are given are split.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.layers = layers_with_state(model)
+        self.is_active = True
+        for module in self.layers:
+            module.register_forward_pre_hook(self._gather, with_kwargs=True)
+            module.register_forward_hook(self._keep_part)
+
+    def _gather(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.is_active:
+            return args, kwargs
+        if args:
+            return (_gathered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"])}
+
+    def _keep_part(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.is_active:
+            return output
+        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        cut = SequenceCut(hidden.shape[_SEQUENCE_DIM], active_group("cp").size)
+        part = cut.part_of(hidden, active_group("cp").rank, dim=_SEQUENCE_DIM)
+        return (part, *rest) if isinstance(output, tuple) else part
+
+
+def _gathered(part: Tensor) -> Tensor:
+    # Filler positions included: they come last, where a state has passed all tokens.
+    cut = SequenceCut(part.shape[_SEQUENCE_DIM] * active_group("cp").size, active_group("cp").size)
+    gathered = gather_from_sequence_parallel_region(part, _SEQUENCE_DIM, process_group=active_group("cp"))
+    return cut.whole_of(gathered, dim=_SEQUENCE_DIM)
+
+
+def give_all_positions(model: nn.Module) -> None:
+    """Give all positions to rotary embeddings whose frequencies depend on the longest one."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(kind in _DEPENDS_ON_LENGTH for kind in kinds):
+            module.register_forward_pre_hook(_give_all_positions, with_kwargs=True)
+            module.register_forward_hook(_keep_own_positions)
+
+
+def _give_all_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    forward = current_forward.get()
+    if forward is None:  # in generate()
+        return args, kwargs
+    hidden, *rest = args
+    if rest:
+        return (hidden, forward.position_ids, *rest[1:]), kwargs
+    return args, {**kwargs, "position_ids": forward.position_ids}
+
+
+def _keep_own_positions(module: nn.Module, args: Any, output: Any) -> Any:
+    forward = current_forward.get()
+    if forward is None:
+        return output
+    return tuple(forward.cut.part_of(it, active_group("cp").rank, dim=_SEQUENCE_DIM) for it in output)

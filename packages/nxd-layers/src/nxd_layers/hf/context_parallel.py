@@ -1,8 +1,13 @@
 """Context parallelism for unmodified models of transformers.
 
-A model is given whole sequences. At its door they are cut, with positions and with labels that are shifted already; its
-attention goes through transformers' registries of attention and mask functions; its loss is that of all tokens. All
-else that it computes, it computes of the positions that are here, but for layers that pass a state along the sequence.
+A model is given full sequences. Hooks on it split them over the ranks, with their positions and with labels that are
+shifted already; its attention goes through transformers' registries of attention and mask functions, and its loss is
+that of all tokens. All other modules compute the positions on this rank, but for layers that pass a state along the
+sequence (`nxd_layers.hf.context_forward`).
+
+The prompt of `generate()` is split for its one forward: each rank computes its own positions and keeps their keys and
+values. Then all ranks get all of them, in the cache that `generate()` has made, and decode together, as without context
+parallelism.
 """
 
 import copy
@@ -10,49 +15,63 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from nxd_state import active_group
+from nxd_state import active_group, broadcast
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.context import MaskRule, SequenceCut, Transport, balanced_cut
+from nxd_layers.context import MaskRule, SequenceCut, Transport, balanced_cut, whole_sequence
 from nxd_layers.context.cut import cut_under_way
-from nxd_layers.hf.context_attention import ATTENTION, attend, is_asked, is_search_taken_over, make_mask
-from nxd_layers.hf.context_forward import ContextForward, forward_under_way
-from nxd_layers.hf.context_loss import IGNORED_LABEL, ContextLoss
-from nxd_layers.hf.context_prefill import Prefill, is_prompt
+from nxd_layers.hf.context_forward import (
+    ATTENTION,
+    ContextForward,
+    FullSequences,
+    attend,
+    current_forward,
+    give_all_positions,
+    is_asked,
+    is_search_taken_over,
+    make_mask,
+)
+from nxd_layers.hf.loss import IGNORED_LABEL, ContextLoss
 from nxd_layers.hf.transformers_models import (
     adds_z_loss,
+    empty_cache,
     intercept_document_search,
     register_attention,
     text_config,
 )
-from nxd_layers.hf.whole_sequences import WholeSequences, give_whole_positions
 
-_CUT = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}  # and the value at positions that are filled up
+_CUT = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}  # with the value at filler positions
 _HANDLED = ("attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch")
 
 _CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
-_POSITIONS_OF_TOKENS = ("opt",)  # types that number tokens, and not padding before them
+_POSITIONS_OF_TOKENS = ("opt",)  # model types that number tokens, but not the padding before them
+
+_SHORTEST_PROMPT = 512  # positions; shorter prompts are not worth splitting
+_KEYS_DIM = 2  # of the sequence in keys and values `[batch, kv_heads, seq, head]`
+_NOT_CUT = ("output_attentions", "output_hidden_states")
+_TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 
 _cut_models: "WeakSet[nn.Module]" = WeakSet()
 
 
 def cuts_sequences(model: Any) -> bool:
-    """Whether `parallelize` has had the model cut its sequences over context-parallel ranks."""
+    """Return whether `parallelize` has made the model split its sequences over context-parallel ranks."""
     return model in _cut_models
 
 
-class ContextDoor:
-    """What cuts the sequences that a model is given.
+class ContextParallelHooks:
+    """The hooks that split the sequences a model is given.
 
     Args:
-        model: of transformers; split over the other axes already.
-        transport: of its attention; the cheapest for each mask if None.
-        multiple: what divides the positions of each chunk.
+        model: a model of transformers, split over the other axes already.
+        transport: how its attention exchanges keys, values or heads; the cheapest way for each mask if None.
+        multiple: a divisor of the number of positions of each chunk.
         has_known_loss: whether its loss function is that of causal language models, as `takes_causal_lm_loss` says.
 
     Raises:
@@ -66,16 +85,16 @@ class ContextDoor:
         self._signature = inspect.signature(model.forward)
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
         self._entered: list[tuple[Token[ContextForward | None], Token[SequenceCut | None]]] = []
-        self._prefill: Prefill | None = None
+        self._prefill: _Prefill | None = None
         self._is_active = True
         _give_own_config(model)
         self._previous = model.config._attn_implementation
-        # A query without keys gets zeros from other attentions, and where sinks are, which may be in some layers only.
+        # Other implementations give zeros to a query without keys, and so do sinks, which some layers may have.
         num_sinks = sum(name.endswith("sinks") for name, _ in model.named_parameters())
         num_layers = getattr(text_config(model), "num_hidden_layers", num_sinks + 1)
         self._averages_without_keys = self._previous == "eager" and num_sinks < num_layers
-        self._with_state = WholeSequences(model)
-        give_whole_positions(model)
+        self._with_state = FullSequences(model)
+        give_all_positions(model)
         register_attention(ATTENTION, attend, make_mask)
         intercept_document_search(is_search_taken_over)
         self._use(ATTENTION)
@@ -88,14 +107,14 @@ class ContextDoor:
 
     @contextmanager
     def while_generating(self) -> Iterator[None]:
-        """Inside, only long prompts are cut: each rank computes all other sequences, and has all of the cache."""
+        """Split only long prompts meanwhile: each rank computes all other sequences, and has all of the cache."""
         self._set_active(False)
-        token = forward_under_way.set(None)
+        token = current_forward.set(None)
         try:
             yield
         finally:
             self._end_prefill()
-            forward_under_way.reset(token)
+            current_forward.reset(token)
             self._set_active(True)
 
     def _set_active(self, is_active: bool) -> None:
@@ -130,21 +149,21 @@ class ContextDoor:
         takes_positions = "position_ids" in self._signature.parameters
         if tokens is None or not takes_positions or self._with_state.layers:
             return args, kwargs
-        if not is_prompt(given, tokens.shape[1], given.get(self._cache_name)):
+        if not _is_prompt(given, tokens.shape[1], given.get(self._cache_name)):
             return args, kwargs
         try:
             forward = self._read(given)
             forward.mask_of(MaskRule(), tokens.device)
         except ValueError:  # its padding is not at the ends, or would be counted
             return args, kwargs
-        self._prefill = Prefill.of(forward.cut, given[self._cache_name])
+        self._prefill = _Prefill.of(forward.cut, given[self._cache_name])
         self._use(ATTENTION)
         self._begin(forward)
         of_prompt = self._prefill.arguments(tokens.device, self._cache_name)
         return (), {**given, **self._cut_inputs(given, forward), **of_prompt}
 
     def _cut_inputs(self, given: Mapping[str, Any], forward: ContextForward) -> dict[str, Any]:
-        """This rank's part of ids, positions and mask, by name."""
+        """Return this rank's part of ids, positions and mask, by name."""
         changed: dict[str, Any] = {}
         for name, fill in _CUT.items():
             if given.get(name) is not None:
@@ -152,19 +171,19 @@ class ContextDoor:
         tokens = next(iter(changed.values()))
         if "position_ids" in self._signature.parameters:
             changed["position_ids"] = forward.cut.part_of(forward.position_ids, _rank(forward.position_ids))
-        # None, so that the model looks for documents in the positions if it does so for whole sequences.
+        # None, so that the model looks for documents in the positions if it does so for full sequences.
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         changed["attention_mask"] = ones if forward.document_ids is None else None
         return changed
 
     def _begin(self, forward: ContextForward) -> None:
-        # Without what a forward that was interrupted has left.
-        self._entered = [(forward_under_way.set(forward), cut_under_way.set(forward.cut))]
+        # Drop the state of a forward that was interrupted.
+        self._entered = [(current_forward.set(forward), cut_under_way.set(forward.cut))]
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._entered:
             of_forward, of_cut = self._entered.pop()
-            forward_under_way.reset(of_forward)
+            current_forward.reset(of_forward)
             cut_under_way.reset(of_cut)
         if self._prefill is not None and output is not None:
             self._prefill.finish(output, self._cache_name)
@@ -180,7 +199,7 @@ class ContextDoor:
         further = [name for name, it in self._signature.parameters.items() if it.kind is it.VAR_KEYWORD]
         for name in further:
             given |= given.pop(name, {})
-        for name in _CACHE_NAMES:  # transformers takes any of them for the one that it knows
+        for name in _CACHE_NAMES:  # transformers accepts either
             if name in given and name != self._cache_name:
                 given[self._cache_name] = given.pop(name)
         return dict(given)
@@ -219,7 +238,7 @@ class ContextDoor:
         return ContextForward(cut, positions, document_ids, padding, labels, self._transport, learned)
 
     def _has_cache(self, given: Mapping[str, Any]) -> bool:
-        """Whether the model, called alike in one process, would have a cache, given or made by itself."""
+        """Return whether the same call in one process would use a cache, given or made by the model."""
         if given.get(self._cache_name) is not None:
             return True
         uses = given.get("use_cache")
@@ -228,58 +247,60 @@ class ContextDoor:
 
     def _cut_of(self, tokens: Tensor, document_ids: Tensor | None) -> SequenceCut:
         size = active_group("cp").size
-        if document_ids is None or self._with_state.layers:  # these know the order of one document only
+        if document_ids is None or self._with_state.layers:  # states do not separate documents
             return SequenceCut(tokens.shape[1], size, multiple=self._multiple)
         return balanced_cut(document_ids, size, multiple=self._multiple)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         name = type(self._model).__name__
         if all(given.get(it) is None for it in _CUT):
-            raise ValueError(f"{name} is given neither input_ids nor inputs_embeds, so there is no sequence to cut")
+            raise ValueError(f"{name} needs input_ids or inputs_embeds; pass one of them")
         tensors = [it for it, value in given.items() if isinstance(value, Tensor)]
         unknown = [it for it in tensors if it not in _CUT and it not in _HANDLED]
         if unknown:
-            raise ValueError(f"{unknown[0]} cannot be cut over context-parallel ranks; leave it out")
+            raise ValueError(f"{unknown[0]} cannot be split over context-parallel ranks; leave it out")
         asked = ("use_cache", "logits_to_keep", "output_attentions")
         refused = [self._cache_name] if given.get(self._cache_name) is not None else []
         refused += [it for it in asked if is_asked(given.get(it))]
         if refused:
             raise ValueError(
-                f"{refused[0]} cannot be had of sequences that are cut over context-parallel ranks; leave it out, or "
-                "call generate(), where every rank has whole sequences"
+                f"{refused[0]} is not supported for sequences that are split over context-parallel ranks; leave it "
+                "out, or call generate(), where every rank has full sequences"
             )
         length = next(given[it] for it in _CUT if given.get(it) is not None).shape[1]
         for it in ("attention_mask", "position_ids", "labels", "shift_labels"):
             shape = tuple(getattr(given.get(it), "shape", ()))
             if given.get(it) is not None and (len(shape) != 2 or shape[1] != length):
-                raise ValueError(f"{it} has shape {shape}; with context parallelism give [batch, {length}]")
+                raise ValueError(f"{it} has shape {shape}; with context parallelism pass [batch, {length}]")
         if self._model.training and getattr(self._model.config, "layerdrop", 0):
             raise ValueError(
-                f"{name} leaves layers out at random (layerdrop={self._model.config.layerdrop}), others on each rank; "
-                "set it to 0 in the model's config"
+                f"{name} drops layers at random (layerdrop={self._model.config.layerdrop}), and not the same ones on "
+                "each rank; set layerdrop to 0 in the model's config"
             )
         if "position_ids" not in self._signature.parameters and not self._with_state.layers:
-            raise ValueError(f"{name} takes no position_ids, which it needs where its sequences are cut")
+            raise ValueError(
+                f"{name} does not take position_ids, which split sequences need; use context_parallel_size=1"
+            )
         asks_routers = given.get("output_router_logits") or getattr(self._model.config, "output_router_logits", False)
         if given.get("labels") is not None and asks_routers:
             raise ValueError(
-                "output_router_logits=true adds a loss of this rank's positions; set it to false, and balance experts "
-                "over all positions by NxDModel.balance_experts, or [moe] of nxd train"
+                "output_router_logits=true adds a loss over this rank's positions only; set it to false, and balance "
+                "experts over all positions by NxDModel.balance_experts, or [moe] of nxd train"
             )
         if given.get("labels") is not None and adds_z_loss(self._model):
             raise ValueError(
-                f"z_loss_coefficient={self._model.config.z_loss_coefficient} adds a loss of this rank's positions; "
-                "make the model with 0, or use context_parallel_size=1"
+                f"z_loss_coefficient={self._model.config.z_loss_coefficient} adds a loss over this rank's "
+                "positions only; build the model with 0, or use context_parallel_size=1"
             )
         if given.get("labels") is not None and not self._has_loss:
             raise ValueError(
-                f"{name} computes its loss in its own way, which would be that of this rank's positions; leave labels "
+                f"{name} has a loss function of its own, which would see this rank's positions only; leave labels "
                 "out, and compute the loss from the logits"
             )
 
 
 def _give_own_config(model: Any) -> None:
-    """A copy of the config for all parts of the model: another model may have been made from it, too."""
+    """Give all parts of the model a copy of their config: another model may have been made from it, too."""
     shared, own = model.config, copy.deepcopy(model.config)
     for module in model.modules():
         if getattr(module, "config", None) is shared:
@@ -287,5 +308,65 @@ def _give_own_config(model: Any) -> None:
 
 
 def _rank(like: Tensor) -> Tensor:
-    """In the context-parallel group, as data."""
+    """Return the rank in the context-parallel group, as data."""
     return active_group("cp").rank_tensor(like)
+
+
+def _is_prompt(given: Mapping[str, Any], length: int, cache: Any) -> bool:
+    """Return whether a forward of `generate()` reads a prompt that is worth splitting; the same on all ranks.
+
+    Args:
+        given: the model's arguments, by name.
+        length: number of positions.
+        cache: the cache of transformers that is given to the model, or None.
+    """
+    mask = given.get("attention_mask")
+    last_only = given.get("logits_to_keep")
+    return (
+        length >= _SHORTEST_PROMPT
+        and cache is not None
+        and cache.get_seq_length() == 0
+        and isinstance(last_only, int)
+        and last_only == 1
+        and not any(given.get(name) for name in _NOT_CUT)
+        and all(name in _TENSORS for name, it in given.items() if isinstance(it, Tensor))
+        and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
+    )
+
+
+@dataclass
+class _Prefill:
+    """The forward of a prompt.
+
+    Attributes:
+        cut: how its positions are split.
+        cache: the cache that `generate()` reads.
+        local: the cache of this rank's positions.
+    """
+
+    cut: SequenceCut
+    cache: Any
+    local: Any
+
+    @classmethod
+    def of(cls, cut: SequenceCut, cache: Any) -> "_Prefill":
+        """Prepare a forward whose keys and values are for a cache of transformers that is still empty."""
+        return cls(cut, cache, empty_cache())
+
+    def arguments(self, device: torch.device, cache_name: str) -> dict[str, Any]:
+        """Return the arguments that replace the cache, by its name in the model, and `logits_to_keep=1`."""
+        positions = self.cut.positions_of(active_group("cp").rank)
+        # The prompt's last position on the rank that has it; any position on the others, which get that rank's logits.
+        place = int((positions - self.cut.length + 1).abs().argmin())
+        return {cache_name: self.local, "logits_to_keep": torch.tensor([place], device=device)}
+
+    def finish(self, output: Any, cache_name: str) -> None:
+        """Give all ranks the last position's logits, and fill the cache with all ranks' keys and values."""
+        group = active_group("cp")
+        last = self.cut.rank_of((self.cut.length - 1) // self.cut.chunk_length)
+        output.logits = broadcast(output.logits.contiguous(), group, source=last)
+        for number, layer in enumerate(self.local.layers):
+            if layer.is_initialized:
+                keys, values = (whole_sequence(it, self.cut, dim=_KEYS_DIM) for it in (layer.keys, layer.values))
+                self.cache.update(keys, values, number)
+        setattr(output, cache_name, self.cache)

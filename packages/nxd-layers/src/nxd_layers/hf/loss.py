@@ -1,27 +1,33 @@
-"""The causal language model's loss from logits that stay split along the vocabulary.
+"""The causal language model's loss over tensor-parallel and over context-parallel ranks.
 
-While a model whose head is split computes a loss, the head does not gather the logits, and the loss function takes them
-split. At every layout the loss is 0 where no token has a label; that of transformers is nan.
+While a model whose head is sharded computes a loss, the head does not gather the logits, and the loss function takes
+them sharded along the vocabulary. Where sequences are split, the loss is that of all ranks' positions. At every layout
+the loss is 0 if no token has a label; that of transformers is nan.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from nxd_state import num_labels, takes_causal_lm_loss
+from nxd_state import active_group, all_reduce, num_labels, takes_causal_lm_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nxd_layers.context import sum_over_contexts
 from nxd_layers.cross_entropy import parallel_cross_entropy
+from nxd_layers.hf.context_forward import current_forward
 from nxd_layers.hf.transformers_models import adds_z_loss, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear
 
+IGNORED_LABEL = -100
+
 
 def split_loss(model: Any) -> None:
-    """Have the model compute its loss without whole logits, if it computes one the ordinary way."""
+    """Have the model compute its loss from sharded logits, if it uses the usual loss function."""
     head = output_embeddings(model)
     if not isinstance(head, ColumnParallelLinear) or not takes_causal_lm_loss(model):
         return
-    if adds_z_loss(model):  # of whole logits, which its forward takes from the head
+    if adds_z_loss(model):  # of full logits, which its forward takes from the head
         return
     loss = SplitLoss(head, model.loss_function)
     model.loss_function = loss
@@ -30,19 +36,19 @@ def split_loss(model: Any) -> None:
 
 
 class SplitLoss:
-    """The model's loss function, and what goes before and after the forward that calls it."""
+    """The model's loss function, with the hooks that leave the head's logits sharded for it."""
 
-    def __init__(self, head: ColumnParallelLinear, of_whole_logits: Any) -> None:
+    def __init__(self, head: ColumnParallelLinear, full_logits_loss: Any) -> None:
         self._head = head
-        self._of_whole_logits = of_whole_logits
+        self._full_logits_loss = full_logits_loss
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """With labels, the head leaves its logits split."""
+        """Leave the head's logits sharded if there are labels."""
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         self._head.gather_output = given.get("labels") is None
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Whatever else is computed with the head gets whole logits."""
+        """Have the head gather its logits again, for whatever else uses it."""
         self._head.gather_output = True
 
     def __call__(
@@ -51,29 +57,29 @@ class SplitLoss:
         labels: Tensor | None,
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
+        ignore_index: int = IGNORED_LABEL,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The mean loss of the next tokens, in float32 or, from float64 logits, in float64.
+        """Return the mean loss of the next tokens, in float32 or, from float64 logits, in float64.
 
         Args:
             logits: `[batch, seq, vocab/tp]` while the model computes a loss, or else `[batch, seq, vocab]`.
-            labels: `[batch, seq]`, those of the tokens themselves.
-            vocab_size: number of tokens.
-            num_items_in_batch: divides the sum of the losses, instead of the number of labels here.
+            labels: `[batch, seq]`, the labels of the tokens themselves.
+            vocab_size: number of tokens in the vocabulary.
+            num_items_in_batch: divisor of the sum of the losses; the number of labels here if None.
             ignore_index: label of tokens without loss.
-            shift_labels: `[batch, seq]`, those of the next tokens, instead of `labels`.
-            **kwargs: for the loss of whole logits.
+            shift_labels: `[batch, seq]`, the labels of the next tokens, instead of `labels`.
+            **kwargs: arguments for the loss of full logits.
         """
         if self._head.gather_output:
-            loss: Tensor = self._of_whole_logits(
+            loss: Tensor = self._full_logits_loss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
             return loss
         if shift_labels is None:
             if labels is None:
-                raise ValueError("the loss needs labels or shift_labels; neither is given")
+                raise ValueError("the loss needs labels or shift_labels; pass one of them")
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shift_labels = shift_labels.to(logits.device)
         losses = parallel_cross_entropy(
@@ -81,3 +87,48 @@ class SplitLoss:
         )
         count = num_labels(shift_labels, ignore_index, num_items_in_batch)
         return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+
+
+class ContextLoss:
+    """The model's loss function over all ranks' positions; see `sum_over_contexts` for its gradients."""
+
+    def __init__(self, local_loss: Callable[..., Tensor]) -> None:
+        self._local_loss = local_loss
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED_LABEL,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the mean over the labels of all positions, 0-d, the same on all context-parallel ranks.
+
+        Args:
+            logits: `[batch, local, vocab]`, or as the model's own loss function takes them.
+            labels: the labels that the model was given.
+            vocab_size: an argument of the model's own loss function.
+            num_items_in_batch: divisor of the sum of the losses; the number of labels if None.
+            ignore_index: label of tokens without loss.
+            **kwargs: further arguments of the model's own loss function.
+        """
+        forward = current_forward.get()
+        if forward is None:
+            return self._local_loss(
+                logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, **kwargs
+            )
+        assert forward.shift_labels is not None  # a loss is asked for with labels
+        if num_items_in_batch is None:
+            num_items_in_batch = all_reduce((forward.shift_labels != ignore_index).sum(), active_group("cp"))
+        num_items_in_batch = num_items_in_batch + (num_items_in_batch == 0)
+        loss = self._local_loss(
+            logits,
+            None,
+            vocab_size,
+            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index,
+            **{**kwargs, "shift_labels": forward.shift_labels},
+        )
+        return sum_over_contexts(loss)

@@ -28,7 +28,8 @@ from torch import nn
 from nxd_layers.context import Transport
 from nxd_layers.experts import Dispatcher
 from nxd_layers.hf import heads
-from nxd_layers.hf.context_parallel import ContextDoor
+from nxd_layers.hf.context_forward import layers_with_state
+from nxd_layers.hf.context_parallel import ContextParallelHooks
 from nxd_layers.hf.experts import STYLES as EXPERT_STYLES
 from nxd_layers.hf.experts import check_experts, split_experts, use_static_shapes
 from nxd_layers.hf.initialization import initialize
@@ -54,7 +55,6 @@ from nxd_layers.hf.transformers_models import (
     is_transformers_config,
     output_embeddings,
 )
-from nxd_layers.hf.whole_sequences import layers_with_state
 from nxd_layers.linear import ColumnParallelLinear
 
 # Styles that leave a layer's outputs split, and with them the heads of an attention.
@@ -143,7 +143,7 @@ def parallelize(
     door = None
     if active_group("cp").size > 1:
         multiple = active_group("tp").size if sequence_parallel else 1
-        door = ContextDoor(model, context_transport, multiple, has_known_loss=has_known_loss)
+        door = ContextParallelHooks(model, context_transport, multiple, has_known_loss=has_known_loss)
     if with_experts or active_group("tp").size * active_group("cp").size > 1:
         _generate_alike(model, door, replicas_wait=with_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp)
         _keep_attributes_in_copies(model)
@@ -295,7 +295,7 @@ def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _generate_alike(model: nn.Module, door: ContextDoor | None, *, replicas_wait: bool) -> None:
+def _generate_alike(model: nn.Module, door: ContextParallelHooks | None, *, replicas_wait: bool) -> None:
     """Have `generate()` begin with the random numbers of the first rank of a model, however they are seeded.
 
     Args:
@@ -308,7 +308,7 @@ def _generate_alike(model: nn.Module, door: ContextDoor | None, *, replicas_wait
         model.generate = partial(_generate, model, door, replicas_wait)  # type: ignore[assignment]
 
 
-def _generate(model: Any, door: ContextDoor | None, replicas_wait: bool, *args: Any, **kwargs: Any) -> Any:
+def _generate(model: Any, door: ContextParallelHooks | None, replicas_wait: bool, *args: Any, **kwargs: Any) -> Any:
     if replicas_wait:
         kwargs["synced_gpus"] = True
     streams = get_rng_state()
