@@ -416,7 +416,7 @@ def test_model_of_a_config_has_the_weights_of_any_degree_and_no_whole_one_in_mem
 def test_method_that_would_take_a_part_for_the_whole_model_raises(run_ranks, method):
     def job():
         initialize_model_parallel(tensor_model_parallel_size=2)
-        with pytest.raises(RuntimeError, match=rf"{method}\(\) would take this rank's part for the whole model"):
+        with pytest.raises(RuntimeError, match=rf"{method}\(\) would take this rank's shard for the full model"):
             getattr(parallelize(make_model(Model("llama"))), method)("argument")
 
     run_ranks(job, 2)
@@ -536,10 +536,10 @@ def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ran
         ),
         (Model("gpt2", GPT2 | {"n_head": 3, "n_embd": 24}), "c_attn .qkv_colwise.: .* does not divide 3 query"),
         (Model("bert", {"num_attention_heads": 3, "hidden_size": 24}), "without a rowwise layer of its own"),
-        (Model("gpt_oss", EXPERTS | {"intermediate_size": 47}), "gate_up_proj has 94 columns, which are no pairs"),
-        (Model("opt", OPT, SPLIT_SEQUENCE), "layers.0.fc1: its output stays split until another module"),
+        (Model("gpt_oss", EXPERTS | {"intermediate_size": 47}), "the 47 pairs of columns of .*gate_up_proj"),
+        (Model("opt", OPT, SPLIT_SEQUENCE), "layers.0.fc1: its output stays sharded until another module"),
         (Model("bloom", BLOOM, SPLIT_SEQUENCE), "self_attention: it adds the residual itself"),
-        (Model("olmo_hybrid", {}, SPLIT_SEQUENCE), "sequence_parallel=True cannot be had around .*linear_attn"),
+        (Model("olmo_hybrid", {}, SPLIT_SEQUENCE), "sequence_parallel=True is not supported for .*linear_attn"),
         (Model("llama", {"intermediate_size": 47}), "2 shards do not divide dim 0"),
         (
             Model("granite_swa", {"num_attention_heads": 3, "num_key_value_heads": 3}),
@@ -549,7 +549,7 @@ def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ran
         (Model("llama", options={"plan": {"model.layer.*.mlp": "colwise"}}), "matches no module or parameter"),
         (
             Model("qwen3", options={"plan": {"model.layers.*.self_attn.q_proj": "colwise"}}),
-            "k_proj.weight lies among the split heads",
+            "k_proj.weight is among the sharded heads",
         ),
     ],
 )

@@ -199,6 +199,8 @@ def refuse():
     parallelize(first)
     assert cuts_sequences(first)
     assert not cuts_sequences(second)  # though made from the same config
+    with pytest.raises(ValueError, match=r"splits its sequences already; call parallelize\(\) once"):
+        parallelize(first)
     second(ids)
     sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32, layerdrop=0.5))
@@ -209,7 +211,7 @@ def refuse():
         opt.eval()(ids, attention_mask=torch.tensor([[0] + [1] * 12] * 2))
     sizes = {"num_heads": 8, "head_dim": 8, "hidden_size": 32, "state_size": 8, "n_groups": 2, "num_hidden_layers": 1}
     mamba = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, vocab_size=64))
-    with pytest.raises(ValueError, match="cannot be had around Mamba2Mixer with context-parallel ranks"):
+    with pytest.raises(ValueError, match="is not supported for Mamba2Mixer with context-parallel ranks"):
         parallelize(mamba, sequence_parallel=True)
     model(**batch)  # a refusal leaves nothing behind
 

@@ -162,17 +162,21 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize(
     ("make", "plan", "message"),
     [
-        (make_model, {"head": "columnwise"}, "style 'columnwise' is unknown; did you mean 'colwise'"),
+        (make_model, {"head": "columnwise"}, "unknown style 'columnwise'; did you mean 'colwise'"),
         (make_model, {"haed": "colwise"}, "'haed' in the plan matches no module or parameter of Model"),
         (make_model, None, "Model has no tensor-parallel plan; give one"),
         (make_model, {"layers.*": "colwise"}, "layers.0 is a FeedForward, where this style expects a torch.nn.Linear"),
         (make_model, {"head": "colwise"}, "2 shards do not divide dim 0 of shape .11, 12."),
-        (make_model, {"experts.gate_up_proj": "colwise"}, "holds two matrices, but 'colwise' cuts it as one"),
+        (make_model, {"experts.gate_up_proj": "colwise"}, "holds two matrices, but 'colwise' shards it as one"),
         (make_model, {"router": "sequence_parallel"}, "pass sequence_parallel=True"),
         (make_model, {"router": "mla_kv_a_proj"}, "needs config.qk_rope_head_dim, which is None"),
         (make_model, {"table": "colwise"}, "table is a Embedding"),
         (lambda: nn.ModuleDict({"a": Doubled(4, 4)}), {"a": "colwise"}, "a is a Doubled, where"),
-        (lambda: nn.ModuleDict({"a": Attention(4)}), {"a.q_proj": "colwise"}, "a.q_norm.weight lies among the split"),
+        (
+            lambda: nn.ModuleDict({"a": Attention(4)}),
+            {"a.q_proj": "colwise"},
+            "a.q_norm.weight is among the sharded",
+        ),
         (
             lambda: nn.Embedding(4, 4),
             {"weight": "moe_tp_experts"},
@@ -202,8 +206,21 @@ def test_module_in_two_places_is_refused(on_tp):
 def test_split_model_is_not_split_again(on_tp):
     def job():
         split = parallelize(make_model(), plan=PLAN)
-        with pytest.raises(ValueError, match=r"table is split already; parallelize\(\) takes a model with whole"):
+        with pytest.raises(ValueError, match=r"table is sharded already; call parallelize\(\) once, with an unsharded"):
             parallelize(split, plan=PLAN)
+
+    on_tp(2, job)
+
+
+@pytest.mark.parametrize("last", ["colwise", "mla_kv_a_proj"])
+def test_refused_plan_leaves_the_model_as_it_was(on_tp, last):
+    def job():
+        model = make_model()
+        with pytest.raises(ValueError, match=r"head|2 shards do not divide"):
+            parallelize(model, plan=PLAN | {"head": last})
+        assert [type(it) for it in model.modules()] == [type(it) for it in make_model().modules()]
+        assert not any(it._forward_hooks or it._forward_pre_hooks for it in model.modules())
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), make_model().parameters(), strict=True))
 
     on_tp(2, job)
 
@@ -220,7 +237,7 @@ def test_tie_that_the_plan_would_split_apart_is_refused(on_tp):
 
 def test_sequence_parallel_is_refused_where_layers_are_more_than_norms_and_blocks(on_tp):
     def job():
-        with pytest.raises(ValueError, match=r"around layers.0: the layer has parameters of its own"):
+        with pytest.raises(ValueError, match=r"for layers.0: the layer has parameters of its own"):
             parallelize(make_model(), plan=PLAN, sequence_parallel=True)
 
     on_tp(2, job)

@@ -35,6 +35,7 @@ from nxd_layers.hf.context_forward import (
     give_all_positions,
     is_asked,
     is_search_taken_over,
+    layers_with_state,
     make_mask,
 )
 from nxd_layers.hf.loss import IGNORED_LABEL, ContextLoss
@@ -65,17 +66,41 @@ def cuts_sequences(model: Any) -> bool:
     return model in _cut_models
 
 
+def check_sequences(model: Any, *, sequence_parallel: bool) -> None:
+    """Raise a ValueError if the sequences of a model cannot be split over context-parallel ranks.
+
+    Args:
+        model: a model of transformers.
+        sequence_parallel: whether tensor-parallel ranks are to split its hidden states, too.
+    """
+    if sequence_parallel and (layers := layers_with_state(model)):
+        raise ValueError(
+            f"sequence_parallel=True is not supported for {type(layers[0]).__name__} with context-parallel ranks; "
+            "leave sequence_parallel out"
+        )
+    register_attention(ATTENTION, attend, make_mask)
+    previous = model.config._attn_implementation
+    _use_attention(model, ATTENTION)
+    _use_attention(model, previous)
+
+
+def _use_attention(model: Any, implementation: str) -> None:
+    model.set_attn_implementation(implementation)
+    if model.config._attn_implementation != implementation:
+        raise ValueError(
+            f"the attention of {type(model).__name__} does not go through transformers' registry, so its sequences "
+            "cannot be split; use context_parallel_size=1"
+        )
+
+
 class ContextParallelHooks:
     """The hooks that split the sequences a model is given.
 
     Args:
-        model: a model of transformers, split over the other axes already.
+        model: a model of transformers that `check_sequences` accepts, sharded over the other axes already.
         transport: how its attention exchanges keys, values or heads; the cheapest way for each mask if None.
         multiple: a divisor of the number of positions of each chunk.
         has_known_loss: whether its loss function is that of causal language models, as `takes_causal_lm_loss` says.
-
-    Raises:
-        ValueError: its attention does not go through transformers' registry.
     """
 
     def __init__(self, model: Any, transport: Transport | None, multiple: int, *, has_known_loss: bool) -> None:
@@ -95,9 +120,8 @@ class ContextParallelHooks:
         self._averages_without_keys = self._previous == "eager" and num_sinks < num_layers
         self._with_state = FullSequences(model)
         give_all_positions(model)
-        register_attention(ATTENTION, attend, make_mask)
         intercept_document_search(is_search_taken_over)
-        self._use(ATTENTION)
+        _use_attention(self._model, ATTENTION)
         self._has_loss = has_known_loss
         if has_known_loss:
             model.loss_function = ContextLoss(model.loss_function)
@@ -119,15 +143,7 @@ class ContextParallelHooks:
 
     def _set_active(self, is_active: bool) -> None:
         self._is_active = self._with_state.is_active = is_active
-        self._use(ATTENTION if is_active else self._previous)
-
-    def _use(self, implementation: str) -> None:
-        self._model.set_attn_implementation(implementation)
-        if self._model.config._attn_implementation != implementation:
-            raise ValueError(
-                f"the attention of {type(self._model).__name__} does not go through transformers' registry, so its "
-                "sequences cannot be cut; use context_parallel_size=1"
-            )
+        _use_attention(self._model, ATTENTION if is_active else self._previous)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         given = self._named(args, kwargs)
@@ -157,7 +173,7 @@ class ContextParallelHooks:
         except ValueError:  # its padding is not at the ends, or would be counted
             return args, kwargs
         self._prefill = _Prefill.of(forward.cut, given[self._cache_name])
-        self._use(ATTENTION)
+        _use_attention(self._model, ATTENTION)
         self._begin(forward)
         of_prompt = self._prefill.arguments(tokens.device, self._cache_name)
         return (), {**given, **self._cut_inputs(given, forward), **of_prompt}
@@ -192,7 +208,7 @@ class ContextParallelHooks:
     def _end_prefill(self) -> None:
         if self._prefill is not None:
             self._prefill = None
-            self._use(self._previous)
+            _use_attention(self._model, self._previous)
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
         given = self._signature.bind_partial(*args, **kwargs).arguments

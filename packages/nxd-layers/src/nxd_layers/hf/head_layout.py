@@ -256,18 +256,20 @@ def output_linear(linear: nn.Linear, layout: HeadLayout) -> RowParallelLinear:
     return layer
 
 
-def place_query_parameter(module: nn.Module, name: str, layout: HeadLayout) -> None:
-    """Shard a parameter that has a part for each query head, along dim 0.
-
-    Raises:
-        ValueError: heads of zeros would be added, for which the parameter need not be zero.
-    """
+def check_query_parameter(module: nn.Module, name: str, layout: HeadLayout) -> None:
+    """Raise a ValueError if `place_query_parameter` would add heads of zeros: the parameter need not be zero there."""
     full = module.get_parameter(name)
     if layout.heads_per_rank * layout.tp_size != layout.num_heads:
         raise ValueError(
             f"{name} of {type(module).__name__} cannot be padded to {layout.heads_per_rank * layout.tp_size} heads; "
             f"use a tensor-parallel degree that divides {layout.num_heads}"
         )
+    layout.query_spec(tuple(full.shape), 0, active_group("tp").rank)
+
+
+def place_query_parameter(module: nn.Module, name: str, layout: HeadLayout) -> None:
+    """Shard a parameter that has a part for each query head, along dim 0; see `check_query_parameter`."""
+    full = module.get_parameter(name)
     spec = layout.query_spec(tuple(full.shape), 0, active_group("tp").rank)
     module.register_parameter(name, _placed(full, spec, dim=0))
 

@@ -1,23 +1,25 @@
 """Sequence parallelism around unmodified blocks (Korthikanti et al. 2022).
 
 Between the first and the last decoder layer each rank has `seq/tp` positions. Attention and feed-forward blocks get the
-whole sequence, gathered before them; their row-parallel layers leave the sum split again. So norms and residual sums
-are computed on a part, and the blocks' own code sees whole sequences as before.
-A block that does not end in one row-parallel layer, such as experts, sums its output as it does without sequence
-parallelism, and each rank keeps its part: the same memory, for an all-reduce in place of a reduce-scatter.
-Without gradients (evaluation, `generate()`) sequences stay whole, and may have any length.
+full sequence, gathered before them, and their row-parallel layers leave the sum split again. So norms and residual sums
+are computed on a part, and the code of the blocks sees full sequences.
+A block that does not end in one row-parallel layer, such as experts, sums its output as without sequence parallelism,
+and each rank keeps its part: the same memory, with an all-reduce instead of a reduce-scatter.
+Without gradients (evaluation, `generate()`) sequences stay full, and may have any length.
 """
 
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nxd_layers.hf.layers import mark_partial_gradients
-from nxd_layers.hf.shared_inputs import share_inputs, shared_inputs_of
+from nxd_layers.hf.plans import is_within
+from nxd_layers.hf.split_activations import share_inputs, shared_inputs_of
 from nxd_layers.linear import RowParallelLinear
 from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
@@ -26,27 +28,37 @@ _SUMS = {"rowwise", "moe_tp_experts", "ep_dispatch_experts", "all_reduce", "colw
 _OF_LINEAR_BLOCKS = ("colwise", "rowwise", "replicated_with_grad_allreduce", "local_params")
 
 
-class SequenceRegion:
-    """The part of a model in which hidden states are split along the sequence.
+@dataclass(frozen=True)
+class SequenceBlocks:
+    """The parts of a model that sequence parallelism changes.
 
-    Args:
-        model: parallelized.
-        layers: its decoder layers, by path, in order.
-        blocks: the modules in them that need whole sequences, and end in a row-parallel layer.
-        summed_blocks: those that need whole sequences, and sum their output themselves.
+    Attributes:
+        layers: paths of the decoder layers, in order.
+        blocks: paths of the modules in them that need full sequences, and end in a row-parallel layer.
+        summed_blocks: paths of those that need full sequences, and sum their output themselves.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Mapping[str, nn.Module],
-        blocks: Sequence[nn.Module],
-        summed_blocks: Sequence[nn.Module],
-    ) -> None:
+    layers: Sequence[str]
+    blocks: Sequence[str]
+    summed_blocks: Sequence[str]
+
+
+class SequenceRegion:
+    """The hooks that split hidden states along the sequence in a part of a model.
+
+    Args:
+        model: a model that is sharded over the tensor-parallel ranks.
+        found: its layers and blocks.
+    """
+
+    def __init__(self, model: nn.Module, found: SequenceBlocks) -> None:
+        layers, blocks, summed_blocks = (
+            [model.get_submodule(path) for path in paths] for paths in (found.layers, found.blocks, found.summed_blocks)
+        )
         self._rows = [it for block in blocks for it in block.modules() if isinstance(it, RowParallelLinear)]
         self._is_active = True
         inside_blocks = {parameter for block in (*blocks, *summed_blocks) for parameter in block.parameters()}
-        for layer in layers.values():
+        for layer in layers:
             mark_partial_gradients([it for it in layer.parameters() if it not in inside_blocks])
         for row in self._rows:
             row.sequence_dimension = SEQUENCE_DIM
@@ -54,7 +66,7 @@ class SequenceRegion:
             mark_partial_gradients([] if row.bias is None else [row.bias])
         for block in blocks:
             share_inputs(block, least=1)  # so that they can reduce-scatter its gradient
-        first, *_, last = [*layers.values()] * 2
+        first, last = layers[0], layers[-1]
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         first.register_forward_pre_hook(self._split, with_kwargs=True)
@@ -70,7 +82,7 @@ class SequenceRegion:
         if self._is_active and (model.config.output_hidden_states if asked is None else asked):
             raise ValueError(
                 "output_hidden_states=True would return parts of the hidden states; ask for them under "
-                "torch.no_grad(), where sequences stay whole, or leave sequence_parallel out"
+                "torch.no_grad(), where sequences stay full, or leave sequence_parallel out"
             )
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -85,17 +97,17 @@ class SequenceRegion:
         return self._changed(args, kwargs, lambda it: scatter_to_sequence_parallel_region(it, SEQUENCE_DIM))
 
     def _gather(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The block's column-parallel layers send gradients to the part; other readers of the whole have whole ones.
+        # Column-parallel layers of the block send gradients to the part; other readers of `full` have full gradients.
         def gathered(part: Tensor) -> Tensor:
-            whole = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, to_model_parallel=False)
+            full = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, to_model_parallel=False)
             for shared in shared_inputs_of(block):
-                shared.gathered(whole, part, SEQUENCE_DIM)
-            return whole
+                shared.gathered(full, part, SEQUENCE_DIM)
+            return full
 
         return self._changed(args, kwargs, gathered)
 
     def _changed(self, args: Any, kwargs: Any, change: Any) -> Any:
-        """The arguments with other hidden states."""
+        """Return the arguments with other hidden states."""
         if not self._is_active:
             return args, kwargs
         if args:
@@ -103,10 +115,10 @@ class SequenceRegion:
         return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
     def _keep_part(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        whole = args[0] if args else kwargs["hidden_states"]
+        full = args[0] if args else kwargs["hidden_states"]
         # Experts may return [batch * seq, hidden].
         return self._changed_output(
-            output, lambda it: scatter_to_sequence_parallel_region(it.reshape(whole.shape), SEQUENCE_DIM)
+            output, lambda it: scatter_to_sequence_parallel_region(it.reshape(full.shape), SEQUENCE_DIM)
         )
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
@@ -115,59 +127,60 @@ class SequenceRegion:
         )
 
     def _changed_output(self, output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """The output with other hidden states, which stand first where there are several."""
+        """Return the output with other hidden states, which are first in a tuple."""
         if not self._is_active:
             return output
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         return (change(hidden), *rest) if isinstance(output, tuple) else change(hidden)
 
 
-def region_of(
-    model: nn.Module, styles: Mapping[str, str]
-) -> tuple[dict[str, nn.Module], list[nn.Module], list[nn.Module]]:
-    """What `SequenceRegion` takes: decoder layers by path, and the two kinds of blocks in them.
+def sequence_blocks(model: nn.Module, styles: Mapping[str, str]) -> SequenceBlocks:
+    """Find the decoder layers and their blocks.
 
     Args:
-        model: not parallelized yet.
-        styles: of its modules and parameters, by path.
+        model: the model, not sharded yet.
+        styles: the styles of its modules and parameters, by path.
 
     Raises:
-        ValueError: it does not; says why.
+        ValueError: the sequences of this model cannot be split.
     """
     layers = _layers(model, styles)
-    blocks: list[nn.Module] = []
-    summed_blocks: list[nn.Module] = []
-    for path, layer in layers.items():
+    blocks: list[str] = []
+    summed_blocks: list[str] = []
+    for path in layers:
+        layer = model.get_submodule(path)
         if any(True for _ in layer.parameters(recurse=False)):
             raise _refusal(path, "the layer has parameters of its own")
         for name, child in layer.named_children():
-            own = {key: style for key, style in styles.items() if f"{key}.".startswith(f"{path}.{name}.")}
+            block = f"{path}.{name}"
+            own = {key: style for key, style in styles.items() if is_within(key, block)}
+            # By its name: transformers has no registry of norms, and its norms have no base class.
             if not own and (not any(True for _ in child.parameters()) or "Norm" in type(child).__name__):
                 continue
             if not own:
-                raise _refusal(f"{path}.{name}", "it is not split")
+                raise _refusal(block, "it is not sharded")
             if not _SUMS.intersection(own.values()):
-                raise _refusal(f"{path}.{name}", "its output stays split until another module of the layer sums it")
+                raise _refusal(block, "its output stays sharded until another module of the layer sums it")
             if "residual" in inspect.signature(child.forward).parameters:
-                raise _refusal(f"{path}.{name}", "it adds the residual itself")
-            (blocks if _ends_in_row(f"{path}.{name}", child, own) else summed_blocks).append(child)
-    return layers, blocks, summed_blocks
+                raise _refusal(block, "it adds the residual itself")
+            (blocks if _ends_in_row(block, child, own) else summed_blocks).append(block)
+    return SequenceBlocks(layers, blocks, summed_blocks)
 
 
-def _layers(model: nn.Module, styles: Mapping[str, str]) -> dict[str, nn.Module]:
-    paths = dict.fromkeys(match[0] for path in styles if (match := re.match(r"[^\d]*\.\d+", path)))
+def _layers(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
+    paths = {match[0] for path in styles if (match := re.match(r"[^\d]*\.\d+", path))}
     lists = {path.rpartition(".")[0] for path in paths}
     if len(lists) != 1:
-        raise _refusal(type(model).__name__, f"its split layers are in {len(lists)} lists of decoder layers, not one")
+        raise _refusal(type(model).__name__, f"its sharded layers are in {len(lists)} lists of decoder layers, not one")
     name = lists.pop()
-    in_order = {f"{name}.{index}": layer for index, layer in model.get_submodule(name).named_children()}
-    if in_order.keys() != paths.keys():
-        raise _refusal(type(model).__name__, "not all of its decoder layers are split")
+    in_order = [f"{name}.{index}" for index, _ in model.get_submodule(name).named_children()]
+    if set(in_order) != paths:
+        raise _refusal(type(model).__name__, "not all of its decoder layers are sharded")
     return in_order
 
 
 def _ends_in_row(path: str, block: nn.Module, styles: Mapping[str, str]) -> bool:
-    """Whether a block is made of split linear layers, the last one row-parallel, and norms of single heads."""
+    """Return whether a block has sharded linear layers, the last one row-parallel, and norms of single heads only."""
     kinds = list(styles.values())
     if kinds.count("rowwise") != 1 or not set(kinds) <= set(_OF_LINEAR_BLOCKS):
         return False
@@ -175,8 +188,8 @@ def _ends_in_row(path: str, block: nn.Module, styles: Mapping[str, str]) -> bool
     if not isinstance(block.get_submodule(row.removeprefix(path).removeprefix(".")), nn.Linear):
         return False
     planned = [it for it, style in styles.items() if style != "local_params"]
-    return all(any(f"{path}.{name}.".startswith(f"{it}.") for it in planned) for name, _ in block.named_parameters())
+    return all(any(is_within(f"{path}.{name}", it) for it in planned) for name, _ in block.named_parameters())
 
 
 def _refusal(path: str, reason: str) -> ValueError:
-    return ValueError(f"sequence_parallel=True cannot be had around {path}: {reason}; leave sequence_parallel out")
+    return ValueError(f"sequence_parallel=True is not supported for {path}: {reason}; leave sequence_parallel out")

@@ -1,30 +1,35 @@
 """The styles of a plan: a table from a style's name to the function that applies it to one module or parameter.
 
 Names and meanings are those of transformers 5 and 4; the implementation differs. `register_style` adds to the table.
+A style of this package first checks its target, and returns the function that changes the model: so all targets of a
+plan are checked before the first one is changed.
 """
 
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from nxd_state import active_group
 from torch import Tensor, nn
 
-from nxd_layers.hf import experts, latent_attention
+from nxd_layers.hf.experts import divide_input, sum_over_shards
 from nxd_layers.hf.layers import (
     column_parallel,
     mark_partial_gradients,
+    on_meta,
     parallel_embedding,
     row_parallel,
     shard_parameter,
+    shard_spec_along,
     share_bias,
     split_conv1d_inputs,
     split_conv1d_outputs,
 )
-from nxd_layers.hf.transformers_models import is_conv1d
-from nxd_layers.mappings import reduce_from_tensor_model_parallel_region
+from nxd_layers.hf.transformers_models import is_conv1d, text_config
+from nxd_layers.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class Target:
     """The module or parameter that a style is applied to.
 
     Attributes:
-        model: the whole model.
-        path: of a module, or of a parameter, in it.
+        model: the model.
+        path: the path of a module or of a parameter in it.
     """
 
     model: nn.Module
@@ -46,27 +51,27 @@ class Target:
 
     @property
     def name(self) -> str:
-        """Its name in `parent`."""
+        """The name of the module or parameter in `parent`."""
         return self.path.rpartition(".")[2]
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is a parameter, and not a module."""
+        """Whether the target is a parameter, and not a module."""
         return self.name in self.parent._parameters
 
     @property
     def module(self) -> nn.Module:
-        """The module itself.
+        """The module.
 
         Raises:
-            ValueError: it is a parameter.
+            ValueError: the target is a parameter.
         """
         if self.is_parameter:
             raise ValueError(f"{self.path} is a parameter, where this style expects a module")
         return self.model.get_submodule(self.path)
 
     def check_is_parameter(self) -> None:
-        """Raise a ValueError if it is a module."""
+        """Raise a ValueError if the target is a module."""
         if not self.is_parameter:
             raise ValueError(f"{self.path} is a {type(self.module).__name__}, where this style expects a parameter")
 
@@ -75,10 +80,10 @@ class Target:
         setattr(self.parent, self.name, module)
 
     def of_class(self, cls: type[nn.Module]) -> Any:
-        """The module, which must be of this very class: a subclass may compute something else.
+        """Return the module, which must be of this very class: a subclass may compute something else.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the target is a parameter, or a module of another class.
         """
         if self.is_parameter or type(self.module) is not cls:
             found = "parameter" if self.is_parameter else type(self.module).__name__
@@ -86,23 +91,24 @@ class Target:
         return self.module
 
 
-ApplyStyle = Callable[[Target], object]
+Apply: TypeAlias = Callable[[], object]
+Style: TypeAlias = Callable[[Target], Apply]
 
 
-def register_style(name: str, apply: ApplyStyle) -> None:
+def register_style(name: str, apply: Callable[[Target], object]) -> None:
     """Add a style to those that plans may name, or replace one.
 
     Args:
-        name: as plans have it.
-        apply: called with each `Target` of the style, on every rank alike. It changes the module in place, or puts
-            another in its place (`target.replace(...)`), and gives a parameter that is no longer whole its
-            `ShardSpec` (`nxd_state.set_shard_spec`).
+        name: the style's name in plans.
+        apply: a function that is called with each `Target` of the style, on every rank alike. It changes the module in
+            place, or puts another in its place (`target.replace(...)`), and gives a parameter that is no longer full
+            its `ShardSpec` (`nxd_state.set_shard_spec`).
     """
-    _STYLES[name] = apply
+    _STYLES[name] = lambda target: partial(apply, target)
 
 
-def style_named(name: str) -> ApplyStyle:
-    """The function that applies a style.
+def style_named(name: str) -> Style:
+    """Return a style.
 
     Raises:
         ValueError: there is no such style.
@@ -111,133 +117,181 @@ def style_named(name: str) -> ApplyStyle:
         near = difflib.get_close_matches(name, _STYLES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"style {name!r} is unknown; {hint}known are {', '.join(sorted(_STYLES))}. Add it by "
+            f"unknown style {name!r}; {hint}use one of {', '.join(sorted(_STYLES))}, or add it by "
             f"nxd_layers.hf.register_style({name!r}, function)"
         )
     return _STYLES[name]
 
 
-def _column(target: Target, *, gather_output: bool = False) -> None:
-    if target.is_parameter and not gather_output:
-        shard_parameter(target.parent, target.name, _rows_dim(target))
-    elif not gather_output and is_conv1d(target.module):
-        split_conv1d_outputs(target.module)
-    else:
-        target.replace(column_parallel(target.of_class(nn.Linear), gather_output=gather_output, pad=gather_output))
+def replace_linear(target: Target, make: Callable[[nn.Linear], nn.Module]) -> Apply:
+    """Check whether a linear can be replaced, and return the function that does so.
+
+    Args:
+        target: an `nn.Linear`.
+        make: returns the layer that replaces it, or raises a ValueError.
+    """
+    linear = target.of_class(nn.Linear)
+    make(on_meta(linear))
+    return lambda: target.replace(make(linear))
 
 
-def _row(target: Target, *, input_is_parallel: bool = True) -> None:
-    if target.is_parameter and input_is_parallel:
-        shard_parameter(target.parent, target.name, -1)
-    elif input_is_parallel and is_conv1d(target.module):
-        split_conv1d_inputs(target.module)
-    else:
-        linear = target.of_class(nn.Linear)
-        target.replace(row_parallel(linear, input_is_parallel=input_is_parallel, pad=not input_is_parallel))
+def shard(target: Target, dim: int, *, stride: int = 1) -> Apply:
+    """Check whether a parameter can be sharded along `dim`, and return the function that does so."""
+    target.check_is_parameter()
+    shard_spec_along(target.parent.get_parameter(target.name), dim, stride=stride)
+    return lambda: shard_parameter(target.parent, target.name, dim, stride=stride)
 
 
-def _packed_column(target: Target) -> None:
-    """Two matrices fused, such as gate and up, each cut on its own."""
+def _column(target: Target, *, stride: int = 1) -> Apply:
     if target.is_parameter:
-        shard_parameter(target.parent, target.name, _rows_dim(target), stride=2)
-    else:
-        target.replace(column_parallel(target.of_class(nn.Linear), gather_output=False, stride=2))
-
-
-def _qkv_column(target: Target) -> None:
-    """Queries, keys and values fused, equally many heads of each, each cut on its own."""
+        return shard(target, _rows_dim(target), stride=stride)
     if is_conv1d(target.module):
-        split_conv1d_outputs(target.module, stride=3)
-    else:
-        target.replace(column_parallel(target.of_class(nn.Linear), gather_output=False, stride=3))
+        shard_spec_along(target.module.get_parameter("weight"), 1, stride=stride)
+        return lambda: split_conv1d_outputs(target.module, stride=stride)
+    return replace_linear(target, partial(column_parallel, gather_output=False, stride=stride))
 
 
-def _interleaved_row(target: Target) -> None:
-    """Two matrices column by column in the last dim of a parameter `[..., 2 * out]`, which are to stay together."""
+def _column_gather_output(target: Target) -> Apply:
+    return replace_linear(target, partial(column_parallel, gather_output=True, pad=True))
+
+
+def _row(target: Target) -> Apply:
+    if target.is_parameter:
+        return shard(target, -1)
+    if is_conv1d(target.module):
+        shard_spec_along(target.module.get_parameter("weight"), 0)
+        return lambda: split_conv1d_inputs(target.module)
+    return replace_linear(target, partial(row_parallel, input_is_parallel=True))
+
+
+def _row_split_input(target: Target) -> Apply:
+    return replace_linear(target, partial(row_parallel, input_is_parallel=False, pad=True))
+
+
+def _packed_row(target: Target) -> Apply:
+    """Shard two matrices that are fused in the last dim of a parameter that is stored as `[..., in, out]`."""
+    return shard(target, -1, stride=2)
+
+
+def _interleaved_row(target: Target) -> Apply:
+    """Shard two matrices whose columns alternate in the last dim of a parameter `[..., 2 * out]`, in pairs."""
     target.check_is_parameter()
     size = active_group("tp").size
     length = target.parent.get_parameter(target.name).shape[-1]
     if length % (2 * size):
         raise ValueError(
-            f"{target.path} has {length} columns, which are no pairs for {size} ranks; use a tensor-parallel degree "
-            f"that divides {length // 2}"
+            f"tensor_model_parallel_size={size} does not divide the {length // 2} pairs of columns of {target.path}; "
+            "use a degree that does"
         )
-    shard_parameter(target.parent, target.name, -1)
-
-
-def _packed_row(target: Target) -> None:
-    """Two matrices fused in the last dim of a parameter that is stored as `[..., in, out]`."""
-    target.check_is_parameter()
-    shard_parameter(target.parent, target.name, -1, stride=2)
+    return shard(target, -1)
 
 
 def _rows_dim(target: Target) -> int:
-    """The outputs of a weight `[..., out, in]`, or of a bias `[out]`."""
+    """Return the dimension of the outputs in a weight `[..., out, in]` or in a bias `[out]`."""
     return max(target.parent.get_parameter(target.name).dim() - 2, 0)
 
 
-def _embedding(target: Target, *, shard_across_embedding: bool) -> None:
+def _embedding(target: Target, *, shard_across_embedding: bool) -> Apply:
     table = target.module
     if not isinstance(table, nn.Embedding):
         raise ValueError(f"{target.path} is a {type(table).__name__}, where this style expects a torch.nn.Embedding")
-    target.replace(parallel_embedding(table, shard_across_embedding=shard_across_embedding))
+    make = partial(parallel_embedding, shard_across_embedding=shard_across_embedding)
+    make(on_meta(table))
+    return lambda: target.replace(make(table))
 
 
-def _partial_gradients(target: Target) -> None:
-    mark_partial_gradients(list(target.module.parameters()))
+def _partial_gradients(target: Target) -> Apply:
+    module = target.module
+    return lambda: mark_partial_gradients(list(module.parameters()))
 
 
-def _bias_of_sum(target: Target) -> None:
+def _bias_of_sum(target: Target) -> Apply:
     target.check_is_parameter()
-    share_bias(target.parent, target.name)
+    return lambda: share_bias(target.parent, target.name)
 
 
-def _alibi(target: Target) -> None:
-    """An attention whose forward takes biases of all heads, `alibi`, `[batch * heads, 1, seq]` (Press et al. 2021)."""
+def _on_module(target: Target, *, apply: Callable[[Any], object]) -> Apply:
+    """Apply a function to a module, which keeps its parameters."""
+    return partial(apply, target.module)
+
+
+def _give_own_alibi(attention: nn.Module) -> None:
+    """Have an attention take its heads' part of `alibi`, `[batch * heads, 1, seq]`, the biases of all heads.
+
+    ALiBi: Press et al. 2021.
+    """
 
     def with_own_heads(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         group = active_group("tp")
         by_head = kwargs["alibi"].unflatten(0, (-1, group.size, module.num_heads))
         return args, {**kwargs, "alibi": by_head[:, group.rank].flatten(0, 1)}
 
-    target.module.register_forward_pre_hook(with_own_heads, with_kwargs=True)
+    attention.register_forward_pre_hook(with_own_heads, with_kwargs=True)
 
 
-def _sum_output(target: Target) -> None:
+def _sum_output(module: nn.Module) -> None:
     def summed(module: nn.Module, args: object, output: Tensor) -> Tensor:
         return reduce_from_tensor_model_parallel_region(output)
 
-    target.module.register_forward_hook(summed)
+    module.register_forward_hook(summed)
 
 
-def _refuse_sequence_parallel(target: Target) -> None:
-    raise ValueError(f"{target.path}: sequence parallelism is not a plan's business; pass sequence_parallel=True")
+def _latent_keys_and_values(target: Target) -> Apply:
+    """Sum the gradients of the last `config.qk_rope_head_dim` outputs of a projection.
+
+    In multi-head latent attention (DeepSeek-AI 2024) one projection makes the compressed keys and values, which a
+    column-parallel layer takes, and the part of the keys with positions, which all heads share: its gradient is a sum
+    over the heads of all ranks.
+    """
+    length = getattr(text_config(target.model), "qk_rope_head_dim", None)
+    if not isinstance(length, int):
+        raise ValueError(f"{target.path}: the style mla_kv_a_proj needs config.qk_rope_head_dim, which is {length!r}")
+
+    def with_summed_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        compressed, positional = output.split([output.shape[-1] - length, length], dim=-1)
+        return torch.cat([compressed, copy_to_tensor_model_parallel_region(positional)], dim=-1)
+
+    module = target.module
+    return lambda: module.register_forward_hook(with_summed_gradient)
 
 
-def _keep(target: Target) -> None:
-    """Whole on every rank."""
+def _refuse_sequence_parallel(target: Target) -> Apply:
+    raise ValueError(
+        f"{target.path}: plans do not set up sequence parallelism; leave the style out and pass sequence_parallel=True"
+    )
 
 
-_STYLES: dict[str, ApplyStyle] = {
+def _keep(target: Target) -> Apply:
+    """Leave a module or parameter full on every rank."""
+    return lambda: None
+
+
+# The styles that leave a module's parameters in place: tied parameters stay tied.
+KEEPING_STYLES = (
+    *("all_reduce", "alibi", "bias_of_sum", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"),
+    *("replicate", "replicated_with_grad_allreduce"),
+)
+
+_STYLES: dict[str, Style] = {
     "colwise": _column,
-    "colwise_gather_output": partial(_column, gather_output=True),
-    "colwise_rep": partial(_column, gather_output=True),
+    "colwise_gather_output": _column_gather_output,
+    "colwise_rep": _column_gather_output,
     "rowwise": _row,
-    "rowwise_split_input": partial(_row, input_is_parallel=False),
-    "rowwise_rep": partial(_row, input_is_parallel=False),
-    "packed_colwise": _packed_column,
-    "qkv_colwise": _qkv_column,
+    "rowwise_split_input": _row_split_input,
+    "rowwise_rep": _row_split_input,
+    "packed_colwise": partial(_column, stride=2),  # such as gate and up, each of which is sharded on its own
+    "qkv_colwise": partial(_column, stride=3),  # equally many heads of queries, keys and values
     "interleaved_rowwise": _interleaved_row,
     "bias_of_sum": _bias_of_sum,
-    "alibi": _alibi,
+    "alibi": partial(_on_module, apply=_give_own_alibi),
     "packed_rowwise": _packed_row,
     "embedding_rowwise": partial(_embedding, shard_across_embedding=False),
     "embedding_colwise": partial(_embedding, shard_across_embedding=True),
     "replicated_with_grad_allreduce": _partial_gradients,
-    "all_reduce": _sum_output,
-    "mla_kv_a_proj": latent_attention.apply,
-    "moe_tp_experts": lambda it: experts.sum_over_shards(it.module),
-    "moe_identity_expert": lambda it: experts.divide_input(it.module),
+    "all_reduce": partial(_on_module, apply=_sum_output),
+    "mla_kv_a_proj": _latent_keys_and_values,
+    "moe_tp_experts": partial(_on_module, apply=sum_over_shards),
+    "moe_identity_expert": partial(_on_module, apply=divide_input),
     "sequence_parallel": _refuse_sequence_parallel,
     "local_params": _keep,
     "replicate": _keep,

@@ -1,5 +1,6 @@
 """The only module that depends on the transformers library: its configs, its models, and the metadata they provide."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,18 @@ def model_type_of(model: Any) -> str:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is the linear layer of transformers that stores its weight as `[in, out]`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Return whether a module is an activation of torch with parameters, or of a class in transformers' table."""
+    if isinstance(module, nn.PReLU):
+        return True
+    if "transformers" not in sys.modules:  # the module is not of one of its models
+        return False
+    from transformers.activations import ACT2CLS  # noqa: PLC0415 - optional
+
+    classes = tuple(it[0] if isinstance(it, tuple) else it for it in ACT2CLS.values())
+    return isinstance(module, classes)
 
 
 def look_for_documents_by(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
