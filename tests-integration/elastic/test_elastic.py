@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from nxd_elastic.chaos import Disturbance, FollowedRun, Measures, Plan, disturb, measure
 from nxd_elastic.chaos.ranks import Rank
-from nxd_elastic.members import Board
+from nxd_elastic.members import Rendezvous
 from nxd_testing import deadline
 from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, read_records
 
@@ -74,14 +74,14 @@ class Run:
         variables = Path(f"/proc/{self.rank(0).parent}/environ").read_bytes().decode().split("\0")
         return next(int(it.partition("=")[2]) for it in variables if it.startswith("MASTER_PORT="))
 
-    def board(self) -> Board:
+    def rendezvous(self) -> Rendezvous:
         """What its trainers write about generations."""
-        return Board(dist.TCPStore("127.0.0.1", self.store_port(), wait_for_workers=False))
+        return Rendezvous(dist.TCPStore("127.0.0.1", self.store_port(), wait_for_workers=False))
 
-    def keeper(self) -> int:
+    def server(self) -> int:
         """The process that keeps checkpoints in this host's memory."""
         processes = [int(it.name) for it in Path("/proc").iterdir() if it.name.isdecimal()]
-        return next(pid for pid in processes if f"-{self.process.pid}-" in _command(pid) and "keeper" in _command(pid))
+        return next(pid for pid in processes if f"-{self.process.pid}-" in _command(pid) and "server" in _command(pid))
 
     def wait_for_step(self, step: int) -> None:
         assert self._followed.wait_for_step(step), self.log
@@ -170,15 +170,15 @@ def test_rank_that_dies_while_another_joins_costs_one_step_at_most(start, moment
     assert alone.end() == 0, alone.log
     run = start("run", *steps, *ELASTIC, "--elastic-grace", "2")
     run.wait_for_step(3)
-    board = run.board()
+    rendezvous = run.rendezvous()
     with run.without(2):
         run.wait_for_log("TP 2 x DP 1")
         run.wait_for_step(run.records()[-1].step + 3)
-        following = board.latest() + 1
+        following = rendezvous.latest() + 1
     if moment == "announced":
-        run.wait_until(lambda: 0 in board.announced(following, 4))
+        run.wait_until(lambda: 0 in rendezvous.announced(following, 4))
     else:
-        run.wait_until(lambda: board.closed(following) is not None)
+        run.wait_until(lambda: rendezvous.closed(following) is not None)
     taken = run.records()[-1].step
     os.kill(run.rank(victim).pid, signal.SIGKILL)
 
@@ -221,11 +221,13 @@ class TestDisturbedRun:
             pytest.param(signal.SIGSTOP, "has not answered for 3 s and is killed", marks=pytest.mark.slow),
         ],
     )
-    def test_lost_keeper_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_most(self, start, number, said):
+    def test_lost_memory_server_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_most(
+        self, start, number, said
+    ):
         run = start("run", *LAYOUTS["tp2-dp2"], "train.steps=300", *ELASTIC, "--elastic-silence", "3")
         run.wait_for_step(3)
-        os.kill(run.keeper(), number)
-        run.wait_for_log(f"the keeper of this host's memory {said}; another one serves what it kept")
+        os.kill(run.server(), number)
+        run.wait_for_log(f"the memory server of this host {said}; another one serves what it kept")
         step = run.records()[-1].step + 5
         run.wait_for_step(step)  # checkpoints in memory are complete again
         os.kill(run.trainers()[2], signal.SIGKILL)

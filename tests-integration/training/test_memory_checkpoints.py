@@ -8,7 +8,7 @@ from unittest.mock import patch
 import nxd_ckpt
 import pytest
 import torch
-from nxd_elastic.peers.starting import KeeperProcess
+from nxd_elastic.peers.starting import MemoryServerProcess
 from nxd_elastic.peers.store import PeerStore, peers_url
 from nxd_state import initialize_model_parallel
 from nxd_trainer.recipe import load_recipe
@@ -21,10 +21,10 @@ IN_MEMORY = ["checkpoint.memory_every=1", "checkpoint.memory_copies=1"]
 TP2 = "parallel.tensor_parallel_size=2"
 
 
-def run(settings: list[str], keepers: list[str]) -> tuple[str | None, float]:
+def run(settings: list[str], servers: list[str]) -> tuple[str | None, float]:
     """Where this rank, on a host of its own as far as there are some, resumed from, and the last loss."""
-    own = keepers[int(os.environ["RANK"]) % len(keepers)] if keepers else ""
-    variables = {"NXD_KEEPERS": ",".join(keepers), "NXD_KEEPER": own, "NXD_PEERS_SECRET": SECRET}
+    own = servers[int(os.environ["RANK"]) % len(servers)] if servers else ""
+    variables = {"NXD_MEMORY_SERVERS": ",".join(servers), "NXD_MEMORY_SERVER": own, "NXD_PEERS_SECRET": SECRET}
     with patch.dict(os.environ, variables), StopRequest() as stop:
         recipe = load_recipe(None, settings)
         initialize_model_parallel(recipe.parallel.tensor_parallel_size)
@@ -34,20 +34,20 @@ def run(settings: list[str], keepers: list[str]) -> tuple[str | None, float]:
 
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
-    """Four keepers, and their folders."""
+    """Four memory servers, and their folders."""
     monkeypatch.setenv("NXD_PEERS_SECRET", SECRET)
     with ExitStack() as running:
         folders = [tmp_path / f"host-{number}" for number in range(4)]
-        yield [(running.enter_context(KeeperProcess(folder, SECRET)), folder) for folder in folders]
+        yield [(running.enter_context(MemoryServerProcess(folder, SECRET)), folder) for folder in folders]
 
 
 def addresses(hosts) -> list[str]:
-    return [keeper.address for keeper, _ in hosts]
+    return [server.address for server, _ in hosts]
 
 
 def lose(host) -> None:
-    keeper, folder = host
-    keeper.close()
+    server, folder = host
+    server.close()
     shutil.rmtree(folder)
 
 
@@ -72,8 +72,8 @@ def test_run_resumes_from_memory_at_any_layout_with_a_host_lost(
 ):
     settings = [*settings, "train.global_batch_size=12", *IN_MEMORY]
     [(_, expected), *_] = run_ranks(run, 4, [*settings, TP2, f"output={tmp_path / 'whole'}"], addresses(hosts))
-    for keeper, files in PeerStore(peers_url(addresses(hosts))).listings():
-        keeper.remove(files)  # the second run is another job
+    for server, files in PeerStore(peers_url(addresses(hosts))).listings():
+        server.remove(files)  # the second run is another job
 
     run_ranks(run, 4, [*settings, TP2, "train.stop_after=10"], addresses(hosts))
     shutil.rmtree(tmp_path / "run/checkpoints")
@@ -117,7 +117,7 @@ def test_memory_that_takes_nothing_ends_no_run(run_ranks, settings, hosts, capfd
     assert "no checkpoint in the memory of hosts" in capfd.readouterr().out
 
 
-def test_run_without_keepers_says_what_is_missing(run_ranks, settings):
+def test_run_without_memory_servers_says_what_is_missing(run_ranks, settings):
     with pytest.raises(Exception, match="no host of this run keeps checkpoints in memory: add --elastic"):
         run_ranks(run, 1, [*settings, *IN_MEMORY], [])
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from nxd_cli.launch import PEERS_SECRET
 from nxd_elastic.memory import HostMemory
-from nxd_elastic.peers.client import KeeperClient
-from nxd_elastic.peers.keeper import SECRET
+from nxd_elastic.peers.client import MemoryServerClient
+from nxd_elastic.peers.server import SECRET
 from nxd_elastic.processes import Process
 
 
-def test_launcher_gives_the_secret_by_the_name_that_keepers_read():
+def test_launcher_gives_the_secret_by_the_name_that_memory_servers_read():
     assert PEERS_SECRET == SECRET
 
 
@@ -42,15 +42,15 @@ def test_memory_of_another_namespace_is_not_removed_and_that_of_an_ended_launche
 
 
 def process_of(folder):
-    """The keeper that serves a folder below this one; this process has started it."""
+    """The memory server that serves a folder below this one; this process has started it."""
     own = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return next(int(pid) for pid in own if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no memory to keep files in")
-def test_stopped_keeper_is_killed_and_replaced_and_the_log_says_so(memory_folder, capfd, deadline):
+def test_stopped_memory_server_is_killed_and_replaced_and_the_log_says_so(memory_folder, capfd, deadline):
     memory = HostMemory(silence=1)
-    client, give_up, log = KeeperClient(memory.address), time.monotonic() + deadline(30), ""
+    client, give_up, log = MemoryServerClient(memory.address), time.monotonic() + deadline(30), ""
     with closing(client.put("t/data/x", 4)) as upload:
         upload.send(b"kept")
         upload.finish()
@@ -61,7 +61,7 @@ def test_stopped_keeper_is_killed_and_replaced_and_the_log_says_so(memory_folder
         assert time.monotonic() < give_up
 
     assert log == (
-        "nxd elastic: the keeper of this host's memory has not answered for 1 s and is killed; another one serves what "
+        "nxd elastic: the memory server of this host has not answered for 1 s and is killed; another one serves what "
         "it kept\n"
     )
     assert client.content("t/data/x", 10) == b"kept"

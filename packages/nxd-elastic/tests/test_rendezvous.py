@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 import torch.distributed as dist
-from nxd_elastic.members import Board, Generation, Member, Over
+from nxd_elastic.members import Generation, Member, Over, Rendezvous
 from nxd_elastic.processes import Process
 from nxd_elastic.rendezvous import Terms, join
 from nxd_state import ParallelDegrees, PeerError
@@ -18,16 +18,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.mark.parametrize("ending", ["done", "stopped"])
 def test_trainer_that_waits_to_join_ends_with_the_training(ending, deadline):
-    board, process = Board(dist.HashStore()), Process.of(os.getpid())
+    rendezvous, process = Rendezvous(dist.HashStore()), Process.of(os.getpid())
     trains, comes = (Member(slot, f"{slot}-own", process, process) for slot in range(2))
-    board.close(Generation(1, [trains], ParallelDegrees(dp=1)))
+    rendezvous.close(Generation(1, [trains], ParallelDegrees(dp=1)))
     terms = Terms(slots=2, grace=1.0, silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks))
 
     joined = SimpleQueue()
-    Thread(target=lambda: joined.put(join(board, comes, terms, 0)), daemon=True).start()
-    while not board.change_is_wanted(1):
+    Thread(target=lambda: joined.put(join(rendezvous, comes, terms, 0)), daemon=True).start()
+    while not rendezvous.change_is_wanted(1):
         assert joined.empty()
-    board.end(1, Over(ending, "the training has ended"))
+    rendezvous.end(1, Over(ending, "the training has ended"))
 
     assert joined.get(timeout=deadline(30)) is None
 
@@ -38,26 +38,26 @@ def test_nobody_goes_on_with_a_training_that_was_stopped_or_has_failed(comes_bac
     terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks))
     again = {"after": 0, "replaces": True} if comes_back == "after a death" else {"after": 1}
     for ending in ("stopped", "failed"):
-        board = Board(dist.HashStore())
-        board.close(Generation(1, [Member(0, "before", process, process)], ParallelDegrees(dp=1)))
-        board.end(1, Over(ending, "rank 3 of the launch failed: no such file"))
+        rendezvous = Rendezvous(dist.HashStore())
+        rendezvous.close(Generation(1, [Member(0, "before", process, process)], ParallelDegrees(dp=1)))
+        rendezvous.end(1, Over(ending, "rank 3 of the launch failed: no such file"))
         own = Member(0, "again", process, process)
 
         if ending == "stopped":
-            assert join(board, own, terms, **again) is None
+            assert join(rendezvous, own, terms, **again) is None
         else:
             with pytest.raises(PeerError, match="no such file"):
-                join(board, own, terms, **again)
+                join(rendezvous, own, terms, **again)
 
 
 def test_another_start_goes_on_with_a_stopped_training(deadline):
-    board, process = Board(dist.HashStore()), Process.of(os.getpid())
+    rendezvous, process = Rendezvous(dist.HashStore()), Process.of(os.getpid())
     before, after = (Member(0, incarnation, process, process) for incarnation in ("before", "after"))
-    board.close(Generation(1, [before], ParallelDegrees(dp=1)))
-    board.end(1, Over("stopped", "the training has ended"))
+    rendezvous.close(Generation(1, [before], ParallelDegrees(dp=1)))
+    rendezvous.end(1, Over("stopped", "the training has ended"))
     terms = Terms(slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks))
 
-    generation = join(board, after, terms, 0)
+    generation = join(rendezvous, after, terms, 0)
 
     assert generation is not None
     assert (generation.number, generation.active) == (2, (after,))
@@ -76,20 +76,20 @@ def test_another_start_goes_on_with_a_stopped_training(deadline):
 )
 def test_what_no_trainer_has_written_into_the_store_is_an_error_that_says_so(key, forged, said):
     store, process = dist.HashStore(), Process.of(os.getpid())
-    board, own = Board(store), Member(0, "own", process, process)
-    board.close(Generation(1, [Member(1, "other", process, process)], ParallelDegrees(dp=1)))
+    rendezvous, own = Rendezvous(store), Member(0, "own", process, process)
+    rendezvous.close(Generation(1, [Member(1, "other", process, process)], ParallelDegrees(dp=1)))
     store.set(f"nxd_elastic/{key}", forged)
     terms = Terms(slots=2, grace=1.0, silence=1.0, choose=lambda ranks: ParallelDegrees(dp=ranks))
 
     with pytest.raises(PeerError, match="which no rank of this version has written") as raised:
-        join(board, own, terms, 0)
+        join(rendezvous, own, terms, 0)
 
     assert re.search(said, str(raised.value))
     assert str(raised.value).isprintable()
 
 
 def test_reason_of_an_end_cannot_steer_a_terminal():
-    board = Board(store := dist.HashStore())
+    rendezvous = Rendezvous(store := dist.HashStore())
     store.set("nxd_elastic/1/over", '["failed", "rank 0 \\u001b[2Jfailed"]')
 
-    assert board.over(1) == board.end(1, Over("lost", "late")) == Over("failed", r"rank 0 \x1b[2Jfailed")
+    assert rendezvous.over(1) == rendezvous.end(1, Over("lost", "late")) == Over("failed", r"rank 0 \x1b[2Jfailed")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXIT_STOPPED = 143  # 128 + SIGTERM
 LAUNCHER_PID = "NXD_LAUNCHER_PID"  # set in the ranks that are started here
-PEERS_SECRET = "NXD_PEERS_SECRET"  # same as in nxd_elastic.peers.keeper, which imports torch and so takes seconds
+PEERS_SECRET = "NXD_PEERS_SECRET"  # same as in nxd_elastic.peers.server, which imports torch and so takes seconds
 
 _LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)

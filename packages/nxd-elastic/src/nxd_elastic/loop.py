@@ -29,11 +29,11 @@ from nxd_state.rank_failure import describe_failure, is_peer_failure
 
 from nxd_elastic.generation_store import GenerationStore
 from nxd_elastic.layouts import choose
-from nxd_elastic.members import Board, Generation, Member, Over
-from nxd_elastic.memory import use_keepers
+from nxd_elastic.members import Generation, Member, Over, Rendezvous
+from nxd_elastic.memory import use_memory_servers
 from nxd_elastic.processes import Process
 from nxd_elastic.rendezvous import Terms, join
-from nxd_elastic.supervisor import STEP_TAKEN, Lifeline, supervise
+from nxd_elastic.supervisor import STEP_TAKEN, SupervisorPipe, supervise
 from nxd_elastic.watch import Watch
 
 T = TypeVar("T")
@@ -85,11 +85,13 @@ class Membership:
         stopped: to be set by a training that returns early, so that another start can go on with it.
     """
 
-    def __init__(self, generation: Generation, rank: int, store: dist.Store, watch: Watch, lifeline: Lifeline) -> None:
+    def __init__(
+        self, generation: Generation, rank: int, store: dist.Store, watch: Watch, pipe: SupervisorPipe
+    ) -> None:
         self.generation, self.rank = generation.number, rank
         self.degrees = generation.degrees
-        self.stopping, self.stopped = lifeline.stopping, False
-        self._store, self._watch, self._lifeline = store, watch, lifeline
+        self.stopping, self.stopped = pipe.stopping, False
+        self._store, self._watch, self._pipe = store, watch, pipe
         self._boundaries = 0
 
     @property
@@ -108,7 +110,7 @@ class Membership:
         """
         self._boundaries += 1
         if self._boundaries > 1:
-            self._lifeline.say(STEP_TAKEN)
+            self._pipe.say(STEP_TAKEN)
         return self._watch.change_wanted
 
 
@@ -143,8 +145,8 @@ def run(
         accepts: whether a layout and its replicas suit the run, such as the global batch.
         grace: seconds to wait for a lost rank before going on with fewer.
         silence: seconds without a sign of life after which a rank counts as lost.
-        keeps_memory: start a keeper on each host, so that `nxd_elastic.peers.store.job_url()` is a path for checkpoints
-            in their memory.
+        keeps_memory: start a memory server on each host, so that `nxd_elastic.peers.store.job_url()` is a path for
+            checkpoints in their memory.
 
     Returns:
         What `train_once` returned at last.
@@ -156,10 +158,10 @@ def run(
     check_launch()
     most = int(os.environ["WORLD_SIZE"]) if max_ranks is None else max_ranks
     options = Options(min_ranks, most, grace, silence)
-    lifeline = supervise(silence=options.silence, keeps_memory=keeps_memory)
-    if isinstance(lifeline, int):
-        sys.exit(lifeline)
-    trained = run_as_trainer(train_once, lifeline, options, layouts, accepts)
+    pipe = supervise(silence=options.silence, keeps_memory=keeps_memory)
+    if isinstance(pipe, int):
+        sys.exit(pipe)
+    trained = run_as_trainer(train_once, pipe, options, layouts, accepts)
     if trained is None:
         print(
             f"nxd elastic: rank {os.environ['RANK']} was lost and the others have finished the training; it exits "
@@ -182,7 +184,7 @@ def check_launch() -> None:
 
 def run_as_trainer(
     train_once: Callable[[Membership], T],
-    lifeline: Lifeline,
+    pipe: SupervisorPipe,
     options: Options,
     layouts: Sequence[ParallelDegrees],
     accepts: Callable[[ParallelDegrees], bool],
@@ -193,7 +195,7 @@ def run_as_trainer(
         What `train_once` returned; None where the others have finished the training without this process.
     """
     try:
-        trainer = _Trainer(lifeline, options, layouts, accepts)
+        trainer = _Trainer(pipe, options, layouts, accepts)
         with trainer.watched():
             return trainer.run(train_once)
     except dist.DistError as error:
@@ -206,21 +208,21 @@ def run_as_trainer(
 class _Trainer:
     def __init__(
         self,
-        lifeline: Lifeline,
+        pipe: SupervisorPipe,
         options: Options,
         layouts: Sequence[ParallelDegrees],
         accepts: Callable[[ParallelDegrees], bool],
     ) -> None:
-        self._lifeline = lifeline
+        self._pipe = pipe
         self._slot, slots = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store = dist.TCPStore(address, port, wait_for_workers=False, timeout=_SECONDS_TO_CONNECT)
-        self._board = Board(self._store)
+        self._rendezvous = Rendezvous(self._store)
         own = Process.of(os.getpid())
-        self._own = Member(self._slot, f"{self._slot}-{secrets.token_hex(6)}", own, lifeline.launcher)
-        if lifeline.keeper:
-            self._board.set_keeper(lifeline.launcher, lifeline.keeper)
-        self._watch = Watch(self._board, self._own, lifeline, silence=options.silence)
+        self._own = Member(self._slot, f"{self._slot}-{secrets.token_hex(6)}", own, pipe.launcher)
+        if pipe.server:
+            self._rendezvous.set_memory_server(pipe.launcher, pipe.server)
+        self._watch = Watch(self._rendezvous, self._own, pipe, silence=options.silence)
         self._terms = Terms(
             slots,
             options.grace,
@@ -242,7 +244,7 @@ class _Trainer:
         before: Generation | None = None
         while not self._has_been_stopped():
             after = before.number if before else 0
-            generation = join(self._board, self._own, self._terms, after, replaces=self._lifeline.replaces)
+            generation = join(self._rendezvous, self._own, self._terms, after, replaces=self._pipe.replaces)
             if generation is None:
                 return None
             self._check_progress(before, generation)
@@ -262,22 +264,22 @@ class _Trainer:
     def _take_part(self, train_once: Callable[[Membership], T], generation: Generation, rank: int) -> tuple[T] | None:
         """Train in a generation; None where another one is to follow."""
         _set_environment(generation, rank, self._own)
-        keepers = self._board.keepers(generation)
-        use_keepers([*keepers.values()], keepers.get(self._own.launcher, ""))
-        store = GenerationStore(self._board.store_of(generation.number), self._reason_to_end)
+        servers = self._rendezvous.servers(generation)
+        use_memory_servers([*servers.values()], servers.get(self._own.launcher, ""))
+        store = GenerationStore(self._rendezvous.store_of(generation.number), self._reason_to_end)
         _stores.append(store)
         try:
-            membership = Membership(generation, rank, store, self._watch, self._lifeline)
+            membership = Membership(generation, rank, store, self._watch, self._pipe)
             result = train_once(membership)
             over = Over("stopped" if membership.stopped else "done", "the training has ended")
-            said = self._board.end(generation.number, over)
+            said = self._rendezvous.end(generation.number, over)
             if said.ending in ("stopped", "done"):
                 return (result,)
             if said.ending == "failed":
                 raise PeerError(said.reason)
             del result  # a rank was lost before it knew that all is saved: all look once more
         except ChangeMembers:
-            self._board.end(generation.number, Over("change", "another trainer joins"))
+            self._rendezvous.end(generation.number, Over("change", "another trainer joins"))
         except Exception as error:
             if not self._goes_on_after(error, generation):
                 raise
@@ -293,10 +295,12 @@ class _Trainer:
         """Whether an exception comes from the loss of a rank; the generation is over then, or else the run."""
         of_peer = is_peer_failure(error) or isinstance(error, RanksLostError)
         if not of_peer and not self._loss_is_seen(generation):
-            self._board.end(generation.number, Over("failed", f"rank {self._slot} of the launch failed: {error}"))
+            self._rendezvous.end(generation.number, Over("failed", f"rank {self._slot} of the launch failed: {error}"))
             return False
         line = describe_failure(error)
-        over = self._board.end(generation.number, Over("lost", f"rank {self._slot} of the launch lost contact: {line}"))
+        over = self._rendezvous.end(
+            generation.number, Over("lost", f"rank {self._slot} of the launch lost contact: {line}")
+        )
         if over.ending == "lost" and self._slot == generation.members[0].slot:
             print(f"nxd elastic: generation {generation.number} is over: {over.reason}", file=sys.stderr, flush=True)
         if over.ending == "failed":
@@ -307,7 +311,7 @@ class _Trainer:
         """Whether a member is lost, or will be found to be in a moment."""
         give_up = time.monotonic() + _SECONDS_TO_SETTLE
         while time.monotonic() < give_up:
-            over = self._board.over(generation.number)
+            over = self._rendezvous.over(generation.number)
             if over is not None:
                 return over.ending == "lost"
             if self._watch.find_lost(generation.members) is not None:
@@ -317,12 +321,12 @@ class _Trainer:
 
     def _has_been_stopped(self) -> bool:
         """Whether the run was stopped while this process began."""
-        over = self._board.over(self._board.latest()) if self._lifeline.stopping else None
+        over = self._rendezvous.over(self._rendezvous.latest()) if self._pipe.stopping else None
         return over is not None and over.ending == "stopped"
 
     def _wait_for_end(self, generation: Generation) -> Over:
         """As a spare: until the generation of the others is over."""
-        while (over := self._board.over(generation.number)) is None:
+        while (over := self._rendezvous.over(generation.number)) is None:
             time.sleep(_PAUSE)
         if over.ending == "failed":
             raise PeerError(over.reason)
@@ -334,7 +338,7 @@ class _Trainer:
         """Raise on all ranks where contact was lost though nobody was: it would only be lost again."""
         if before is None or before.incarnations != after.incarnations:
             return
-        over = self._board.over(before.number)
+        over = self._rendezvous.over(before.number)
         if over is not None and over.ending == "lost":
             raise PeerError(f"{over.reason}. No process has ended: check the network, or raise --elastic-silence")
 

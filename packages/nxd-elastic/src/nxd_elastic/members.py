@@ -89,7 +89,7 @@ class Over:
         return cls(ending, printable(str(reason)))
 
 
-class Board:
+class Rendezvous:
     """The keys of a job's store that generations are made of; any thread may ask.
 
     Every method raises `torch.distributed.DistError` if the store cannot be reached, and `PeerError` if it holds
@@ -151,15 +151,15 @@ class Board:
         """A process's newest sign of life: another text each time."""
         return self._get(f"beat/{incarnation}")
 
-    def set_keeper(self, launcher: Process, keeper: str) -> None:
-        """Say which keeper a launcher's host has."""
-        self._store.set(_keeper_key(launcher), keeper)
+    def set_memory_server(self, launcher: Process, server: str) -> None:
+        """Say which memory server a launcher's host has."""
+        self._store.set(_memory_server_key(launcher), server)
 
-    def keepers(self, generation: Generation) -> dict[Process, str]:
-        """By launcher, the keepers of the hosts that have members in a generation, in the members' order."""
+    def servers(self, generation: Generation) -> dict[Process, str]:
+        """By launcher, the memory servers of the hosts that have members in a generation, in the members' order."""
         launchers = dict.fromkeys(member.launcher for member in generation.members)
-        found = {launcher: self._get(_keeper_key(launcher)) for launcher in launchers}
-        return {launcher: keeper.decode(errors="replace") for launcher, keeper in found.items() if keeper is not None}
+        found = {launcher: self._get(_memory_server_key(launcher)) for launcher in launchers}
+        return {launcher: server.decode(errors="replace") for launcher, server in found.items() if server is not None}
 
     def store_of(self, number: int) -> dist.Store:
         """The store for a generation's own process groups."""
@@ -182,5 +182,5 @@ def _generation_from(number: int, content: Any) -> Generation:
     return Generation(number, members, degrees)
 
 
-def _keeper_key(launcher: Process) -> str:
-    return f"keeper/{'/'.join(map(str, launcher))}"
+def _memory_server_key(launcher: Process) -> str:
+    return f"memory_server/{'/'.join(map(str, launcher))}"

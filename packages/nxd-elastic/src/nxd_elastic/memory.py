@@ -1,8 +1,8 @@
-"""The keepers of a job: one on each host, started by the supervisor of its first rank, for checkpoints in memory.
+"""The memory servers of a job, for checkpoints in memory: one per host, started by the supervisor of its first rank.
 
-A keeper outlives the trainers of its host; one that dies is started again at the same address, and one that is stopped
-is killed first. Its folder is named by the launcher's agent, so that supervisors which the agent starts again find what
-was kept; the folder of an agent that has ended is removed by the next run of this user.
+A memory server outlives the trainers of its host; one that dies is started again at the same address, and one that is
+stopped is killed first. Its folder is named for the launcher's agent, so that supervisors which the agent starts again
+find what was kept; the folder of an agent that has ended is removed by the next run of this user.
 """
 
 import os
@@ -18,28 +18,28 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from nxd_elastic.peers.keeper import SECRET
-from nxd_elastic.peers.starting import KeeperProcess
-from nxd_elastic.peers.store import KEEPERS, OWN_KEEPER
+from nxd_elastic.peers.server import SECRET
+from nxd_elastic.peers.starting import MemoryServerProcess
+from nxd_elastic.peers.store import OWN_SERVER, SERVERS
 from nxd_elastic.processes import Process
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "nxd-memory"
 _SECRET_KEY = "nxd_elastic/secret"
-_LONGEST_PAUSE = 60.0  # seconds between two starts of a keeper that dies again and again
+_LONGEST_PAUSE = 60.0  # seconds between two starts of a memory server that dies again and again
 
 
 class HostMemory:
     """What a supervisor does for the checkpoints in its host's memory; nothing if it is not that of the first rank.
 
     Args:
-        silence: seconds for which the keeper may owe an answer before it is killed.
+        silence: seconds for which the memory server may owe an answer before it is killed.
 
     Attributes:
-        address: `host:port` of the keeper; "" if there is none.
+        address: `host:port` of the memory server; "" if there is none.
 
     Raises:
-        OSError: there is no memory to keep files in, or the keeper does not start.
+        OSError: there is no memory to keep files in, or the memory server does not start.
         torch.distributed.DistError: the job's store cannot be reached.
     """
 
@@ -47,7 +47,7 @@ class HostMemory:
         self.address = ""
         self._silence = silence
         self._next_start, self._pause = 0.0, 1.0
-        self._keeper: KeeperProcess | None = None
+        self._server: MemoryServerProcess | None = None
         if SECRET not in os.environ:  # our own launcher gives one; over several hosts the store is all that ranks share
             store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
             os.environ[SECRET] = store.compare_set(_SECRET_KEY, "", secrets.token_hex()).decode()
@@ -56,48 +56,48 @@ class HostMemory:
         launcher = Process.of(os.getppid())
         _remove_those_of_ended_launchers(launcher)
         self._folder = _folder_of(launcher)
-        self._keeper = KeeperProcess(self._folder, os.environ[SECRET], _own_address())
-        self.address = self._keeper.address
+        self._server = MemoryServerProcess(self._folder, os.environ[SECRET], _own_address())
+        self.address = self._server.address
 
     def revive(self) -> None:
-        """If the keeper has died or does not answer start another one, which serves what was kept."""
-        if self._keeper is None:
+        """If the memory server has died or does not answer start another one, which serves what was kept."""
+        if self._server is None:
             return
-        death, now = self._keeper.death(), time.monotonic()
-        if death is None and self._keeper.silence() > self._silence:
-            self._keeper.kill()
+        death, now = self._server.death(), time.monotonic()
+        if death is None and self._server.silence() > self._silence:
+            self._server.kill()
             death = f"has not answered for {self._silence:g} s and is killed"
         if death is None or now < self._next_start:
             return
         self._pause = 1.0 if now - self._next_start > _LONGEST_PAUSE else min(2 * self._pause, _LONGEST_PAUSE)
         self._next_start = now + self._pause
         try:
-            self._keeper.restart()
+            self._server.restart()
             outcome = "another one serves what it kept"
         except OSError as error:
             outcome = f"another one could not be started: {error}; the next attempt is in {self._pause:g} s"
-        print(f"nxd elastic: the keeper of this host's memory {death}; {outcome}", file=sys.stderr, flush=True)
+        print(f"nxd elastic: the memory server of this host {death}; {outcome}", file=sys.stderr, flush=True)
 
     def close(self, *, forget: bool) -> None:
-        """End the keeper.
+        """End the memory server.
 
         Args:
             forget: remove what it kept, as the run has ended.
         """
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._server is not None:
+            self._server.close()
             if forget:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def use_keepers(keepers: Sequence[str], own: str) -> None:
+def use_memory_servers(servers: Sequence[str], own: str) -> None:
     """Tell this process's checkpoints where the memory of the hosts is.
 
     Args:
-        keepers: of each host, in the same order on all ranks.
+        servers: of each host, in the same order on all ranks.
         own: that of this host.
     """
-    os.environ |= {KEEPERS: ",".join(keepers), OWN_KEEPER: own}
+    os.environ |= {SERVERS: ",".join(servers), OWN_SERVER: own}
 
 
 def _folder_of(launcher: Process) -> Path:

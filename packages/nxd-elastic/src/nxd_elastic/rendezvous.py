@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from nxd_state import ParallelDegrees, PeerError
 
-from nxd_elastic.members import Board, Generation, Member, Over
-from nxd_elastic.watch import Pulse
+from nxd_elastic.members import Generation, Member, Over, Rendezvous
+from nxd_elastic.watch import Heartbeats
 
 _PAUSE, _PAUSE_PER_SLOT = 0.02, 0.002  # seconds; the more trainers ask the store, the less often each does
 _PATIENCE = 10  # times the grace: for the first generation, and for enough ranks
@@ -39,11 +39,11 @@ class Terms:
     choose: Callable[[int], ParallelDegrees | None]
 
 
-def join(board: Board, own: Member, terms: Terms, after: int, *, replaces: bool = False) -> Generation | None:
+def join(rendezvous: Rendezvous, own: Member, terms: Terms, after: int, *, replaces: bool = False) -> Generation | None:
     """Wait for a generation with this trainer in it.
 
     Args:
-        board: where trainers meet.
+        rendezvous: where trainers meet.
         own: this trainer.
         terms: how to agree.
         after: the last generation that it has been in, or 0.
@@ -56,21 +56,21 @@ def join(board: Board, own: Member, terms: Terms, after: int, *, replaces: bool 
     Raises:
         PeerError: there are too few ranks, for too long; or a rank has failed by an error of its own.
     """
-    number, is_another_start = max(after, board.latest()), after == 0 and not replaces
+    number, is_another_start = max(after, rendezvous.latest()), after == 0 and not replaces
     while True:
-        closed = board.closed(number)
+        closed = rendezvous.closed(number)
         if closed is None and number > 0:  # `latest` is set after a generation is closed
             number -= 1
             continue
         if closed is not None and number > after and own.incarnation in closed.incarnations:
             return closed
-        over = None if closed is None else board.over(number)
+        over = None if closed is None else rendezvous.over(number)
         if closed is not None and over is None and number > after:
-            over = _ask_to_end(board, own, closed)
+            over = _ask_to_end(rendezvous, own, closed)
         if _is_the_end(over, but_may_go_on=is_another_start):
             return None
         number += 1
-        if not _Attempt(board, own, terms, number).run(over):
+        if not _Attempt(rendezvous, own, terms, number).run(over):
             return None
 
 
@@ -87,24 +87,24 @@ def _is_the_end(over: Over | None, *, but_may_go_on: bool = False) -> bool:
     return True
 
 
-def _ask_to_end(board: Board, own: Member, closed: Generation) -> Over | None:
+def _ask_to_end(rendezvous: Rendezvous, own: Member, closed: Generation) -> Over | None:
     """Ask a generation that was made up without this trainer to end; it has, if this one takes a member's place."""
     replaced = [member for member in closed.members if member.slot == own.slot]
     if replaced:
         reason = f"rank {own.slot} of the launch is lost: its process {replaced[0].process.pid} has been replaced"
-        return board.end(closed.number, Over("lost", reason))
-    board.ask_for_change(closed.number)
+        return rendezvous.end(closed.number, Over("lost", reason))
+    rendezvous.ask_for_change(closed.number)
     return None
 
 
 class _Attempt:
     """This trainer's part in making up one generation."""
 
-    def __init__(self, board: Board, own: Member, terms: Terms, number: int) -> None:
-        self._board, self._own, self._terms, self._number = board, own, terms, number
-        before = board.closed(number - 1)
+    def __init__(self, rendezvous: Rendezvous, own: Member, terms: Terms, number: int) -> None:
+        self._rendezvous, self._own, self._terms, self._number = rendezvous, own, terms, number
+        before = rendezvous.closed(number - 1)
         self._before = {} if before is None else {member.slot: member for member in before.members}
-        self._pulse = Pulse(board, own, terms.silence)
+        self._heartbeats = Heartbeats(rendezvous, own, terms.silence)
 
     def run(self, before: Over | None) -> bool:
         """Return once the generation is made up, with this trainer or without; False if there will be none.
@@ -115,15 +115,15 @@ class _Attempt:
         Raises:
             PeerError: see `join`.
         """
-        self._board.announce(self._number, self._own)
+        self._rendezvous.announce(self._number, self._own)
         began = time.monotonic()
         is_over = self._number == 1 or before is not None
-        while self._board.closed(self._number) is None:
+        while self._rendezvous.closed(self._number) is None:
             if not is_over:
-                over = self._board.over(self._number - 1)
+                over = self._rendezvous.over(self._number - 1)
                 if _is_the_end(over):
                     return False
-                if over is not None or all(self._pulse.is_lost(member) for member in self._before.values()):
+                if over is not None or all(self._heartbeats.is_lost(member) for member in self._before.values()):
                     is_over, began = True, time.monotonic()  # or all are lost, and nobody could say so
             if is_over:
                 self._try(time.monotonic() - began)
@@ -131,14 +131,14 @@ class _Attempt:
         return True
 
     def _try(self, waited: float) -> None:
-        announced = self._board.announced(self._number, self._terms.slots)
-        ready = {slot: it for slot, it in announced.items() if not self._pulse.is_lost(it)}
+        announced = self._rendezvous.announced(self._number, self._terms.slots)
+        ready = {slot: it for slot, it in announced.items() if not self._heartbeats.is_lost(it)}
         grace = self._terms.grace * (1 if self._before else _PATIENCE)
         if any(self._is_expected(slot, waited < grace) for slot in range(self._terms.slots) if slot not in ready):
             return
         degrees = self._terms.choose(len(ready))
         if degrees is not None and self._own.slot in ready:
-            self._board.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
+            self._rendezvous.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
         elif waited > self._terms.grace * _PATIENCE:
             raise PeerError(
                 f"{len(ready)} of {self._terms.slots} ranks are left, too few for the minimum or the layouts of "
@@ -152,7 +152,7 @@ class _Attempt:
         member = self._before.get(slot)
         if member is None:  # it was not there before either; when it comes, it asks for another generation
             return False
-        if not self._pulse.is_lost(member):
+        if not self._heartbeats.is_lost(member):
             return True
         return within_grace and not self._is_abandoned(member)
 

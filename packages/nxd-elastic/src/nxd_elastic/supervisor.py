@@ -7,7 +7,7 @@ break.
 - A trainer that a signal ends (SIGKILL, out of memory, a crash) is replaced.
 - One that says nothing for some seconds (stopped, or stuck in one call) is killed, and so replaced.
 - One that ends by itself ends the supervisor with its exit code, also by an exception: a bug must not loop here.
-- The keeper of the host's memory is replaced, too.
+- The memory server of the host is replaced, too.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _SECONDS_TO_END = 60.0  # after its last one; a loaded machine takes many to tak
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
-class Lifeline:
+class SupervisorPipe:
     """A trainer's side: what it tells its supervisor, and what it was told when it was forked.
 
     Attributes:
@@ -44,7 +44,7 @@ class Lifeline:
         launcher: the process that has started the supervisor: torchrun's agent, or `nxd train --nproc`.
         stopping: whether the run had been asked to stop before this process began.
         replaces: whether another trainer of this supervisor has died before.
-        keeper: `host:port` of the keeper that the supervisor has started; "" if it has started none.
+        server: `host:port` of the memory server that the supervisor has started; "" if it has started none.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Lifeline:
         replaces: bool,
     ) -> None:
         self.supervisor, self.launcher, self.stopping, self.replaces = supervisor, launcher, stopping, replaces
-        self.keeper = memory.address if memory is not None else ""
+        self.server = memory.address if memory is not None else ""
         self._memory = memory  # the supervisor's; letting go of it would look like an end
         self._descriptor = descriptor
 
@@ -68,21 +68,21 @@ class Lifeline:
             os.write(self._descriptor, word)
 
 
-def supervise(*, silence: float, keeps_memory: bool = False) -> Lifeline | int:
+def supervise(*, silence: float, keeps_memory: bool = False) -> SupervisorPipe | int:
     """Fork trainers until one of them ends by itself.
 
     Call it in the main thread, with everything imported that the trainer needs, and before anything is computed.
 
     Args:
-        silence: seconds without a word after which a trainer is killed, or the keeper.
-        keeps_memory: start the keeper of this host, for checkpoints in memory.
+        silence: seconds without a word after which a trainer is killed, or the memory server.
+        keeps_memory: start the memory server of this host, for checkpoints in memory.
 
     Returns:
-        In a trainer its lifeline; in the supervisor, at the end, the exit code for it.
+        In a trainer its supervisor pipe; in the supervisor, at the end, the exit code for it.
 
     Raises:
         RuntimeError: this system has no /proc, or this process has threads.
-        OSError: the keeper does not start.
+        OSError: the memory server does not start.
     """
     if sys.platform != "linux":
         raise RuntimeError(
@@ -118,7 +118,7 @@ class _Supervisor:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def run(self) -> Lifeline | int:
+    def run(self) -> SupervisorPipe | int:
         if self._most_restarts() == 0:
             self._say("is not replaced if it is lost, as torchrun's --max-restarts is 0; give it some, such as 100")
         while True:
@@ -142,12 +142,14 @@ class _Supervisor:
                 return exit_code
             self._restarts += 1
 
-    def _be_trainer(self, writing: int) -> Lifeline:
+    def _be_trainer(self, writing: int) -> SupervisorPipe:
         os.setpgid(0, 0)  # a launcher signals the supervisor's process group, and the supervisor this process
         end_with(self._process.pid)
         name_this_process(TRAINER_NAME)
         stopping, replaces = bool(self._signals), self._restarts > 0
-        return Lifeline(writing, self._process, self._launcher, self._memory, stopping=stopping, replaces=replaces)
+        return SupervisorPipe(
+            writing, self._process, self._launcher, self._memory, stopping=stopping, replaces=replaces
+        )
 
     def _watch(self, pid: int, reading: int) -> int:
         """Listen to a trainer until it ends; returns its wait status."""

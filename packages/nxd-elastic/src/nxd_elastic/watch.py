@@ -13,30 +13,30 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from nxd_state import PeerError, abort_model_parallel
 
-from nxd_elastic.members import Board, Generation, Member, Over
-from nxd_elastic.supervisor import ALIVE, ENDING, Lifeline
+from nxd_elastic.members import Generation, Member, Over, Rendezvous
+from nxd_elastic.supervisor import ALIVE, ENDING, SupervisorPipe
 
 _INTERVAL = 0.25  # seconds
 
 
-class Pulse:
+class Heartbeats:
     """Which processes still give signs of life, as seen from here.
 
     Args:
-        board: where they are given.
+        rendezvous: where they are given.
         own: the process that looks.
         silence: seconds without one after which a process counts as lost.
     """
 
-    def __init__(self, board: Board, own: Member, silence: float) -> None:
-        self._board, self._own, self._silence = board, own, silence
+    def __init__(self, rendezvous: Rendezvous, own: Member, silence: float) -> None:
+        self._rendezvous, self._own, self._silence = rendezvous, own, silence
         self._seen: dict[str, tuple[bytes | None, float]] = {}  # the newest sign of each, and since when it is that
 
     def is_lost(self, member: Member) -> bool:
         """Whether its process has ended, or has been silent for too long since this was first asked."""
         if member.process.place == self._own.process.place:  # its supervisor kills it if it is silent
             return member.process.has_ended(self._own.process)
-        now, beat = time.monotonic(), self._board.last_beat(member.incarnation)
+        now, beat = time.monotonic(), self._rendezvous.last_beat(member.incarnation)
         last, since = self._seen.get(member.incarnation, (beat, now))
         if beat != last:
             since = now
@@ -52,14 +52,14 @@ class Watch(threading.Thread):
         change_wanted: whether another trainer waits to join it.
     """
 
-    def __init__(self, board: Board, own: Member, lifeline: Lifeline, *, silence: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, own: Member, pipe: SupervisorPipe, *, silence: float) -> None:
         super().__init__(name="nxd elastic watch", daemon=True)
         self.over: Over | None = None
         self.change_wanted = False
-        self._board, self._own, self._lifeline, self._silence = board, own, lifeline, silence
+        self._rendezvous, self._own, self._pipe, self._silence = rendezvous, own, pipe, silence
         self._generation: Generation | None = None
         self._watched: list[Member] = []
-        self._pulse = Pulse(board, own, silence)
+        self._heartbeats = Heartbeats(rendezvous, own, silence)
         self._lock = threading.Lock()  # held while the generation changes, or its communication is broken
         self._has_left, self._ended = threading.Event(), threading.Event()
         self._kill_at = float("inf")
@@ -70,7 +70,7 @@ class Watch(threading.Thread):
         while not self._ended.is_set():
             try:
                 if not self._has_left.is_set():
-                    self._board.beat(self._own.incarnation, count)
+                    self._rendezvous.beat(self._own.incarnation, count)
                     self._look()
             except (dist.DistError, PeerError) as error:
                 if self._has_left.is_set():  # the store ended with the run
@@ -80,7 +80,7 @@ class Watch(threading.Thread):
                 )
                 self._leave(self._generation, Over("failed", f"{is_gone}{error}"))
                 return
-            self._lifeline.say(ALIVE)
+            self._pipe.say(ALIVE)
             if time.monotonic() > self._kill_at:  # the main thread is stuck; the supervisor starts another process
                 os.kill(os.getpid(), signal.SIGKILL)
             count += 1
@@ -92,7 +92,7 @@ class Watch(threading.Thread):
             self.over, self.change_wanted, self._kill_at = None, False, float("inf")
             self._generation = generation
             self._watched = list(self._to_watch(generation))
-            self._pulse = Pulse(self._board, self._own, self._silence)
+            self._heartbeats = Heartbeats(self._rendezvous, self._own, self._silence)
 
     def exit(self) -> None:
         """The main thread has left its generation, and begins to clear up; then comes `settle`."""
@@ -107,7 +107,7 @@ class Watch(threading.Thread):
 
     def find_lost(self, members: Iterable[Member]) -> Member | None:
         """The first of them whose process is known to have ended."""
-        return next((member for member in members if self._pulse.is_lost(member)), None)
+        return next((member for member in members if self._heartbeats.is_lost(member)), None)
 
     def leave(self) -> None:
         """The process has trained: it has nothing to do with the others any more, and may work on for any time."""
@@ -119,19 +119,19 @@ class Watch(threading.Thread):
         """End the thread: the process ends."""
         self._ended.set()
         self.join()
-        self._lifeline.say(ENDING)
+        self._pipe.say(ENDING)
 
     def _look(self) -> None:
         generation = self._generation
         if generation is None or self.over is not None:
             return
-        over = self._board.over(generation.number)
+        over = self._rendezvous.over(generation.number)
         if over is None and (lost := self.find_lost(self._watched)) is not None:
             reason = f"rank {lost.slot} of the launch is lost: its process {lost.process.pid} has ended or is silent"
-            over = self._board.end(generation.number, Over("lost", reason))
+            over = self._rendezvous.end(generation.number, Over("lost", reason))
         if over is not None:
             self._leave(generation, over)
-        elif not self.change_wanted and self._board.change_is_wanted(generation.number):
+        elif not self.change_wanted and self._rendezvous.change_is_wanted(generation.number):
             with self._lock:
                 self.change_wanted = generation is self._generation
 

@@ -25,9 +25,9 @@ from nxd_ckpt import (
     save,
 )
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
-from nxd_elastic.peers.client import KeeperClient
-from nxd_elastic.peers.keeper import Keeper
-from nxd_elastic.peers.starting import KeeperProcess
+from nxd_elastic.peers.client import MemoryServerClient
+from nxd_elastic.peers.server import MemoryServer
+from nxd_elastic.peers.starting import MemoryServerProcess
 from nxd_elastic.peers.store import PeerStore, peers_url
 
 pytestmark = pytest.mark.sample(8)  # each takes its time
@@ -36,22 +36,22 @@ HOSTS, RANKS, ROWS = 4, 8, 48
 
 
 class Hosts:
-    """Folders with keepers, two ranks on each."""
+    """Folders with memory servers, two ranks on each."""
 
     def __init__(self, folder, running):
-        self.keepers = []
+        self.servers = []
         for number in range(HOSTS):
-            keeper = running.enter_context(KeeperProcess(folder / f"host-{number}", "known to this test"))
-            self.keepers.append((keeper, folder / f"host-{number}"))
+            server = running.enter_context(MemoryServerProcess(folder / f"host-{number}", "known to this test"))
+            self.servers.append((server, folder / f"host-{number}"))
 
     def url(self, own, copies, among=range(HOSTS)):
         """For a rank of a host, over those that are left."""
-        return peers_url([self.keepers[it][0].address for it in among], self.keepers[own][0].address, copies)
+        return peers_url([self.servers[it][0].address for it in among], self.servers[own][0].address, copies)
 
     def lose(self, number):
         """The host, with all in its memory."""
-        keeper, folder = self.keepers[number]
-        keeper.close()
+        server, folder = self.servers[number]
+        server.close()
         shutil.rmtree(folder)
 
     def save(self, tag, value, copies, **options):
@@ -127,15 +127,15 @@ def test_more_hosts_lost_than_copies_names_the_files_and_an_older_whole_checkpoi
 @pytest.mark.parametrize("reached", range(HOSTS + 1))
 def test_leader_that_dies_while_it_commits_leaves_the_old_or_the_new(hosts, reached, monkeypatch):
     hosts.save("t", 1, copies=1)
-    put, manifests = KeeperClient.put, itertools.count()
+    put, manifests = MemoryServerClient.put, itertools.count()
 
-    def dies(keeper, name, num_bytes):
+    def dies(server, name, num_bytes):
         if name == "t/manifest.json" and next(manifests) == reached:
             raise KeyboardInterrupt
-        return put(keeper, name, num_bytes)
+        return put(server, name, num_bytes)
 
     with monkeypatch.context() as dying:
-        dying.setattr(KeeperClient, "put", dies)
+        dying.setattr(MemoryServerClient, "put", dies)
         dying.setattr("nxd_elastic.peers.store.PeerSave.end", lambda self: None)  # nobody is left to tidy up
         with suppress(KeyboardInterrupt):
             save(hosts.url(0, 1), "t", {"w": whole(2)}, step=2, overwrite=True)
@@ -171,15 +171,15 @@ def test_process_that_writes_in_the_background_has_no_torch(hosts):
 
 def test_files_that_may_be_those_of_a_save_at_work_are_no_garbage_yet(hosts):
     hosts.save("step-1", 1, copies=1)
-    keeper = KeeperClient(hosts.keepers[0][0].address)
-    upload = keeper.put("step-2/data/x", 3)
+    server = MemoryServerClient(hosts.servers[0][0].address)
+    upload = server.put("step-2/data/x", 3)
     upload.send(b"123")
     upload.finish()
 
     assert gc(hosts.url(0, 1)) == []
-    assert "step-2/data/x" in keeper.files()
+    assert "step-2/data/x" in server.files()
     assert [it.num_bytes for it in gc(hosts.url(0, 1), dead_after=0)] == [3]
-    assert "step-2/data/x" not in keeper.files()
+    assert "step-2/data/x" not in server.files()
 
 
 def test_save_without_one_of_the_hosts_fails_on_every_rank_and_leaves_the_one_before(hosts):
@@ -197,11 +197,11 @@ def test_save_without_one_of_the_hosts_fails_on_every_rank_and_leaves_the_one_be
     assert torch.equal(open_checkpoint(hosts.url(0, 1, among=(0, 1, 3))).read("w"), whole(1))
 
 
-def test_keeper_that_is_killed_is_followed_by_another_with_the_same_files(hosts, tmp_path):
+def test_memory_server_that_is_killed_is_followed_by_another_with_the_same_files(hosts, tmp_path):
     hosts.save("step-1", 1, copies=0)
-    for keeper, _ in hosts.keepers:
-        os.kill(keeper.pid, signal.SIGKILL)
-        keeper.close()
+    for server, _ in hosts.servers:
+        os.kill(server.pid, signal.SIGKILL)
+        server.close()
 
     with ExitStack() as running:
         anew = Hosts(tmp_path, running)
@@ -209,27 +209,27 @@ def test_keeper_that_is_killed_is_followed_by_another_with_the_same_files(hosts,
         assert torch.equal(open_checkpoint(anew.url(0, 0)).read("w"), whole(1))
 
 
-def test_keeper_ends_with_the_process_that_started_it(tmp_path):
+def test_memory_server_ends_with_the_process_that_started_it(tmp_path):
     program = (
-        "import os, sys; from nxd_elastic.peers.starting import KeeperProcess\n"
-        "print(KeeperProcess(sys.argv[1], 's').address, flush=True); os.kill(os.getpid(), 9)"
+        "import os, sys; from nxd_elastic.peers.starting import MemoryServerProcess\n"
+        "print(MemoryServerProcess(sys.argv[1], 's').address, flush=True); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
 
     assert ended.returncode == -signal.SIGKILL
-    keeper = Keeper(tmp_path, "127.0.0.1", "s")  # takes the folder's lock, waiting until the first has let go
-    keeper.server_close()
+    server = MemoryServer(tmp_path, "127.0.0.1", "s")  # takes the folder's lock, waiting until the first has let go
+    server.server_close()
 
 
-@pytest.mark.parametrize(("keepers", "own", "copies"), [([], "a:1", 1), (["a:1"], "b:1", 1), (["a:1"], "a:1", -1)])
-def test_url_of_hosts_that_do_not_fit_is_refused(keepers, own, copies):
-    with pytest.raises(ValueError, match="do not fit the keepers"):
-        peers_url(keepers, own, copies)
+@pytest.mark.parametrize(("servers", "own", "copies"), [([], "a:1", 1), (["a:1"], "b:1", 1), (["a:1"], "a:1", -1)])
+def test_url_of_hosts_that_do_not_fit_is_refused(servers, own, copies):
+    with pytest.raises(ValueError, match="do not fit the memory servers"):
+        peers_url(servers, own, copies)
 
 
 @pytest.mark.parametrize("url", ["peers://", "peers://a:1/?copies=many", "peers://a:1/?own=b:1"])
-def test_url_without_keepers_is_refused(url):
-    with pytest.raises(ValueError, match="names no keepers"):
+def test_url_without_memory_servers_is_refused(url):
+    with pytest.raises(ValueError, match="names no memory servers"):
         open_checkpoint(url)
 
 

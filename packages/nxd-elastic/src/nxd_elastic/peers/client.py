@@ -1,6 +1,4 @@
-"""Talks to the keepers of a job's hosts, over a connection for each request: one that is left open may be to a host
-that is gone.
-"""
+"""Talks to the memory servers of a job's hosts, with a connection per request: an open one may lead to a lost host."""
 
 import hmac
 import json
@@ -14,14 +12,14 @@ from typing import Any
 
 from nxd_ckpt.errors import CheckpointError
 
-from nxd_elastic.peers.keeper import CLIENT, END, KEEPER, MOST_GREETING_BYTES, SECRET, proof
+from nxd_elastic.peers.server import CLIENT, END, MOST_GREETING_BYTES, SECRET, SERVER, proof
 
 _SECONDS_TO_CONNECT = 5.0
 _SECONDS_TO_ANSWER = 60.0
 
 
-class KeeperClient:
-    """One host's keeper. All methods raise OSError if it cannot be reached or refuses.
+class MemoryServerClient:
+    """One host's memory server. All methods raise OSError if it cannot be reached or refuses.
 
     Args:
         address: `host:port`, with a host of IPv6 in brackets.
@@ -33,7 +31,7 @@ class KeeperClient:
     def put(self, name: str, num_bytes: int) -> "Upload":
         """Begin to write a file of so many bytes, which appears when it is finished; one of this name is replaced then.
 
-        The keeper makes room for it first; that there is none is heard when it is finished.
+        The memory server makes room for it first; that there is none is heard when it is finished.
         """
         return Upload(_Connection(self.address), name, num_bytes)
 
@@ -53,7 +51,7 @@ class KeeperClient:
         with self._answer_to(do="get", name=name, pieces=None) as (answer, connection):
             size = int(answer["bytes"])
             if not 0 <= size <= most_bytes:
-                raise OSError(f"{name} at the keeper {self.address} has {size} bytes, of at most {most_bytes}")
+                raise OSError(f"{name} at the memory server {self.address} has {size} bytes, of at most {most_bytes}")
             content = bytearray(size)
             connection.read_into(memoryview(content))
         return bytes(content)
@@ -82,7 +80,7 @@ class KeeperClient:
 
 
 class Upload:
-    """A file on its way to a keeper."""
+    """A file on its way to a memory server."""
 
     def __init__(self, connection: "_Connection", name: str, num_bytes: int) -> None:
         self._connection = connection
@@ -140,21 +138,21 @@ class _Connection:
         try:
             answer: dict[str, Any] = dict(json.loads(line))
         except (ValueError, TypeError):
-            raise OSError(f"what listens at {self._address} is no keeper of this job") from None
+            raise OSError(f"what listens at {self._address} is no memory server of this job") from None
         if "refused" in answer:
             kind = FileNotFoundError if answer.get("missing") else OSError
-            raise kind(f"the keeper at {self._address}: {answer['refused']}")
+            raise kind(f"the memory server at {self._address}: {answer['refused']}")
         return answer
 
     def _prove(self, secret: str, port: int) -> None:
-        """The handshake of `keeper.py`: nothing is sent to, or believed of, whoever does not know the secret."""
+        """The handshake of `server.py`: nothing is sent to, or believed of, whoever does not know the secret."""
         with self._errors_named():
             theirs = self._file.readline(MOST_GREETING_BYTES).decode("ascii", "replace").strip()
         nonces = (theirs, secrets.token_hex(16))
         self.send(f"{nonces[1]} {proof(secret, CLIENT, nonces, port)}\n".encode())
         found = self.answer(MOST_GREETING_BYTES).get("proof")
-        if not hmac.compare_digest(str(found).encode(), proof(secret, KEEPER, nonces, port).encode()):
-            raise OSError(f"what listens at {self._address} is no keeper of this job")
+        if not hmac.compare_digest(str(found).encode(), proof(secret, SERVER, nonces, port).encode()):
+            raise OSError(f"what listens at {self._address} is no memory server of this job")
 
     def read_into(self, memory: memoryview) -> None:
         left = memory
@@ -174,14 +172,14 @@ class _Connection:
         try:
             yield
         except OSError as error:
-            raise OSError(f"the keeper at {self._address} cannot be reached: {error}") from error
+            raise OSError(f"the memory server at {self._address} cannot be reached: {error}") from error
 
     def _gone(self) -> OSError:
-        return OSError(f"the keeper at {self._address} ended its connection")
+        return OSError(f"the memory server at {self._address} ended its connection")
 
 
 def _secret() -> str:
     secret = os.environ.get(SECRET)
     if not secret:
-        raise CheckpointError(f"{SECRET} is not set; all ranks and keepers of a job need the same one")
+        raise CheckpointError(f"{SECRET} is not set; all ranks and memory servers of a job need the same one")
     return secret

@@ -1,4 +1,4 @@
-"""Starting the keeper of a host, seeing whether it is well, and starting it again when it has died."""
+"""Starting the memory server of a host, seeing whether it is well, and starting it again when it has died."""
 
 import os
 import select
@@ -15,15 +15,15 @@ from typing import Self
 
 from nxd_state.standard_streams import hold_standard_streams
 
-from nxd_elastic.peers import keeper
+from nxd_elastic.peers import server
 
 _SECONDS_TO_START = 30.0
 
 
-class KeeperProcess:
+class MemoryServerProcess:
     """A process that keeps files in the memory of this host; it ends when this one does, however that ends.
 
-    What it keeps stays in its folder, for the next keeper of that folder. A context manager.
+    What it keeps stays in its folder, for the next memory server of that folder. A context manager.
 
     Args:
         folder: in memory, such as one below `/dev/shm`; made if missing.
@@ -40,7 +40,7 @@ class KeeperProcess:
 
     def __init__(self, folder: "str | os.PathLike[str]", secret: str, host: str = "127.0.0.1") -> None:
         self._folder, self._host = Path(folder), host
-        self._environment: Mapping[str, str] = {**os.environ, keeper.SECRET: secret}
+        self._environment: Mapping[str, str] = {**os.environ, server.SECRET: secret}
         hold_standard_streams()
         self._port = _reserved_port(host)
         self._asked: float | None = None  # since when an answer is owed, on the monotonic clock
@@ -102,7 +102,7 @@ class KeeperProcess:
     def _start(self) -> "tuple[subprocess.Popen[bytes], str]":
         port = self._port.getsockname()[1]
         process = subprocess.Popen(
-            [sys.executable, "-S", "-E", keeper.__file__, str(self._folder), self._host, str(port)],
+            [sys.executable, "-S", "-E", server.__file__, str(self._folder), self._host, str(port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._environment,
@@ -114,7 +114,7 @@ class KeeperProcess:
         address = process.stdout.readline().decode().strip()
         if not address:
             code = process.wait()
-            raise OSError(f"the keeper of {self._folder} ended with code {code}; see its output")
+            raise OSError(f"the memory server of {self._folder} ended with code {code}; see its output")
         return process, address
 
     def _close_pipes(self) -> None:
@@ -140,8 +140,8 @@ def _has_come(descriptor: int, seconds: float) -> bool:
 
 
 def _reserved_port(host: str) -> socket.socket:
-    """A free port that nobody else gets until this is closed; as nothing listens here, a dead keeper is noticed."""
-    reserved = socket.socket(keeper.family_of(host))
+    """A free port that nobody else gets until this is closed; nothing listens, so a dead server is noticed."""
+    reserved = socket.socket(server.family_of(host))
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:

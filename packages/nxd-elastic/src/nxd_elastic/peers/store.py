@@ -2,9 +2,10 @@
 
     peers://10.0.0.1:4001,10.0.0.2:4002,10.0.0.3:4003/?copies=1
 
-lists the keepers of a job's hosts, in the order in which copies go round. The file of a rank lies on its own host, that
-of `&own=10.0.0.2:4002` or `NXD_KEEPER`, and on the next `copies` ones, so that any so many may die. The manifest lies
-on every host, and is written last: a checkpoint is there as soon as one host has it, and any layout can load it.
+lists the memory servers of a job's hosts, in the order in which copies go round. The file of a rank lies on its own
+host, that of `&own=10.0.0.2:4002` or `NXD_MEMORY_SERVER`, and on the next `copies` ones, so that any so many may die.
+The manifest lies on every host, and is written last: a checkpoint is there as soon as one host has it, and any layout
+can load it.
 """
 
 import os
@@ -17,46 +18,46 @@ from nxd_ckpt.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, file_na
 from nxd_ckpt.stores import Capabilities, Garbage, Piece
 from nxd_ckpt.tags import is_tag
 
-from nxd_elastic.peers.client import KeeperClient, Upload
-from nxd_elastic.peers.keeper import PINS
+from nxd_elastic.peers.client import MemoryServerClient, Upload
+from nxd_elastic.peers.server import PINS
 
 SCHEME = "peers://"
 
-# Variables of the environment, of a job whose launcher has started keepers.
-KEEPERS = "NXD_KEEPERS"  # `host:port` of the keeper of each host, with commas between
-OWN_KEEPER = "NXD_KEEPER"  # that of this rank's host
+# Variables of the environment, of a job whose launcher has started memory servers.
+SERVERS = "NXD_MEMORY_SERVERS"  # `host:port` of the memory server of each host, with commas between
+OWN_SERVER = "NXD_MEMORY_SERVER"  # that of this rank's host
 
 _PIN = f"{PINS}/"
 
 
-def peers_url(keepers: Sequence[str], own: str | None = None, copies: int = 1) -> str:
+def peers_url(servers: Sequence[str], own: str | None = None, copies: int = 1) -> str:
     """The path under which `save` and `load` find checkpoints in the memory of hosts.
 
     Args:
-        keepers: `host:port` of the keeper of each host, in the same order on all ranks.
-        own: of this rank's host; that of `NXD_KEEPER`, or the first, if None.
+        servers: `host:port` of the memory server of each host, in the same order on all ranks.
+        own: of this rank's host; that of `NXD_MEMORY_SERVER`, or the first, if None.
         copies: other hosts that have each file; fewer where there are fewer hosts.
 
     Raises:
-        ValueError: `own` is none of the keepers, or `copies` is negative.
+        ValueError: `own` is none of the memory servers, or `copies` is negative.
     """
-    if not keepers or (own is not None and own not in keepers) or copies < 0:
+    if not servers or (own is not None and own not in servers) or copies < 0:
         raise ValueError(
-            f"own={own!r} and copies={copies} do not fit the keepers {', '.join(keepers) or '(none)'}; set own to "
-            "one of them, and copies to 0 or more"
+            f"own={own!r} and copies={copies} do not fit the memory servers {', '.join(servers) or '(none)'}; set "
+            "own to one of them, and copies to 0 or more"
         )
-    return f"{SCHEME}{','.join(keepers)}/?copies={copies}" + (f"&own={own}" if own else "")
+    return f"{SCHEME}{','.join(servers)}/?copies={copies}" + (f"&own={own}" if own else "")
 
 
 def job_url(copies: int = 1) -> str | None:
-    """`peers_url` of the keepers that `NXD_KEEPERS` names, the same on all ranks; None where it names none."""
-    keepers = [it for it in os.environ.get(KEEPERS, "").split(",") if it]
-    return peers_url(keepers, copies=copies) if keepers else None
+    """`peers_url` of the servers that `NXD_MEMORY_SERVERS` names, the same on all ranks; None where it names none."""
+    servers = [it for it in os.environ.get(SERVERS, "").split(",") if it]
+    return peers_url(servers, copies=copies) if servers else None
 
 
-def _own_among(keepers: Sequence[str]) -> str:
-    own = os.environ.get(OWN_KEEPER, "")
-    return own if own in keepers else keepers[0]
+def _own_among(servers: Sequence[str]) -> str:
+    own = os.environ.get(OWN_SERVER, "")
+    return own if own in servers else servers[0]
 
 
 class PeerStore:
@@ -69,7 +70,7 @@ class PeerStore:
 
     Attributes:
         copies: of each file, on other hosts.
-        keepers: of all hosts, that of this rank's host first and the others in their order from there on.
+        servers: of all hosts, that of this rank's host first and the others in their order from there on.
 
     Raises:
         ValueError: the URL is none.
@@ -80,16 +81,18 @@ class PeerStore:
     def __init__(self, url: str) -> None:
         hosts, _, query = url.removeprefix(SCHEME).partition("?")
         hosts = hosts.rstrip("/")
-        keepers = tuple(hosts.split(","))
+        servers = tuple(hosts.split(","))
         options = {name: values[-1] for name, values in parse_qs(query).items()}
-        copies, own = options.get("copies", "1"), options.get("own", _own_among(keepers))
-        if not url.startswith(SCHEME) or not copies.isdecimal() or not hosts or own not in keepers:
-            raise ValueError(f"{url!r} names no keepers; expected {SCHEME}HOST:PORT,HOST:PORT/?copies=1&own=HOST:PORT")
+        copies, own = options.get("copies", "1"), options.get("own", _own_among(servers))
+        if not url.startswith(SCHEME) or not copies.isdecimal() or not hosts or own not in servers:
+            raise ValueError(
+                f"{url!r} names no memory servers; expected {SCHEME}HOST:PORT,HOST:PORT/?copies=1&own=HOST:PORT"
+            )
         self.location = f"{SCHEME}{hosts}/?copies={copies}"  # the same on all hosts
         self.copies = int(copies)
-        first = keepers.index(own)
-        self.keepers = [KeeperClient(address) for address in (*keepers[first:], *keepers[:first])]
-        self._holders: dict[str, KeeperClient] = {}
+        first = servers.index(own)
+        self.servers = [MemoryServerClient(address) for address in (*servers[first:], *servers[:first])]
+        self._holders: dict[str, MemoryServerClient] = {}
 
     def where(self, tag: str, file: str = MANIFEST_NAME) -> str:
         """See `Store.where`."""
@@ -112,9 +115,9 @@ class PeerStore:
     def read_manifest(self, tag: str) -> bytes:
         """See `Store.read_manifest`. Where a save that died has reached some hosts only, the newer one."""
         found: list[bytes] = []
-        for keeper in self.keepers:
+        for server in self.servers:
             with suppress(OSError):
-                content = keeper.content(f"{tag}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
+                content = server.content(f"{tag}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
                 if content not in found:
                     found.append(content)
         if not found:
@@ -126,10 +129,10 @@ class PeerStore:
     def file_size(self, tag: str, file: str) -> int:
         """See `Store.file_size`."""
         name = f"{tag}/{file}"
-        for keeper in self.keepers:
+        for server in self.servers:
             with suppress(OSError):
-                size = keeper.size(name)
-                self._holders[name] = keeper
+                size = server.size(name)
+                self._holders[name] = server
                 return size
         raise FileNotFoundError(f"{self.where(tag, file)} is on no host that can be reached")
 
@@ -138,9 +141,9 @@ class PeerStore:
         name = f"{tag}/{file}"
         wanted = [(piece.offset, piece.destination) for piece in pieces]
         problem: OSError | None = None
-        for keeper in [self._holders[name]] * (name in self._holders) + self.keepers:
+        for server in [self._holders[name]] * (name in self._holders) + self.servers:
             try:
-                return keeper.get(name, wanted)
+                return server.get(name, wanted)
             except OSError as error:
                 problem = problem if isinstance(error, FileNotFoundError) and problem else error
         raise problem or FileNotFoundError(f"{self.where(tag, file)} is on no host")
@@ -149,10 +152,10 @@ class PeerStore:
         """See `Store.delete`."""
         decode(self.read_manifest(tag), self.where(tag))
         listings = self.listings()
-        for keeper, _ in listings:
-            keeper.remove([f"{tag}/{MANIFEST_NAME}"])
-        for keeper, files in listings:
-            keeper.remove([name for name in files if name.startswith(f"{tag}/")])
+        for server, _ in listings:
+            server.remove([f"{tag}/{MANIFEST_NAME}"])
+        for server, files in listings:
+            server.remove([name for name in files if name.startswith(f"{tag}/")])
 
     def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> "PeerSave":
         """See `Store.begin_save`."""
@@ -168,43 +171,43 @@ class PeerStore:
 
     def set_pinned(self, tag: str, *, to: bool) -> None:
         """See `Store.set_pinned`."""
-        for keeper, _ in self.listings():
+        for server, _ in self.listings():
             if to:
-                with closing(keeper.put(f"{_PIN}{tag}", 0)) as upload:
+                with closing(server.put(f"{_PIN}{tag}", 0)) as upload:
                     upload.finish()
             else:
-                keeper.remove([f"{_PIN}{tag}"])
+                server.remove([f"{_PIN}{tag}"])
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
         """See `Store.garbage`: files of which no manifest speaks; those of a save at work are told by their age."""
         listings = self.listings()
         needed: set[str] = set()
-        for keeper, files in listings:
+        for server, files in listings:
             needed |= {name for name in files if name.startswith(_PIN)}
             for name in [it for it in files if it.endswith(f"/{MANIFEST_NAME}")]:
                 tag = name.partition("/")[0]
-                needed |= {name, *(f"{tag}/{file}" for file in file_names_in(keeper.content(name, MAX_MANIFEST_BYTES)))}
+                needed |= {name, *(f"{tag}/{file}" for file in file_names_in(server.content(name, MAX_MANIFEST_BYTES)))}
         found: list[Garbage] = []
-        for keeper, files in listings:
-            dead = keeper.files(unchanged=dead_after) if dead_after else files
+        for server, files in listings:
+            dead = server.files(unchanged=dead_after) if dead_after else files
             doomed = {name: size for name, size in files.items() if name in dead and name not in needed}
-            found += [Garbage(f"{keeper.address}/{name}", size) for name, size in doomed.items()]
+            found += [Garbage(f"{server.address}/{name}", size) for name, size in doomed.items()]
             if delete:
-                keeper.remove(doomed)
+                server.remove(doomed)
         return found
 
-    def listings(self) -> list[tuple[KeeperClient, dict[str, int]]]:
+    def listings(self) -> list[tuple[MemoryServerClient, dict[str, int]]]:
         """The hosts that can be reached, this one first, each with its files and their sizes.
 
         Raises:
             OSError: there are none.
         """
         found = []
-        for keeper in self.keepers:
+        for server in self.servers:
             with suppress(OSError):
-                found.append((keeper, keeper.files()))
+                found.append((server, server.files()))
         if not found:
-            raise OSError(f"none of the keepers of {self.location} can be reached")
+            raise OSError(f"none of the memory servers of {self.location} can be reached")
         return found
 
 
@@ -229,12 +232,12 @@ class PeerSave:
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
         """See `SaveTransaction.write_file`: on this rank's host, and on the next ones at the same time."""
-        holders = self._store.keepers[: 1 + self._store.copies]
+        holders = self._store.servers[: 1 + self._store.copies]
         name = f"{self._tag}/{file}"
         with ExitStack() as begun:
             uploads: list[Upload] = []
-            for keeper in holders:
-                uploads.append(begun.enter_context(closing(keeper.put(name, num_bytes))))
+            for server in holders:
+                uploads.append(begun.enter_context(closing(server.put(name, num_bytes))))
             for part in parts:
                 for upload in uploads:
                     upload.send(part)
@@ -248,8 +251,8 @@ class PeerSave:
     def commit(self, manifest: bytes) -> None:
         """See `SaveTransaction.commit`: with the first host that has the manifest."""
         self._check_tag()
-        for keeper in self._store.keepers:
-            with closing(keeper.put(f"{self._tag}/{MANIFEST_NAME}", len(manifest))) as upload:
+        for server in self._store.servers:
+            with closing(server.put(f"{self._tag}/{MANIFEST_NAME}", len(manifest))) as upload:
                 upload.send(manifest)
                 upload.finish()
 

@@ -126,14 +126,14 @@ def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
             raise RuntimeError("--elastic restarts communication within a process, which XLA cannot do; leave it out")
         check_launch()
         keeps_memory = recipe.checkpoint.memory_every > 0
-        lifeline = supervise(silence=elastic.options.silence, keeps_memory=keeps_memory)
+        pipe = supervise(silence=elastic.options.silence, keeps_memory=keeps_memory)
     except (RuntimeError, OSError) as error:
         raise UserError(str(error)) from error
-    if isinstance(lifeline, int):
-        return lifeline
+    if isinstance(pipe, int):
+        return pipe
     with StopRequest() as stop:
         try:
-            result = train_elastically(elastic, lifeline, stop, lambda: _set_timeout(recipe))
+            result = train_elastically(elastic, pipe, stop, lambda: _set_timeout(recipe))
         except ValueError as error:
             raise UserError(str(error)) from error
     return (EXIT_STOPPED if stop.signal_number else 0) if result is None else _exit_code(result)

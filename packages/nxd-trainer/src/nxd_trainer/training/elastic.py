@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nxd_elastic.loop import ChangeMembers, Membership, Options, run_as_trainer
-from nxd_elastic.supervisor import Lifeline
+from nxd_elastic.supervisor import SupervisorPipe
 from nxd_state import ParallelDegrees, all_gather_object, get_world_group
 
 from nxd_trainer.recipe import Recipe, check_layout
@@ -74,13 +74,13 @@ class ElasticRecipe:
 
 
 def train_elastically(
-    elastic: ElasticRecipe, lifeline: Lifeline, stop: StopRequest, prepare: Callable[[], None]
+    elastic: ElasticRecipe, pipe: SupervisorPipe, stop: StopRequest, prepare: Callable[[], None]
 ) -> TrainResult | None:
     """Train a recipe in a process that a supervisor forked.
 
     Args:
         elastic: the recipe.
-        lifeline: the pipe to the supervisor.
+        pipe: the pipe to the supervisor.
         stop: the stop request; may already have been active.
         prepare: function called in each generation before model parallelism is initialized.
 
@@ -104,7 +104,7 @@ def train_elastically(
                 raise ChangeMembers
         return result
 
-    trained = run_as_trainer(train_once, lifeline, elastic.options, elastic.layouts, elastic.accepts)
+    trained = run_as_trainer(train_once, pipe, elastic.options, elastic.layouts, elastic.accepts)
     return None if trained is None else trained[0]
 
 

@@ -4,8 +4,8 @@ The folder lies in a file system that is memory (`/dev/shm`), so what is kept ou
 ends with the host. Run as a program it needs the standard library alone, so that it starts at once and stays small.
 
 A connection begins with a handshake, in which both sides prove that they know the secret of the job without sending it:
-whoever does not know it can neither read nor write, nor pass for a keeper that has ended. Messages are a line of JSON,
-requests as well as answers; contents follow it. Contents are not encrypted.
+whoever does not know it can neither read nor write, nor pass for a memory server that has ended. Messages are a line of
+JSON, requests as well as answers; contents follow it. Contents are not encrypted.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from typing import IO, Any
 
 SECRET = "NXD_PEERS_SECRET"  # variable of the environment that holds the secret
 END = b"0\n"  # after the last part of a file that is put
-KEEPER, CLIENT = "keeper", "client"  # who proves
+SERVER, CLIENT = "server", "client"  # who proves
 MOST_GREETING_BYTES = 256  # of a line of the handshake: more is read from nobody who has not proved anything
 
 PINS = ".pins"  # a folder that is no checkpoint's
@@ -49,7 +49,7 @@ class Refused(Exception):
     """What a request asks for cannot be done; the text says why."""
 
 
-class Keeper(socketserver.ThreadingTCPServer):
+class MemoryServer(socketserver.ThreadingTCPServer):
     """Serves a folder until it is shut down.
 
     Args:
@@ -60,11 +60,12 @@ class Keeper(socketserver.ThreadingTCPServer):
         port: to listen at; any free one if 0.
 
     Raises:
-        OSError: the folder cannot be made or is open to other users, another keeper serves it, or the port is taken.
+        OSError: the folder cannot be made or is open to other users, another memory server serves it, or the port is
+            taken.
     """
 
     daemon_threads = True
-    allow_reuse_address = allow_reuse_port = True  # also where the process that starts keepers reserves the port
+    allow_reuse_address = allow_reuse_port = True  # also where the process that starts memory servers reserves the port
     request_queue_size = 1024
 
     def __init__(
@@ -100,7 +101,7 @@ class Keeper(socketserver.ThreadingTCPServer):
         return self.folder / name
 
     def server_close(self) -> None:
-        """See `socketserver`; the folder is free for another keeper."""
+        """See `socketserver`; the folder is free for another memory server."""
         super().server_close()
         os.close(self._lock)
 
@@ -141,8 +142,8 @@ def proof(secret: str, side: str, nonces: tuple[str, str], port: int) -> str:
     Args:
         secret: of the job.
         side: who proves; the other side's proof is another text.
-        nonces: the keeper's and the client's, new for each connection.
-        port: of the keeper, so that a stranger who listens at another one cannot pass proofs on to it.
+        nonces: the memory server's and the client's, new for each connection.
+        port: of the memory server, so that a stranger who listens at another one cannot pass proofs on to it.
     """
     return hmac.new(secret.encode(), "|".join((side, *nonces, str(port))).encode(), "sha256").hexdigest()
 
@@ -155,7 +156,7 @@ def _check_own(folder: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that locks the file, which the keeper before may still be about to leave."""
+    """A descriptor that locks the file, which the memory server before may still be about to leave."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + _SECONDS_TO_LEAVE
     while True:
@@ -165,14 +166,14 @@ def _locked(path: Path) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise OSError(f"{path.parent} is served by another keeper; use another folder") from None
+                raise OSError(f"{path.parent} is served by another memory server; use another folder") from None
             time.sleep(0.05)
 
 
 class _Conversation(socketserver.StreamRequestHandler):
     """One connection: a handshake, then requests until it is closed."""
 
-    server: Keeper
+    server: MemoryServer
     timeout = _SECONDS_TO_GREET
     disable_nagle_algorithm = True
 
@@ -203,7 +204,7 @@ class _Conversation(socketserver.StreamRequestHandler):
                 self._answer(answer)
 
     def _is_of_this_job(self) -> bool:
-        """The handshake: the keeper's nonce, the client's nonce and proof, the keeper's proof."""
+        """The handshake: the memory server's nonce, the client's nonce and proof, the memory server's proof."""
         own = secrets.token_hex(16)
         self.wfile.write(f"{own}\n".encode())
         nonce, _, given = self.rfile.readline(MOST_GREETING_BYTES).decode("ascii", "replace").strip().partition(" ")
@@ -211,7 +212,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         expected = proof(self.server.secret, CLIENT, (own, nonce), port)
         if not hmac.compare_digest(given.encode(), expected.encode()):
             return False
-        self._answer({"proof": proof(self.server.secret, KEEPER, (own, nonce), port)})
+        self._answer({"proof": proof(self.server.secret, SERVER, (own, nonce), port)})
         return True
 
     def _answer(self, answer: dict[str, Any]) -> None:
@@ -336,14 +337,14 @@ def _written(file: IO[bytes], content: bytes) -> OSError | None:
 
 
 def main() -> None:
-    """`keeper.py FOLDER HOST PORT`: says its address in a line, and serves until standard input ends.
+    """`server.py FOLDER HOST PORT`: says its address in a line, and serves until standard input ends.
 
     Each byte of that is sent back: whoever has started it sees that it is not stopped.
     """
     folder, host, port = sys.argv[1:]
-    keeper = Keeper(Path(folder), host, os.environ[SECRET], port=int(port))
-    print(keeper.address, flush=True)
-    threading.Thread(target=keeper.serve_forever, daemon=True).start()
+    server = MemoryServer(Path(folder), host, os.environ[SECRET], port=int(port))
+    print(server.address, flush=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     with contextlib.suppress(ConnectionError):
         while word := os.read(sys.stdin.fileno(), 1):
             os.write(sys.stdout.fileno(), word)
