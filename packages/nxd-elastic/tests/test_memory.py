@@ -11,7 +11,7 @@ from nxd_cli.launch import PEERS_SECRET
 from nxd_elastic.memory import HostMemory
 from nxd_elastic.peers.client import MemoryServerClient
 from nxd_elastic.peers.server import SECRET
-from nxd_elastic.processes import Process
+from nxd_state.processes import Process
 
 
 def test_launcher_gives_the_secret_by_the_name_that_memory_servers_read():
@@ -30,7 +30,7 @@ def memory_folder(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no memory to keep files in")
 def test_memory_of_another_namespace_is_not_removed_and_that_of_an_ended_launcher_is(memory_folder):
-    own = "".join(filter(str.isdecimal, Process.of(os.getpid()).place.rpartition("/")[2]))
+    own = "".join(filter(str.isdecimal, Process.of(os.getpid()).host.rpartition("/")[2]))
     elsewhere, ended = (memory_folder / f"nxd-memory-{os.getuid()}-{it}-999999-1" for it in ("123", own))
     elsewhere.mkdir()
     ended.mkdir()

@@ -9,9 +9,9 @@ from threading import Thread
 import pytest
 import torch.distributed as dist
 from nxd_elastic.members import Generation, Member, Over, Rendezvous
-from nxd_elastic.processes import Process
 from nxd_elastic.rendezvous import Terms, join
 from nxd_state import ParallelDegrees, PeerError
+from nxd_state.processes import Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 from nxd_elastic.members import Generation, Member, Over
-from nxd_elastic.processes import Process
 from nxd_elastic.watch import Watch
 from nxd_state import ParallelDegrees
+from nxd_state.processes import Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -42,7 +42,7 @@ def test_announcement_that_is_none_is_an_error_that_says_so(run_ranks):
 def test_offer_of_memory_that_is_none_is_an_error_that_says_so(run_ranks):
     def share() -> list[str]:
         said = []
-        offers = ["no JSON", "[]", "[" * 100_000, '{"host": "here", "doorbell": "\\u001b"}']
+        offers = ["no JSON", "[]", "[" * 100_000, '{"host": "here", "event_count": "\\u001b"}']
         while offers:
             store = dist.HashStore()
             store.set("1/offer", offers.pop(0))
@@ -51,7 +51,7 @@ def test_offer_of_memory_that_is_none_is_an_error_that_says_so(run_ranks):
             said.append(str(raised.value))
             if len(said) == 4:
                 own = json.loads(store.get("0/offer"))
-                offers += [json.dumps(own | {"process": ["1", 2]}), json.dumps(own | {"doorbell": [1, 2]})]
+                offers += [json.dumps(own | {"process": ["1", 2]}), json.dumps(own | {"event_count": [1, 2]})]
         return said
 
     (said,) = run_ranks(share, 1)

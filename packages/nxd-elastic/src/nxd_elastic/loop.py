@@ -25,13 +25,13 @@ from nxd_state import (
     initialize_mesh,
     is_host,
 )
+from nxd_state.processes import Process
 from nxd_state.rank_failure import describe_failure, is_peer_failure
 
 from nxd_elastic.generation_store import GenerationStore
 from nxd_elastic.layouts import choose
 from nxd_elastic.members import Generation, Member, Over, Rendezvous
 from nxd_elastic.memory import use_memory_servers
-from nxd_elastic.processes import Process
 from nxd_elastic.rendezvous import Terms, join
 from nxd_elastic.supervisor import STEP_TAKEN, SupervisorPipe, supervise
 from nxd_elastic.watch import Watch

@@ -11,9 +11,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 from nxd_state import ParallelDegrees
+from nxd_state.processes import Process
 from nxd_state.store_messages import printable, read_message
-
-from nxd_elastic.processes import Process
 
 T = TypeVar("T")
 

@@ -17,11 +17,11 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import torch.distributed as dist
+from nxd_state.processes import Process
 
 from nxd_elastic.peers.server import SECRET
 from nxd_elastic.peers.starting import MemoryServerProcess
 from nxd_elastic.peers.store import OWN_SERVER, SERVERS
-from nxd_elastic.processes import Process
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "nxd-memory"
@@ -106,7 +106,7 @@ def _folder_of(launcher: Process) -> Path:
 
 def _prefix(process: Process) -> str:
     """With the namespace of its number: containers may share this memory, and not the numbers of their processes."""
-    namespace = "".join(filter(str.isdecimal, process.place.rpartition("/")[2]))
+    namespace = "".join(filter(str.isdecimal, process.host.rpartition("/")[2]))
     return f"{_PREFIX}-{os.getuid()}-{namespace}"
 
 
@@ -114,7 +114,7 @@ def _remove_those_of_ended_launchers(observer: Process) -> None:
     for folder in _MEMORY.glob(f"{_prefix(observer)}-*"):
         pid, start = folder.name.split("-")[-2:]
         if pid.isdecimal() and start.isdecimal():
-            launcher = Process(observer.place, int(pid), int(start))
+            launcher = Process(observer.host, int(pid), int(start))
             if launcher.has_ended(observer):
                 shutil.rmtree(folder, ignore_errors=True)
 

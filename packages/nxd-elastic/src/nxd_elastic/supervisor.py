@@ -11,6 +11,7 @@ break.
 """
 
 import contextlib
+import ctypes
 import importlib
 import os
 import select
@@ -21,12 +22,13 @@ import time
 from types import FrameType
 
 from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID
+from nxd_state.processes import Process, die_with_parent
 from nxd_state.standard_streams import hold_standard_streams
 
 from nxd_elastic.memory import HostMemory
-from nxd_elastic.processes import Process, end_with, name_this_process
 
 TRAINER_NAME, SUPERVISOR_NAME = "nxd-trainer", "nxd-supervisor"  # as `ps` shows them
+_PR_SET_NAME = 15  # of prctl(2)
 DEATHS_WITHOUT_A_STEP = 10  # in a row, of one rank; then the run cannot go on
 ALIVE, STEP_TAKEN, ENDING = b".", b"+", b"-"  # what a trainer says
 
@@ -91,7 +93,7 @@ def supervise(*, silence: float, keeps_memory: bool = False) -> SupervisorPipe |
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         raise RuntimeError(f"elastic training forks this process, which has threads ({names}); start it before them")
-    name_this_process(SUPERVISOR_NAME)
+    _name_this_process(SUPERVISOR_NAME)
     importlib.import_module("torch._dynamo")  # seconds that the first optimizer of each trainer would take otherwise
     memory = HostMemory(silence) if keeps_memory else None
     supervisor = _Supervisor(silence, memory)
@@ -144,8 +146,8 @@ class _Supervisor:
 
     def _be_trainer(self, writing: int) -> SupervisorPipe:
         os.setpgid(0, 0)  # a launcher signals the supervisor's process group, and the supervisor this process
-        end_with(self._process.pid)
-        name_this_process(TRAINER_NAME)
+        die_with_parent(self._process.pid)
+        _name_this_process(TRAINER_NAME)
         stopping, replaces = bool(self._signals), self._restarts > 0
         return SupervisorPipe(
             writing, self._process, self._launcher, self._memory, stopping=stopping, replaces=replaces
@@ -214,3 +216,8 @@ def _blocked():  # type: ignore[no-untyped-def]
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+
+
+def _name_this_process(name: str) -> None:
+    """Set the name that `ps` and /proc/PID/comm show, at most 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())

@@ -34,7 +34,7 @@ class Heartbeats:
 
     def is_lost(self, member: Member) -> bool:
         """Whether its process has ended, or has been silent for too long since this was first asked."""
-        if member.process.place == self._own.process.place:  # its supervisor kills it if it is silent
+        if member.process.host == self._own.process.host:  # its supervisor kills it if it is silent
             return member.process.has_ended(self._own.process)
         now, beat = time.monotonic(), self._rendezvous.last_beat(member.incarnation)
         last, since = self._seen.get(member.incarnation, (beat, now))
@@ -152,6 +152,6 @@ class Watch(threading.Thread):
 
     def _to_watch(self, generation: Generation) -> Iterable[Member]:
         others = [member for member in generation.members if member.incarnation != self._own.incarnation]
-        yield from (member for member in others if member.process.place == self._own.process.place)
+        yield from (member for member in others if member.process.host == self._own.process.host)
         following = [member for member in others if member.slot > self._own.slot] or others
         yield from following[:1]

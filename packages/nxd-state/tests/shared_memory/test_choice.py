@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state.collectives.choice import eager_transport_of, host_transport_of, transport_of
-from nxd_state.shared_memory import connection, host, layout
+from nxd_state.shared_memory import connection, memory
 from nxd_testing import run_on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -65,8 +65,8 @@ def test_switched_off_on_one_rank_is_off_on_all():
 
 def test_ranks_whose_memory_is_laid_out_differently_share_none():
     def job():
-        other = [0] if dist.get_rank() == 1 else layout.FORMAT
-        with mock.patch.object(layout, "FORMAT", other):
+        other = [0] if dist.get_rank() == 1 else connection.LAYOUT_FORMAT
+        with mock.patch.object(connection, "LAYOUT_FORMAT", other):
             nxd_state.initialize_model_parallel(2)
         return shares_and_adds("tp")
 
@@ -89,7 +89,7 @@ def refuse(*arguments, **keywords):
 
 @pytest.mark.parametrize(
     "call",
-    ["os.memfd_create", "nxd_state.shared_memory.segment._map", "nxd_state.shared_memory.doorbell.futex_wait"],
+    ["os.memfd_create", "nxd_state.shared_memory.memory._map", "nxd_state.shared_memory.wakeups.futex_wait"],
     ids=["no memory is made", "none is mapped", "none can be slept on"],
 )
 def test_rank_that_cannot_share_says_so_in_one_line_and_all_go_on_over_gloo(call):
@@ -124,9 +124,9 @@ def test_rank_that_may_not_map_its_peers_says_so_in_one_line_for_all_its_groups(
 def test_other_systems_share_none(system, machine, monkeypatch):
     monkeypatch.setenv("NXD_SHM", "1")
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(host.platform, "machine", lambda: machine)
+    monkeypatch.setattr(memory.platform, "machine", lambda: machine)
 
-    assert host.host_identity() is None
+    assert memory.host_identity() is None
 
 
 def test_tensor_goes_through_memory_only_if_it_lies_on_the_cpu_and_has_values():

@@ -43,7 +43,7 @@ def test_nothing_has_a_name_or_keeps_a_descriptor_open():
 
     for names, descriptors in run_on_ranks(job, 2, env=SHARED):
         assert not names
-        assert descriptors == 1  # the doorbell of the process
+        assert descriptors == 1  # the event count of the process
 
 
 def test_repeated_start_and_end_gives_memory_back():

@@ -88,7 +88,7 @@ class _OtherProcess:
     """A process that was not started here."""
 
     def __init__(self, pid: int) -> None:
-        from nxd_elastic.processes import Process  # noqa: PLC0415
+        from nxd_state.processes import Process  # noqa: PLC0415 - it loads torch
 
         self.pid = pid
         self._process, self._own = Process.of(pid), Process.of(os.getpid())

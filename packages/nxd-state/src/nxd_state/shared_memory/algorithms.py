@@ -1,24 +1,57 @@
-"""The algorithms of the collectives: who posts what, and who adds or copies it, round by round.
+"""The algorithms of the collectives: which rank posts what, and which adds or copies it, round by round.
 
-What fits one round is posted whole. What is larger goes piece by piece: while the others' is copied, the next one is
-posted already. An all-reduce adds small tensors whole on every rank, and of large ones a part on each.
+A tensor that fits one round is posted whole. A larger one goes piece by piece: while the others' piece is copied, the
+next one is posted already. An all-reduce adds small tensors whole on every rank, and a part of large ones on each.
+Parts are always added in the order of the ranks, so every rank and every run gets the same bits.
 """
 
-from collections.abc import Callable, Generator
+import functools
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from nxd_state.shared_memory import signature
-from nxd_state.shared_memory.channel import Awaited, Steps
-from nxd_state.shared_memory.copying import copy_bytes, empty, plain
-from nxd_state.shared_memory.layout import SLOT_BYTES, piece_of
-from nxd_state.shared_memory.reduction import combine
-from nxd_state.shared_memory.rounds import Rounds
+from nxd_state.shared_memory.channel import Awaited, Rounds, Steps, encode_signature
+from nxd_state.shared_memory.memory import SLOT_BYTES, copy_bytes, empty, piece_of, plain
+
+_HALF = (torch.float16, torch.bfloat16)
+_TWO: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+REDUCTIONS = tuple(_TWO)
+
+
+@functools.cache
+def check_reducible(dtype: torch.dtype, op: str) -> None:
+    """Raise torch's error for a dtype that it cannot add or compare, before anything is sent."""
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+        one = torch.ones(1, device="cpu").to(dtype)
+        combine([one, one, one], op)
+
+
+def combine(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
+    """Combine at least two parts of one shape and dtype into a new tensor or `out`, which must not be one of them.
+
+    Half precision is added in float32 and rounded once.
+    """
+    two = _TWO[op]
+    if parts[0].dtype in _HALF and (op == "avg" or (op == "sum" and len(parts) > 2)):
+        wide = combine([parts[0].float(), *parts[1:]], op)
+        return wide.to(parts[0].dtype) if out is None else out.copy_(wide)
+    total = two(parts[0], parts[1]) if out is None else two(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        two(total, part, out=total)
+    return total.div_(len(parts)) if op == "avg" else total
+
 
 SMALL_BYTES = 256 * 1024  # up to here one round is enough; above, copying while others copy is worth more waits
 
-# What to do with one piece: (its round, its first byte, its bytes).
+# Called for one piece: (round, first byte, number of bytes).
 OnPiece = Callable[[int, int, int], None]
 
 
@@ -79,7 +112,7 @@ _ALIGNMENT = 16  # elements to which parts are rounded
 
 def all_reduce(rounds: Rounds, tensor: Tensor, op: str, *, in_place: bool) -> Steps:
     """Combine the ranks' tensors, into `tensor` itself or a new one."""
-    what = signature.encode("all_reduce", tensor.numel(), tensor.dtype, op)
+    what = encode_signature("all_reduce", tensor.numel(), tensor.dtype, op)
     source = plain(tensor)
     if tensor.nbytes <= _ADDED_WHOLE_BYTES:
         this = yield from rounds.meet(what, source)
@@ -145,7 +178,7 @@ def _take_parts(rounds: Rounds, this: int, chunk: Tensor) -> None:
 
 def all_gather(rounds: Rounds, tensor: Tensor, dim: int) -> Steps:
     """Concatenate the ranks' tensors along `dim`."""
-    what = signature.encode("all_gather", tensor.numel(), tensor.dtype)
+    what = encode_signature("all_gather", tensor.numel(), tensor.dtype)
     if tensor.nbytes <= SMALL_BYTES:
         this = yield from rounds.meet(what, plain(tensor))
         return torch.cat(rounds.views(this, tensor.dtype, tensor.shape), dim)
@@ -173,7 +206,7 @@ def _gather_stack(rounds: Rounds, tensor: Tensor, what: int) -> Steps:
 
 def reduce_scatter(rounds: Rounds, tensor: Tensor, dim: int, op: str) -> Steps:
     """Combine the ranks' tensors, of which this rank gets its part along `dim`."""
-    what = signature.encode("reduce_scatter", tensor.numel(), tensor.dtype, op)
+    what = encode_signature("reduce_scatter", tensor.numel(), tensor.dtype, op)
     shape = part_shape(tensor, rounds.size, dim)
     parts = cut(tensor, rounds.size, dim)
     if tensor.nbytes > SMALL_BYTES:
@@ -201,7 +234,7 @@ def _reduce_scatter_pieces(rounds: Rounds, parts: Tensor, shape: torch.Size, op:
 
 def all_to_all(rounds: Rounds, tensor: Tensor, split_dim: int, concat_dim: int) -> Steps:
     """Cut `tensor` along `split_dim`, concatenate what comes along `concat_dim`."""
-    what = signature.encode("all_to_all", tensor.numel(), tensor.dtype)
+    what = encode_signature("all_to_all", tensor.numel(), tensor.dtype)
     shape = part_shape(tensor, rounds.size, split_dim)
     parts = cut(tensor, rounds.size, split_dim)
     if tensor.nbytes <= SMALL_BYTES:
@@ -230,7 +263,7 @@ def _exchange_parts(rounds: Rounds, parts: Tensor, shape: torch.Size, what: int)
 
 def broadcast(rounds: Rounds, tensor: Tensor, source: int) -> Steps:
     """A copy of the tensor of the rank with index `source`; the others' give shape and dtype."""
-    what = signature.encode("broadcast", tensor.numel(), tensor.dtype, root=source)
+    what = encode_signature("broadcast", tensor.numel(), tensor.dtype, root=source)
     posted = plain(tensor) if rounds.rank == source else None
     if tensor.nbytes > SMALL_BYTES:
         return (yield from _broadcast_pieces(rounds, tensor, posted, source, what))
@@ -255,5 +288,5 @@ def _broadcast_pieces(rounds: Rounds, tensor: Tensor, posted: Tensor | None, sou
 
 def barrier(rounds: Rounds) -> Steps:
     """Wait until every rank has come here."""
-    yield from rounds.meet(signature.encode("barrier"))
+    yield from rounds.meet(encode_signature("barrier"))
     return torch.empty(0, device="cpu")

@@ -1,36 +1,49 @@
-"""`Channel`: the memory that the ranks of one group share, as seen from one of them, and what they know of each other.
+"""`Channel`: the memory that the ranks of one group share, and how they meet in it, in rounds and by messages.
 
-Each rank writes its own segment and reads those of the others. What is written where is in `layout`; what the words
-count, in `rounds` and `messages`.
+Each rank writes its own segment and reads those of the others; `memory.SegmentLayout` says where.
 """
 
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from nxd_state.shared_memory import layout
-from nxd_state.shared_memory.doorbell import ANYTHING, RemoteDoorbell, ring_all
-from nxd_state.shared_memory.host import Process
-from nxd_state.shared_memory.layout import Layout
-from nxd_state.shared_memory.segment import Segment
+from nxd_state.processes import Process
+from nxd_state.shared_memory.memory import (
+    LEFT,
+    LONGEST_REASON,
+    MESSAGE_SLOTS,
+    POSTED,
+    REASON,
+    REASON_LENGTH,
+    REDUCED,
+    ROUND_SLOTS,
+    SIGNATURES,
+    SLOT_BYTES,
+    Segment,
+    SegmentLayout,
+    copy_bytes,
+    piece_of,
+)
+from nxd_state.shared_memory.wakeups import ANYTHING, PeerEventCount, notify_all
 from nxd_state.store_messages import PeerError
 
 _DONE, _FAILED = 1, 2  # how a rank has left
-_GROUP_AT, _RANK_AT = 24, 16  # bits of a code at the doorbell: group (32), rank (8), word (16)
+_GROUP_AT, _RANK_AT = 24, 16  # bits of the code of an event: group (32), rank (8), word (16)
 
 
 class Awaited(NamedTuple):
-    """That the word of each of some peers has come to a value."""
+    """A condition: the word of each of these peers has reached a value."""
 
     word: int
     value: int
     peers: Sequence[int]
 
 
-# A collective or message in steps: it yields what it cannot go on without, and returns its result.
+# A collective or message in steps: it yields the condition that it waits for, and returns its result.
 Steps = Generator[Awaited, None, Tensor]
 
 
@@ -39,28 +52,28 @@ class SharedMemoryError(RuntimeError):
 
 
 class LostPeerError(SharedMemoryError, PeerError):
-    """A rank that has ended, failed or not come in time is needed to complete it."""
+    """A rank that it needs has ended, failed, or not arrived in time."""
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class Peer:
     """Another rank of the group."""
 
     process: Process
     segment: Segment
-    doorbell: RemoteDoorbell
+    event_count: PeerEventCount
 
 
 class Channel:
     """The memory that one group shares.
 
     Args:
-        title: the group, as errors name it.
-        ranks: global ranks of the group.
-        rank: this one's index.
-        own: this rank's segment.
-        neighbours: the others, by index.
-        timeout: seconds that a collective may wait for a peer.
+        title: the name of the group in errors.
+        ranks: the global ranks of the group.
+        rank: index of this rank.
+        own: segment of this rank.
+        neighbours: the other ranks, by index.
+        timeout: how many seconds a collective may wait for a peer.
     """
 
     def __init__(
@@ -69,12 +82,12 @@ class Channel:
         ranks: tuple[int, ...],
         rank: int,
         own: Segment,
-        neighbours: dict[int, Neighbour],
+        neighbours: dict[int, Peer],
         timeout: float,
     ) -> None:
         self.title, self.ranks, self.rank, self.timeout = title, ranks, rank, timeout
         self.size = len(ranks)
-        self.layout = Layout(self.size)
+        self.layout = SegmentLayout(self.size)
         self.peers = tuple(neighbours)
         self.segments = [neighbours[index].segment if index in neighbours else own for index in range(self.size)]
         self.error: BaseException | None = None
@@ -84,7 +97,7 @@ class Channel:
         self._words = [segment.words for segment in self.segments]
         self._peer_words = [neighbour.segment.words for neighbour in neighbours.values()]
         self._neighbours = neighbours
-        self._doorbells = [neighbour.doorbell for neighbour in neighbours.values()]
+        self._event_counts = [neighbour.event_count for neighbour in neighbours.values()]
 
     @property
     def bytes(self) -> int:
@@ -94,22 +107,22 @@ class Channel:
     def publish(self, word: int, value: int) -> None:
         """Set one of this rank's words that peers may wait for."""
         self._own_words[word] = value
-        ring_all(self._doorbells, self._code | word)
+        notify_all(self._event_counts, self._code | word)
 
     def publish_to(self, peer: int, word: int, value: int) -> None:
         """Set one of this rank's words that only `peer` may wait for."""
         self._own_words[word] = value
-        ring_all((self._neighbours[peer].doorbell,), self._code | word)
+        notify_all((self._neighbours[peer].event_count,), self._code | word)
 
     def behind(self, word: int, value: int) -> bool:
-        """Whether the word of some peer has not come to `value`."""
+        """Whether the word of some peer has not reached `value`."""
         for words in self._peer_words:  # noqa: SIM110 - any() with a generator takes twice as long
             if words[word] < value:
                 return True
         return False
 
     def lacks(self, awaited: Awaited) -> bool:
-        """Whether some peer has not come to what is awaited."""
+        """Whether some peer has not reached the awaited value."""
         word, value, peers = awaited
         for peer in peers:  # noqa: SIM110 - as above
             if self._words[peer][word] < value:
@@ -129,7 +142,7 @@ class Channel:
         return [peer for peer in awaited.peers if self._words[peer][awaited.word] < awaited.value]
 
     def code_of_first(self, awaited: Awaited) -> int | None:
-        """What to expect at the doorbell: the word of the first that is missing; None if nobody is."""
+        """The code of the event to wait for: the word of the first missing peer; None if no peer is missing."""
         missing = self.missing(awaited)
         return self._code_of(missing[0]) | awaited.word if missing else None
 
@@ -137,32 +150,268 @@ class Channel:
         return zlib.crc32(self.title.encode()) << _GROUP_AT | (index + 1) << _RANK_AT
 
     def process(self, peer: int) -> Process:
-        """That of another rank."""
+        """The process of another rank."""
         return self._neighbours[peer].process
 
     def leave(self, reason: str, *, failed: bool) -> None:
-        """Tell the peers that this rank no longer takes part in anything; the first reason stays.
+        """Tell the peers that this rank no longer takes part; the first reason stays.
 
         What has been published stays readable.
 
         Args:
             reason: why.
-            failed: whether no rank can continue; otherwise only ranks that need something more of this one cannot.
+            failed: whether no rank can continue; otherwise only ranks that still need this one cannot.
         """
-        if self._own_words[layout.LEFT]:
+        if self._own_words[LEFT]:
             return
-        text = reason.encode()[: layout.LONGEST_REASON]
-        self._own.write_text(layout.REASON, text)
-        self._own_words[layout.REASON_LENGTH] = len(text)
-        self._own_words[layout.LEFT] = _FAILED if failed else _DONE
-        ring_all(self._doorbells, ANYTHING)
+        text = reason.encode()[:LONGEST_REASON]
+        self._own.write_text(REASON, text)
+        self._own_words[REASON_LENGTH] = len(text)
+        self._own_words[LEFT] = _FAILED if failed else _DONE
+        notify_all(self._event_counts, ANYTHING)
 
     def reason_of_leaver(self, awaited: Awaited) -> str | None:
-        """Why a peer will not come to what is awaited, or has ended the group for all; None if none has left so."""
+        """Why a peer will not reach the awaited value, or has ended the group for all; None if none has left."""
         for peer in self.peers:
             segment = self.segments[peer]
-            left = segment.words[layout.LEFT]
+            left = segment.words[LEFT]
             if left == _FAILED or (left == _DONE and peer in self.missing(awaited)):
-                reason = segment.read_text(layout.REASON, segment.words[layout.REASON_LENGTH])
+                reason = segment.read_text(REASON, segment.words[REASON_LENGTH])
                 return f"rank {self.ranks[peer]} is gone from {self.title}: {reason.decode(errors='replace')}"
         return None
+
+
+# A signature is a rank's next operation as one word, which its peers compare with their own.
+# 64 bits: operation (4), reduction (3), dtype (6), root (7), number of elements (44).
+OPERATIONS = ("", "barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send to recv")
+_REDUCTIONS = ("", "sum", "avg", "max", "min")
+# fmt: off
+_DTYPE_NAMES = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+    "complex128", "bool", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    "float8_e8m0fnu", "uint16", "uint32", "uint64", "float4_e2m1fn_x2",
+)
+# fmt: on
+_NUMEL_BITS, _ROOT_BITS, _DTYPE_BITS, _REDUCTION_BITS = 44, 7, 6, 3
+_ROOT_AT = _NUMEL_BITS
+_DTYPE_AT = _ROOT_AT + _ROOT_BITS
+_REDUCTION_AT = _DTYPE_AT + _DTYPE_BITS
+_OPERATION_AT = _REDUCTION_AT + _REDUCTION_BITS
+
+_OPERATION_CODES = {name: code << _OPERATION_AT for code, name in enumerate(OPERATIONS)}
+_REDUCTION_CODES = {name: code << _REDUCTION_AT for code, name in enumerate(_REDUCTIONS)}
+_DTYPE_CODES = {
+    getattr(torch, name): code << _DTYPE_AT for code, name in enumerate(_DTYPE_NAMES, 1) if hasattr(torch, name)
+}
+
+
+def encode_signature(
+    operation: str, numel: int = 0, dtype: torch.dtype | None = None, reduction: str = "", root: int = 0
+) -> int:
+    """One word for one operation; dtypes that this version does not know share a code."""
+    code = _OPERATION_CODES[operation] | _REDUCTION_CODES[reduction] | root << _ROOT_AT | numel
+    return code | _DTYPE_CODES.get(dtype, 0) if dtype is not None else code
+
+
+def describe_signature(word: int) -> str:
+    """The operation as text, such as `all_reduce(op=sum) of 4 x float32`."""
+    operation = OPERATIONS[word >> _OPERATION_AT]
+    reduction = _REDUCTIONS[word >> _REDUCTION_AT & (1 << _REDUCTION_BITS) - 1]
+    dtype = word >> _DTYPE_AT & (1 << _DTYPE_BITS) - 1
+    root = word >> _ROOT_AT & (1 << _ROOT_BITS) - 1
+    numel = word & (1 << _NUMEL_BITS) - 1
+    details = f"(op={reduction})" if reduction else f"(source={root})" if operation == "broadcast" else ""
+    return f"{operation}{details}" + (f" of {numel} x {_DTYPE_NAMES[dtype - 1]}" if dtype else "")
+
+
+_MOST_VIEWS = 512
+_ALIGNMENT = 64  # bytes; a multiple of every dtype's size
+
+
+class Rounds:
+    """The position of this rank in the rounds of a group.
+
+    In each round, every rank posts something in its slot, waits for the others, and takes what it needs. All ranks go
+    through the same rounds in the same order; a collective takes as many as its size needs. A slot is used again
+    `ROUND_SLOTS` rounds later, without asking whether the peers have taken its contents: a rank posts round r only
+    after all have posted r - 2, and a rank that posts a round is done with the third before it.
+
+    Attributes:
+        part_bytes: bytes of a slot for each rank, where it holds a part for each.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.rank, self.size, self.peers = channel.rank, channel.size, channel.peers
+        self.part_bytes = SLOT_BYTES // self.size // _ALIGNMENT * _ALIGNMENT
+        self._next = 0
+        self._views: dict[Hashable, list[Tensor]] = {}
+        self._addresses = [
+            [segment.address + channel.layout.slot(number) for segment in channel.segments]
+            for number in range(ROUND_SLOTS)
+        ]
+        self._slots = [
+            [segment.tensor(channel.layout.slot(number), SLOT_BYTES) for segment in channel.segments]
+            for number in range(ROUND_SLOTS)
+        ]
+
+    def reserve(self, number: int = 1) -> int:
+        """Take the next rounds; returns the number of the first."""
+        first = self._next
+        self._next += number
+        return first
+
+    def address(self, index: int, round_number: int) -> int:
+        """The address of a rank's slot in this process."""
+        return self._addresses[round_number % ROUND_SLOTS][index]
+
+    def views(
+        self, round_number: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...], start: int = 0
+    ) -> list[Tensor]:
+        """The contents of every rank's slot from the byte `start` on, as tensors; do not change the list."""
+        slot = round_number % ROUND_SLOTS
+        key = (slot, dtype, shape, start)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            views = self._views[key] = self._make_views(slot, dtype, shape, start)
+        return views
+
+    def meet(self, what: int, tensor: Tensor | None = None) -> Generator[Awaited, None, int]:
+        """Go through one round; returns its number.
+
+        Args:
+            what: the signature.
+            tensor: the contiguous tensor to post; None if this rank has nothing for the others.
+        """
+        this = self.reserve()
+        if tensor is not None:
+            copy_bytes(self.address(self.rank, this), tensor.data_ptr(), tensor.nbytes)
+        self.post(this, what)
+        yield from self.all_posted(this, what)
+        return this
+
+    def post(self, round_number: int, what: int) -> None:
+        """Show this rank's slot and signature to the others."""
+        self.channel.set_own(SIGNATURES + round_number % ROUND_SLOTS, what)
+        self.channel.publish(POSTED, round_number + 1)
+
+    def all_posted(self, round_number: int, what: int) -> Generator[Awaited, None, None]:
+        """Wait until every rank has posted.
+
+        Raises:
+            SharedMemoryError: a rank is doing something else.
+        """
+        channel = self.channel
+        if channel.behind(POSTED, round_number + 1):
+            yield Awaited(POSTED, round_number + 1, self.peers)
+        word = SIGNATURES + round_number % ROUND_SLOTS
+        for peer in self.peers:
+            if channel.read(peer, word) != what:
+                raise self._mismatch(word)
+
+    def publish_reduced(self, round_number: int) -> None:
+        """Show the part that this rank has reduced to the others."""
+        self.channel.publish(REDUCED, round_number + 1)
+
+    def all_reduced(self, round_number: int) -> Generator[Awaited, None, None]:
+        """Wait until every rank has reduced its part."""
+        if self.channel.behind(REDUCED, round_number + 1):
+            yield Awaited(REDUCED, round_number + 1, self.peers)
+
+    def _make_views(
+        self, slot: int, dtype: torch.dtype, shape: torch.Size | tuple[int, ...], start: int
+    ) -> list[Tensor]:
+        end = start + dtype.itemsize * torch.Size(shape).numel()
+        with torch.inference_mode(False):
+            return [whole[start:end].view(dtype).view(shape) for whole in self._slots[slot]]
+
+    def _mismatch(self, word: int) -> SharedMemoryError:
+        ranks = self.channel.ranks
+        lines = [
+            f"  rank {ranks[index]}: {describe_signature(self.channel.read(index, word))}" for index in range(self.size)
+        ]
+        return SharedMemoryError(
+            f"ranks of {self.channel.title} came to different collectives:\n" + "\n".join(lines) + "\n"
+            "NXD_DEBUG_COLLECTIVES=1 also names the lines"
+        )
+
+
+class Outbox:
+    """Messages from this rank to one other, cut into chunks that pass through the slots between the two.
+
+    The sender counts chunks sent, the receiver chunks received; each slot's signature describes the message.
+    """
+
+    def __init__(self, channel: Channel, peer: int) -> None:
+        self._channel, self._peer = channel, peer
+        self._sent_word = channel.layout.sent(peer)
+        self._received_word = channel.layout.received(channel.rank)  # of the peer
+        self._slots = [
+            channel.segments[channel.rank].address + channel.layout.message_slot(peer, chunk)
+            for chunk in range(MESSAGE_SLOTS)
+        ]
+        self._sent = 0
+
+    def send(self, tensor: Tensor) -> Steps:
+        """Send a contiguous tensor."""
+        channel, peer = self._channel, self._peer
+        what = encode_signature("send to recv", tensor.numel(), tensor.dtype)
+        address, size = tensor.data_ptr(), tensor.nbytes
+        piece = piece_of(size, channel.layout.message_slot_bytes)
+        for start in range(0, max(1, size), piece):
+            chunk = self._sent
+            received = chunk - MESSAGE_SLOTS + 1
+            if channel.read(peer, self._received_word) < received:
+                yield Awaited(self._received_word, received, (peer,))
+            slot = chunk % MESSAGE_SLOTS
+            copy_bytes(self._slots[slot], address + start, min(size - start, piece))
+            channel.set_own(self._sent_word + 1 + slot, what)
+            self._sent += 1
+            channel.publish_to(peer, self._sent_word, self._sent)
+        return tensor
+
+
+class Inbox:
+    """Messages from one other rank to this one."""
+
+    def __init__(self, channel: Channel, peer: int) -> None:
+        self._channel, self._peer = channel, peer
+        self._sent_word = channel.layout.sent(channel.rank)  # of the peer
+        self._received_word = channel.layout.received(peer)
+        self._slots = [
+            channel.segments[peer].address + channel.layout.message_slot(channel.rank, chunk)
+            for chunk in range(MESSAGE_SLOTS)
+        ]
+        self._received = 0
+
+    def receive(self, tensor: Tensor) -> Steps:
+        """Receive into a contiguous tensor.
+
+        Raises:
+            SharedMemoryError: the peer has sent a tensor of another dtype or size.
+        """
+        channel, peer = self._channel, self._peer
+        what = encode_signature("send to recv", tensor.numel(), tensor.dtype)
+        address, size = tensor.data_ptr(), tensor.nbytes
+        piece = piece_of(size, channel.layout.message_slot_bytes)
+        for start in range(0, max(1, size), piece):
+            chunk = self._received
+            if channel.read(peer, self._sent_word) <= chunk:
+                yield Awaited(self._sent_word, chunk + 1, (peer,))
+            slot = chunk % MESSAGE_SLOTS
+            sent = channel.read(peer, self._sent_word + 1 + slot)
+            if sent != what:
+                raise SharedMemoryError(self._mismatch(sent, what))
+            copy_bytes(address + start, self._slots[slot], min(size - start, piece))
+            self._received += 1
+            channel.publish_to(peer, self._received_word, self._received)
+        return tensor
+
+    def _mismatch(self, sent: int, expected: int) -> str:
+        channel = self._channel
+        return (
+            f"ranks of {channel.title} disagree about a message: rank {channel.ranks[self._peer]} sent "
+            f"{describe_signature(sent)}, rank {channel.ranks[channel.rank]} receives {describe_signature(expected)}"
+        )

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from nxd_state.shared_memory import layout
-from nxd_state.shared_memory.channel import Channel, Neighbour
-from nxd_state.shared_memory.doorbell import Doorbell, RemoteDoorbell
-from nxd_state.shared_memory.host import Process, host_identity
-from nxd_state.shared_memory.layout import Layout
+from nxd_state.processes import Process
+from nxd_state.shared_memory.channel import Channel, Peer
+from nxd_state.shared_memory.memory import LAYOUT_FORMAT, OwnSegment, SegmentLayout, host_identity, map_segment
 from nxd_state.shared_memory.progress import Progress
-from nxd_state.shared_memory.segment import OwnSegment, map_segment
 from nxd_state.shared_memory.transport import SharedMemoryTransport
+from nxd_state.shared_memory.wakeups import EventCount, PeerEventCount
 from nxd_state.store_messages import read_message
 
 T = TypeVar("T")
@@ -38,12 +36,12 @@ class Membership(NamedTuple):
 
 
 class _ThisProcess:
-    """What a process has once for all its groups."""
+    """The objects that a process has once for all its groups."""
 
     def __init__(self) -> None:
-        self.doorbell = Doorbell()
-        self.progress = Progress(self.doorbell)
-        self.process = Process.current()
+        self.event_count = EventCount()
+        self.progress = Progress(self.event_count)
+        self.process = Process.of(os.getpid())
 
 
 _this_process: _ThisProcess | None = None
@@ -96,8 +94,10 @@ def _share(groups: Mapping[str, Membership]) -> tuple[dict[str, OwnSegment], _Th
     try:
         if _this_process is None:
             _this_process = _ThisProcess()
-        _this_process.doorbell.check()
-        return {name: OwnSegment(Layout(len(group.ranks)).bytes) for name, group in groups.items()}, _this_process
+        _this_process.event_count.check()
+        return {
+            name: OwnSegment(SegmentLayout(len(group.ranks)).bytes) for name, group in groups.items()
+        }, _this_process
     except OSError as error:  # no memory or descriptors to be had, or the calls are forbidden
         _go_without(error)
         return {}, None
@@ -105,7 +105,7 @@ def _share(groups: Mapping[str, Membership]) -> tuple[dict[str, OwnSegment], _Th
 
 def _go_without(error: OSError) -> None:
     logger.warning(
-        "Collectives go over torch.distributed, since no memory can be shared here: %s. NXD_SHM=0 is the same, unsaid.",
+        "Collectives use torch.distributed because no memory can be shared here: %s. NXD_SHM=0 does the same silently.",
         error,
     )
 
@@ -115,20 +115,19 @@ def _offer(own: Mapping[str, OwnSegment], process: _ThisProcess | None) -> dict[
         return {"host": None}
     return {
         "host": host_identity(),
-        "format": layout.FORMAT,
-        "process": [process.process.pid, process.process.start],
-        "doorbell": process.doorbell.handle.to_json(),
+        "format": LAYOUT_FORMAT,
+        "process": process.process,
+        "event_count": process.event_count.handle.to_json(),
         "segments": {name: segment.handle.to_json() for name, segment in own.items()},
     }
 
 
 def _offer_from(message: Any) -> dict[str, Any]:
-    if message["host"] is not None and message["format"] == layout.FORMAT:
-        handles = [message["doorbell"], *message["segments"].values()]
-        if [len(handle) for handle in (message["process"], *handles)] != [2, *[4] * len(handles)]:
-            raise ValueError("it names no process and its memory")
-        if not all(type(number) is int for numbers in (message["process"], *handles) for number in numbers):
-            raise ValueError("a process and its memory are numbers")
+    if message["host"] is not None and message["format"] == LAYOUT_FORMAT:
+        Process.from_json(message["process"])
+        handles = [message["event_count"], *message["segments"].values()]
+        if any(len(handle) != 4 or not all(type(number) is int for number in handle) for handle in handles):
+            raise ValueError("it does not describe memory by four integers")
     return {"format": None, "segments": {}} | message
 
 
@@ -152,20 +151,20 @@ def _map_all(
     here = host_identity()
     channels = {}
     errors: list[OSError] = []
-    doorbells: dict[int, RemoteDoorbell] = {}
+    event_counts: dict[int, PeerEventCount] = {}
     for name, group in groups.items():
         others = [peer for peer in group.ranks if peer != rank]
-        if any((offers[peer]["host"], offers[peer]["format"]) != (here, layout.FORMAT) for peer in others):
+        if any((offers[peer]["host"], offers[peer]["format"]) != (here, LAYOUT_FORMAT) for peer in others):
             continue
         if any(name not in offers[peer]["segments"] for peer in others):
             continue
         try:
             for peer in others:
-                if peer not in doorbells:
-                    doorbells[peer] = RemoteDoorbell(map_segment(offers[peer]["doorbell"]))
+                if peer not in event_counts:
+                    event_counts[peer] = PeerEventCount(map_segment(offers[peer]["event_count"]))
             neighbours = {
-                group.ranks.index(peer): Neighbour(
-                    Process(*offers[peer]["process"]), map_segment(offers[peer]["segments"][name]), doorbells[peer]
+                group.ranks.index(peer): Peer(
+                    Process(*offers[peer]["process"]), map_segment(offers[peer]["segments"][name]), event_counts[peer]
                 )
                 for peer in others
             }

@@ -1,9 +1,9 @@
-"""Advancing collectives and messages: a caller that waits does it; a thread does it for asynchronous ones.
+"""Advancing collectives and messages: a waiting caller does it; a thread does it for asynchronous ones.
 
-Operations run in steps (see `channel.Steps`) and are queued in lanes: those of one lane run one after the other, in the
-order in which they were begun, which is the same on all ranks; different lanes do not wait for each other. A waiting
-caller advances all lanes of the process, polls for a short while, yielding the core in between, and then sleeps until
-a peer rings.
+Operations run in steps (see `channel.Steps`) and are queued: those of one queue run one after the other, in the order
+in which they began, which is the same on all ranks; different queues do not wait for each other. A waiting caller
+advances all queues of the process, polls for a short while, yielding the core in between, and then sleeps until a peer
+notifies it.
 """
 
 import atexit
@@ -12,14 +12,19 @@ import threading
 import time
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from nxd_state.collectives.waits import begin_wait, end_wait
 from nxd_state.shared_memory.channel import Awaited, Channel, LostPeerError, SharedMemoryError, Steps
-from nxd_state.shared_memory.dispatch_modes import OutsideOfModes, any_mode
-from nxd_state.shared_memory.doorbell import Doorbell
+from nxd_state.shared_memory.wakeups import EventCount
 
-_SPIN_SECONDS = 200e-6  # about twice what it takes to sleep and be waked
+# Steps are hidden from the caller's dispatch modes, such as selective checkpointing's, which replay the operators that
+# they saw: whether the caller or the thread advances a step is a matter of timing.
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack  # asking is cheaper than entering the context
+_OutsideDispatchModes = torch._C._DisableTorchDispatch
+
+_SPIN_SECONDS = 200e-6  # about twice the time that sleeping and waking takes
 _LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at
 _GRACE_SECONDS = 1e-3  # for so long, an asynchronous operation is left to a caller that may wait for it
 
@@ -27,43 +32,43 @@ _GRACE_SECONDS = 1e-3  # for so long, an asynchronous operation is left to a cal
 class Operation:
     """A collective or message under way."""
 
-    __slots__ = ("done", "error", "lane", "result", "steps")
+    __slots__ = ("done", "error", "queue", "result", "steps")
 
-    def __init__(self, lane: "Lane", steps: Steps) -> None:
-        self.lane, self.steps = lane, steps
+    def __init__(self, queue: "OperationQueue", steps: Steps) -> None:
+        self.queue, self.steps = queue, steps
         self.done = False
         self.error: BaseException | None = None
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Its result, once it is there.
+        """Wait for the result.
 
         Raises:
-            SharedMemoryError: it will never be.
+            SharedMemoryError: the operation has failed.
         """
         if not self.done:
-            self.lane.progress.drive(self)
+            self.queue.progress.drive(self)
         if self.error is not None:
             raise self.error
         assert self.result is not None
         return self.result
 
 
-class Lane:
+class OperationQueue:
     """Operations of one channel that run one after the other."""
 
     def __init__(self, channel: Channel, progress: "Progress") -> None:
         self.channel, self.progress = channel, progress
-        self.queue: deque[Operation] = deque()
+        self.operations: deque[Operation] = deque()
         self.awaited: Awaited | None = None
 
     def advance(self) -> None:
         """Advance as far as possible without waiting."""
         if self.awaited is not None and self.channel.lacks(self.awaited):
             return
-        queue = self.queue
-        while queue:
-            operation = queue[0]
+        operations = self.operations
+        while operations:
+            operation = operations[0]
             try:
                 self.awaited = _next(operation.steps)
                 if self.channel.lacks(self.awaited):
@@ -71,7 +76,7 @@ class Lane:
             except StopIteration as end:
                 operation.result = end.value
                 operation.done = True
-                queue.popleft()
+                operations.popleft()
             except BaseException as error:
                 self.fail(error)
                 if not isinstance(error, Exception):  # as KeyboardInterrupt: of this thread, not of the operation
@@ -79,29 +84,29 @@ class Lane:
         self.awaited = None
 
     def fail(self, error: BaseException) -> None:
-        """Mark the channel as unusable: the peers have lost count of this rank's turns."""
+        """Mark the channel as unusable: this rank and its peers no longer agree on the round."""
         self.channel.error = error
         self.channel.leave(f"{type(error).__name__}: {error}", failed=True)
-        for operation in self.queue:
+        for operation in self.operations:
             operation.error, operation.done = error, True
-        self.queue.clear()
+        self.operations.clear()
         self.awaited = None
 
 
 def _next(steps: Steps) -> Awaited:
-    if not any_mode():
+    if not _num_dispatch_modes():
         return next(steps)
-    with OutsideOfModes():
+    with _OutsideDispatchModes():
         return next(steps)
 
 
 class Progress:
-    """All that is under way in this process."""
+    """All operations under way in this process."""
 
-    def __init__(self, doorbell: Doorbell) -> None:
-        self._doorbell = doorbell
+    def __init__(self, event_count: EventCount) -> None:
+        self._event_count = event_count
         self._lock = threading.Lock()
-        self._busy: dict[Lane, None] = {}
+        self._busy: dict[OperationQueue, None] = {}
         self._waiting_threads = 0
         self._waiting_lock = threading.Lock()
         self._left_alone = threading.Event()
@@ -110,21 +115,21 @@ class Progress:
         self.is_foreign = False  # a copy that a fork has made
 
     def disown(self) -> None:
-        """In a forked process: this belongs to the parent, which continues with it."""
+        """Mark this as the parent's, in a forked process."""
         self.is_foreign = True
 
-    def begin(self, lane: Lane, steps: Steps) -> Operation:
+    def begin(self, queue: OperationQueue, steps: Steps) -> Operation:
         """Begin an operation and advance it as far as possible; the thread does the rest."""
-        operation = self._enter(lane, steps)
+        operation = self._enter(queue, steps)
         if not operation.done:
             if self._thread is None:
                 self._start_thread()
             self._left_alone.set()
         return operation
 
-    def complete(self, lane: Lane, steps: Steps) -> Tensor:
+    def complete(self, queue: OperationQueue, steps: Steps) -> Tensor:
         """Begin an operation and wait for its result."""
-        return self._enter(lane, steps).wait()
+        return self._enter(queue, steps).wait()
 
     def drive(self, operation: Operation) -> None:
         """Advance everything until `operation` is done."""
@@ -142,38 +147,38 @@ class Progress:
                 self._left_alone.set()
 
     def abandon(self, channel: Channel, error: SharedMemoryError) -> None:
-        """End what is under way on a channel."""
+        """Fail the operations under way on a channel."""
         with self._lock:
             channel.error = channel.error or error
-            for lane in [lane for lane in self._busy if lane.channel is channel]:
-                lane.fail(error)
-                del self._busy[lane]
+            for queue in [queue for queue in self._busy if queue.channel is channel]:
+                queue.fail(error)
+                del self._busy[queue]
 
-    def _enter(self, lane: Lane, steps: Steps) -> Operation:
+    def _enter(self, queue: OperationQueue, steps: Steps) -> Operation:
         if self.is_foreign:
             raise SharedMemoryError(
-                f"{lane.channel.title} belongs to the process that this one was forked from; communicate there, or "
+                f"{queue.channel.title} belongs to the process that this one was forked from; communicate there, or "
                 "initialise model parallelism after the fork"
             )
-        if lane.channel.error is not None:
+        if queue.channel.error is not None:
             raise SharedMemoryError(
-                f"{lane.channel.title} can no longer be used: {lane.channel.error}"
-            ) from lane.channel.error
-        operation = Operation(lane, steps)
+                f"{queue.channel.title} can no longer be used: {queue.channel.error}"
+            ) from queue.channel.error
+        operation = Operation(queue, steps)
         with self._lock:
-            lane.queue.append(operation)
-            if len(lane.queue) == 1:
-                lane.advance()
-            if lane.queue:
-                self._busy[lane] = None
+            queue.operations.append(operation)
+            if len(queue.operations) == 1:
+                queue.advance()
+            if queue.operations:
+                self._busy[queue] = None
         return operation
 
     def _advance(self) -> None:
         with self._lock:
-            for lane in list(self._busy):
-                lane.advance()
-                if not lane.queue:
-                    del self._busy[lane]
+            for queue in list(self._busy):
+                queue.advance()
+                if not queue.operations:
+                    del self._busy[queue]
 
     def _spin(self, operation: Operation) -> bool:
         end = time.perf_counter() + _SPIN_SECONDS
@@ -188,49 +193,49 @@ class Progress:
     def _sleep_until_done(self, operation: Operation) -> None:
         began = looked = time.monotonic()
         while True:
-            self._listen(operation)
+            self._wait_for_event(operation)
             if operation.done:
                 return
             now = time.monotonic()
             thorough = now - looked > _LONGEST_SLEEP
             if thorough:
                 looked = now
-            self._check(operation.lane, now - began, thorough=thorough)
+            self._check(operation.queue, now - began, thorough=thorough)
 
-    def _listen(self, operation: Operation | None) -> None:
-        """Go on; if `operation` is not done by that, sleep until something may have changed."""
-        value = self._doorbell.listen()
+    def _wait_for_event(self, operation: Operation | None) -> None:
+        """Advance everything; if `operation` is not done then, sleep until something may have changed."""
+        value = self._event_count.prepare_wait()
         try:
             self._advance()
-            if (self._busy if operation is None else not operation.done) and self._expect():
-                self._doorbell.sleep(value, _LONGEST_SLEEP)
+            if (self._busy if operation is None else not operation.done) and self._narrow_wait():
+                self._event_count.wait(value, _LONGEST_SLEEP)
         finally:
-            self._doorbell.rest()
+            self._event_count.finish_wait()
         self._advance()
 
-    def _expect(self) -> bool:
-        """Tell the doorbell what to be waked for; whether to sleep at all."""
+    def _narrow_wait(self) -> bool:
+        """Narrow the events that wake this process; returns whether to sleep at all."""
         with self._lock:
-            lanes = list(self._busy)
-        if len(lanes) != 1:
+            queues = list(self._busy)
+        if len(queues) != 1:
             return True
-        (lane,) = lanes
-        awaited = lane.awaited
-        code = None if awaited is None else lane.channel.code_of_first(awaited)
+        (queue,) = queues
+        awaited = queue.awaited
+        code = None if awaited is None else queue.channel.code_of_first(awaited)
         if code is not None:
-            self._doorbell.expect(code)
+            self._event_count.wait_only_for(code)
         return code is not None
 
-    def _check(self, lane: Lane, seconds: float, *, thorough: bool) -> None:
-        awaited = lane.awaited
+    def _check(self, queue: OperationQueue, seconds: float, *, thorough: bool) -> None:
+        awaited = queue.awaited
         if awaited is None:
             return
-        error = _check_peers(lane.channel, awaited, seconds, thorough=thorough)
+        error = _check_peers(queue.channel, awaited, seconds, thorough=thorough)
         if error is None:
             return
-        self._advance()  # it may have come to this just before it went
-        if lane.awaited is awaited or lane.awaited == awaited:
-            self.abandon(lane.channel, error)
+        self._advance()  # the peer may have arrived just before it left
+        if queue.awaited is awaited or queue.awaited == awaited:
+            self.abandon(queue.channel, error)
 
     def _start_thread(self) -> None:
         self._thread = threading.Thread(target=self._serve, name="nxd_state shared memory", daemon=True)
@@ -249,17 +254,17 @@ class Progress:
             time.sleep(_GRACE_SECONDS)
             self._left_alone.clear()  # whoever waits now will set it again
             while self._busy and not self._waiting_threads and not self._ended:
-                self._listen(None)
+                self._wait_for_event(None)
 
 
 def _check_peers(channel: Channel, awaited: Awaited, seconds: float, *, thorough: bool) -> LostPeerError | None:
-    """What to raise on a rank that has waited for `seconds`, if anything.
+    """The error to raise on a rank that has waited for `seconds`, if any.
 
     Args:
-        channel: of the group.
-        awaited: what it waits for.
-        seconds: how long.
-        thorough: whether to look at the peers' processes as well, which takes some microseconds each.
+        channel: the channel of the group.
+        awaited: the condition that it waits for.
+        seconds: how long it has waited.
+        thorough: whether to check the peers' processes as well, which takes some microseconds each.
     """
     reason = channel.reason_of_leaver(awaited)
     if reason is not None:

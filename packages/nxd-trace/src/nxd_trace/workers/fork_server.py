@@ -6,7 +6,6 @@ break. `launching` is the other end.
 """
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -19,8 +18,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from nxd_state.processes import set_parent_death_signal
+
 _PRELOADED = ("nxd_trace.workers.main", "torch._dynamo")
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 LENGTH = struct.Struct("=Q")  # before a request
 PROCESS_ID = struct.Struct("=Q")  # the answer to one
@@ -43,8 +43,8 @@ def serve(descriptor: int) -> None:
     Args:
         descriptor: of the socket that requests come from.
     """
-    if sys.platform == "linux":  # or one that is stopped when its client ends would stay, and its workers with it
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    # Otherwise a server that is stopped when its client ends would stay, and its workers with it.
+    set_parent_death_signal(signal.SIGCONT)
     for name in _PRELOADED:
         importlib.import_module(name)
     _Server(socket.socket(fileno=descriptor)).run()
