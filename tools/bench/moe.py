@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import transformers
-from nxd_layers.experts import routes
+from nxd_layers.experts import dispatch
 from nxd_layers.hf import parallelize
 from nxd_optim import GradientReducer
 from nxd_state import all_reduce, destroy_model_parallel, get_group, get_world_group, initialize_model_parallel
@@ -202,7 +202,7 @@ def parts_of(ours: nn.Module, whole: Any, ids: Tensor, step: Callable[[], float]
     exchanges: list[Callable[[], object]] = []
     inputs: list[tuple[Any, tuple[Tensor, ...]]] = []
     experts_class: Any = type(ours.get_submodule("model.layers.0.mlp.experts"))
-    collectives = {name: getattr(routes, name) for name in EXCHANGES}
+    collectives = {name: getattr(dispatch, name) for name in EXCHANGES}
     compute = experts_class.forward
 
     def recorded(collective: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -220,13 +220,13 @@ def parts_of(ours: nn.Module, whole: Any, ids: Tensor, step: Callable[[], float]
 
     experts_class.forward = recorded_compute
     for name, collective in collectives.items():
-        setattr(routes, name, recorded(collective))
+        setattr(dispatch, name, recorded(collective))
     try:
         step()
     finally:
         experts_class.forward = compute
         for name, collective in collectives.items():
-            setattr(routes, name, collective)
+            setattr(dispatch, name, collective)
 
     def exchange() -> float:
         for send in exchanges:

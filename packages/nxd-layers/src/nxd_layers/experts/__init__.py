@@ -1,15 +1,18 @@
 """Mixtures of experts: layers of them, and tokens that travel to the ranks of their experts and back."""
 
 from nxd_layers.experts.balance import load_balancing_loss
-from nxd_layers.experts.dispatch import dispatch_replicated_tokens, expert_parallel_forward, shares_tokens_out
+from nxd_layers.experts.dispatch import (
+    Dispatcher,
+    dispatch_replicated_tokens,
+    expert_parallel_forward,
+    shares_tokens_out,
+)
 from nxd_layers.experts.layer import MoE
-from nxd_layers.experts.linear import ExpertLinear
+from nxd_layers.experts.linear import ExpertLinear, mark_expert_parameter, shard_experts
 from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, separate_slots, weights_of_experts
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
-from nxd_layers.experts.parameters import mark_expert_parameter, shard_experts
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
 from nxd_layers.experts.routers import GroupLimitedRouter, RouterBase, RouterSinkhorn, RouterTopK
-from nxd_layers.experts.routes import Dispatcher
 
 __all__ = [
     "MoE",

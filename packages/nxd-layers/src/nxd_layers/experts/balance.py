@@ -1,9 +1,10 @@
-"""Balance between experts: the loss that asks for it, and the capacity that cuts off the rest."""
+"""The arithmetic of balance between experts: the loss for one process, and a microbatch's sums for `router_balance`."""
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-from nxd_state import widest_float
+from nxd_state import active_group, all_reduce, get_device, widest_float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,21 +28,89 @@ def load_balancing_loss(router_logits: Tensor, num_experts: int, top_k: int) -> 
     return loss.to(torch.promote_types(router_logits.dtype, torch.float32))
 
 
-def within_capacity(expert_index: Tensor, sequences: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
-    """Which of the tokens' experts have room for them: each takes the first ones of every sequence, in its order.
+@dataclass
+class MicrobatchTokens:
+    """The tokens that a router is given in a microbatch.
 
-    Args:
-        expert_index: `[tokens, k]`.
-        sequences: `[sequences, length]`, the tokens of each sequence in their order; each token is there once.
-        num_experts: of the layer.
-        capacity_factor: what an expert has room for, as a multiple of its even share of a sequence's tokens.
-
-    Returns:
-        `[tokens, k]` bool.
+    Attributes:
+        is_token: bool `[tokens]`, false for padding and filling; None if all are tokens.
+        tokens: of the global batch, without padding.
+        sequences: of the global batch, those with tokens.
+        shares: `[sequences, 2, experts]`, the share of tokens and the mean probability in each sequence of a layer;
+            None unless there is a loss of them.
+        lengths: `[sequences, 1, 1]`, tokens of each sequence, at least 1; with `shares`.
     """
-    length, top_k = sequences.shape[1], expert_index.shape[1]
-    capacity = min(length, math.ceil(length * top_k * capacity_factor / num_experts))
-    chosen = F.one_hot(expert_index, num_experts).sum(dim=1)  # [tokens, experts]
-    number_in_sequence = torch.empty_like(chosen)
-    number_in_sequence[sequences] = chosen[sequences].cumsum(dim=1)
-    return number_in_sequence.gather(1, expert_index) <= capacity
+
+    is_token: Tensor | None
+    tokens: Tensor | int
+    sequences: Tensor | int
+    shares: Tensor | None = None
+    lengths: Tensor = field(default_factory=lambda: torch.ones(()))
+
+    def only(self, values: Tensor) -> Tensor:
+        """`[tokens, ...]` with zeros for what is no token, also where that is not a number."""
+        if self.is_token is None:
+            return values
+        return values.masked_fill(~self.is_token.view(-1, *[1] * (values.dim() - 1)), 0.0)
+
+
+@dataclass
+class RouterSums:
+    """Over layers and tokens.
+
+    Attributes:
+        tokens: `[layers, experts]`, that the routers sent.
+        chosen: `[experts]`, of the largest probabilities, over all layers.
+        probabilities: `[experts]`, over all layers.
+        rows: 0-d, tokens times layers.
+        sequence_loss: 0-d, over layers, each the mean over the sequences of the global batch.
+        z_loss: 0-d, over layers, each the mean over the tokens of the global batch.
+    """
+
+    tokens: Tensor
+    chosen: Tensor
+    probabilities: Tensor
+    rows: Tensor
+    sequence_loss: Tensor
+    z_loss: Tensor
+
+    @classmethod
+    def zeros(cls, layers: int, experts: int) -> "RouterSums":
+        """Return sums of nothing yet, on this rank's device."""
+        shapes: Sequence[tuple[int, ...]] = ((layers, experts), (experts,), (experts,), (), (), ())
+        device = get_device()
+        return cls(*(torch.zeros(shape, dtype=widest_float(device), device=device) for shape in shapes))
+
+    def over_ranks(self) -> "RouterSums":
+        """Of all tokens and layers: tensor-parallel ranks have the same ones."""
+        parts = list(vars(self).values())
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        for group in (active_group("dp", "cp"), active_group("pp")):
+            flat = all_reduce(flat, group)
+        split = flat.split([part.numel() for part in parts])
+        return RouterSums(*(new.view_as(old) for new, old in zip(split, parts, strict=True)))
+
+
+def widened(logits: Tensor) -> Tensor:
+    """Return logits in float32, or in their own dtype if it is wider."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def probabilities_of(logits: Tensor) -> Tensor:
+    """Return the probability of each expert, in the dtype of `widened`."""
+    return F.softmax(widened(logits), dim=-1)
+
+
+def count_loads(used: Tensor, experts: int, rows: MicrobatchTokens) -> Tensor:
+    """`[experts]`, how many tokens chose each; `used` is `[tokens, k]`, with other numbers for no expert."""
+    counts = (used >= 0) & (used < experts)
+    if rows.is_token is not None:
+        counts &= rows.is_token.view(-1, 1)
+    loads = torch.zeros(experts, dtype=torch.int64, device=used.device)
+    return loads.scatter_add_(0, used.clamp(0, experts - 1).flatten().long(), counts.flatten().long())
+
+
+def one_hot_of_top_k(probabilities: Tensor, top_k: int) -> Tensor:
+    """Return `[tokens, experts]`: 1 for each token's `top_k` largest probabilities, 0 elsewhere."""
+    chosen = torch.topk(probabilities, top_k, dim=-1).indices
+    return torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)

@@ -1,29 +1,197 @@
-"""Dispatch of tokens to the ranks that have their experts, and the sum of what these compute.
+"""Dispatch of tokens to the ranks that have their experts, and the weighted sum of the experts' outputs.
 
-Dropless: every token reaches all of its experts, however unequal they are loaded (Gale et al. 2022, "MegaBlocks").
+Dropless: every token reaches all of its experts, however unequally they are loaded (Gale et al. 2022, "MegaBlocks").
+By all-to-all a token is sent to a rank once, even if several of its experts are there, and that rank sends one weighted
+sum back, as in DeepSeek-AI 2024, "DeepSeek-V3": never more than sending a token to each of its experts, and never more
+than by all-gather. By all-gather every rank gets all tokens, and sums are reduce-scattered: nothing is counted, sorted
+or waited for, which pays where most tokens go to most ranks, and shapes are known beforehand.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
-from nxd_state import active_group
+from nxd_state import Group, active_group, all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from nxd_layers.experts.local_experts import ComputeExperts, needs_static_shapes
-from nxd_layers.experts.routes import (
-    Dispatcher,
-    Routes,
-    begin_routes_by_all_to_all,
-    routes_by_all_gather,
-    routes_of_replicated,
-    share_of_ranks,
+from nxd_layers.experts.local_experts import (
+    ComputeExperts,
+    LocalExperts,
+    expected_pairs,
+    find_local_experts,
+    needs_static_shapes,
 )
 from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+
+Dispatcher = Literal["all_to_all", "all_gather"]
+
+
+class TokenDispatch(Protocol):
+    """Where the tokens of this rank go, and which came."""
+
+    @property
+    def experts(self) -> LocalExperts:
+        """The local experts of the tokens that came."""
+
+    def send(self, of_tokens: Tensor) -> Tensor:
+        """`[tokens, n]` to `[received, n]`."""
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """`[received, n]` to `[tokens, n]`: the sum over the ranks, in their order."""
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Each token to the ranks that have experts of its own.
+
+    Attributes:
+        group: the ranks.
+        num_tokens: of this rank.
+        tokens: `[sent]`, the tokens sent, rank by rank; of one rank each is there once at most.
+        send_counts: tokens for each rank.
+        receive_counts: tokens from each rank.
+        experts: see `TokenDispatch`.
+    """
+
+    group: Group
+    num_tokens: int
+    tokens: Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    experts: LocalExperts
+
+    def send(self, of_tokens: Tensor) -> Tensor:
+        """See `TokenDispatch`."""
+        counts = {"send_counts": self.send_counts, "receive_counts": self.receive_counts}
+        return all_to_all_v(of_tokens[self.tokens], self.group, **counts)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See `TokenDispatch`."""
+        counts = {"send_counts": self.receive_counts, "receive_counts": self.send_counts}
+        returned = all_to_all_v(rows, self.group, **counts)
+        total = rows.new_zeros(self.num_tokens, rows.shape[1])
+        of_ranks = zip(self.tokens.split(self.send_counts), returned.split(self.send_counts), strict=True)
+        for indices, part in of_ranks:  # each index once, so the order of additions is known on every device
+            total.index_add_(0, indices, part)
+        return total
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """All tokens to all ranks, those of each filled up to as many.
+
+    Attributes:
+        group: the ranks.
+        num_tokens: of this rank.
+        most: of any rank.
+        experts: see `TokenDispatch`.
+    """
+
+    group: Group
+    num_tokens: int
+    most: int
+    experts: LocalExperts
+
+    def send(self, of_tokens: Tensor) -> Tensor:
+        """See `TokenDispatch`."""
+        return _gathered(of_tokens, self.group, self.most)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See `TokenDispatch`."""
+        return reduce_scatter(rows, self.group, dim=0)[: self.num_tokens]
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Tokens that all ranks have already.
+
+    Attributes:
+        group: the ranks.
+        experts: see `TokenDispatch`.
+    """
+
+    group: Group
+    experts: LocalExperts
+
+    def send(self, of_tokens: Tensor) -> Tensor:
+        """See `TokenDispatch`."""
+        return of_tokens.view_as(of_tokens)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See `TokenDispatch`."""
+        return all_reduce(rows, self.group)
+
+
+def share_of_ranks(top_k: int, num_experts: int, ranks: int) -> float:
+    """How many of the ranks a token goes to on average, as a part of them, where all experts are chosen alike."""
+    if top_k >= num_experts:
+        return 1.0
+    elsewhere = math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k)
+    return 1 - elsewhere
+
+
+@torch.no_grad()
+def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group) -> Callable[[], AllToAll]:
+    """Of tokens and their experts, `[tokens, k]`; on the meta device those of an even choice.
+
+    Counts of tokens are on their way then. What is returned waits for them, and makes the dispatch.
+    """
+    if top_k_index.is_meta:
+        return partial(_expected_all_to_all, top_k_index, experts_per_rank, group)
+    owners = top_k_index.div(experts_per_rank, rounding_mode="floor")
+    nobody = (owners < 0) | (owners >= group.size)
+    goes_to = owners.new_zeros(len(owners), group.size + 1, dtype=torch.bool)
+    goes_to.scatter_(1, owners.masked_fill(nobody, group.size), True)
+    by_rank = goes_to[:, : group.size].t()
+    tokens = by_rank.nonzero()[:, 1]
+    counts = by_rank.sum(dim=1)
+    received = all_to_all(counts, group, split_dim=0, concat_dim=0, async_op=True)
+
+    @torch.no_grad()
+    def end() -> AllToAll:
+        send_counts, receive_counts = torch.stack((counts, received.wait())).tolist()  # the one wait for the device
+        index = all_to_all_v(top_k_index[tokens], group, send_counts=send_counts, receive_counts=receive_counts)
+        experts = find_local_experts(index, experts_per_rank, group)
+        return AllToAll(group, len(top_k_index), tokens, send_counts, receive_counts, experts)
+
+    return end
+
+
+def _expected_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllToAll:
+    """TokenDispatch of tokens without values, of which all ranks have as many."""
+    tokens, top_k = top_k_index.shape
+    counts = [round(tokens * share_of_ranks(top_k, experts_per_rank * group.size, group.size))] * group.size
+    made = top_k_index.new_zeros
+    all_to_all_v(made(sum(counts), top_k), group, send_counts=counts, receive_counts=counts)
+    experts = expected_pairs(top_k_index, tokens * top_k, experts_per_rank)
+    return AllToAll(group, tokens, made(sum(counts)), counts, counts, experts)
+
+
+@torch.no_grad()
+def all_gather_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllGather:
+    """Of tokens and their experts, `[tokens, k]`; where shapes are static, all ranks have as many tokens."""
+    own = most = len(top_k_index)
+    if group.size > 1 and not (top_k_index.is_meta or needs_static_shapes(top_k_index)):
+        most = int(all_gather(torch.tensor([own], device=top_k_index.device), group, dim=0).max())
+    index = _gathered(top_k_index, group, most, fill=-1)
+    return AllGather(group, own, most, find_local_experts(index, experts_per_rank, group))
+
+
+@torch.no_grad()
+def replicated_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllReduce:
+    """Of tokens that all ranks have, and their experts, `[tokens, k]`."""
+    return AllReduce(group, find_local_experts(top_k_index, experts_per_rank, group))
+
+
+def _gathered(of_tokens: Tensor, group: Group, most: int, *, fill: int = 0) -> Tensor:
+    missing = most - len(of_tokens)
+    return all_gather(F.pad(of_tokens, (0, 0, 0, missing), value=fill) if missing else of_tokens, group, dim=0)
 
 
 def expert_parallel_forward(
@@ -75,15 +243,15 @@ def expert_parallel_forward(
             "dispatch by all_to_all sends as many tokens as the routers decide, which a recorded graph cannot; use "
             "all_gather there"
         )
-    routes: Routes
+    dispatch: TokenDispatch
     if chosen == "all_to_all":
-        end = begin_routes_by_all_to_all(top_k_index, experts_per_rank, group)
+        end = begin_all_to_all_dispatch(top_k_index, experts_per_rank, group)
         if meanwhile is not None:
             meanwhile()
-        routes = end()
+        dispatch = end()
     else:
-        routes = routes_by_all_gather(top_k_index, experts_per_rank, group)
-    return _through(routes, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
+        dispatch = all_gather_dispatch(top_k_index, experts_per_rank, group)
+    return _through(dispatch, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
 
 
 def dispatch_replicated_tokens(
@@ -134,8 +302,8 @@ def dispatch_replicated_tokens(
             hidden_states, top_k_index.shape[1], num_experts, group.size, least_share=_LEAST_SHARE_OF_REPLICATED
         )
         if chosen == "all_gather":
-            routes = routes_of_replicated(top_k_index, experts_per_rank, group)
-            return _through(routes, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
+            dispatch = replicated_dispatch(top_k_index, experts_per_rank, group)
+            return _through(dispatch, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
     tokens = len(hidden_states)
     fill = -tokens % active_group("tp").size
     whole = (_padded(hidden_states, fill, 0), _padded(top_k_index, fill, -1), _padded(top_k_weights, fill, 0))
@@ -159,6 +327,8 @@ def _experts_per_rank(num_experts: int, ranks: int) -> int:
 
 
 _LEAST_SHARE = 0.95  # of the ranks that a token goes to, from which on gathering all tokens sends hardly more
+
+
 _LEAST_SHARE_OF_REPLICATED = 0.5  # from here on an all-reduce sends no more than all-to-alls and the gathering after
 
 
@@ -173,16 +343,16 @@ def _cheapest(
 
 
 def _through(
-    routes: Routes, compute: ComputeExperts, hidden_states: Tensor, weights: Tensor, *, trains_experts: bool
+    dispatch: TokenDispatch, compute: ComputeExperts, hidden_states: Tensor, weights: Tensor, *, trains_experts: bool
 ) -> Tensor:
     """Send tokens and weights, compute, and collect the sums."""
-    rows, of_rows = _Dispatch.apply(hidden_states, weights, routes)
-    outputs = routes.experts.weighted_sum(compute, rows, of_rows)
+    rows, of_rows = _Dispatch.apply(hidden_states, weights, dispatch)
+    outputs = dispatch.experts.weighted_sum(compute, rows, of_rows)
     if outputs is None:  # still a part of the graph: backward communicates here if it does on other ranks
         needs_grad = (trains_experts or rows.requires_grad) and torch.is_grad_enabled()
         outputs = rows.masked_fill(rows.new_ones((), dtype=torch.bool), 0)
         outputs = outputs if outputs.requires_grad else outputs.requires_grad_(needs_grad)
-    combined: Tensor = _Combine.apply(outputs, routes)
+    combined: Tensor = _Combine.apply(outputs, dispatch)
     return combined
 
 
@@ -190,16 +360,16 @@ class _Dispatch(Function):
     """Tokens and weights to their ranks, in one node: the ranks' backward passes send both in one order."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weights: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
-        ctx.routes = routes
-        return routes.send(hidden_states), routes.send(weights)
+    def forward(ctx: Any, hidden_states: Tensor, weights: Tensor, dispatch: TokenDispatch) -> tuple[Tensor, Tensor]:
+        ctx.dispatch = dispatch
+        return dispatch.send(hidden_states), dispatch.send(weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_hidden: Tensor, of_weights: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         needs_hidden, needs_weights, _ = ctx.needs_input_grad
-        hidden = ctx.routes.collect(of_hidden) if needs_hidden else None
-        weights = ctx.routes.collect(of_weights) if needs_weights else None
+        hidden = ctx.dispatch.collect(of_hidden) if needs_hidden else None
+        weights = ctx.dispatch.collect(of_weights) if needs_weights else None
         return hidden, weights, None
 
 
@@ -207,11 +377,11 @@ class _Combine(Function):
     """What the ranks computed for each token, added up where the token came from."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, routes: Routes) -> Tensor:
-        ctx.routes = routes
-        return routes.collect(rows)
+    def forward(ctx: Any, rows: Tensor, dispatch: TokenDispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return dispatch.collect(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.routes.send(grad), None
+        return ctx.dispatch.send(grad), None

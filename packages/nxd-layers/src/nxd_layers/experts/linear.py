@@ -1,26 +1,142 @@
-"""The linear layers of all experts as one parameter."""
+"""`ExpertLinear`: the linear layers of all experts as one parameter, its shard metadata, and the grouped product.
+
+Measured on a CPU in float32, forward and backward, with 1 to 512 tokens for each of 4 to 64 experts: torch's grouped
+product takes 0.5 to 0.9 of the time of a loop over experts; a batched product of
+experts padded to the same number of tokens is between the two or slower than both.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from nxd_state import (
+    Box,
+    ShardPiece,
     ShardSpec,
     active_group,
+    get_shard_spec,
     set_partition_attributes,
     set_shard_spec,
     shard_along,
     splits_experts,
 )
+from nxd_state.shard_spec import DOCUMENTED_ATTRIBUTES
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from nxd_layers.experts.parameters import (
-    check_expert_tensor_parallel_size,
-    mark_expert_parameter,
-    spec_of_own_experts,
-)
-from nxd_layers.experts.products import grouped_product
 from nxd_layers.initialization import InitMethod, default_linear_init, empty_parameter
+
+
+def shard_experts(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's experts of a parameter that has all, with its shard metadata and the mark of an expert's.
+
+    Args:
+        parameter: `[experts, ...]`, each expert whole or split over the tensor-parallel ranks.
+
+    Raises:
+        ValueError: the expert-parallel ranks do not divide the experts.
+    """
+    spec = spec_of_own_experts(get_shard_spec(parameter) or _whole(parameter))
+    first = active_group("ep").rank * spec.local_shape[0]
+    part = parameter.detach()[first : first + spec.local_shape[0]].clone(memory_format=torch.contiguous_format)
+    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    for attribute in DOCUMENTED_ATTRIBUTES:
+        if hasattr(parameter, attribute):
+            setattr(made, attribute, getattr(parameter, attribute))
+    set_shard_spec(made, spec)
+    mark_expert_parameter(made)
+    return made
+
+
+def check_expert_tensor_parallel_size() -> None:
+    """Raise a ValueError where experts are split over some of the tensor-parallel ranks: sums are over all or none."""
+    tp, etp = active_group("tp").size, active_group("etp").size
+    if etp not in (1, tp):
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} with tensor_parallel_size={tp}: an expert is split over all "
+            f"tensor-parallel ranks or over none; use {tp} or 1"
+        )
+
+
+def mark_expert_parameter(parameter: Tensor) -> None:
+    """Say of a parameter that it is an expert's: its replicas are the ranks that have the same experts."""
+    parameter.expert_model_parallel = True  # type: ignore[attr-defined]
+
+
+def _whole(parameter: Tensor) -> ShardSpec:
+    shape = tuple(parameter.shape)
+    box = Box((0,) * len(shape), shape)
+    return ShardSpec(shape, (ShardPiece(box, box, shape, copies=active_group("etp").size),))
+
+
+def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
+    """What this expert-parallel rank holds of a parameter `[experts, ...]`.
+
+    Args:
+        spec: of the parameter with all experts, over the ranks that split each.
+
+    Raises:
+        ValueError: the expert-parallel ranks do not divide the experts.
+    """
+    group, experts = active_group("ep"), spec.local_shape[0]
+    if experts % group.size:
+        raise ValueError(
+            f"{experts} experts of a parameter {spec.local_shape} cannot be split over {group.size} ranks; "
+            f"use an expert-parallel degree that divides {experts}"
+        )
+    number = experts // group.size
+    first = group.rank * number
+    pieces = []
+    for piece in spec.pieces:
+        begin = max(piece.local.offset[0], first)
+        end = min(piece.local.slices[0].stop, first + number)
+        if begin < end:
+            shape = (end - begin, *piece.local.shape[1:])
+            logical = piece.logical.offset[0] + begin - piece.local.offset[0]
+            local_box = Box((begin - first, *piece.local.offset[1:]), shape)
+            logical_box = Box((logical, *piece.logical.offset[1:]), shape)
+            pieces.append(replace(piece, local=local_box, logical=logical_box))
+    return ShardSpec((number, *spec.local_shape[1:]), tuple(pieces), axis="ep")
+
+
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+_GROUPED_ALIGNMENT = 16  # bytes: rows of other lengths are refused by torch
+
+
+def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each token times the weight of its expert; no work for experts without tokens.
+
+    Args:
+        tokens: `[rows, in]`, those of an expert next to each other, in the order of the experts; at least one.
+        weights: `[experts, in, out]`.
+        counts: tokens of each expert.
+
+    Returns:
+        `[rows, out]`.
+    """
+    if _has_grouped_product(tokens, weights):
+        ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+        product: Tensor = F.grouped_mm(tokens.contiguous(), weights.contiguous(), offs=ends)
+        if product.requires_grad:
+            product.register_hook(Tensor.contiguous)  # its backward refuses expanded gradients, as those of a sum are
+        return product
+    parts = zip(tokens.split(list(counts)), weights, strict=True)
+    return torch.cat([part @ weight for part, weight in parts if len(part)])
+
+
+def _has_grouped_product(tokens: Tensor, weights: Tensor) -> bool:
+    """Whether torch's takes these; it has no float64, is unknown to autocast, and is compared here on the CPU only."""
+    return (
+        tokens.is_cpu
+        and tokens.dtype == weights.dtype
+        and tokens.dtype in _GROUPED_DTYPES
+        and all(width * weights.itemsize % _GROUPED_ALIGNMENT == 0 for width in weights.shape[1:])
+        and not torch.is_autocast_enabled("cpu")
+        and hasattr(F, "grouped_mm")
+    )
 
 
 class ExpertLinear(nn.Module):

@@ -1,5 +1,6 @@
 """The feed-forward networks of experts."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -8,11 +9,9 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.experts.balance import within_capacity
-from nxd_layers.experts.dispatch import dispatch_replicated_tokens
+from nxd_layers.experts.dispatch import Dispatcher, dispatch_replicated_tokens
 from nxd_layers.experts.linear import ExpertLinear
 from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, weights_of_experts
-from nxd_layers.experts.routes import Dispatcher
 from nxd_layers.initialization import InitMethod, default_linear_init
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -223,3 +222,23 @@ def _check_whole_sequences(capacity_factor: float) -> None:
             f"capacity_factor={capacity_factor} drops tokens by their place in the sequence, and sequences are cut "
             f"over {active_group('cp').size} context-parallel ranks; use capacity_factor=None"
         )
+
+
+def within_capacity(expert_index: Tensor, sequences: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
+    """Which of the tokens' experts have room for them: each takes the first ones of every sequence, in its order.
+
+    Args:
+        expert_index: `[tokens, k]`.
+        sequences: `[sequences, length]`, the tokens of each sequence in their order; each token is there once.
+        num_experts: of the layer.
+        capacity_factor: what an expert has room for, as a multiple of its even share of a sequence's tokens.
+
+    Returns:
+        `[tokens, k]` bool.
+    """
+    length, top_k = sequences.shape[1], expert_index.shape[1]
+    capacity = min(length, math.ceil(length * top_k * capacity_factor / num_experts))
+    chosen = F.one_hot(expert_index, num_experts).sum(dim=1)  # [tokens, experts]
+    number_in_sequence = torch.empty_like(chosen)
+    number_in_sequence[sequences] = chosen[sequences].cumsum(dim=1)
+    return number_in_sequence.gather(1, expert_index) <= capacity

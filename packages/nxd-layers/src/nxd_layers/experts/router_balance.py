@@ -2,12 +2,12 @@
 
 Hooks on routers count what they choose, and add the gradients of the losses to those of their logits. So a model need
 not return logits, and a pipeline's stages need not send them. Padding, and what fills up a sequence that is cut over
-context-parallel ranks, counts nowhere. `balance` has the formulas for one process.
+context-parallel ranks, counts nowhere. `balance` has the arithmetic.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -16,9 +16,16 @@ from nxd_state import active_group, all_reduce, get_device, get_rng_state, set_r
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from nxd_layers.context.cut import cut_under_way
+from nxd_layers.experts.balance import (
+    MicrobatchTokens,
+    RouterSums,
+    count_loads,
+    one_hot_of_top_k,
+    probabilities_of,
+    widened,
+)
 
 T = TypeVar("T")
 
@@ -112,8 +119,8 @@ class RouterBalance:
         self.padding_mask: Tensor | None = None
         self._biases: dict[int, tuple[nn.Module, str]] = {}
         self._widest = max((it.num_experts for it in layers.values()), default=0)
-        self._sums: _Sums | None = None  # of this rank, while it counts
-        self._totals: _Sums | None = None  # of all ranks, once they are known
+        self._sums: RouterSums | None = None  # of this rank, while it counts
+        self._totals: RouterSums | None = None  # of all ranks, once they are known
         self._microbatches = self._sequences = 0
         self._tokens: Sequence[Tensor] | None = None
         self._microbatch: Callable[[], int] = int
@@ -230,7 +237,7 @@ class RouterBalance:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        self._sums = _Sums.zeros(len(self.layers), self._widest)
+        self._sums = RouterSums.zeros(len(self.layers), self._widest)
         try:
             yield
         finally:
@@ -271,7 +278,7 @@ class RouterBalance:
         return type(output)(outputs)
 
     @torch.no_grad()
-    def _rows_of(self, router: nn.Module, logits: Tensor, layer: RouterLayer) -> "_Rows":
+    def _rows_of(self, router: nn.Module, logits: Tensor, layer: RouterLayer) -> "MicrobatchTokens":
         """What is known of the tokens that a router is given in a microbatch."""
         cut, contexts, replicas = cut_under_way.get(), active_group("cp"), active_group("dp").size
         length = len(logits) // max(self._sequences, 1) * contexts.size if cut is None else cut.length
@@ -290,10 +297,12 @@ class RouterBalance:
                 torch.where(with_masks > 0, of_masks, assumed)
                 for of_masks, assumed in zip(sums, (tokens, sequences), strict=True)
             )
-        rows = _Rows(is_token, tokens, sequences)
+        rows = MicrobatchTokens(is_token, tokens, sequences)
         if self._is_per_sequence:
-            probabilities = _probabilities(logits)
-            both = torch.stack([_one_hot(probabilities, layer.top_k), probabilities], dim=1)  # [tokens, 2, experts]
+            probabilities = probabilities_of(logits)
+            both = torch.stack(
+                [one_hot_of_top_k(probabilities, layer.top_k), probabilities], dim=1
+            )  # [tokens, 2, experts]
             summed = rows.only(both).view(self._sequences, -1, 2, layer.num_experts).sum(dim=1)
             summed = all_reduce(summed, contexts) if contexts.size > 1 else summed
             counts = summed.new_full((self._sequences,), length) if whole is None else whole.sum(dim=1)
@@ -315,25 +324,27 @@ class RouterBalance:
             )
 
     @torch.no_grad()
-    def _count(self, index: int, layer: RouterLayer, logits: Tensor, chosen: Tensor | None, rows: "_Rows") -> None:
+    def _count(
+        self, index: int, layer: RouterLayer, logits: Tensor, chosen: Tensor | None, rows: MicrobatchTokens
+    ) -> None:
         sums, experts = self._sums, layer.num_experts
         assert sums is not None  # it counts
-        probabilities = _probabilities(logits)
+        probabilities = probabilities_of(logits)
         top_k = torch.topk(probabilities, layer.top_k, dim=-1).indices
         used = (top_k if chosen is None else chosen).reshape(len(logits), -1)
-        sums.tokens[index, :experts] += _loads(used, experts, rows)
+        sums.tokens[index, :experts] += count_loads(used, experts, rows)
         if self.needs_totals:
-            sums.chosen[:experts] += _loads(top_k, experts, rows)
+            sums.chosen[:experts] += count_loads(top_k, experts, rows)
             sums.probabilities[:experts] += rows.only(probabilities).sum(dim=0, dtype=sums.probabilities.dtype)
             sums.rows += len(logits) if rows.is_token is None else rows.is_token.sum()
         if rows.shares is not None:
             of_sequences = experts * rows.shares.to(sums.sequence_loss).prod(dim=1).sum()
             sums.sequence_loss += of_sequences / rows.sequences / active_group("cp").size
         if self.config.z_loss_coef:
-            squares = _wide(logits).logsumexp(dim=-1).square()
+            squares = widened(logits).logsumexp(dim=-1).square()
             sums.z_loss += rows.only(squares).sum() / rows.tokens
 
-    def gradient(self, logits: Tensor, rows: "_Rows") -> Tensor:
+    def gradient(self, logits: Tensor, rows: MicrobatchTokens) -> Tensor:
         """Of the losses of all ranks, by this rank's logits, times the replicas, over which gradients are averaged.
 
         It is multiplied by the loss scale.
@@ -344,7 +355,7 @@ class RouterBalance:
         """
         experts = logits.shape[1]
         config, replicas = self.config, active_group("dp", "cp").size
-        probabilities = _probabilities(logits)
+        probabilities = probabilities_of(logits)
         gradient = torch.zeros_like(probabilities)
         if config.aux_loss_coef and len(logits):
             if rows.shares is None:
@@ -358,78 +369,16 @@ class RouterBalance:
             scaled = probabilities * (config.aux_loss_coef * experts * by_probability).to(probabilities)
             gradient += scaled - probabilities * scaled.sum(dim=-1, keepdim=True)
         if config.z_loss_coef and len(logits):
-            scaled = _wide(logits).logsumexp(dim=-1, keepdim=True) * probabilities
+            scaled = widened(logits).logsumexp(dim=-1, keepdim=True) * probabilities
             gradient += scaled * (2 * config.z_loss_coef * replicas / len(self.layers) / rows.tokens)
         return rows.only(gradient * self._loss_scale)
-
-
-@dataclass
-class _Rows:
-    """The tokens that a router is given in a microbatch.
-
-    Attributes:
-        is_token: bool `[tokens]`, false for padding and filling; None if all are tokens.
-        tokens: of the global batch, without padding.
-        sequences: of the global batch, those with tokens.
-        shares: `[sequences, 2, experts]`, the share of tokens and the mean probability in each sequence of a layer;
-            None unless there is a loss of them.
-        lengths: `[sequences, 1, 1]`, tokens of each sequence, at least 1; with `shares`.
-    """
-
-    is_token: Tensor | None
-    tokens: Tensor | int
-    sequences: Tensor | int
-    shares: Tensor | None = None
-    lengths: Tensor = field(default_factory=lambda: torch.ones(()))
-
-    def only(self, values: Tensor) -> Tensor:
-        """`[tokens, ...]` with zeros for what is no token, also where that is not a number."""
-        if self.is_token is None:
-            return values
-        return values.masked_fill(~self.is_token.view(-1, *[1] * (values.dim() - 1)), 0.0)
-
-
-@dataclass
-class _Sums:
-    """Over layers and tokens.
-
-    Attributes:
-        tokens: `[layers, experts]`, that the routers sent.
-        chosen: `[experts]`, of the largest probabilities, over all layers.
-        probabilities: `[experts]`, over all layers.
-        rows: 0-d, tokens times layers.
-        sequence_loss: 0-d, over layers, each the mean over the sequences of the global batch.
-        z_loss: 0-d, over layers, each the mean over the tokens of the global batch.
-    """
-
-    tokens: Tensor
-    chosen: Tensor
-    probabilities: Tensor
-    rows: Tensor
-    sequence_loss: Tensor
-    z_loss: Tensor
-
-    @classmethod
-    def zeros(cls, layers: int, experts: int) -> "_Sums":
-        shapes: Sequence[tuple[int, ...]] = ((layers, experts), (experts,), (experts,), (), (), ())
-        device = get_device()
-        return cls(*(torch.zeros(shape, dtype=widest_float(device), device=device) for shape in shapes))
-
-    def over_ranks(self) -> "_Sums":
-        """Of all tokens and layers: tensor-parallel ranks have the same ones."""
-        parts = list(vars(self).values())
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        for group in (active_group("dp", "cp"), active_group("pp")):
-            flat = all_reduce(flat, group)
-        split = flat.split([part.numel() for part in parts])
-        return _Sums(*(new.view_as(old) for new, old in zip(split, parts, strict=True)))
 
 
 class _AddGradients(Function):
     """Hands on what a model uses of a router, and in backward adds the losses' gradient to that of the logits."""
 
     @staticmethod
-    def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance, rows: _Rows) -> Tensor:
+    def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance, rows: MicrobatchTokens) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.balance, ctx.rows = balance, rows
         return used.view_as(used)
@@ -439,28 +388,6 @@ class _AddGradients(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (logits,) = ctx.saved_tensors
         return grad, ctx.balance.gradient(logits, ctx.rows).to(logits.dtype), None, None
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _probabilities(logits: Tensor) -> Tensor:
-    return F.softmax(_wide(logits), dim=-1)
-
-
-def _loads(used: Tensor, experts: int, rows: _Rows) -> Tensor:
-    """`[experts]`, how many tokens chose each; `used` is `[tokens, k]`, with other numbers for no expert."""
-    counts = (used >= 0) & (used < experts)
-    if rows.is_token is not None:
-        counts &= rows.is_token.view(-1, 1)
-    loads = torch.zeros(experts, dtype=torch.int64, device=used.device)
-    return loads.scatter_add_(0, used.clamp(0, experts - 1).flatten().long(), counts.flatten().long())
-
-
-def _one_hot(probabilities: Tensor, top_k: int) -> Tensor:
-    chosen = torch.topk(probabilities, top_k, dim=-1).indices
-    return torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
 
 
 def _check(layers: Mapping[str, RouterLayer], config: BalanceConfig) -> None:

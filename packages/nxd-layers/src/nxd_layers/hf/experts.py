@@ -27,7 +27,7 @@ from nxd_layers.experts import (
     shares_tokens_out,
     weights_of_experts,
 )
-from nxd_layers.experts.parameters import check_expert_tensor_parallel_size
+from nxd_layers.experts.linear import check_expert_tensor_parallel_size
 from nxd_layers.hf.layers import mark_partial_gradients
 from nxd_layers.hf.plans import joined
 from nxd_layers.hf.transformers_models import (
