@@ -37,7 +37,8 @@ def shard_experts(parameter: nn.Parameter) -> nn.Parameter:
     Raises:
         ValueError: the expert-parallel ranks do not divide the experts.
     """
-    spec = spec_of_own_experts(get_shard_spec(parameter) or _whole(parameter))
+    whole = ShardSpec.whole(parameter.shape, copies=active_group("etp").size)
+    spec = spec_of_own_experts(get_shard_spec(parameter) or whole)
     first = active_group("ep").rank * spec.local_shape[0]
     part = parameter.detach()[first : first + spec.local_shape[0]].clone(memory_format=torch.contiguous_format)
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -62,12 +63,6 @@ def check_expert_tensor_parallel_size() -> None:
 def mark_expert_parameter(parameter: Tensor) -> None:
     """Say of a parameter that it is an expert's: its replicas are the ranks that have the same experts."""
     parameter.expert_model_parallel = True  # type: ignore[attr-defined]
-
-
-def _whole(parameter: Tensor) -> ShardSpec:
-    shape = tuple(parameter.shape)
-    box = Box((0,) * len(shape), shape)
-    return ShardSpec(shape, (ShardPiece(box, box, shape, copies=active_group("etp").size),))
 
 
 def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
