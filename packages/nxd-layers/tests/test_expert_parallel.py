@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_layers.experts import dispatch_replicated_tokens, expert_parallel_forward, routes, shard_experts
+from nxd_layers.experts import dispatch, dispatch_replicated_tokens, expert_parallel_forward, shard_experts
 from nxd_layers.hf.layers import shard_parameter
 from nxd_state import (
     all_reduce,
@@ -200,14 +200,14 @@ def test_token_with_several_experts_on_a_rank_travels_there_once(run_ranks):
     def job():
         initialize_model_parallel(1, 1, 2)
         sent = []
-        original = routes.all_to_all_v
+        original = dispatch.all_to_all_v
 
         def counting(tensor, group, *, send_counts, receive_counts):
             if tensor.is_floating_point():
                 sent.append(sum(it for rank, it in enumerate(send_counts) if rank != group.rank) * tensor[0].numel())
             return original(tensor, group, send_counts=send_counts, receive_counts=receive_counts)
 
-        routes.all_to_all_v = counting
+        dispatch.all_to_all_v = counting
         try:
             hidden = torch.ones(10, HIDDEN, dtype=torch.float64, requires_grad=True)
             weights = torch.ones(10, EXPERTS, dtype=torch.float64, requires_grad=True)
@@ -224,7 +224,7 @@ def test_token_with_several_experts_on_a_rank_travels_there_once(run_ranks):
             )
             output.sum().backward()
         finally:
-            routes.all_to_all_v = original
+            dispatch.all_to_all_v = original
         return sent
 
     once = [10 * HIDDEN, 10 * EXPERTS]  # all tokens, and their weights, to the one other rank
