@@ -116,18 +116,13 @@ def repartition(parameter: nn.Parameter, old_specs: Sequence[ShardSpec], new_spe
     data = parameter.new_zeros(new_spec.local_shape)
     if not parameter.is_meta:
         gathered = all_gather(parameter.detach().unsqueeze(0), group)  # [tp, *local]
-        pieces = [(local, piece) for local, spec in zip(gathered, old_specs, strict=True) for piece in spec.pieces]
-        wholes = {name: parameter.new_empty(shape) for name, shape in _logical_shapes(old_specs).items()}
-        for local, piece in pieces:
-            wholes[piece.name][piece.logical.slices] = local[piece.local.slices]
-        for piece in new_spec.pieces:
-            data[piece.local.slices] = wholes[piece.name][piece.logical.slices]
+        shapes = {name: shape for spec in old_specs for name, shape in spec.logical_shapes.items()}
+        wholes = {name: parameter.new_empty(shape) for name, shape in shapes.items()}
+        for local, spec in zip(gathered, old_specs, strict=True):
+            spec.copy_to_logical(local, wholes)
+        new_spec.copy_from_logical(wholes, data)
     parameter.data = data
     set_shard_spec(parameter, new_spec)
-
-
-def _logical_shapes(specs: Sequence[ShardSpec]) -> dict[str, tuple[int, ...]]:
-    return {piece.name: piece.logical_shape for spec in specs for piece in spec.pieces}
 
 
 class _ZeroPaddingGradient(Function):

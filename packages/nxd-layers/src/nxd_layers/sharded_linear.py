@@ -132,7 +132,7 @@ class ShardedLinear(nn.Module):
         splits_bias = self.partition_dim == 0
         return [
             self._spec_along(self.logical_shape, self.partition_dim, rank),
-            self._spec_along(outputs, 0, rank) if splits_bias else shard_along(outputs, 0, rank=0, size=1),
+            self._spec_along(outputs, 0, rank) if splits_bias else ShardSpec.whole(outputs),
         ]
 
     def _held(self) -> list[nn.Parameter | None]:

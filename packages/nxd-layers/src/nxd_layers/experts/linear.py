@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from nxd_state import (
     Box,
-    ShardPiece,
     ShardSpec,
     active_group,
     get_shard_spec,

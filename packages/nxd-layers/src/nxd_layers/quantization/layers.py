@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Self
 
 import torch
-from nxd_state import Box, ShardSpec, set_partition_attributes, set_shard_spec, shard_along
+from nxd_state import Box, ShardSpec, set_partition_attributes, set_shard_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -86,7 +86,7 @@ def use_quantized_weight(layer: ParallelLinear, config: QuantizationConfig, devi
     way, dtype = checked_config(config)
     size = layer.tensor_parallel_size
     outputs_split = layer.partition_dim == 0
-    scale_spec = shard_along((1,), 0, rank=0, size=1)
+    scale_spec = ShardSpec.whole((1,))
     per_channel = way is QuantizationType.PER_CHANNEL_SYMMETRIC
     if per_channel:
         scale_spec = _scales_of_rows(layer.weight_spec, whole=not outputs_split)
@@ -158,7 +158,7 @@ def _scales_of_rows(weight: ShardSpec, *, whole: bool) -> ShardSpec:
     """Return the shard metadata of one scale for each row `[out, 1]` of a weight; `whole`: on every rank."""
     logical_rows = weight.pieces[0].logical_shape[0]
     if whole:
-        return shard_along((logical_rows, 1), 0, rank=0, size=1)
+        return ShardSpec.whole((logical_rows, 1))
 
     def column(box: Box) -> Box:
         return Box((box.offset[0], 0), (box.shape[0], 1))
