@@ -109,4 +109,5 @@ def test_script_that_handles_no_signal_is_ended_by_it_at_once(torchrun, number):
 
     _, errors = process.communicate(timeout=deadline(120))
     assert process.returncode != 0
-    assert "another process takes its place" not in errors
+    # A peer may fail first, before its own supervisor has the signal: only ranks that the signal ended are looked at.
+    assert f"killed by {number.name}; another process takes its place" not in errors
