@@ -67,7 +67,7 @@ def refusal():
     initialize_model_parallel(1, 1, 2)
     model = NxDPPModel(Model(), transformer_layer_cls=Layer, num_microbatches=1)
     x = torch.zeros(6, 4, HIDDEN, dtype=torch.float64)
-    with pytest.raises(ValueError, match="nobody is known who makes them a mean") as error:
+    with pytest.raises(ValueError, match="no optimizer averages the gradients of experts") as error:
         model.run_train(x=x)
     with model.no_sync():
         model.run_train(x=x)  # only accumulates

@@ -257,10 +257,10 @@ def test_biases_follow_the_loads_of_the_global_batch_alike_on_all_ranks(run_rank
 
 def test_what_the_routers_cannot_do_is_refused(run_ranks):
     def job():
-        with pytest.raises(ValueError, match=r"bias_update_rate=0.1 is for models whose routers have an e_score_corr"):
+        with pytest.raises(ValueError, match=r"bias_update_rate=0.1 needs routers with an e_score_corr"):
             balanced_model({}, make_mixtral, BalanceConfig(bias_update_rate=0.1))
         llama = transformers.LlamaConfig(**{name: it for name, it in SIZES.items() if "expert" not in name})
-        with pytest.raises(ValueError, match=r"aux_loss_coef=0.1, z_loss_coef=0.2 is for models with routers"):
+        with pytest.raises(ValueError, match=r"aux_loss_coef=0.1, z_loss_coef=0.2 needs a model with supported"):
             balanced_model(
                 {}, lambda: transformers.LlamaForCausalLM(llama), BalanceConfig(aux_loss_coef=0.1, z_loss_coef=0.2)
             )

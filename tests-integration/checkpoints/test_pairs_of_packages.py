@@ -232,7 +232,7 @@ def test_traced_model_takes_the_weights_that_a_training_has_saved_at_another_lay
         Model, (tokens, labels), weights=checkpoint.part("model"), cache_dir=tmp_path / "cache", **settings
     ) as traced:
         with pytest.raises(
-            ValueError, match=r"embed.weight is not there, but model.embed.weight is: .*part\('model'\)"
+            ValueError, match=r"embed.weight is missing, but model.embed.weight exists: .*part\('model'\)"
         ):
             traced.replace_weights(checkpoint)
         loss = traced(tokens, labels).item()

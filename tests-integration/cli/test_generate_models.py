@@ -173,7 +173,7 @@ def test_adapter_in_a_checkpoint_of_its_own_is_merged(folder, written, tmp_path)
         (["{folder}", "--min-p", "2"], r"min_p=2\.0 must be from 0 to 1"),
         (["{folder}", "--system", "x"], r"--system is for conversations; add --chat"),
         (["{folder}", "--stop", ""], r"--stop is empty; give the text to stop before"),
-        (["{damaged}"], r"{damaged}/config.json is no JSON: .*"),
+        (["{damaged}"], r"{damaged}/config.json is not JSON: .*"),
         (["{bin}"], r"{bin} holds neither model.safetensors.index.json nor model.safetensors"),
     ],
 )
@@ -206,7 +206,7 @@ def test_folder_whose_tensors_are_not_those_of_its_config_is_refused(folder, tmp
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
 
     assert main(["generate", str(broken)]) == 2
-    assert "is not what its config says: it lacks ['model.layers.2" in capsys.readouterr().err
+    assert "does not match its config: it lacks ['model.layers.2" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def test_mistakes_are_one_line_without_a_traceback(make_folder, tmp_path):
     for result, message in (
         (no_folder, "config.json does not exist"),
         (of_what, "does not say which model it holds; pass a folder of the same model"),
-        (other, "the model is not what its config says"),
+        (other, "the model does not match its config"),
     ):
         assert result.returncode == 2
         assert message in result.stderr

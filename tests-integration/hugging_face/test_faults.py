@@ -123,11 +123,11 @@ def test_what_is_no_floating_point_type_is_refused_before_anything_is_touched(ma
     folder = make_folder("llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
 
-    with pytest.raises(ValueError, match="is no floating-point type of torch"):
+    with pytest.raises(ValueError, match="is not a floating-point dtype"):
         load_pretrained(model, folder, dtype=dtype)
-    with pytest.raises(ValueError, match="is no floating-point type of torch"):
+    with pytest.raises(ValueError, match="is not a floating-point dtype"):
         save_pretrained(model, tmp_path / "saved", dtype=dtype)
-    with pytest.raises(ValueError, match="is no floating-point type of torch"):
+    with pytest.raises(ValueError, match="is not a floating-point dtype"):
         import_hugging_face(folder, tmp_path / "saved", dtype=dtype)
 
     assert model.dtype == torch.float32
@@ -173,10 +173,13 @@ def test_target_that_cannot_be_a_folder_is_named(make_folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 32}, r"embed_tokens.weight' is \[\d+, \d+\] in the files, \[32, \d+\] by the config"),
+        (
+            {"vocab_size": 32},
+            r"embed_tokens.weight' has shape \[\d+, \d+\] in the files, \[32, \d+\] according to the config",
+        ),
         ({"num_hidden_layers": 3}, "it lacks"),
-        ({"hidden_size": "32"}, "transformers makes no LlamaForCausalLM of the config: .*hidden_size"),
-        ({"num_attention_heads": 0}, "transformers makes no LlamaForCausalLM of the config"),
+        ({"hidden_size": "32"}, "transformers cannot create a LlamaForCausalLM from the config: .*hidden_size"),
+        ({"num_attention_heads": 0}, "transformers cannot create a LlamaForCausalLM from the config"),
     ],
 )
 def test_config_that_does_not_fit_its_files_is_refused_and_nothing_is_written(make_folder, tmp_path, changes, message):

@@ -111,7 +111,7 @@ def test_tensors_that_do_not_fit_are_named_on_every_rank(run_ranks, make_folder,
     for messages, left_out, is_untouched in run_ranks(load_all, 2):
         assert f"{name!r} is not in the folder" in messages[0]
         assert "'model.layers.4.mlp.up_proj.weight' is in the folder, but not in the model" in messages[1]
-        assert f"{name!r} is [24, 32] in the folder, [48, 32] in the model" in messages[2]
+        assert f"{name!r} has shape [24, 32] in the folder, [48, 32] in the model" in messages[2]
         assert (left_out, is_untouched) == ([name], True)
 
 
@@ -134,7 +134,7 @@ def test_conversion_that_is_not_a_rearrangement_is_refused_by_name(make_folder, 
     rules = {"llama": [rule], "legacy": []}
     monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", rules.get)
 
-    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj.weight' is made of .* PermuteForRope"):
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj.weight' is made from .* PermuteForRope"):
         import_hugging_face(folder, folder / "checkpoints")
 
 

@@ -166,13 +166,13 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
     ("config", "changes", "ranks", "message"),
     [
         (LARGE, {}, 1, "a single rank cannot split the model; use 2 or more"),
-        (LARGE, {"head_dims": 16}, 2, r"head_dims is no key of Qwen3Config; did you mean head_dim\?"),
+        (LARGE, {"head_dims": 16}, 2, r"head_dims is not a key of Qwen3Config; did you mean head_dim\?"),
         (LARGE, {"num_key_value_heads": 3}, 2, "the small model of type qwen3 cannot be made or run: .*head_dim=16"),
         (LARGE | {"auto_map": {"AutoModel": "code.Model"}}, {}, 2, "Python code beside the weights .auto_map."),
         ({"model_type": "gemma3", "text_config": {}}, {}, 2, "a multimodal model; .*text decoder"),
         ({"model_type": "biogpt"}, {}, 2, "biogpt have no tensor-parallel plan"),
-        ({"model_type": "t5"}, {}, 2, "model.type=t5 is no language model that transformers knows"),
-        ({"hidden_size": 8}, {}, 2, "model.type=None is no language model"),
+        ({"model_type": "t5"}, {}, 2, "model.type=t5 is not a language model in transformers"),
+        ({"hidden_size": 8}, {}, 2, "model.type=None is not a language model"),
     ],
 )
 def test_architecture_that_cannot_be_compared_is_refused(folder_with, config, changes, ranks, message):

@@ -240,7 +240,12 @@ T5 = (
     [
         ("llama", {"output_hidden_states": True}, {}, "config.output_hidden_states is set"),
         ("llama", {"num_hidden_layers": 1}, {}, "1 layers cannot fill 2 stages"),
-        ("llama", {}, {"pipeline_cuts": ["model.norm"], "auto_partition": False}, "cuts are behind layers"),
+        (
+            "llama",
+            {},
+            {"pipeline_cuts": ["model.norm"], "auto_partition": False},
+            "cuts must be after",
+        ),
         (T5, {}, {}, re.escape("there are several, ['encoder.block', 'decoder.block']")),
     ],
 )

@@ -296,14 +296,14 @@ def test_model_of_a_factory_trains_at_every_layout_and_its_checkpoint_runs_nothi
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["model.type=qwen33"], r"model\.type=qwen33 is no language model that transformers knows; did you mean qwen3"),
+        (["model.type=qwen33"], r"model\.type=qwen33 is not a language model in transformers; did you mean qwen3"),
         (
             ["model.type=qwen3", "model.config.head_dimm=8"],
-            r"model\.config\.head_dimm is no key .* did you mean head_dim",
+            r"model\.config\.head_dimm is not a key .* did you mean head_dim",
         ),
         (["model.type=gemma3"], r"use model\.type=gemma3_text"),
-        (["model.type=gpt2", "model.intermediate_size=64"], r"model\.intermediate_size is no size of gpt2"),
-        (["model.type=gemma3_text", "model.rope_theta=5"], r"give model\.config\.rope_parameters"),
+        (["model.type=gpt2", "model.intermediate_size=64"], r"model\.intermediate_size is not a size of gpt2"),
+        (["model.type=gemma3_text", "model.rope_theta=5"], r"set model\.config\.rope_parameters"),
         (["model.type=qwen3", "model.vocab_size=100"], r"model\.vocab_size=100 is less than the tokenizer's 257 ids"),
         (
             ["model.type=qwen3", "model.config.vocab_size=100"],

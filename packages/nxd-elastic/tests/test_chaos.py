@@ -62,7 +62,7 @@ def test_measures_of_a_run_without_steps_have_no_goodput(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"kinds": ("kil",)}, "kinds='kil' must be of kill, stop, pause, slow, absent, host"),
+        ({"kinds": ("kil",)}, "kinds='kil' contains an unknown kind; use kill, stop, pause, slow, absent, host"),
         ({"steps": (3, 1)}, "steps=3:1 is not a range"),
     ],
 )

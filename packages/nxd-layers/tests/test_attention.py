@@ -194,17 +194,17 @@ def test_compiled_attention_equals_the_eager_one(assert_same, masked):
         (lambda: CoreAttention()(*random_tensors(3, 2, 5, 5)), "2 key and value heads do not divide the 3 query heads"),
         (
             lambda: CoreAttention()(*random_tensors(2, 2, 5, 5), torch.ones(2, 5)),
-            r"mask has shape \(2, 5\); expected \[batch or 1, 1, 5, 5\], as attention_mask\(\)",
+            r"mask has shape \(2, 5\); expected \[batch or 1, 1, 5, 5\], as returned by attention_mask",
         ),
         (
             lambda: CoreAttention()(*random_tensors(2, 2, 5, 5), torch.ones(1, 1, 5, 5, **FLOAT64)),
-            r"the mask is torch\.float64; expected torch\.bool, true where",
+            r"the mask is torch\.float64; expected torch\.bool, True where",
         ),
         (
             lambda: CoreAttention()(*random_tensors(2, 2, 5, 5), torch.ones(1, 1, 5, 5, dtype=torch.int64)),
             r"the mask is torch\.int64; expected torch\.bool",
         ),
-        (lambda: attention_mask(5, 3), "5 queries are the last positions of a sequence, which has only 3"),
+        (lambda: attention_mask(5, 3), "5 queries do not fit into a sequence of 3 positions"),
         (
             lambda: attention_mask(2, 3, padding_mask=torch.ones(2, 2).bool()),
             r"padding_mask has shape \(2, 2\) and dtype torch\.bool; expected \[batch, 3\] of bool",

@@ -286,7 +286,7 @@ def test_chunked_loss_second_backward_raises_and_says_what_to_do():
     hidden, labels = make_tokens()
     loss = linear_cross_entropy(hidden, make_head(), labels)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="given away by its first backward; call it anew"):
+    with pytest.raises(RuntimeError, match="released by its first backward; call it again"):
         loss.backward()
 
 
@@ -311,7 +311,7 @@ def test_chunked_loss_accumulates_into_existing_gradients():
         ({"labels": torch.full((SEQUENCE, BATCH), VOCAB)}, r"label 20 is outside the vocabulary 0\.\.19"),
         (
             {"labels": torch.zeros(SEQUENCE, dtype=torch.int64)},
-            r"labels of shape \(8,\) do not fit .*expected \(8, 3\)",
+            r"labels of shape \(8,\) do not match .*expected \(8, 3\)",
         ),
         ({"head_arguments": {"stride": 2}}, "has stride=2, which"),
         ({"head_arguments": {"skip_bias_add": True}}, "has skip_bias_add=True, which"),

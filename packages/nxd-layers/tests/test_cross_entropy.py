@@ -187,8 +187,8 @@ def test_cross_entropy_exchanges_a_few_numbers_per_token(on_tp, operations):
     [
         (torch.tensor([0, 24]), 0.0, r"label 24 is outside the vocabulary 0\.\.23 and is not ignore_index=-100"),
         (torch.tensor([-1, 0]), 0.0, "label -1 is outside the vocabulary"),
-        (torch.tensor([0, 1, 2]), 0.0, r"labels of shape \(3,\) do not fit logits of shape \(2, .*expected \(2,\)"),
-        (torch.tensor([0.0, 1.0]), 0.0, r"labels of dtype torch\.float32 are not ids"),
+        (torch.tensor([0, 1, 2]), 0.0, r"labels of shape \(3,\) do not match logits of shape \(2, .*expected \(2,\)"),
+        (torch.tensor([0.0, 1.0]), 0.0, r"labels of dtype torch\.float32 are not token ids"),
         (torch.tensor([0, 1]), 1.5, r"label_smoothing=1\.5 is outside \[0, 1\]"),
         (torch.tensor([0, 1]), -0.1, r"label_smoothing=-0\.1 is outside \[0, 1\]"),
     ],

@@ -236,7 +236,7 @@ def test_group_limited_router_takes_the_best_experts_of_the_best_groups():
     torch.testing.assert_close(affinities, logits.sigmoid())
     with pytest.raises(ValueError, match="n_group=3 must divide num_experts=8"):
         GroupLimitedRouter(8, 2, HIDDEN, n_group=3, topk_group=2)
-    with pytest.raises(ValueError, match="topk_group=1 of n_group=4 do not have top_k=3 experts"):
+    with pytest.raises(ValueError, match="topk_group=1 of n_group=4 groups have fewer than top_k=3 experts"):
         GroupLimitedRouter(8, 3, HIDDEN, n_group=4, topk_group=1)
 
 
@@ -266,7 +266,7 @@ def test_padding_among_tokens_in_an_unknown_order_is_refused():
     count(masks)
     assert balance.statistics.tokens_per_expert.sum() == 12
     masks[1, 2] = False
-    with pytest.raises(ValueError, match="RouterTopK is given 6 tokens, and which of them are padding is not known"):
+    with pytest.raises(ValueError, match="RouterTopK gets 6 tokens, but it is unknown which of them are padding"):
         count(masks)
 
 
@@ -308,7 +308,7 @@ def test_balanced_load_has_the_loss_one():
         (lambda: MoE(RouterTopK(4, 1, 8), ExpertMLPs(4, 2, 8, 8)), "top_k is 1 in the router and 2 in the experts"),
         (
             lambda: MoE(RouterTopK(4, 1, 8, sequence_parallel_enabled=True), ExpertMLPs(4, 1, 8, 8)),
-            "give sequence_parallel_enabled=True here, too",
+            "pass sequence_parallel_enabled=True here, too",
         ),
     ],
 )

@@ -358,7 +358,7 @@ def with_gradient():
             r"length 4 cannot be padded as 6 heads are to 8: 4 \* 8 / 6 must be a multiple of 4",
         ),
         (TiedModel, {}, ValueError, "embedding.weight is tied to head.weight, .* pass wrapped_classes"),
-        (split_without_padding, {}, ValueError, "0 is a Module, which is split .* out of wrapped_classes"),
+        (split_without_padding, {}, ValueError, "0 is a Module, which is split .* from wrapped_classes"),
         (
             lambda: Block(6, 2, 4, fused="one layer", pad=True, multiplier=2),
             {"wrapped_classes": [Attention]},

@@ -164,7 +164,7 @@ class Plain(lightning.LightningModule):
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [
-        (linear, {"strategy": "auto"}, RuntimeError, "make the Trainer with strategy=NeuronXLAStrategy"),
+        (linear, {"strategy": "auto"}, RuntimeError, "create the Trainer with strategy=NeuronXLAStrategy"),
         (linear, {"gradient_clip_val": 1.0}, ValueError, "max_grad_norm"),
         (linear, {"strategy": NeuronXLAStrategy({"tensor_parallel_size": 1}, pipeline_parallel_size=1)}, None, ""),
         (
@@ -282,7 +282,7 @@ def test_exception_on_the_only_rank_leaves_the_checkpoint_that_was_asked_for(tmp
 
 
 def test_precision_beside_the_plugin_says_which_to_leave_out():
-    with pytest.raises(ValueError, match=r"precision=bf16-mixed.*leave out NeuronXLAPrecisionPlugin, or precision="):
+    with pytest.raises(ValueError, match=r"precision=bf16-mixed.*remove NeuronXLAPrecisionPlugin or precision="):
         lightning.Trainer(precision="bf16-mixed", plugins=[NeuronXLAPrecisionPlugin()])
 
 

@@ -168,7 +168,7 @@ def test_files_of_ranks_are_rewritten_with_a_file_for_each_tensor(converted):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give exactly one of --convert_from_full_state"),
+        ((), "pass exactly one of --convert_from_full_state"),
         (("--convert_from_full_state", "--ep_size", "2"), "--ep_size above 1: not supported"),
         (("--convert_from_full_state", "--tp_size", "8"), "does not divide|must be a multiple of"),
         (("--convert_to_full_state",), "is not a folder"),

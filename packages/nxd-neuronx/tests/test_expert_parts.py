@@ -107,7 +107,7 @@ def test_chosen_experts_compute_what_they_compute_among_all():
     chosen = layer(tokens, torch.tensor([2, 0]))
 
     torch.testing.assert_close(chosen, layer(tokens)[[2, 0]])
-    with pytest.raises(ValueError, match="input_ has 3 experts, this rank 4; pass as many, or 1"):
+    with pytest.raises(ValueError, match="input_ has 3 experts, but this rank has 4; pass as many, or 1"):
         layer(tokens_of(3, 3, 8))
     with pytest.raises(NotImplementedError, match="bias of mixture-of-experts layers is not supported"):
         ExpertFusedColumnParallelLinear(4, 8, 12, bias=True)

@@ -193,7 +193,7 @@ def test_builders_say_what_they_do_not_take():
         nxd.ModelBuilder(feed_forward()).trace(args=())
     with pytest.raises(ValueError, match=r"nothing has been added; call add\(\) before trace\(\)"):
         FirstModelBuilder(None, 2, dict).trace()
-    with pytest.raises(ValueError, match=r"compiler_args lack \['b'\]; give options for each"):
+    with pytest.raises(ValueError, match=r"compiler_args lack \['b'\]; pass options for each"):
         nxd.ModelBuilder(feed_forward()).trace(args=torch.ones(1, 4), tag="b").compile(compiler_args={"a": "-O1"})
 
 
@@ -370,9 +370,9 @@ def test_packed_4_bit_floats_become_their_values_times_the_scale_of_their_block(
     assert microscaling.apply_lut_byte_4bit_tensor(halves).tolist()[:4] == [0.0, 0.5, 6.0, -6.0]
     _, _, _, up, *_ = microscaling.split_gate_up(halves[None, ..., None], halves[None], halves[None])
     assert up.flatten().tolist() == [8, 9, 2, 3]
-    with pytest.raises(ValueError, match=r"scales of shape \[1\] do not fit blocks; expected \[2\]"):
+    with pytest.raises(ValueError, match=r"scales of shape \[1\] do not match the blocks; expected \[2\]"):
         microscaling.get_mxfp4_tensor(packed, scales[:1])
-    with pytest.raises(ValueError, match=r"uint8 \[2, 3\] cannot be packed; give uint8 in rows of even length"):
+    with pytest.raises(ValueError, match=r"uint8 \[2, 3\] cannot be packed; pass uint8 in rows of even length"):
         microscaling.pack_byte_4bit_tensor(halves[:, :3])
     with pytest.raises(ValueError, match="cannot be packed"):
         microscaling.pack_fp4_x4_uint16(halves.int())
@@ -425,7 +425,7 @@ def test_a_trace_takes_its_weights_from_a_loader_and_is_saved_on_the_way(tmp_pat
 
 
 def test_a_trace_with_states_or_two_sources_of_weights_is_refused():
-    with pytest.raises(ValueError, match="let func return the model and its aliases"):
+    with pytest.raises(ValueError, match="return the model and its aliases from func"):
         nxd.trace.parallel_model_trace(feed_forward, torch.ones(1, 4), states=[torch.ones(1)])
     with pytest.raises(ValueError, match="weights= and checkpoint_loader_callable="):
         nxd.trace.parallel_model_trace(

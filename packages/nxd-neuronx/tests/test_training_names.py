@@ -282,7 +282,7 @@ def test_pipeline_keys_of_the_old_runtime_are_taken_and_named_once(one_rank, cap
 
     assert model.run_eval(hidden=torch.ones(2, 4)) is not None
     assert [record.getMessage() for record in caplog.records] == [
-        "_fused_send_recv tuned the old runtime and change nothing here; leave them out"
+        "_fused_send_recv tuned the old runtime and have no effect here; remove them"
     ]
     assert config["pipeline_config"]["_fused_send_recv"] is True
     with pytest.raises(TypeError, match="no argument '_no_such_flag'"):

@@ -79,8 +79,8 @@ def test_without_a_file_the_sizes_that_are_not_given_are_named():
     [
         ("{", "is not JSON"),
         ([1], "holds a list"),
-        ({**CONTENT, "model_type": "lama"}, "model.type=lama is no language model that transformers knows; did you"),
-        ({**CONTENT, "model_type": "vit"}, "model.type=vit is no language model"),
+        ({**CONTENT, "model_type": "lama"}, "model.type=lama is not a language model in transformers; did you"),
+        ({**CONTENT, "model_type": "vit"}, "model.type=vit is not a language model"),
         ({**CONTENT, "model_type": "bert"}, "is_decoder=False sees the tokens that it should predict"),
         ({**CONTENT, "hidden_size": "64"}, "hidden_size='64'"),
         ({**CONTENT, "num_hidden_layers": 0}, "num_hidden_layers=0"),
@@ -137,10 +137,10 @@ def test_a_checkpoint_of_what_is_no_language_model_is_refused(tmp_path):
     description = {"config": {**CONTENT, "model_type": "vit"}}
     nxd_ckpt.save(tmp_path, "a", {"weight": torch.zeros(1)}, objects={"model": description})
 
-    with pytest.raises(ValueError, match=r"model.type=vit is no language model"):
+    with pytest.raises(ValueError, match=r"model.type=vit is not a language model"):
         planned_model(tmp_path)
 
 
 def test_numbers_that_the_architecture_does_not_have_are_named(write):
-    with pytest.raises(ValueError, match=r"model.config.hiden_size is no key of Qwen3Config; did you mean hidden_size"):
+    with pytest.raises(ValueError, match=r"hiden_size is not a key of Qwen3Config; did you mean hidden_size"):
         planned_model(write({**QWEN3, "model_type": "qwen3"}), {"hiden_size": 32})

@@ -135,7 +135,7 @@ def test_compilers_without_arguments_refuse_them(job, name):
 
 
 def test_argument_that_is_no_setting_of_inductor_is_named(job):
-    with pytest.raises(ValueError, match="'--model-type' is no setting of torch"):
+    with pytest.raises(ValueError, match="'--model-type' is not a setting of torch"):
         COMPILERS["inductor"].compile(job)
 
 

@@ -209,5 +209,5 @@ def test_missing_main_guard_is_named():
     result = run_script("script_without_guard.py")
 
     assert result.returncode == 1
-    assert "put what the script does under" in result.stderr
+    assert "put the script's main code under" in result.stderr
     assert 'if __name__ == "__main__":' in result.stderr

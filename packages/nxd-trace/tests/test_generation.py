@@ -86,7 +86,7 @@ def test_threads_generate_one_after_the_other(generator):
 
 
 def test_a_callback_that_generates_is_refused(generator):
-    with pytest.raises(RuntimeError, match=r"on_token has called generate\(\)"):
+    with pytest.raises(RuntimeError, match=r"on_token called generate\(\)"):
         generator.generate([[1]], max_new_tokens=2, on_token=lambda prompt, token: generator.generate([[1]]))
 
 
@@ -107,7 +107,7 @@ def test_prompts_may_be_tensors_and_arrays(generator):
         ([-1], ValueError, "token id -1 is outside the vocabulary"),
         (7, TypeError, "a prompt is 7, a int; expected a list of token ids"),
         ("ab", TypeError, "a prompt is 'ab', a str; expected"),
-        ([1.5], TypeError, "has something else than token ids: 'float'"),
+        ([1.5], TypeError, "holds values that are not token ids: 'float'"),
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(generator, prompt, error, text):
@@ -162,7 +162,7 @@ def test_sizes_that_do_not_fit_each_other_are_refused(sizes):
 def test_a_model_that_was_not_made_for_generation_is_refused(trace):
     import traced_models
 
-    with pytest.raises(ValueError, match="programs main was not traced for generation; make it with compile_generator"):
+    with pytest.raises(ValueError, match="was not traced for generation; create it with compile_generator"):
         Generator(trace(traced_models.total, torch.ones(2, 3)))
 
 

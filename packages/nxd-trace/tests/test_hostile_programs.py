@@ -109,8 +109,8 @@ def graphs(depth: int) -> object:
     return value
 
 
-NO_OPERATOR = "is not among the operators that a program may call"
-NO_VALUE = "is no value that a program can hold"
+NO_OPERATOR = "is not an operator that a program may call"
+NO_VALUE = "is not a value that a program can hold"
 
 GRAPHS = {
     "a function of Python": (calls("os.system", "touch ran"), NO_OPERATOR),

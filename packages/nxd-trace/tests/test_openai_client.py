@@ -352,10 +352,10 @@ def test_models_are_listed_and_found_by_name(client):
         (
             {"extra_body": {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}},
             "reasoning_effort",
-            "reasoning_effort='low' is 'high' in chat_template_kwargs; leave one of them out",
+            "reasoning_effort='low' is 'high' in chat_template_kwargs; remove one of them",
         ),
         ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json={} is not supported; leave it out"),
-        ({"extra_body": {"temprature": 1}}, "temprature", "temprature=1 is not supported; use temperature, or leave"),
+        ({"extra_body": {"temprature": 1}}, "temprature", "temprature=1 is not supported; use temperature, or remove"),
         (
             {"extra_body": {"stop_token_ids": [32]}},
             "stop_token_ids",

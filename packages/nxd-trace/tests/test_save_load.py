@@ -103,7 +103,7 @@ def test_all_that_is_wrong_with_new_weights_is_said_at_once_and_the_model_keeps_
         torch.testing.assert_close(model(X), models.plain_mlp({name: it.double() for name, it in new.items()}, X))
 
     assert sorted(str(raised.value).splitlines()[1:-1]) == [
-        "  down.weight is not there",
+        "  down.weight is missing",
         "  up.bias is of int64, the model needs float64",
         "  up.wait is not in the model",
         "  up.weight has shape [3], the model needs [8, 6]",

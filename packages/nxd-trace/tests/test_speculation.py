@@ -133,12 +133,12 @@ def test_text_may_fill_the_cache(engine):
 def test_draft_that_does_not_fit_is_refused(model, draft):
     with (
         compile_generator(tiny_decoder.LargerVocabulary, num_speculative_tokens=1, **SIZES) as other,
-        pytest.raises(ValueError, match="the draft model has vocab_size=33, and the model vocab_size=32; take one"),
+        pytest.raises(ValueError, match="the draft model has vocab_size=33, but the model vocab_size=32; use a draft"),
     ):
         Generator(model, other.model)
     with (
         compile_generator(tiny_decoder.TinyDecoder, **SIZES) as without,
-        pytest.raises(ValueError, match="compiled without room for guesses; give compile_generator num_speculative"),
+        pytest.raises(ValueError, match="compiled without speculative tokens; pass compile_generator num_speculative"),
     ):
         Generator(without.model, draft)
     with pytest.raises(ValueError, match=r"num_speculative_tokens=-1 must be 0 \(no draft model\) or more"):

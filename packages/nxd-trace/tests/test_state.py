@@ -52,7 +52,7 @@ def test_state_of_one_rank_is_written(trace):
     for wrong, name, rank, text in [
         (first, "columns", 0, "rank 0 has no state 'columns'"),
         (first, "rows", 2, "rank 2 has no state 'rows'"),
-        (first[:1], "rows", 0, r"rows is float64\[4, 4\] on rank 0, and the new value is float64\[1, 4\]"),
+        (first[:1], "rows", 0, r"rows is float64\[4, 4\] on rank 0, but the new value is float64\[1, 4\]"),
     ]:
         with pytest.raises(ValueError, match=text):
             model.write_state(name, wrong, rank)
@@ -81,7 +81,7 @@ def test_programs_of_a_builder_share_weights_and_state_and_are_called_by_name_or
 def test_two_programs_of_one_name_are_refused():
     builder = nxd_trace.ModelBuilder(models.cache).trace((ROW, AT[0]), tag="a").trace((ROW, AT[0]), tag="a")
 
-    with pytest.raises(ValueError, match="give at least one, and each another name"):
+    with pytest.raises(ValueError, match="pass at least one, each with a different name"):
         builder.compile()
 
 

@@ -74,7 +74,7 @@ def test_kept_trace_that_cannot_be_trusted_is_made_again(start, tmp_path, what):
 
     said = start()
 
-    assert "what was kept is damaged or not yours alone: tracing again" in said
+    assert "its cache entry is damaged or not private to you: tracing again" in said
     assert "recording 1 programs" in said
     assert "reading its weights" in start()
 

@@ -194,5 +194,5 @@ def test_key_that_a_folders_config_does_not_have_is_named_with_the_nearest(tmp_p
     config = transformers.Qwen3Config(hidden_size=16, num_hidden_layers=1, vocab_size=320, intermediate_size=16)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
 
-    with pytest.raises(ValueError, match=rf"model.config.{key} is no key of Qwen3Config; did you mean {near}"):
+    with pytest.raises(ValueError, match=rf"model.config.{key} is not a key of Qwen3Config; did you mean {near}"):
         recipe_model(load_recipe(None, [f"model.path={tmp_path}", f"model.config.{key}=1"]))

@@ -54,7 +54,7 @@ def started_ranks(nproc: int | None, command: str, arguments: Sequence[str]) -> 
 
 
 def check_nproc(nproc: int) -> None:
-    """Raise ValueError if so many ranks cannot be started."""
+    """Raise ValueError if this many ranks cannot be started."""
     if nproc < 1:
         raise ValueError(f"--nproc {nproc} must be 1 or more")
 

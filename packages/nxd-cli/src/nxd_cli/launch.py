@@ -306,7 +306,7 @@ _OF_A_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set, for a task of a Slurm step with several tasks; else an empty dict.
 
-    Variables that are already set are left out, so that a job script can override any of them.
+    Variables that are already set are omitted, so that a job script can override any of them.
 
     Raises:
         ValueError: variables of the step are missing or malformed.

@@ -39,7 +39,7 @@ class GraphRow:
         instructions: number of instructions in its main computation.
         flops: FLOPs of its matrix products and convolutions.
         peak_bytes: peak of live bytes.
-        why: how it differs from the previous graph that the same line asked for; empty for the first.
+        why: difference from the previous graph of the same line; empty for the first.
     """
 
     number: int
@@ -75,7 +75,7 @@ class GraphReport:
     """The whole report.
 
     Attributes:
-        title: what was recorded.
+        title: name of the recording.
         graphs: every distinct graph of the first rank.
         graphs_per_step: number of graphs in each step of the first rank; empty for a script.
         main: number of the graph that the rest describes: the one with the most arithmetic in the last step.

@@ -39,7 +39,7 @@ class RecordedSteps:
     """The steps of a training run, as recorded on some of its ranks.
 
     Attributes:
-        title: what was recorded, and in which layout.
+        title: name of the recording and its layout.
         ranks: the first and the last rank, or the only one.
         world_size: number of ranks in the job.
     """

@@ -1,9 +1,9 @@
-"""Training that goes on when ranks are lost and when they come, over torchrun's agent and store.
+"""Training that survives the loss and the arrival of ranks, over torchrun's agent and store.
 
 `nxd train --elastic MIN:MAX` is its first user; `run` is for scripts. A lost rank costs the steps since the newest
 checkpoint, and a second or two: the other ranks keep their processes.
 
-Names are imported when they are first used: the process that writes checkpoints in the background needs `peers` without
+Names are imported on first use: the process that writes checkpoints in the background needs `peers` without
 torch.
 """
 

@@ -1,6 +1,6 @@
-"""The store through which the ranks of one generation find each other: waiting ends when the generation does.
+"""The store through which the ranks of one generation find each other: waiting stops when the generation ends.
 
-torch's own stores wait for a key until a timeout of many minutes, also for the key of a rank that has died.
+torch's own stores wait for a key until a timeout of many minutes, even if the rank that should set it has died.
 """
 
 import time
@@ -15,11 +15,11 @@ _PATIENCE = timedelta(minutes=30)
 
 
 class GenerationStore(dist.Store):
-    """A store that asks another one again and again.
+    """A store that polls another one.
 
     Args:
-        store: where the keys are.
-        reason_to_end: why nobody shall wait any longer; None while one may.
+        store: the store that holds the keys.
+        reason_to_end: function that returns why waiting must stop, or None while it may continue.
     """
 
     def __init__(self, store: dist.Store, reason_to_end: Callable[[], str | None]) -> None:
@@ -28,9 +28,9 @@ class GenerationStore(dist.Store):
         self._clones: list[GenerationStore] = []
 
     def clone(self) -> "GenerationStore":
-        """A store of the same keys with a connection of its own."""
+        """Return a store of the same keys with its own connection."""
         made = GenerationStore(self._store.clone(), self._reason_to_end)  # type: ignore[attr-defined]
-        self._clones.append(made)  # torch keeps only the half of it that is not Python
+        self._clones.append(made)  # torch keeps only its C++ half alive
         return made
 
     def set(self, key: str, value: str) -> None:
@@ -38,12 +38,12 @@ class GenerationStore(dist.Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is there."""
+        """Return the value of a key, once it is set."""
         self.wait([key])
         return self._store.get(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys, once all are there."""
+        """Return the values of keys, once all are set."""
         self.wait(keys)
         return [self._store.get(key) for key in keys]
 
@@ -56,10 +56,10 @@ class GenerationStore(dist.Store):
         return self._store.compare_set(key, expected, desired)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there.
+        """Whether all keys are set.
 
         Raises:
-            PeerError: they need not come any more, for whoever asks again and again.
+            PeerError: the generation has ended, so a caller that polls must stop.
         """
         found = self._store.check(list(keys))
         if not found and (reason := self._reason_to_end()) is not None:
@@ -71,17 +71,17 @@ class GenerationStore(dist.Store):
         return self._store.delete_key(key)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
         return self._store.num_keys()
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - as torch calls them from C++
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys are there.
+        """Return once all keys are set.
 
         Raises:
-            PeerError: they need not come any more.
-            torch.distributed.DistStoreError: they did not come in time.
+            PeerError: the generation has ended.
+            torch.distributed.DistStoreError: the keys were not set in time.
         """
         give_up = time.monotonic() + (timeout or _PATIENCE).total_seconds()
         while not self._store.check(list(keys)):

@@ -1,4 +1,4 @@
-"""Which layout a number of ranks gets: plain arithmetic."""
+"""Chooses the layout for a number of ranks: plain arithmetic."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -7,19 +7,19 @@ from nxd_state import ParallelDegrees
 
 
 def parse_layouts(text: str) -> list[ParallelDegrees]:
-    """Layouts in order of preference, of `tp=2,pp=2;tp=2`: degrees that are left out are 1.
+    """Parse layouts in order of preference, such as `tp=2,pp=2;tp=2`; omitted degrees are 1.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     return [ParallelDegrees.parse(part) for part in text.split(";") if part.strip()]
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """The least and the most ranks of `2:8`; `8` is `8:8`.
+    """Parse a minimum and a maximum number of ranks, such as `2:8`; `8` means `8:8`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
     """
     least, colon, most = text.partition(":")
     numbers = [least, most if colon else least]
@@ -36,14 +36,14 @@ def choose(
     most: int,
     accepts: Callable[[ParallelDegrees], bool],
 ) -> ParallelDegrees | None:
-    """The first layout that fits, with as many replicas as do; None if none fits.
+    """Return the first layout that fits, with as many replicas as possible; None if none fits.
 
     Args:
-        layouts: in order of preference.
-        num_ranks: that there are; some may be left over.
-        least: ranks that a layout must use.
-        most: ranks that it may use.
-        accepts: whether it suits the run, such as the global batch.
+        layouts: layouts in order of preference.
+        num_ranks: number of available ranks; some may be left over.
+        least: minimum number of ranks in a layout.
+        most: maximum number of ranks in a layout.
+        accepts: function that returns whether a layout suits the run, such as its global batch.
     """
     for layout in layouts:
         for dp in range(min(num_ranks, most) // layout.model_ranks, 0, -1):

@@ -1,7 +1,7 @@
 """The thread of a trainer that gives signs of life, and sees whether the other members of its generation do.
 
-What it finds breaks what the main thread waits for: the program then raises, and can go on with those that are left.
-It looks at all members of its own machine, whose processes it can ask for, and at its neighbour among the others.
+What it finds breaks what the main thread waits for: the program then raises, and can continue with those that are left.
+It looks at all members of its own machine, whose processes it can ask for, and at its neighbor among the others.
 """
 
 import os

@@ -152,7 +152,7 @@ def check_can_be_merged(model: NxDModel) -> None:
 def saved_tensors(lora: LoraModel | None, state: CheckpointState) -> CheckpointState:
     """Return the tensors to save: all of them, the adapter's, or with merged weights those of an ordinary model.
 
-    Merged adapters no longer train, so their optimizer states are left out as well.
+    Merged adapters no longer train, so their optimizer states are omitted as well.
     """
     if lora is None or (lora.lora_config.save_lora_base and not lora.lora_config.merge_lora):
         return state

@@ -30,7 +30,7 @@ class NxDModel(nn.Module):
         router_balance: counts the tokens of experts and trains routers; None without it, see `balance_experts`.
         nxd_config: the complete config that the model was made from.
         config: the model's config, if it has one.
-        name_or_path: where a transformers model was loaded from; other models lack it.
+        name_or_path: source of a transformers model; None for other models.
     """
 
     config: Any

@@ -54,7 +54,7 @@ def holds_average(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """A checkpoint's model tensors as a `TensorSource`; weights that it leaves out are read from master weights.
+    """A checkpoint's model tensors as a `TensorSource`; weights that it omits are read from master weights.
 
     Args:
         source: all tensors of the checkpoint.
@@ -192,7 +192,7 @@ def load_model(weights: ModelWeights, description: ModelDescription, dtype: torc
         where: the origin of the weights, for messages.
 
     Raises:
-        ValueError: transformers is missing or lacks the model, or it cannot be split over so many ranks.
+        ValueError: transformers is missing or lacks the model, or it cannot be split over this many ranks.
         CheckpointError: the weights are damaged, or belong to another model; on all ranks.
     """
     model = _model_without_weights(description, dtype)
@@ -224,7 +224,7 @@ def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.
     """Return this rank's part of the transformers model, with memory, but without values for its parameters.
 
     Raises:
-        ValueError: transformers is missing or lacks the model, or it cannot be split over so many ranks.
+        ValueError: transformers is missing or lacks the model, or it cannot be split over this many ranks.
     """
     model = parallelize(model_on_meta_of(description), expert_parallel=splits_experts())
     make_room(model, dtype)

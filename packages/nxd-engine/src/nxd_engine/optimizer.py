@@ -93,7 +93,7 @@ class NxDOptimizer(Optimizer):
     itself can overlap it with sending gradients by `overlap_backward`.
 
     Everything else belongs to the wrapped optimizer: schedulers change its `param_groups`, it calls the hooks, and it
-    accepts the `state_dict`. A parameter without a gradient on any replica is left alone there, too.
+    accepts the `state_dict`. A parameter without a gradient on any replica is not changed there, too.
 
     Attributes:
         optimizer: the wrapped optimizer; a `NeuronZero1Optimizer` with ZeRO-1.

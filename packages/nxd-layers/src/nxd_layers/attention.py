@@ -27,7 +27,7 @@ class CoreAttention(nn.Module):
             more keys than queries, the first ones come from a cache and the queries stand at the end.
         dropout: probability that an attention weight is dropped in training. Each tensor-parallel rank drops others,
             which needs `nxd_state.seed_model_parallel(seed)`.
-        scale: of the scores; 1 / sqrt(head size) if None.
+        scale: scale of the scores; 1 / sqrt(head size) if None.
 
     Raises:
         ValueError: `dropout` is outside [0, 1).
@@ -48,12 +48,12 @@ class CoreAttention(nn.Module):
             query: `[batch, heads/tp, queries, head]`.
             key: `[batch, kv_heads/tp, keys, head]`.
             value: as `key`.
-            mask: which keys each query may look at, all told, as `attention_mask` makes it: bool
+            mask: which keys each query may inspect, all told, as `attention_mask` makes it: bool
                 `[batch or 1, 1, queries, keys]`. None for what `causal` says. A plan where the sequence is cut over
                 context-parallel ranks: queries, keys and values are then of this rank's positions.
 
         Returns:
-            `[batch, heads/tp, queries, head]`; zeros for a query that may look at nothing.
+            `[batch, heads/tp, queries, head]`; zeros for a query that may inspect nothing.
 
         Raises:
             ValueError: the key and value heads do not divide the query heads, or the mask has another shape or dtype.
@@ -71,12 +71,12 @@ class CoreAttention(nn.Module):
         if mask is not None and (mask.dim() != 4 or mask.shape[2:] != (num_queries, num_keys)):
             raise ValueError(
                 f"the mask has shape {tuple(mask.shape)}; expected [batch or 1, 1, {num_queries}, {num_keys}], "
-                "as attention_mask() makes it from padding or documents"
+                "as returned by attention_mask() for padding or documents"
             )
         if mask is not None and mask.dtype != torch.bool:  # torch would add it to the scores
             raise ValueError(
-                f"the mask is {mask.dtype}; expected torch.bool, true where a query may look at a key, as "
-                "attention_mask() makes it"
+                f"the mask is {mask.dtype}; expected torch.bool, True where a query may attend to a key, as "
+                "returned by attention_mask()"
             )
         query, key, value = map(in_autocast_dtype, (query, key, value))  # as torch does, but for XLA
         with self._random_stream():
@@ -117,7 +117,7 @@ def attention_mask(
     document_ids: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which keys each query may look at. Make it once for all layers of a forward.
+    """Which keys each query may inspect. Make it once for all layers of a forward.
 
     Args:
         num_queries: the last positions of the sequence.
@@ -126,7 +126,7 @@ def attention_mask(
         padding_mask: bool or integer `[batch, keys]`, true (or 1) for tokens, false (or 0) for padding: no query looks
             at padding.
         document_ids: integer `[batch, keys]` or `[keys]` of a packed sequence; no query looks at another document.
-        device: of the mask; that of `padding_mask` or `document_ids` if there is one.
+        device: device of the mask; that of `padding_mask` or `document_ids` if there is one.
 
     Returns:
         bool `[batch or 1, 1, queries, keys]`, true where a query may look.
@@ -135,7 +135,9 @@ def attention_mask(
         ValueError: more queries than keys, or a mask or ids of another shape or dtype.
     """
     if num_queries > num_keys:
-        raise ValueError(f"{num_queries} queries are the last positions of a sequence, which has only {num_keys}")
+        raise ValueError(
+            f"{num_queries} queries do not fit into a sequence of {num_keys} positions; pass at most as many"
+        )
     if padding_mask is not None:
         _check_padding_mask(padding_mask, num_keys)
     if document_ids is not None:
@@ -178,8 +180,8 @@ def document_ids_from_lengths(cumulative_lengths: Tensor, sequence_length: int) 
     """Number the documents of a packed sequence.
 
     Args:
-        cumulative_lengths: where each document begins, and where the last one ends: `[documents + 1]`, from 0 on.
-        sequence_length: of the packed sequence. What lies after the last document counts as one more.
+        cumulative_lengths: start of each document and end of the last one: `[documents + 1]`, starting with 0.
+        sequence_length: length of the packed sequence. Positions after the last document count as another one.
 
     Returns:
         `[sequence_length]`, int64: 0 for the first document's tokens, 1 for the second's, ...

@@ -71,7 +71,7 @@ class _LinearCrossEntropy(Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(
-                "linear_cross_entropy's gradients were given away by its first backward; call it anew instead of "
+                "linear_cross_entropy's gradients were released by its first backward; call it again instead of "
                 "retain_graph=True, or use the head and parallel_cross_entropy"
             )
         # In place: these are the largest tensors here, and nothing else refers to them.

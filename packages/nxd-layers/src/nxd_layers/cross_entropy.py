@@ -55,7 +55,7 @@ def token_losses(
     Args:
         logits: `[..., vocab/tp]`.
         labels: `[...]` int64.
-        definition: of the loss.
+        definition: definition of the loss.
         overwrite: whether the logits (float32 or float64) may be used as memory.
     """
     group, smoothing = definition.group, definition.label_smoothing
@@ -183,26 +183,26 @@ def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definiti
     """Check what a user gave, before anything is computed or sent.
 
     Args:
-        logits_shape: of the whole logits, padding included.
+        logits_shape: shape of the whole logits, padding included.
         labels: as the user gave them.
-        definition: of the loss.
+        definition: definition of the loss.
 
     Raises:
         ValueError: as for `parallel_cross_entropy`.
     """
     if logits_shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {logits_shape}; expected "
+            f"labels of shape {tuple(labels.shape)} do not match logits of shape {logits_shape}; expected "
             f"{logits_shape[:-1]}"
         )
     if labels.is_floating_point():
-        raise ValueError(f"labels of dtype {labels.dtype} are not ids of the vocabulary; expected integers")
+        raise ValueError(f"labels of dtype {labels.dtype} are not token ids; expected integers")
     if not 0.0 <= definition.label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing={definition.label_smoothing} is outside [0, 1]")
     vocab, ignore_index = definition.vocab_size, definition.ignore_index
     if not 0 < vocab <= logits_shape[-1]:
-        raise ValueError(f"vocab_size={vocab} does not fit {logits_shape[-1]} logits; use 1..{logits_shape[-1]}")
-    # Elsewhere a look at the values would stall the device.
+        raise ValueError(f"vocab_size={vocab} does not match {logits_shape[-1]} logits; use 1..{logits_shape[-1]}")
+    # Elsewhere a inspect the values would stall the device.
     if labels.is_cpu and not torch.compiler.is_compiling():
         wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)
         if wrong.any():

@@ -85,7 +85,9 @@ def _modules_of(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[
     found = [module for module in model.modules() if isinstance(module, classes)]
     if not found:
         names = ", ".join(cls.__name__ for cls in classes)
-        raise ValueError(f"no module of {type(model).__name__} is of a wrapped class ({names}); name one that is in it")
+        raise ValueError(
+            f"no module of {type(model).__name__} is of a wrapped class ({names}); name a class that it contains"
+        )
     return found
 
 
@@ -101,8 +103,8 @@ def _layers_within(model: nn.Module, wrapped: Iterable[nn.Module]) -> list[Padda
             layers.append(module)
         elif any(get_shard_spec(parameter) for parameter in module.parameters(recurse=False)):
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which is split over the ranks but cannot be padded; leave its "
-                "class out of wrapped_classes"
+                f"{name} is a {type(module).__name__}, which is split over the ranks but cannot be padded; remove its "
+                "class from wrapped_classes"
             )
     return layers
 

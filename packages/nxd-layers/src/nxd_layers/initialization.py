@@ -42,7 +42,7 @@ def fill_from_logical(
 ) -> Tensor | None:
     """Draw the whole tensor of `logical_shape` with `init_method` and keep what `spec` says; padding becomes zero.
 
-    A parameter on the meta device is left alone, and nothing is drawn for it.
+    A parameter on the meta device is not changed, and nothing is drawn for it.
 
     Returns:
         The whole tensor, in float32 on the CPU, if it was drawn.

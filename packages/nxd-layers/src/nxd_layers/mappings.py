@@ -3,7 +3,7 @@
 A tensor is either whole on every rank of the tensor-parallel group, split along one of its dims, or a partial sum.
 Each function here takes it from one of these forms to another, and its gradient the other way: the conjugate
 operators of Shoeybi et al. 2019 ("Megatron-LM") and, for the sequence-parallel ones, of Korthikanti et al. 2022
-("Reducing Activation Recomputation in Large Transformer Models"). Without an initialised mesh, or with one rank,
+("Reducing Activation Recomputation in Large Transformer Models"). Without an initialized mesh, or with one rank,
 each is the identity. Each takes another process group as well, and is one call in a trace of torch.fx.
 """
 
@@ -204,11 +204,11 @@ def gather_from_sequence_parallel_region(
     Args:
         input_: this rank's part of the sequence.
         sequence_dimension: the dim that is split.
-        to_model_parallel: what follows is computed with split weights, so each rank has a partial gradient and they
+        to_model_parallel: whether split weights follow, so that each rank has a partial gradient and they
             are reduce-scattered. False where what follows is the same on all ranks, as at the end of a model: each
             rank keeps its part of the gradient.
         process_group: the ranks that share the sequence; the tensor-parallel ones if None.
-        tile_cc: taken for scripts that give it; it asked another compiler to cut collectives into pieces.
+        tile_cc: accepted without effect; it asked another compiler to cut collectives into pieces.
     """
     group = process_group_as(process_group)
     if group.size == 1:
@@ -229,7 +229,7 @@ def reduce_scatter_to_sequence_parallel_region(
         input_: this rank's summands.
         sequence_dimension: the dim that is split.
         process_group: the ranks to sum over; the tensor-parallel ones if None.
-        dtype: in which gradients travel, if not in their own; they come back in the input's.
+        dtype: dtype in which gradients are sent; their own if None. They are returned in the input's dtype.
     """
     group = process_group_as(process_group)
     if group.size == 1:
@@ -271,12 +271,12 @@ def parts_in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def all_to_all_region(tensor: Tensor, group: Group, split_dim: int, concat_dim: int) -> Tensor:
-    """`all_to_all` with gradients, which travel the other way round.
+    """`all_to_all` with gradients, which travel in reverse.
 
     Args:
         tensor: split along `split_dim`, a part for each rank.
         group: the ranks.
-        split_dim: of the parts.
+        split_dim: dim along which the parts are split.
         concat_dim: along which those of all ranks are joined.
     """
     exchanged: Tensor = _AllToAll.apply(tensor, group, split_dim, concat_dim)

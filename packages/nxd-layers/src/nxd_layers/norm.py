@@ -1,6 +1,6 @@
 """Normalisation layers for use in a sequence-parallel region.
 
-Each rank normalises its part of the sequence with the whole weight, so the weight's gradient is a partial sum; the
+Each rank normalizes its part of the sequence with the whole weight, so the weight's gradient is a partial sum; the
 parameters say so by `sequence_parallel_enabled`, and the optimizer sums them before its step.
 """
 
@@ -34,7 +34,7 @@ class _RMSNorm(Function):
         size = hidden.shape[-1]
         wide = hidden.to(inverse_rms.dtype)
         scaled = grad * inverse_rms
-        products = (scaled * wide).reshape(-1, size)  # grad * normalised
+        products = (scaled * wide).reshape(-1, size)  # grad * normalized
         grad_weight = products.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
@@ -52,9 +52,9 @@ class RMSNorm(nn.Module):
         normalized_shape: length of the last dim, or lengths of the last dims.
         eps: added to the mean square.
         sequence_parallel_enabled: inputs are parts of the sequence.
-        dtype: of the weight.
-        device: of the weight; torch's default device if None.
-        elementwise_affine: taken for scripts that give it; must be True.
+        dtype: dtype of the weight.
+        device: device of the weight; torch's default device if None.
+        elementwise_affine: accepted without effect; must be True.
 
     Attributes:
         weight: `normalized_shape`, whole on every rank.
@@ -108,8 +108,8 @@ class LayerNorm(nn.LayerNorm):
         eps: as in `nn.LayerNorm`.
         elementwise_affine: whether there are weight and bias.
         bias: whether there is a bias.
-        device: of weight and bias; torch's default device if None.
-        dtype: of weight and bias; torch's default dtype if None.
+        device: device of weight and bias; torch's default device if None.
+        dtype: dtype of weight and bias; torch's default dtype if None.
         sequence_parallel_enabled: inputs are parts of the sequence.
     """
 

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021) over neighbouring pairs of elements, with Llama 3.1's stretched frequencies."""
+"""Rotary positions (Su et al. 2021) over neighboring pairs of elements, with Llama 3.1's stretched frequencies."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ def precompute_freqs_cis(
         end: number of positions.
         theta: base of the frequencies.
         use_scaled: stretch them by `apply_scaling`.
-        device: of the result.
+        device: device of the result.
         **kwargs: for `apply_scaling`.
 
     Returns:
@@ -74,7 +74,9 @@ def apply_rotary_polar_compatible(query: Tensor, key: Tensor, freqs_cis: Tensor)
         ValueError: angles of another dtype, which would be too coarse.
     """
     if freqs_cis.dtype != torch.float32:
-        raise ValueError(f"freqs_cis is {freqs_cis.dtype}; expected torch.float32, for far positions keep their angles")
+        raise ValueError(
+            f"freqs_cis is {freqs_cis.dtype}; expected torch.float32, which keeps the angles of far positions exact"
+        )
     cos, sin = freqs_cis.cos().unsqueeze(2), freqs_cis.sin().unsqueeze(2)
 
     def rotated(vectors: Tensor) -> Tensor:

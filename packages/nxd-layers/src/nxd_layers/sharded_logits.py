@@ -40,7 +40,7 @@ def parallel_topk(logits: Tensor, k: int, *, vocab_size: int | None = None) -> t
 
     Args:
         logits: `[..., vocab/tp]`, any float dtype, without NaN.
-        k: how many; may exceed the vocabulary's part on a rank.
+        k: number of tokens; may exceed the size of a rank's part of the vocabulary.
         vocab_size: number of tokens, if the logits' dim is padded: padding is never chosen.
 
     Returns:
@@ -56,7 +56,7 @@ def parallel_topk(logits: Tensor, k: int, *, vocab_size: int | None = None) -> t
     if not 1 <= k <= vocab:
         raise ValueError(f"k={k} is outside 1..{vocab}, the size of the vocabulary")
     values, ids = _all_candidates(*_first_topk(own, min(k, own.shape[-1])), own.shape[-1], group)
-    # Among equal values the ranks' candidates lie in the order of their ids, and a stable sort leaves them so.
+    # Among equal values the ranks' candidates are in the order of their ids, and a stable sort leaves them so.
     values, order = values.sort(dim=-1, descending=True, stable=True)
     return values[..., :k].to(logits.dtype), ids.gather(-1, order[..., :k])
 
@@ -91,7 +91,8 @@ def _without_padding(logits: Tensor, vocab_size: int | None, group: Group) -> Te
     local_vocab = logits.shape[-1]
     if not 0 < vocab_size <= local_vocab * group.size:
         raise ValueError(
-            f"vocab_size={vocab_size} does not fit {local_vocab * group.size} logits; use 1..{local_vocab * group.size}"
+            f"vocab_size={vocab_size} does not match {local_vocab * group.size} logits; use "
+            f"1..{local_vocab * group.size}"
         )
     if vocab_size == local_vocab * group.size:
         return logits

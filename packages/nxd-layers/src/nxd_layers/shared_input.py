@@ -27,9 +27,9 @@ class JointCall:
     """A call of several layers with one input, which goes with it as an argument: a graph must not change a module.
 
     Attributes:
-        input_: of all of them.
+        input_: input of all layers.
         layers: query, key and value, for example.
-        outputs: of the layers themselves, one for each.
+        outputs: outputs of the layers, one for each.
         branches: by layer, what its adapter adds; computed for all of them when the first one asks.
     """
 
@@ -102,7 +102,7 @@ class SharedInput:
         self.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy begins anew."""
+        """A copy starts again."""
         return SharedInput, ()
 
     def forget(self) -> None:

@@ -46,7 +46,7 @@ def test_work_is_never_less_even_than_in_zigzag(lengths, size, multiple):
 
 
 def test_an_order_gives_all_ranks_as_many_chunks():
-    with pytest.raises(ValueError, match="must give each of 2 ranks as many chunks"):
+    with pytest.raises(ValueError, match="must give each of 2 ranks the same number of chunks"):
         SequenceCut(8, 2, (0, 1, 1))
-    with pytest.raises(ValueError, match="must give each of 3 ranks as many chunks"):
+    with pytest.raises(ValueError, match="must give each of 3 ranks the same number of chunks"):
         SequenceCut(8, 3, (0, 1))

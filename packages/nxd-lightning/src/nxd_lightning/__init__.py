@@ -1,7 +1,6 @@
 """PyTorch Lightning on the nxd packages: Trainer, callbacks, loggers and checkpoints with TP, PP and ZeRO-1.
 
-Names are imported when they are first used. The Lightning that they inherit from is chosen then, see
-`lightning_package`.
+Names are imported on first use. The Lightning package that they inherit from is chosen then, see `lightning_package`.
 """
 
 import importlib

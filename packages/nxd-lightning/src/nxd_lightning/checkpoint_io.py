@@ -32,7 +32,7 @@ class NeuronCheckpointIO(CheckpointIOBase):
 
     Args:
         save_load_xser: passed on as `use_xser`; both forms are the same here.
-        weights_only: taken for scripts that give it; nothing that is read here can run code.
+        weights_only: accepted without effect; nothing that is read here can run code.
     """
 
     def __init__(self, save_load_xser: bool = True, weights_only: bool = False) -> None:
@@ -45,14 +45,14 @@ class NeuronCheckpointIO(CheckpointIOBase):
         """Write a checkpoint atomically: it is complete or absent. Called by all ranks.
 
         Args:
-            checkpoint: Lightning's state; the first rank's counts. Hyperparameters that are no plain values, such
-                as functions, are left out with a warning.
-            path: the folder to become the checkpoint.
+            checkpoint: Lightning's state; the first rank's is saved. Hyperparameters that are not plain values, such
+                as functions, are omitted with a warning.
+            path: the folder for the checkpoint.
             storage_options: `model`, `optimizer` and `scheduler`, as for `nxd.save_checkpoint`.
 
         Raises:
-            ValueError: Lightning's part holds what could only be read back by running code.
-            CheckpointError: a rank could not write; on all ranks.
+            ValueError: Lightning's state holds values that could only be read back by running code.
+            CheckpointError: on all ranks: a rank could not write.
         """
         root, tag = os.path.split(_visible(path))
         content = dict(checkpoint)
@@ -68,17 +68,17 @@ class NeuronCheckpointIO(CheckpointIOBase):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Lightning's state in a checkpoint. Called by all ranks.
+        """Return Lightning's state in a checkpoint. Called by all ranks.
 
         Args:
-            path: a checkpoint, or a folder of them, of which the newest counts; also of `nxd.save_checkpoint`.
-            map_location: taken for Lightning; tensors are loaded where the model has them.
-            weights_only: taken for Lightning; nothing that is read here can run code.
+            path: a checkpoint, or a folder of checkpoints, whose newest is used; also of `nxd.save_checkpoint`.
+            map_location: accepted without effect; tensors are loaded to the model's device.
+            weights_only: accepted without effect; nothing that is read here can run code.
 
         Raises:
-            CheckpointError: there is none, or it is damaged; on all ranks.
+            CheckpointError: on all ranks: there is no checkpoint, or it is damaged.
         """
-        checkpoint_parts(_resolved(path))  # raises where there is none: Lightning loads what it was asked for
+        checkpoint_parts(_resolved(path))  # raises if there is none: Lightning loads the requested one
         content = load_checkpoint(_resolved(path))
         if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
             return copy.deepcopy(_NOTHING_OF_LIGHTNING)
@@ -87,19 +87,20 @@ class NeuronCheckpointIO(CheckpointIOBase):
     def fill(self, path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True, **others: Any) -> None:
         """Fill a model, and an `optimizer` and a `scheduler` if given, from a checkpoint. Called by all ranks.
 
-        Any of these that the checkpoint lacks starts anew with a warning; one of `nxd train`, say, has no scheduler.
+        If the checkpoint lacks one of these, it keeps its state, with a warning; checkpoints of `nxd train`, for
+        example, have no scheduler.
 
         Raises:
-            CheckpointError: there is none, or it does not fit; on all ranks.
+            CheckpointError: on all ranks: there is no checkpoint, or it does not fit.
         """
         lacking = sorted(others.keys() - checkpoint_parts(_resolved(path)))
         if lacking:
-            warnings.warn(f"{path} holds no {' and no '.join(lacking)}; these start fresh", stacklevel=2)
+            warnings.warn(f"{path} has no {' and no '.join(lacking)}; these start fresh", stacklevel=2)
         found = {name: value for name, value in others.items() if name not in lacking}
         load_checkpoint(_resolved(path), model=model, strict=strict, **found)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, or a link to one, if it is there. Called by one rank."""
+        """Remove a checkpoint, or a link to one, if it exists. Called by one rank."""
         if os.path.islink(path):
             os.unlink(path)
         elif has_checkpoint(_visible(path)):
@@ -107,12 +108,12 @@ class NeuronCheckpointIO(CheckpointIOBase):
 
 
 def _resolved(path: str | os.PathLike[str]) -> str:
-    """`save_last="link"` makes links, whose names are no tags."""
+    """Resolve links: `save_last="link"` creates links, whose names are not tags."""
     return os.path.realpath(path) if os.path.islink(path) else _visible(path)
 
 
 def _visible(path: str | os.PathLike[str]) -> str:
-    """Lightning hides checkpoints of a moment by a dot, with which no tag begins."""
+    """Undo the dot with which Lightning hides temporary checkpoints; no tag begins with a dot."""
     root, name = os.path.split(os.fspath(path))
     return os.path.join(root, name.lstrip(".") or name)
 
@@ -122,8 +123,8 @@ def _plain_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     left_out = sorted(parameters.keys() - plain.keys())
     if left_out:
         warnings.warn(
-            f"the hyperparameters {', '.join(left_out)} are not plain values and are left out of the checkpoint; pass "
-            "them again when you load it, or keep them out of save_hyperparameters(ignore=...)",
+            f"the hyperparameters {', '.join(left_out)} are not plain values and are omitted from the checkpoint; pass "
+            "them again when you load it, or exclude them with save_hyperparameters(ignore=...)",
             stacklevel=2,
         )
     return plain

@@ -9,31 +9,31 @@ from nxd_lightning.module import NeuronLTModule
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise if the strategy cannot run what the Trainer has.
+    """Raise if the strategy does not support the Trainer's settings.
 
     Raises:
-        TypeError: a callback or a logger is of the other spelling of Lightning, or the module no `NeuronLTModule`.
-        ValueError: the Trainer is to clip gradients.
+        TypeError: a callback or logger belongs to the other Lightning package, or the module is not a `NeuronLTModule`.
+        ValueError: the Trainer would clip gradients.
     """
     for part in (*trainer.callbacks, *trainer.loggers):
         check_spelling(part)
     if not isinstance(trainer.lightning_module, NeuronLTModule):
         raise TypeError(
-            f"{type(trainer.lightning_module).__name__} is not a NeuronLTModule, whose model and optimizer are made "
-            "for a mesh; inherit from NeuronLTModule, or pass the Trainer one of Lightning's own strategies"
+            f"{type(trainer.lightning_module).__name__} is not a NeuronLTModule, and NeuronXLAStrategy needs its model "
+            "and optimizer; inherit from NeuronLTModule, or pass the Trainer one of Lightning's own strategies"
         )
     if trainer.gradient_clip_val is not None:
         raise ValueError(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would clip each rank's part separately; set "
-            'nxd_config["optimizer_config"]["max_grad_norm"], by which the optimizer clips'
+            'nxd_config["optimizer_config"]["max_grad_norm"] instead, which the optimizer uses'
         )
 
 
 def check_optimizers(optimizers: list[Any]) -> None:
-    """Raise unless there is at most one optimizer, and it is made for the mesh.
+    """Raise unless there is at most one optimizer, made for the mesh.
 
     Raises:
-        ValueError: there are several, or another.
+        ValueError: there are several, or one of another class.
     """
     if len(optimizers) > 1 or not all(isinstance(optimizer, NxDOptimizer) for optimizer in optimizers):
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)

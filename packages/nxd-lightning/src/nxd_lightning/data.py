@@ -31,28 +31,28 @@ VOCABULARY_MULTIPLE = 64
 
 
 class TextBatch(NamedTuple):
-    """The tokens that one rank computes at a time, by the names of a model's inputs."""
+    """The tokens of one batch on a rank, by the names of a model's inputs."""
 
     input_ids: Tensor  # [microbatch/dp, seq], int64
     labels: Tensor  # [microbatch/dp, seq], int64: the inputs shifted by one token
 
 
 class TextDataModule(_LightningDataModule):
-    """Text files, tokenised once, packed and sharded over the replicas; the data and order of `nxd train`.
+    """Text files, tokenized once, packed and sharded over the replicas; the same data and order as `nxd train`.
 
     Args:
         path: text file or folder; None: the sources of the running Python's standard library.
         sequence_length: tokens in a sequence.
-        global_batch_size: sequences in a step of the optimizer, over all replicas.
-        grad_accum_steps: batches that make such a step.
+        global_batch_size: sequences in an optimizer step, over all replicas.
+        grad_accum_steps: batches in an optimizer step.
         held_out_fraction: share of the sequences kept for validation and tests.
         eval_batches: global batches in a validation.
         tokenizer: a Hugging Face tokenizer.json; None: one token per byte.
-        cache_folder: where tokenised text is kept.
-        seed: of the order.
+        cache_folder: folder for tokenized text.
+        seed: random seed of the order.
 
     Attributes:
-        vocab_size: rows for an embedding of all tokens.
+        vocab_size: rows of an embedding for all tokens.
 
     Raises:
         ValueError: there is no such tokenizer.
@@ -84,7 +84,7 @@ class TextDataModule(_LightningDataModule):
         self.vocab_size = -(-self._tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     def prepare_data(self) -> None:
-        """Tokenise the text, unless the cache has it already; called by one rank of each host."""
+        """Tokenize the text, unless it is in the cache; called by one rank of each host."""
         self._build()
 
     def setup(self, stage: str) -> None:
@@ -101,22 +101,22 @@ class TextDataModule(_LightningDataModule):
             )
 
     def train_dataloader(self) -> "ResumableBatches":
-        """Batches to train on; they resume where a checkpoint was made."""
+        """Return batches to train on; they resume where a checkpoint was saved."""
         train, _ = self._sequences
         return ResumableBatches(TrainLoader(train, seed=self.seed, **self._batches, **self._replica), len(train))
 
     def val_dataloader(self) -> "HeldOutBatches":
-        """The same held-out batches each time."""
+        """Return the same held-out batches each time."""
         _, held_out = self._sequences
         loader = HeldOutLoader(held_out, num_batches=self.eval_batches, **self._batches, **self._replica)
         return HeldOutBatches(loader)
 
     def test_dataloader(self) -> "HeldOutBatches":
-        """Those of `val_dataloader`."""
+        """Return the batches of `val_dataloader`."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> "HeldOutBatches":
-        """Those of `val_dataloader`."""
+        """Return the batches of `val_dataloader`."""
         return self.val_dataloader()
 
     def _build(self) -> Path:
@@ -151,11 +151,11 @@ class ResumableBatches:
     """An epoch of a loader's batches at a time; the next epoch continues with the samples that follow.
 
     Args:
-        loader: gives the batches of one step of the optimizer after the other, without end.
-        num_samples: of an epoch; what is left over after whole steps begins the next one.
+        loader: yields the batches of optimizer steps, without end.
+        num_samples: samples in an epoch; a remainder after whole steps begins the next epoch.
 
     Raises:
-        ValueError: there are fewer samples than a step takes.
+        ValueError: there are fewer samples than in a step.
     """
 
     def __init__(self, loader: TrainLoader, num_samples: int) -> None:
@@ -183,14 +183,14 @@ class ResumableBatches:
         self._steps_taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next step begins, as plain numbers; the same on every rank."""
+        """Return the start of the next step as plain numbers; the same on every rank."""
         return {**self._loader.state_dict(), "steps_taken": self._steps_taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`.
 
         Raises:
-            ValueError: the state is of other data, sequence length or seed.
+            ValueError: the state belongs to other data, or another sequence length or seed.
         """
         self._loader.load_state_dict({name: value for name, value in state.items() if name != "steps_taken"})
         self._steps_taken = state["steps_taken"]

@@ -1,4 +1,4 @@
-"""`NeuronHooksCallback`: writes what chosen layers take, return and propagate, to compare a run with another."""
+"""`NeuronHooksCallback`: writes inputs, outputs and gradients of chosen layers, to compare a run with another."""
 
 import os
 from collections.abc import Callable
@@ -15,19 +15,19 @@ _Callback: Any = lightning("callbacks").Callback
 
 
 class NeuronHooksCallback(_Callback):
-    """Dumps of layers at every so many steps.
+    """Dumps tensors of layers every this many steps.
 
     Files are `<folder>/<layer>/global_step_<n>/DP_<d>_TP_<t>_PP_<p>_<what>_<raw or norm>.pt`, where `what` is
     `layer_input`, `layer_output`, `grad_input` or `grad_output`, of the step's last microbatch.
 
     Args:
-        cfg: options as attributes. `hooks` switches all of it on. `target_layers`: names of layers, separated by
-            commas; `hooks_interval`: every so many steps; `enable_activation_dumps` and `enable_grad_dumps`: what;
-            `dump_only_norms`: 2-norms instead of tensors; `dump_only_master_rank`: on rank 0 only;
+        cfg: options as attributes. `hooks` enables the callback. `target_layers`: names of layers, separated by
+            commas; `hooks_interval`: steps between dumps; `enable_activation_dumps` and `enable_grad_dumps`: kinds of
+            tensors; `dump_only_norms`: 2-norms instead of tensors; `dump_only_master_rank`: on rank 0 only;
             `master_print_model_layers`: rank 0 prints the names of all layers;
             `enable_tb_logging_master_rank_activation_norms` and `..._grad_norms`: log norms as well, if only those of
-            rank 0 are dumped; `hooks_dump_base_directory`: the folder, `hooks_outputs/<SLURM_JOB_ID>/hooks_dumps` if it
-            has none.
+            rank 0 are dumped; `hooks_dump_base_directory`: the folder, by default
+            `hooks_outputs/<SLURM_JOB_ID>/hooks_dumps`.
 
     Raises:
         ValueError: `hooks_interval` is not positive.
@@ -62,7 +62,7 @@ class NeuronHooksCallback(_Callback):
         """Attach to the Trainer.
 
         Raises:
-            TypeError: it is of the other spelling of Lightning.
+            TypeError: it belongs to the other Lightning package.
         """
         check_spelling(trainer)
         super().setup(trainer, pl_module, stage)
@@ -79,7 +79,7 @@ class NeuronHooksCallback(_Callback):
                 self._watch(name, modules[name], trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Write what has been seen in the step."""
+        """Write the tensors of the step."""
         if not self.hooks or not self._seen:
             return
         seen, self._seen = self._seen, {}
@@ -88,7 +88,7 @@ class NeuronHooksCallback(_Callback):
             folder = Path(self.hooks_dump_base_directory, layer, f"global_step_{step}")
             folder.mkdir(parents=True, exist_ok=True)
             for end, tensor in zip(("input", "output"), tensors, strict=True):
-                if tensor is None:  # an input that needs no gradient
+                if tensor is None:  # this input needs no gradient
                     continue
                 host = tensor.cpu()
                 value = host.float().norm().item() if self.dump_only_norms else host
@@ -99,7 +99,7 @@ class NeuronHooksCallback(_Callback):
                     pl_module.log(name, value, on_step=True, on_epoch=False, logger=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for handle in getattr(self, "_handles", []):
             handle.remove()
         self._handles = []
@@ -120,7 +120,7 @@ class NeuronHooksCallback(_Callback):
 
 
 def _first(value: Any) -> Tensor | None:
-    """A copy of the first tensor of what a layer takes or returns."""
+    """Return a copy of the first tensor in a layer's input or output."""
     found = value[0] if isinstance(value, tuple | list) and value else value
     return found.detach().clone() if isinstance(found, Tensor) else None
 

@@ -1,4 +1,4 @@
-"""Starting the ranks of a Trainer that was not launched as ranks: the script is run again for each rank."""
+"""Starts the ranks of a Trainer that was not launched as ranks: the script is run again for each rank."""
 
 import os
 import socket
@@ -18,19 +18,20 @@ _LOOPBACK = "127.0.0.1"
 class RankLauncher(_ScriptLauncher):
     """Lightning's launcher of scripts, which sets each rank's environment as torchrun would.
 
-    So a script may ask for ranks anywhere, even before the Trainer is made. It starts nothing under torchrun, where
-    the ranks are already running, nor for one rank.
+    So a script may ask for ranks anywhere, even before the Trainer is created. It starts nothing under torchrun, where
+    the ranks are already running, or for one rank.
 
-    Ranks of one host meet through a store that serves this user alone, those of several through torch's at rank 0.
+    Ranks of one host connect through a store that serves this user alone, ranks of several hosts through torch's store
+    on rank 0.
     """
 
-    _store: ClassVar["subprocess.Popen[bytes] | None"] = None  # it would end with this Trainer; further ones use it
+    _store: ClassVar["subprocess.Popen[bytes] | None"] = None  # not per Trainer: it would end with the first one
 
     def _call_children_scripts(self) -> None:
         if self.num_processes * self.num_nodes == 1:
             return
         self._check_can_spawn_children()
-        destroy_model_parallel()  # of one rank, as which this process has acted until now
+        destroy_model_parallel()  # the mesh of one rank that this process has had until now
         first = self.cluster_environment.node_rank() * self.num_processes
         os.environ.update(
             **self._store_of_one_host() if self.num_nodes == 1 else self._store_of_rank_0(),

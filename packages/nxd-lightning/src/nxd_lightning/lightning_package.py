@@ -1,7 +1,7 @@
 """Chooses the Lightning package and the base classes of the documented classes.
 
 The same library is published as `lightning.pytorch` and as `pytorch_lightning`. Base classes are its XLA classes
-on torch-xla, and their siblings on CPU and CUDA: Lightning refuses to make its XLA classes without torch-xla, so the
+on torch-xla, and their siblings on CPU and CUDA: Lightning refuses to create its XLA classes without torch-xla, so the
 choice is made once, by nxd_state's device.
 """
 
@@ -36,7 +36,7 @@ def lightning(submodule: str = "") -> Any:
 
 
 def fabric(submodule: str) -> Any:
-    """A module of the Fabric that the chosen Lightning stands on."""
+    """A module of the Fabric that the chosen Lightning is built on."""
     return _module(f"{_FABRIC[SPELLING]}.{submodule}")
 
 
@@ -49,10 +49,10 @@ def advice() -> str:
 
 
 def check_spelling(found: object) -> None:
-    """Raise if an object is of the other spelling.
+    """Raise if an object belongs to the other Lightning package.
 
     Raises:
-        TypeError: it is.
+        TypeError: it does.
     """
     if any(cls.__module__.startswith(OTHER_SPELLING) for cls in type(found).__mro__):
         raise TypeError(f"{type(found).__name__} is a class of {OTHER_SPELLING}, but {advice()}")

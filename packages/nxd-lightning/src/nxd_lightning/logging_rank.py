@@ -21,7 +21,7 @@ class NeuronTQDMProgressBar(_TQDMProgressBar):
         """Attach to the Trainer.
 
         Raises:
-            TypeError: it is of the other spelling of Lightning.
+            TypeError: it belongs to the other Lightning package.
         """
         check_spelling(trainer)
         super().setup(trainer, pl_module, stage)
@@ -36,11 +36,11 @@ class NeuronTensorBoardLogger(_TensorBoardLogger):
 
     Args:
         save_dir: folder of the logs.
-        log_rank0: write from rank 0, whatever the module says; otherwise from the strategy's `logging_rank`.
+        log_rank0: whether to write from rank 0, whatever the module says; otherwise from the strategy's `logging_rank`.
         **options: as for `TensorBoardLogger`, such as `name` and `version`.
 
     Attributes:
-        print_step: for scripts that set it; it changes nothing.
+        print_step: accepted without effect.
     """
 
     def __init__(self, save_dir: Any, *, log_rank0: bool = False, **options: Any) -> None:
@@ -50,18 +50,18 @@ class NeuronTensorBoardLogger(_TensorBoardLogger):
         self._is_writer: bool | None = None
 
     def choose_writer(self, *, is_writer: bool, broadcast: Callable[[Any], Any]) -> None:
-        """Write from this rank or not, to a folder that all ranks agree on. Called by all ranks.
+        """Choose whether this rank writes, to a folder that all ranks agree on. Called by all ranks.
 
         Args:
             is_writer: whether this is the one rank that writes.
-            broadcast: gives every rank the first one's value.
+            broadcast: function that returns the first rank's value on every rank.
         """
         self._is_writer = is_writer
         self._version = broadcast(self.version)
 
     @property
     def experiment(self) -> Any:
-        """TensorBoard's writer; on other ranks a stand-in that does nothing."""
+        """TensorBoard's writer; a stand-in that does nothing on other ranks."""
         with self._writer_as_rank_zero():
             return super().experiment
 
@@ -86,13 +86,13 @@ class NeuronTensorBoardLogger(_TensorBoardLogger):
             super().save()
 
     def finalize(self, status: str) -> None:
-        """Write the rest and end."""
+        """Write the rest and close."""
         with self._writer_as_rank_zero():
             super().finalize(status)
 
     @contextmanager
     def _writer_as_rank_zero(self) -> Iterator[None]:
-        """Lightning's loggers write where this number is 0."""
+        """Run as rank zero: Lightning's loggers write where this number is 0."""
         rank = _rank_zero_only.rank
         if self._is_writer is not None:
             _rank_zero_only.rank = 0 if self._is_writer else 1

@@ -1,6 +1,7 @@
-"""`NeuronLTModule`: a LightningModule whose model, optimizer and scheduler are made as an `nxd_config` says.
+"""`NeuronLTModule`: a LightningModule whose model, optimizer and scheduler follow an `nxd_config`.
 
-Its steps run a batch forward and backward through the model, with a pipeline or without. Scripts override any of them.
+Its steps run forward and backward of a batch through the model, with or without a pipeline. Scripts override any of
+them.
 """
 
 import inspect
@@ -21,12 +22,12 @@ from nxd_lightning.stage_outputs import output_of_last_stage
 
 
 class GradientScale:
-    """Scales the gradients that a backward pass adds, wherever in the pass the loss is made.
+    """Scales the gradients that a backward pass adds, wherever in the pass the loss is computed.
 
-    A pipeline makes the loss on its last stage, and adds to the gradients itself, so no rank has a loss to divide.
+    A pipeline computes the loss on its last stage and adds to the gradients itself, so no rank has a loss to divide.
 
     Args:
-        parameters: those trained; gradients are scaled on their way to them, before anyone accumulates them.
+        parameters: trained parameters; their gradients are scaled before they are accumulated.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -62,7 +63,7 @@ _ORDER_OF_SCRIPTS = (
 
 
 def _accept_order_of_scripts(init: Callable[..., None]) -> Callable[..., None]:
-    """Let the config come first, as in existing scripts, and modules with their own `setup` leave `model_fn` out."""
+    """Let the config come first, as in existing scripts, and let modules with their own `setup` omit `model_fn`."""
 
     @wraps(init)
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,30 +83,30 @@ class NeuronLTModule(_LightningModule):
     losses that steps return and values that they log are those of the last stage, on every rank.
 
     Args:
-        model_fn: returns the model. None, or left out, where `setup` is overridden and makes it.
-        nxd_config: of `neuronx_distributed_config`, or a dict of its arguments.
-        opt_cls: a class of torch optimizers.
-        scheduler_cls: called with the optimizer; None for no scheduler. It is stepped with the optimizer.
-        model_args: for `model_fn`, after each other.
-        model_kwargs: for `model_fn`, by name.
-        opt_args: for `opt_cls`, after the parameters.
-        opt_kwargs: for `opt_cls`, by name.
-        scheduler_args: for `scheduler_cls`, after the optimizer.
-        scheduler_kwargs: for `scheduler_cls`, by name.
-        grad_accum_steps: batches that make a step of the optimizer.
-        log_rank0: show and write what is logged on rank 0 rather than on the last stage's first rank.
-        manual_opt: `training_step` steps the optimizer itself; otherwise the Trainer does.
+        model_fn: function that returns the model. None, or omitted, if an overridden `setup` creates it.
+        nxd_config: the result of `neuronx_distributed_config`, or a dict of its arguments.
+        opt_cls: a torch optimizer class.
+        scheduler_cls: a scheduler class, called with the optimizer and stepped with it; None for no scheduler.
+        model_args: positional arguments of `model_fn`.
+        model_kwargs: keyword arguments of `model_fn`.
+        opt_args: positional arguments of `opt_cls`, after the parameters.
+        opt_kwargs: keyword arguments of `opt_cls`.
+        scheduler_args: positional arguments of `scheduler_cls`, after the optimizer.
+        scheduler_kwargs: keyword arguments of `scheduler_cls`.
+        grad_accum_steps: batches in an optimizer step.
+        log_rank0: whether to log on rank 0 rather than on the last stage's first rank.
+        manual_opt: whether `training_step` steps the optimizer itself; otherwise the Trainer does.
         train_batch_size: sequences in a batch, for scripts that compute their throughput.
-        logging_interval: steps between what a script logs.
+        logging_interval: steps between log lines of a script.
 
     Attributes:
         model: the `NxDModel`, once `setup` has been called.
-        averaged_loss: of the batches since the last step of the optimizer, a sum of their shares.
+        averaged_loss: mean loss of the batches since the last optimizer step, as the sum of their shares.
         should_print: whether the last training step stepped the optimizer.
-        loss, lr, input_ids, global_norm: for scripts, which keep there what they log.
+        loss, lr, input_ids, global_norm: values that scripts store here for their log.
 
     Raises:
-        ValueError: the config has mistakes, or `grad_accum_steps` is no count.
+        ValueError: the config has mistakes, or `grad_accum_steps` is not a positive integer.
     """
 
     model: NxDModel
@@ -147,7 +148,7 @@ class NeuronLTModule(_LightningModule):
         self.train_batch_size = train_batch_size
         self.logging_interval = logging_interval
         self.log_rank0 = log_rank0
-        # The pipeline's rank that shows what is logged; scripts that log themselves read it, or set it in setup.
+        # The pipeline rank that logs; scripts that log themselves read it, or set it in setup.
         self.print_pp_rank = 0 if log_rank0 else int(self.nxd_config["pipeline_parallel_size"]) - 1
         self.automatic_optimization = not manual_opt
         self.averaged_loss = torch.zeros((), dtype=torch.float64)
@@ -161,9 +162,9 @@ class NeuronLTModule(_LightningModule):
     # Model, optimizer and scheduler.
 
     def setup(self, stage: str | None = None) -> None:
-        """Make the model, unless it exists already. Called by all ranks.
+        """Create the model, unless it exists already. Called by all ranks.
 
-        With `seed_everything` its weights depend on the seed only, not on the layout or on what was drawn before.
+        With `seed_everything` its weights depend only on the seed, not on the layout or on earlier random numbers.
 
         Raises:
             RuntimeError: the Trainer has another strategy.
@@ -181,7 +182,7 @@ class NeuronLTModule(_LightningModule):
         seed_model_parallel(seed)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of `get_param_groups_by_weight_decay`, and its scheduler."""
+        """Return the optimizer of `get_param_groups_by_weight_decay`, and its scheduler."""
         names = list(inspect.signature(self.opt_cls).parameters)[1:]
         arguments = dict(zip(names, self.opt_args, strict=False)) | self.opt_kwargs
         groups = self.get_param_groups_by_weight_decay()
@@ -190,13 +191,13 @@ class NeuronLTModule(_LightningModule):
         if self.scheduler_cls is None:
             return optimizer
         scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
-        name = f"lr-{type(optimizer.optimizer).__name__}"  # LearningRateMonitor's for what is wrapped: it logs it once
+        name = f"lr-{type(optimizer.optimizer).__name__}"  # as LearningRateMonitor names it, which logs it once
         return [optimizer], [{"scheduler": scheduler, "interval": "step", "name": name}]
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
-        """Groups of parameters: matrices decay, biases and norms do not. To be overridden.
+        """Return parameter groups: matrices decay, biases and norms do not. May be overridden.
 
-        The decay is that of `opt_kwargs`, else 0.01.
+        The decay is that of `opt_kwargs`, or 0.01.
         """
         decay = self.opt_kwargs.get("weight_decay", DEFAULT_WEIGHT_DECAY)
         parameters = list(self.model.parameters())
@@ -208,23 +209,23 @@ class NeuronLTModule(_LightningModule):
     # Steps.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, for a model that is not cut into stages."""
+        """Return the model's output; for models without pipeline stages."""
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Forward and backward of a batch, and after `grad_accum_steps` of them a step of the optimizer.
+        """Run forward and backward of a batch, and step the optimizer after `grad_accum_steps` of them.
 
         Logs `loss`, the mean over these batches and all replicas, when the optimizer is stepped.
 
         Returns:
-            The batch's loss, 0-d, on every rank of the pipeline; backward is done already.
+            The batch's loss, 0-d, on every rank of the pipeline; backward has already run.
         """
         batches = self._batches_of_a_step
         self.should_print = (batch_idx + 1) % batches == 0 or self.trainer.is_last_batch
         with nullcontext() if self.should_print else self.model.no_sync():
             loss = self.train_on(batch, divide_gradients_by=batches)
         if not self.automatic_optimization:
-            self.manual_backward(loss)  # for callbacks and hooks around backward, which it is not any more
+            self.manual_backward(loss)  # only for callbacks and hooks around backward, which has already run
         dtype = widest_float(loss.device)
         self.averaged_loss = self.averaged_loss.to(loss.device, dtype) + loss.to(dtype) / batches
         if self.should_print:
@@ -236,7 +237,7 @@ class NeuronLTModule(_LightningModule):
         return loss
 
     def train_on(self, batch: Any, *, divide_gradients_by: int = 1) -> Tensor:
-        """Forward and backward of a batch; gradients are added to the existing ones.
+        """Run forward and backward of a batch; gradients are added to the existing ones.
 
         Returns:
             The loss, 0-d, detached, on every rank of the pipeline.
@@ -257,10 +258,10 @@ class NeuronLTModule(_LightningModule):
         return self._evaluate("test_loss", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The model's output for a batch without its `labels`; of a pipeline the list of its microbatches' outputs.
+        """Return the model's output for a batch without its `labels`; for a pipeline, a list with one per microbatch.
 
         The last stage's output is sent to the ranks of all stages. A pipeline whose `input_names` contain `labels`
-        needs them, and gives the loss.
+        needs them, and returns the loss.
         """
         args, kwargs = _inputs(batch)
         if self.nxd_config["pipeline_parallel_size"] == 1 or "labels" not in (self._input_names or ()):
@@ -270,38 +271,39 @@ class NeuronLTModule(_LightningModule):
     # Steps that the Trainer would do in another order.
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss that has not been through it, scaled if the optimizer scales losses."""
+        """Run backward of a loss that has not been through it, scaled if the optimizer scales losses."""
         if loss.requires_grad:
             scaler = next((it.loss_scaler for it in self.trainer.strategy.optimizers if it.loss_scaler), None)
             (loss if scaler is None else scaler.scale(loss)).backward(*args, **kwargs)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        """The Trainer's step, after which gradients are dropped."""
+        """The Trainer's step; gradients are dropped afterwards."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Does nothing: the Trainer calls it between `training_step` and backward, which are one here."""
+        """Do nothing: the Trainer calls it between `training_step` and backward, which are one step here."""
 
     # Values that only the last stage has.
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's; with a pipeline the last stage's value counts, and others may give None.
+        """Log as Lightning does; with a pipeline the last stage's value is used, and other stages may pass None.
 
-        To be called on all ranks alike. `log_dict` does it for each of its values.
+        Call it on all ranks. `log_dict` does this for each of its values.
         """
-        if not hasattr(value, "compute"):  # a metric of torchmetrics, which exchanges its own state
+        if not hasattr(value, "compute"):  # a torchmetrics metric exchanges its own state
             value = self.from_last_stage(value)
         super().log(name, value, *args, **kwargs)
 
     def from_last_stage(self, value: Any) -> Any:
-        """The number that the pipeline's last stage has, on every rank of the pipeline. Called by all of them.
+        """Return the last stage's number on every rank of the pipeline. Called by all of them.
 
         Args:
-            value: a number or a tensor of one; elsewhere anything, such as None. Without a pipeline it comes back.
+            value: on the last stage a number or a one-element tensor; elsewhere anything, such as None. Without a
+                pipeline it is returned.
 
         Returns:
-            A 0-d tensor, float64, or float32 where the device has no float64.
+            A 0-d tensor, float64, or float32 if the device has no float64.
 
         Raises:
             TypeError: the last stage has no number.
@@ -313,7 +315,7 @@ class NeuronLTModule(_LightningModule):
         try:
             number = float(value) if is_last else 0.0
         except TypeError as error:
-            raise TypeError(f"the last stage logs {value!r}, but the other stages wait for a number") from error
+            raise TypeError(f"the last stage logs {value!r}, but the other stages expect a number") from error
         mine = torch.tensor(number, dtype=widest_float(get_device()), device=get_device())
         return broadcast(mine, stages, source=stages.size - 1)
 
@@ -325,15 +327,15 @@ class NeuronLTModule(_LightningModule):
     def load_from_checkpoint(
         cls, checkpoint_path: str | os.PathLike[str], *, strict: bool = True, **arguments: Any
     ) -> Self:
-        """A module with its model filled from a checkpoint of any layout. Called by all ranks.
+        """Return a module whose model is filled from a checkpoint of any layout. Called by all ranks.
 
         Args:
-            checkpoint_path: a folder that a Trainer or `nxd.save_checkpoint` wrote.
-            strict: the checkpoint's model must have the same names as this one.
-            **arguments: of this class; those that `save_hyperparameters` kept may be left out.
+            checkpoint_path: a folder written by a Trainer or `nxd.save_checkpoint`.
+            strict: whether the checkpoint's model must have the same names as this one.
+            **arguments: arguments of this class; those stored by `save_hyperparameters` may be omitted.
 
         Raises:
-            CheckpointError: there is none, or it does not fit; on all ranks.
+            CheckpointError: on all ranks: there is no checkpoint, or it does not fit.
         """
         io = NeuronCheckpointIO()
         kept = io.load_checkpoint(checkpoint_path).get("hyper_parameters", {})
@@ -370,13 +372,13 @@ class NeuronLTModule(_LightningModule):
     def _check_trainer(self, trainer: Any) -> None:
         if getattr(trainer.strategy, "strategy_name", "") != "nxd":
             raise RuntimeError(
-                f"NeuronLTModule runs on a mesh, which {type(trainer.strategy).__name__} does not support; make the "
+                f"NeuronLTModule runs on a mesh, which {type(trainer.strategy).__name__} does not support; create the "
                 "Trainer with strategy=NeuronXLAStrategy(nxd_config)"
             )
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if self.nxd_config[name] != getattr(trainer.strategy, name):
                 raise ValueError(
-                    f"the module's nxd_config has {name}={self.nxd_config[name]}, its strategy "
+                    f"the module's nxd_config has {name}={self.nxd_config[name]}, but its strategy has "
                     f"{getattr(trainer.strategy, name)}; pass both the same nxd_config"
                 )
         if self.automatic_optimization and self.grad_accum_steps > 1:
@@ -389,7 +391,7 @@ class NeuronLTModule(_LightningModule):
 
 
 def _inputs(batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    """A batch as arguments, by position and by name; a named tuple has names."""
+    """Return a batch as arguments, by position and by name; a named tuple has names."""
     if hasattr(batch, "_asdict"):
         batch = batch._asdict()
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""`NeuronXLAPrecisionPlugin`: optimizer steps whose gradients the optimizer itself reduces, unscales and clips."""
+"""`NeuronXLAPrecisionPlugin`: optimizer steps whose gradients are reduced, unscaled and clipped by the optimizer itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,25 +66,23 @@ def let_optimizer_scale(plugin: Any, optimizers: list[Any]) -> None:
 class NeuronXLAPrecisionPlugin(PrecisionBase):
     """Full precision, or that of the model's parameters and `mixed_precision_config`.
 
-    It takes the place of the Trainer's `precision`: give one of them, the strategy works with either.
+    It replaces the Trainer's `precision`: pass one of them; the strategy works with either.
 
-    Inherits Lightning's `XLAPrecision` on torch-xla, whose reduction of gradients it leaves to the optimizer.
+    It inherits Lightning's `XLAPrecision` on torch-xla, but leaves the reduction of gradients to the optimizer.
 
     Args:
-        mixed_precision_enabled: taken for scripts that give it; the config says so itself.
+        mixed_precision_enabled: accepted without effect; the config determines the precision.
     """
 
     def __init__(self, mixed_precision_enabled: bool = False) -> None:
         super().__init__()
 
     def __repr__(self) -> str:
-        # Lightning shows it where it refuses a plugin beside precision=, before anything of ours is asked.
-        return (
-            "<NeuronXLAPrecisionPlugin (leave out NeuronXLAPrecisionPlugin, or precision=; the strategy needs neither)>"
-        )
+        # Lightning shows this when it refuses a plugin together with precision=, before calling any of our code.
+        return "<NeuronXLAPrecisionPlugin (remove NeuronXLAPrecisionPlugin or precision=; the strategy needs neither)>"
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Forward and backward by `closure`, then the update; on torch-xla the step's graph ends here."""
+        """Run forward and backward with `closure`, then update; on torch-xla the step's graph ends here."""
         result = _Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
         step_boundary()
         return result

@@ -1,4 +1,4 @@
-"""What the last stage of a pipeline returned, on the ranks of all stages."""
+"""Sends the output of a pipeline's last stage to the ranks of all stages."""
 
 import pickle
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class _Layout:
-    """In place of a tensor, which is sent by itself."""
+    """A placeholder for a tensor, which is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def output_of_last_stage(output: Any) -> Any:
-    """The last stage's output on every rank of its pipeline. Called by all of them.
+    """Return the last stage's output on every rank of its pipeline. Called by all of them.
 
     Args:
-        output: on the last stage tensors, in tuples, lists, dicts or outputs of transformers, and other values that
-            can be pickled; elsewhere anything, such as None. Without a pipeline it comes back.
+        output: on the last stage tensors, in tuples, lists, dicts or transformers outputs, and other values that can be
+            pickled; elsewhere anything, such as None. Without a pipeline it is returned.
 
     Returns:
         The same structure, with tensors on this rank's device.
 
     Raises:
-        TypeError: a value cannot be pickled; on every rank.
+        TypeError: on every rank: a value cannot be pickled.
     """
     stages = get_group("pp")
     if stages.size == 1:
@@ -39,7 +39,7 @@ def output_of_last_stage(output: Any) -> Any:
     described = [_Layout(tuple(it.shape), it.dtype) if isinstance(it, Tensor) else it for it in leaves]
     try:
         message, failure = pickle.dumps((described, structure)), None
-    except Exception as error:  # whatever a value's own pickling raises, all ranks must hear of it
+    except Exception as error:  # pickling may raise anything, and all ranks must be told
         message, failure = b"", error
     received, failed = all_gather_object((message, None if failure is None else str(failure)), stages)[last]
     if failed is not None:

@@ -52,23 +52,22 @@ class NeuronXLAStrategy(StrategyBase):
     Inherits Lightning's `XLAStrategy` on torch-xla and its `DDPStrategy` on CPU and CUDA, with gloo or nccl.
 
     Args:
-        nxd_config: of `neuronx_distributed_config`, or a dict of its arguments.
-        tensor_parallel_size: ranks that split each layer, where there is no `nxd_config`.
-        pipeline_parallel_size: pipeline stages, where there is no `nxd_config`.
+        nxd_config: the result of `neuronx_distributed_config`, or a dict of its arguments.
+        tensor_parallel_size: ranks that split each layer, without `nxd_config`.
+        pipeline_parallel_size: number of pipeline stages, without `nxd_config`.
         save_load_xser: passed on to the checkpoints; both forms are the same here.
-        accelerator: as for any strategy of Lightning.
-        parallel_devices: a device for each rank of this host; otherwise the Trainer's `devices`, or under torchrun
-            the ranks there are.
-        cluster_environment: gives this process's rank; otherwise found by Lightning.
+        accelerator: as for any Lightning strategy.
+        parallel_devices: a device for each rank of this host; by default the Trainer's `devices`, or torchrun's ranks.
+        cluster_environment: source of this process's rank; chosen by Lightning if None.
         checkpoint_io: a `NeuronCheckpointIO`.
-        precision_plugin: such as `NeuronXLAPrecisionPlugin`.
-        context_parallel_size: ranks that split each sequence, where there is no `nxd_config`.
-        expert_parallel_size: ranks that split the experts, where there is no `nxd_config`.
-        debug: taken for scripts that give it.
-        sync_module_states: taken for scripts that give it; replicas begin with the same weights.
+        precision_plugin: a plugin such as `NeuronXLAPrecisionPlugin`.
+        context_parallel_size: ranks that split each sequence, without `nxd_config`.
+        expert_parallel_size: ranks that split the experts, without `nxd_config`.
+        debug: accepted without effect.
+        sync_module_states: accepted without effect; replicas begin with the same weights.
 
     Raises:
-        ValueError: the config has mistakes, degrees are given twice, or `checkpoint_io` is another.
+        ValueError: the config has mistakes, degrees are given twice, or `checkpoint_io` is of another class.
     """
 
     strategy_name = "nxd"

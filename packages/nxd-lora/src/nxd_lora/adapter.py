@@ -126,7 +126,7 @@ def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: 
         layer: a layer without an adapter.
         kind: how layers of its class are adapted.
         parts: the parts to adapt, with a random seed for each.
-        config: rank, scale and initialisation.
+        config: rank, scale and initialization.
     """
     adapter = LoraAdapter(kind, tuple(parts), config.scale, config.lora_dropout)
     layer.lora = adapter  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """Activation checkpointing as scripts ask for it: by a predicate, or by a wrapper of their own.
 
-Without a wrapper of one's own the work is `nxd_layers.apply_activation_checkpointing`, which wraps nothing: parameters
+Without a wrapper of your own the work is `nxd_layers.apply_activation_checkpointing`, which wraps nothing: parameters
 keep their names.
 """
 
@@ -35,8 +35,8 @@ def checkpoint_wrapper(
     """A module around another, which computes it again in backward.
 
     Args:
-        module: what to wrap.
-        checkpoint_impl: of torch.
+        module: module to wrap.
+        checkpoint_impl: accepted without effect; torch's own.
         checkpoint_fn: instead of torch's `checkpoint`.
         **checkpoint_fn_kwargs: for it.
     """
@@ -69,8 +69,8 @@ def apply_activation_checkpointing(
     )
     if not sum(_wrap_children(stage, checkpoint_wrapper_fn, chosen) for stage in stages):
         raise ValueError(
-            f"check_fn accepts no module below {type(model).__name__}; it is called with each module, and says which "
-            "to wrap"
+            f"check_fn accepts no module of {type(model).__name__}; it is called with each module, and must return "
+            "True for those to wrap"
         )
 
 

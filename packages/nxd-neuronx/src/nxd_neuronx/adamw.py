@@ -39,7 +39,7 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
             eps: added to the root of the second moment.
             weight_decay: share of the weights, times `lr`, that goes at each step, after the update.
             correct_bias: divide the moments by what they lack in the first steps.
-            no_deprecation_warning: taken for scripts that give it, as the next two are; there is no such warning.
+            no_deprecation_warning: accepted without effect, like the next two arguments.
             differentiable: steps are never recorded by autograd.
             capturable: steps are counted in tensors of the host.
 

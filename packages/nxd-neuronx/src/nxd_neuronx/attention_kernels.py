@@ -28,13 +28,13 @@ def nki_flash_attn_func(
         q: `[batch, heads, head, seq]`, or `[batch, heads, seq, head]` without `transpose_nki_inputs`.
         k: as `q`, with as many heads or fewer: each serves a run of consecutive query heads.
         v: as `k`.
-        lnc: physical cores of a logical one; of no effect.
+        lnc: physical cores of a logical one; accepted without effect.
         dropout_p: probability that an attention weight is dropped.
-        softmax_scale: of the scores; 1 / sqrt(head) if None.
+        softmax_scale: scale of the scores; 1 / sqrt(head) if None.
         causal: a query looks at keys up to its own position only.
-        mixed_precision: of the kernel; torch accumulates in float32 in any case.
-        seed: of the kernel's dropout; torch's random streams are used.
-        hardware_type: of no effect.
+        mixed_precision: accepted without effect; torch accumulates in float32 in any case.
+        seed: accepted without effect; dropout uses torch's random streams.
+        hardware_type: accepted without effect.
         transpose_nki_inputs: the inputs come with the sequence last, as the kernel reads them.
 
     Returns:
@@ -61,19 +61,19 @@ def nki_ring_attn_func(
     mixed_precision: bool = True,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """`softmax(scale * Q K^T) V` of a sequence of which each context-parallel rank has neighbouring positions.
+    """`softmax(scale * Q K^T) V` of a sequence of which each context-parallel rank has neighboring positions.
 
     Args:
         q: `[batch, heads, seq/cp, head]`, of the positions that `get_batch_on_this_context_parallel_rank` gives.
         k: as `q`, with as many heads or fewer: each serves a run of consecutive query heads.
         v: as `k`.
-        rank_id: of no effect; the mesh knows it.
-        src_tgt_pairs: of no effect; the mesh knows the ring.
+        rank_id: accepted without effect; the mesh determines it.
+        src_tgt_pairs: accepted without effect; the mesh determines the ring.
         dropout_p: probability that an attention weight is dropped, by torch's random state, alike on all ranks.
-        softmax_scale: of the scores; 1 / sqrt(head) if None.
+        softmax_scale: scale of the scores; 1 / sqrt(head) if None.
         causal: a query looks at keys up to its own position only.
-        mixed_precision: of the kernel; sums are in float32 in any case.
-        seed: of no effect.
+        mixed_precision: accepted without effect; sums are in float32 in any case.
+        seed: accepted without effect.
 
     Returns:
         `[batch, heads, seq/cp, head]`.

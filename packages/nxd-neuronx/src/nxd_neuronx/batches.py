@@ -20,7 +20,7 @@ ValueT = TypeVar("ValueT")
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed Python, NumPy and torch, and with an initialised mesh this rank's streams of nxd_state."""
+    """Seed Python, NumPy and torch, and with an initialized mesh this rank's streams of nxd_state."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def get_batch_on_this_context_parallel_rank(batch: Mapping[str, ValueT]) -> Mapping[str, ValueT]:
     """This context-parallel rank's part of a batch along the sequence; labels are moved to the left before.
 
-    The parts are neighbouring positions, as `nki_ring_attn_func` takes them. Models of transformers and
+    The parts are neighboring positions, as `nki_ring_attn_func` takes them. Models of transformers and
     `LlamaForCausalLM` cut their sequences themselves, and are given whole batches.
 
     Args:
@@ -81,7 +81,7 @@ def cumsum(tensor: Tensor, dim: int = 0, tril_size: int = 2048) -> Tensor:
     Args:
         tensor: `[tokens, n]` of any dtype.
         dim: 0.
-        tril_size: size of the blocks that the old runtime multiplied; of no effect.
+        tril_size: size of the blocks that the old runtime multiplied; accepted without effect.
 
     Returns:
         `[tokens, n]` of the same dtype.

@@ -50,10 +50,10 @@ class CheckpointConverterBase:
     Attributes:
         attribute_map: other names of keys in the model's config; dots lead into sections.
         embedding_partition_dim: dim along which embedding and head are split.
-        qkv_partition_dim: of queries, keys and values.
-        gate_up_proj_partition_dim: of gate and up.
-        down_proj_partition_dim: of the second projection of the feed-forward.
-        o_proj_partition_dim: of the attention's output.
+        qkv_partition_dim: dim of queries, keys and values.
+        gate_up_proj_partition_dim: dim of gate and up.
+        down_proj_partition_dim: dim of the second projection of the feed-forward.
+        o_proj_partition_dim: dim of the attention's output.
         layer_name: a part of the names of layers.
         layer_name_pattern: regular expression whose first group is a layer's name.
     """
@@ -98,7 +98,7 @@ class CheckpointConverterBase:
         """
         chosen = [name for name in _COMMANDS if getattr(args, name)]
         if len(chosen) != 1:
-            raise ValueError(f"give exactly one of {', '.join(f'--{name}' for name in _COMMANDS)}; got {chosen}")
+            raise ValueError(f"pass exactly one of {', '.join(f'--{name}' for name in _COMMANDS)}; got {chosen}")
         _refuse_unsupported(args)
         if args.nxdt_yaml_config:
             from nxd_neuronx.nxdt_config import convert_yaml_to_json  # noqa: PLC0415
@@ -165,9 +165,9 @@ class CheckpointConverterBase:
         """
         path = args.input_dir or args.hf_model_name
         if not path:
-            raise ValueError("give --input_dir, the file or folder of the whole model's weights")
+            raise ValueError("pass --input_dir, the file or folder of the whole model's weights")
         if not os.path.exists(path):
-            raise ValueError(f"{path!r} is not a file or folder here; download the model first and pass its folder")
+            raise ValueError(f"{path!r} is not a file or folder; download the model first and pass its folder")
         if os.path.isdir(path) or path.endswith(".safetensors"):
             source = open_hugging_face(path)
             return {name: read_whole(source, name) for name in source.tensors}
@@ -182,7 +182,7 @@ class CheckpointConverterBase:
         return full_state
 
     def post_process_full_state_after_tp_conversion(self, full_state: Any, args: argparse.Namespace) -> Any:
-        """What a subclass changes in the whole weights after they are put together."""
+        """What a subclass changes in the whole weights after they are combined."""
         return full_state
 
     def is_qkv_weight(self, name: str) -> bool:
@@ -197,7 +197,7 @@ class CheckpointConverterBase:
         """
         dim = self._dim_of(name)
         if dim is None:
-            raise ValueError(f"Unknown partition_dim for {name}; it is whole on every rank")
+            raise ValueError(f"Unknown partition_dim for {name}; it is not split")
         return dim
 
     def _dim_of(self, name: str) -> int | None:
@@ -230,7 +230,7 @@ class CheckpointConverterBase:
     def _heads(self, args: argparse.Namespace) -> tuple[HeadOrder, int]:
         """The order of heads over the ranks, and a head's size."""
         if not args.config:
-            raise ValueError("give --config, the model's config.json, for the number of heads")
+            raise ValueError("pass --config, the model's config.json, for the number of heads")
         config = json.loads(Path(args.config).read_text(encoding="utf-8"))
         heads = int(self._get_config_value(config, "num_attention_heads"))
         kv_heads = int(config.get("num_key_value_heads") or self._kv_heads_elsewhere(config) or heads)
@@ -253,7 +253,7 @@ class CheckpointConverterBase:
         return f"{prefix}qkv_proj.weight" if args.coalesce_qkv else name
 
     def _unfused(self, name: str, tensor: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
-        """The parts of a whole tensor that lie in it one after the other; of any other, the tensor itself."""
+        """The parts of a whole tensor that are in it one after the other; of any other, the tensor itself."""
         prefix, ending = _split_name(name)
         parts = _FUSED.get(ending, ())
         if len(parts) < 2:
@@ -264,7 +264,9 @@ class CheckpointConverterBase:
             order, size = self._heads(args)
             lengths = [order.num_heads * size, order.num_kv_heads * size, order.num_kv_heads * size]
         if sum(lengths) != tensor.shape[dim]:
-            raise ValueError(f"{name} {list(tensor.shape)} needs {lengths} rows by --config; pass its own config")
+            raise ValueError(
+                f"{name} {list(tensor.shape)} needs {lengths} rows according to --config; pass the model's own config"
+            )
         return {prefix + part: value for part, value in zip(parts, tensor.split(lengths, dim), strict=True)}
 
     def _sharding(
@@ -378,8 +380,8 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
     asked = [name for name, is_asked in refused.items() if is_asked]
     if asked:
         raise ValueError(
-            f"{', '.join(asked)}: not supported by this converter; load_checkpoint pads heads by pad_model=True and "
-            "reads weights of transformers at any layout"
+            f"{', '.join(asked)}: not supported by this converter; load_checkpoint pads heads with pad_model=True and "
+            "reads transformers weights at any layout"
         )
 
 

@@ -1,6 +1,6 @@
 """Configurations of mixture-of-experts layers, as scripts for NeuronX Distributed fill them.
 
-What says how a kernel is fed is kept and changes nothing here.
+What says how a kernel is fed is kept and has no effect here.
 """
 
 import logging
@@ -84,7 +84,7 @@ class BlockwiseMatmulConfig:
 
     @staticmethod
     def from_kwargs(**kwargs: Any) -> "BlockwiseMatmulConfig":
-        """With defaults for what is not given; other keys are passed over.
+        """With defaults for what is not given; other keys are ignored.
 
         Raises:
             KeyError: there is no such sharding strategy.
@@ -168,7 +168,7 @@ class RouterConfig:
 
     @staticmethod
     def from_kwargs(**kwargs: Any) -> "RouterConfig":
-        """From `router_act_fn` and `router_dtype`; other keys are passed over."""
+        """From `router_act_fn` and `router_dtype`; other keys are ignored."""
         return RouterConfig(kwargs.get("router_act_fn", "softmax"), kwargs.get("router_dtype", torch.float32))
 
 

@@ -22,7 +22,7 @@ def check_unset(**asked: Any) -> None:
     """Raise a NotImplementedError for arguments whose work is not done here."""
     for name, value in asked.items():
         if value:
-            raise NotImplementedError(f"{name} of mixture-of-experts layers is not supported; leave it out")
+            raise NotImplementedError(f"{name} of mixture-of-experts layers is not supported; remove it")
 
 
 def is_other_group(given: GivenGroup, axis: str) -> bool:
@@ -36,7 +36,9 @@ class ExpertFusedLinear(ExpertLinear):
     def _outputs(self, input_: Tensor, expert_indices: Tensor | None) -> Tensor:
         weight = self.weight if expert_indices is None else self.weight[expert_indices]
         if input_.shape[0] not in (1, len(weight)):
-            raise ValueError(f"input_ has {input_.shape[0]} experts, this rank {len(weight)}; pass as many, or 1")
+            raise ValueError(
+                f"input_ has {input_.shape[0]} experts, but this rank has {len(weight)}; pass as many, or 1"
+            )
         return torch.einsum("e...i,eio->e...o", input_.expand(len(weight), *input_.shape[1:]), weight)
 
 
@@ -44,7 +46,7 @@ class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
     """Outputs of each expert are split over the tensor-parallel ranks.
 
     Raises:
-        NotImplementedError: a bias, another group or another distribution of experts is asked for.
+        NotImplementedError: a bias, another group or another distribution of experts is requested.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class ExpertFusedRowParallelLinear(ExpertFusedLinear):
     """Inputs of each expert are split over the tensor-parallel ranks.
 
     Raises:
-        NotImplementedError: a bias, another group or another distribution of experts is asked for.
+        NotImplementedError: a bias, another group or another distribution of experts is requested.
     """
 
     def __init__(
@@ -149,12 +151,12 @@ def gated_activation(
     """What an expert makes of a gate and the other half of its first product.
 
     Args:
-        activation: of the gate times `scale`.
+        activation: activation function of the gate times `scale`.
         glu_type: SWIGLU also multiplies by the gate.
-        scale: of the gate in the activation.
+        scale: factor of the gate in the activation.
         bias: added to the other half.
         gate_limits: least and largest value of the gate, or None.
-        up_limits: of the other half.
+        up_limits: limits of the other half.
 
     Raises:
         NotImplementedError: limits of the other half together with a bias: whether they hold before it is not the same

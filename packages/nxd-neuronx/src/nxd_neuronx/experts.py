@@ -97,7 +97,7 @@ class ExpertMLPsV2(nxd_experts.ExpertMLPs):
 
     Raises:
         NotImplementedError: biases, another place of the affinities, other groups, or another layout for single tokens
-            are asked for.
+            are requested.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ExpertMLPsV2(nxd_experts.ExpertMLPs):
         sequences: Tensor | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """As in `nxd_layers.experts.ExpertMLPs`; `seq_len` chose a kernel and changes nothing."""
+        """As in `nxd_layers.experts.ExpertMLPs`; `seq_len` chose a kernel and has no effect."""
         given = (hidden_states, expert_affinities, expert_index)
         return super().forward(*given, sequences=sequences, meanwhile=meanwhile)
 
@@ -247,19 +247,19 @@ class SharedExperts(nn.Module):
     """Experts that take every token: one gated feed-forward network, split over the tensor-parallel ranks.
 
     Args:
-        hidden_size: of tokens.
-        intermediate_size: of an expert.
-        num_shared_experts: so many times as wide.
+        hidden_size: hidden size of tokens.
+        intermediate_size: intermediate size of an expert.
+        num_shared_experts: factor of the width.
         hidden_act: a key of `ACT2FN`.
-        dtype: of the weights.
-        tensor_model_parallel_group: that of the mesh.
-        reduce_dtype: of the sum over the ranks.
+        dtype: dtype of the weights.
+        tensor_model_parallel_group: process group; that of the mesh.
+        reduce_dtype: dtype of the sum over the ranks.
         fused_gate_up_projection: whether gate and up are one layer.
         sequence_parallel_enabled: whole weights on every rank: not done here, as it is for inference.
-        transpose_weights: weights the other way round: not done here, as it feeds a kernel.
+        transpose_weights: weights in reverse: not done here, as it feeds a kernel.
 
     Raises:
-        NotImplementedError: another group, whole or transposed weights are asked for.
+        NotImplementedError: another group, whole or transposed weights are requested.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class MoE(nxd_experts.MoE):
     Shuffled tokens (`token_shuffle_group_size`) have their logits and experts in the order of shuffling.
 
     Raises:
-        NotImplementedError: its fused kernel for single tokens is asked for.
+        NotImplementedError: its fused kernel for single tokens is requested.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ def get_grad_norm(
         norm_type: p > 0, or inf.
         zero1_optimizer: each replica has other elements of the gradients, so the replicas' norms are combined, too.
         zero1_optimizer_groups: the ranks of all groups that do, instead of all replicas.
-        force_spmd: taken for scripts that give it; each element counts once in any case.
+        force_spmd: accepted without effect; each element counts once in any case.
 
     Returns:
         0-d.
@@ -32,7 +32,7 @@ def get_grad_norm(
         ValueError: groups without `zero1_optimizer`, or a `norm_type` that is not positive.
     """
     if zero1_optimizer_groups is not None and not zero1_optimizer:
-        raise ValueError("zero1_optimizer_groups need zero1_optimizer=True; set it, or leave them out")
+        raise ValueError("zero1_optimizer_groups need zero1_optimizer=True; set it, or remove them")
     norm = grad_norm(parameters, norm_type)
     if not zero1_optimizer:
         return norm

@@ -18,7 +18,7 @@ def other_owner() -> str | None:
 
 
 def warn_of_other_owner() -> None:
-    """Warn if both are installed: their files lie in one folder, where the last to be installed has won."""
+    """Warn if both are installed: their files are in one folder, where the last to be installed has won."""
     other = other_owner()
     if other is not None:
         warnings.warn(

@@ -21,7 +21,7 @@ class CapturedModelInfo:
 
     Args:
         modules_to_capture: names of modules whose outputs are recorded.
-        max_tensors: how many tensors of `register_tensor` are kept; all if None.
+        max_tensors: maximum number of tensors kept from `register_tensor`; unlimited if None.
         capture_inputs: record these modules' inputs as well.
     """
 
@@ -259,7 +259,7 @@ class RuntimeRegister:
         count = len(cls.module_superset)
         if not len(tr_args) == len(mask_args) == count:
             raise ValueError(
-                f"Expected {count} tf tensors & {count} masks, got {len(tr_args)} and {len(mask_args)}; give one of "
+                f"Expected {count} tf tensors & {count} masks, got {len(tr_args)} and {len(mask_args)}; pass one of "
                 "each for every module of module_superset"
             )
         for name, tensor in zip(cls.module_superset, tr_args, strict=True):
@@ -284,7 +284,7 @@ class RuntimeRegister:
         tensor, mask = cls._tr_runtime_list.get(name), cls._tr_mask_list.get(name)
         if tensor is None or mask is None:
             raise ValueError(
-                f"Need tensor and mask for tensor replacement of {name!r}; give them as the forward's last arguments"
+                f"Need tensor and mask for tensor replacement of {name!r}; pass them as the forward's last arguments"
             )
         return torch.where(mask, tensor, output)
 

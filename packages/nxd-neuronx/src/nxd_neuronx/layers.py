@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 class BaseParallelLayer(nn.Module, metaclass=ABCMeta):
-    """What every parallel layer is an instance of; a base for layers of one's own."""
+    """What every parallel layer is an instance of; a base for layers of your own."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def from_parallel_logits_to_logprobs(vocab_parallel_logits: Tensor, target: Tens
     Args:
         vocab_parallel_logits: `[batch, seq, vocab/tp]`.
         target: token ids `[batch, seq]`, not shifted.
-        inference: taken for scripts that give it; the result can always be derived.
+        inference: accepted without effect; the result can always be derived.
 
     Returns:
         `[batch, seq - 1]`.

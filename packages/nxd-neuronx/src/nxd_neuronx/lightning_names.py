@@ -17,7 +17,7 @@ def from_nxd_lightning(module: str, *names: str) -> Callable[[str], Any]:
 
     def getattr_of_module(name: str) -> Any:
         if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}; there are {', '.join(names)}")
+            raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(names)}")
         try:
             nxd_lightning = importlib.import_module("nxd_lightning")
         except ModuleNotFoundError as error:

@@ -38,7 +38,7 @@ class LoraModel(nxd_lora.LoraModel):
     def print_trainable_parameters(self) -> None:
         """Log both."""
         trained, every = self.get_nb_trainable_parameters()
-        _logger.info("of %d parameters %d train (%.2f%%)", every, trained, 100 * trained / every)
+        _logger.info("%d parameters, of which %d are trained (%.2f%%)", every, trained, 100 * trained / every)
 
 
 def get_lora_model(model: nn.Module, lora_config: LoraConfig | None) -> nn.Module:
@@ -66,8 +66,8 @@ class LoraLayer(LoraModel):
     """One layer with an adapter; the layer stays the same object, as in `LoraModel`.
 
     Args:
-        base_layer: of a class that can be adapted.
-        lora_config: rank, scale and initialisation.
+        base_layer: a layer of a class that can be adapted.
+        lora_config: rank, scale and initialization.
 
     Raises:
         ValueError: the layer cannot be adapted, is of another class than this one is for, or has an adapter.

@@ -57,7 +57,7 @@ def scatter_to_process_group_spmd(
         input_: whole.
         partition_dim: the dim that is cut.
         rank: `[1]` integer.
-        process_group: whose size cuts it; the tensor-parallel ranks if None.
+        process_group: process group whose ranks split it; the tensor-parallel group if None.
 
     Raises:
         ValueError: the ranks do not divide the dim.

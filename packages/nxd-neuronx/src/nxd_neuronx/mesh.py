@@ -1,7 +1,7 @@
 """The mesh as scripts for NeuronX Distributed make and ask it: what nxd_state has no use for, on top of its groups.
 
 Groups of parts of an axis (copies of heads, shuffled tokens, a draft model) are runs of consecutive ranks, made when
-they are initialised and forgotten by the next `initialize_model_parallel`.
+they are initialized and forgotten by the next `initialize_model_parallel`.
 """
 
 import logging
@@ -37,17 +37,17 @@ def initialize_model_parallel(
         pipeline_model_parallel_size: pipeline stages.
         context_parallel_size: ranks that split each sequence.
         expert_model_parallel_size: ranks that split the experts of a layer.
-        skip_collective_init: taken for scripts that give it: no collective runs beforehand here.
-        lnc_size: taken for scripts that give it: `rank_order` says how ranks are laid out.
+        skip_collective_init: accepted without effect: no collective runs beforehand here.
+        lnc_size: accepted without effect: `rank_order` says how ranks are laid out.
         mesh_only: make no groups, and return their ranks.
         **options: `rank_order`, `timeout` and `store` of `nxd_state.initialize_model_parallel`.
 
     Raises:
-        RuntimeError: already initialised.
+        RuntimeError: already initialized.
         ValueError: degrees that do not divide the world size.
     """
     if lnc_size != 1:
-        _logger.info("lnc_size has no effect here: rank_order says how ranks are laid out")
+        _logger.info("lnc_size has no effect here: rank_order determines the layout of ranks")
     if not mesh_only:
         nxd_state.initialize_model_parallel(
             tensor_model_parallel_size,
@@ -77,13 +77,13 @@ def get_world_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Make the groups of ranks that hold the same key and value heads, which are neighbours here on any hardware.
+    """Make the groups of ranks that hold the same key and value heads, which are neighbors here on any hardware.
 
     Layers of nxd_layers need none: they find their copies by themselves.
 
     Args:
         kv_shared_group_size: copies of each head; divides the tensor-parallel degree.
-        sequential_ranks_in_group: taken for scripts that give it; copies are always on neighbours.
+        sequential_ranks_in_group: accepted without effect; copies are always on neighbors.
 
     Raises:
         ValueError: a size that does not divide, or another than before.
@@ -97,7 +97,7 @@ def get_kv_shared_group(as_list: bool = False) -> dist.ProcessGroup | list[list[
 
 
 def destroy_kv_group() -> None:
-    """Forget the size of these groups, so that another can be initialised."""
+    """Forget the size of these groups, so that another can be initialized."""
     _run_sizes.pop("kv_shared", None)
 
 
@@ -124,7 +124,7 @@ def get_token_shuffle_group_size() -> int:
 
 
 def destroy_token_shuffle_group() -> None:
-    """Forget the size of these groups, so that another can be initialised."""
+    """Forget the size of these groups, so that another can be initialized."""
     _run_sizes.pop("token_shuffle", None)
 
 
@@ -152,14 +152,14 @@ def arrange_kv_groups(
     sequential_ranks_in_group: bool = False,
     hardware_type: object = None,
 ) -> list[list[int]]:
-    """The ranks that hold the same heads: neighbours, or evenly spread over each tensor-parallel group.
+    """The ranks that hold the same heads: neighbors, or evenly spread over each tensor-parallel group.
 
     Args:
-        num_tensor_model_parallel_groups: how many groups there are.
+        num_tensor_model_parallel_groups: number of groups.
         tensor_model_parallel_size: ranks in each.
         kv_shared_group_size: ranks that hold the same heads.
-        sequential_ranks_in_group: neighbours. So they are on trn2 anyway.
-        hardware_type: whose name tells whether it is trn2.
+        sequential_ranks_in_group: neighbors. So they are on trn2 anyway.
+        hardware_type: hardware type, whose name contains trn2 or not.
     """
     neighbours = sequential_ranks_in_group or getattr(hardware_type, "name", "").upper() == "TRN2"
     groups = []
@@ -198,8 +198,8 @@ def get_experts_for_expert_parallel_rank(
     each, rest = divmod(total_number_of_experts, expert_model_parallel_size)
     if rest or not 0 <= expert_parallel_rank < expert_model_parallel_size:
         raise ValueError(
-            f"expert_parallel_rank={expert_parallel_rank} of {expert_model_parallel_size} cannot hold an equal part of "
-            f"{total_number_of_experts} experts; use a degree that divides them, and a rank below it"
+            f"expert_parallel_rank={expert_parallel_rank} of {expert_model_parallel_size} cannot hold an equal share "
+            f"of {total_number_of_experts} experts; use a degree that divides them, and a rank below it"
         )
     if not expert_distribution:
         return list(range(expert_parallel_rank * each, (expert_parallel_rank + 1) * each))
@@ -248,5 +248,5 @@ def _runs(name: str, axis: str, *, as_list: bool) -> dist.ProcessGroup | list[li
     if as_list:
         return as_lists(group.replica_groups)
     if group.process_group is None:
-        raise RuntimeError(f"{group} has no process group: each of the {name} groups is one rank")
+        raise RuntimeError(f"{group} has no process group: each of the {name} groups has one rank")
     return group.process_group

@@ -1,6 +1,6 @@
 """Weights in 4- and 8-bit floats of the OCP microscaling format: apart, together, and as ordinary floats.
 
-Two values lie in a byte, the first in its low half; 32 values in a row share a scale, a power of two with a bias of
+Two values are in a byte, the first in its low half; 32 values in a row share a scale, a power of two with a bias of
 127. Files of such models can be read with this; the layouts that only NKI kernels compute on are not here.
 """
 
@@ -19,7 +19,7 @@ def split_byte_4bit_tensor(tensor: Tensor, *, rows_per_chunk: int = _ANY_ROWS) -
 
     Args:
         tensor: `[..., n]`, of one byte each.
-        rows_per_chunk: of no effect, as in the other functions of this file.
+        rows_per_chunk: accepted without effect, as in the other functions of this file.
 
     Returns:
         uint8 `[..., 2 * n]`, each below 16.
@@ -35,7 +35,7 @@ def pack_byte_4bit_tensor(tensor: Tensor, *, rows_per_chunk: int = _ANY_ROWS) ->
         ValueError: not uint8, or an odd number of values in a row.
     """
     if tensor.dtype != torch.uint8 or tensor.shape[-1] % 2 or not tensor.shape[-1]:
-        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} cannot be packed; give uint8 in rows of even length")
+        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} cannot be packed; pass uint8 in rows of even length")
     pairs = tensor.unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
@@ -47,7 +47,7 @@ def pack_fp4_x4_uint16(X: Tensor) -> Tensor:  # noqa: N803  (the documented name
         ValueError: not uint8, or an odd number of bytes in a row.
     """
     if X.dtype != torch.uint8 or X.shape[-1] % 2:
-        raise ValueError(f"{X.dtype} {list(X.shape)} cannot be packed; give uint8 in rows of even length")
+        raise ValueError(f"{X.dtype} {list(X.shape)} cannot be packed; pass uint8 in rows of even length")
     return X.view(torch.uint16)
 
 
@@ -64,7 +64,7 @@ def dequant_byte_4bit_tensor(blocks: Tensor, scales: Tensor, *, rows_per_chunk: 
     Args:
         blocks: as above.
         scales: uint8 `[..., blocks]`.
-        rows_per_chunk: of no effect.
+        rows_per_chunk: accepted without effect.
 
     Raises:
         ValueError: shapes do not fit.
@@ -80,8 +80,8 @@ def get_mxfp4_tensor(
     Args:
         blocks: uint8 `[..., blocks, n]`, two values in each.
         scales: uint8 `[..., blocks]`.
-        dtype: of the result.
-        rows_per_chunk: of no effect.
+        dtype: dtype of the result.
+        rows_per_chunk: accepted without effect.
 
     Returns:
         `[..., blocks * 2 * n]`.
@@ -105,8 +105,8 @@ def get_mxfp4_tensor_from_uint16(
     Args:
         blocks: as above.
         scales: uint8 `[..., blocks]`.
-        dtype: of the result.
-        rows_per_chunk: of no effect.
+        dtype: dtype of the result.
+        rows_per_chunk: accepted without effect.
         output_quad_row: give `[..., blocks * n, 4]`.
 
     Returns:
@@ -134,9 +134,9 @@ def get_mxfp8_tensor_from_uint32(
     Args:
         blocks: uint32 `[..., blocks, n]`, four values in each.
         scales: uint8 `[..., blocks]`.
-        dtype: of the result.
+        dtype: dtype of the result.
         fp8_dtype: which 8-bit floats they are.
-        rows_per_chunk: of no effect.
+        rows_per_chunk: accepted without effect.
         output_quad_row: give `[..., blocks * n, 4]`.
         replace_nan_with_zeros: for bits that are no number.
 
@@ -153,7 +153,7 @@ def get_mxfp8_tensor_from_uint32(
 
 
 def split_gate_up(W_gate_up: Tensor, scale_gate_up: Tensor, bias_gate_up: Tensor) -> tuple[Tensor, ...]:  # noqa: N803
-    """Gate and up projections whose rows lie in turns, apart.
+    """Gate and up projections whose rows are in turns, apart.
 
     Args:
         W_gate_up: `[experts, 2 * intermediate, blocks, n]`.
@@ -173,7 +173,9 @@ def _scaled(halves: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _times_scale(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if values.shape[:-1] != scales.shape:
-        raise ValueError(f"scales of shape {list(scales.shape)} do not fit blocks; expected {list(values.shape[:-1])}")
+        raise ValueError(
+            f"scales of shape {list(scales.shape)} do not match the blocks; expected {list(values.shape[:-1])}"
+        )
     return torch.ldexp(values, scales.unsqueeze(-1).int() - _SCALE_BIAS).to(dtype)
 
 

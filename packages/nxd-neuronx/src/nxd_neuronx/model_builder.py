@@ -31,7 +31,7 @@ class ModelBuilder:
     Args:
         model: made inside `NxDParallelState` or `mock_distributed`, as a rank has it; its class must be
             importable, or cloudpickle installed.
-        weights_to_skip_layout_optimization: of the old compiler; of no effect.
+        weights_to_skip_layout_optimization: accepted without effect.
     """
 
     def __init__(self, model: nn.Module, weights_to_skip_layout_optimization: set[str] | None = None) -> None:
@@ -62,7 +62,7 @@ class ModelBuilder:
             TypeError: inputs that are no tensors, or that forward does not take.
         """
         if args is None and kwargs is None:
-            raise ValueError("give the example inputs as args (by position), as kwargs (by name), or some of each")
+            raise ValueError("pass the example inputs as args (by position), kwargs (by name), or both")
         by_position = (args,) if isinstance(args, Tensor) else tuple(args or ())
         bound = inspect.signature(self.model.forward).bind(*by_position, **(kwargs or {}))
         kinds = {bound.signature.parameters[name].kind for name in bound.arguments}
@@ -83,9 +83,9 @@ class ModelBuilder:
         """Record and compile all programs.
 
         Args:
-            priority_model_key: of the old compiler's layouts; a program's name, of no effect.
-            compiler_workdir: where compilers leave their files.
-            compiler_args: for neuronx-cc, the same for all programs; of no effect for another compiler.
+            priority_model_key: name of a program; accepted without effect.
+            compiler_workdir: folder for files of compilers.
+            compiler_args: for neuronx-cc, the same for all programs; accepted without effect for another compiler.
             max_workers: ranks that record and compile at once.
 
         Returns:
@@ -99,10 +99,10 @@ class ModelBuilder:
         if not names:
             raise ValueError("No traces available for compilation. Call trace() first.")
         if priority_model_key is not None and priority_model_key not in names:
-            raise ValueError(f"Invalid priority_model_key: {priority_model_key}; there are {', '.join(names)}")
+            raise ValueError(f"Invalid priority_model_key: {priority_model_key}; the names are {', '.join(names)}")
         of_programs = compiler_args if isinstance(compiler_args, Mapping) else dict.fromkeys(names, compiler_args)
         if missing := sorted(set(names) - of_programs.keys()):
-            raise ValueError(f"compiler_args lack {missing}; give options for each program, or a string for all")
+            raise ValueError(f"compiler_args lack {missing}; pass options for each program, or one string for all")
         traced = nxd_trace.trace_module(
             self.model,
             self._programs,
@@ -142,7 +142,7 @@ class BaseModelInstance:
         self.input_output_aliases = [input_output_aliases]
 
     def load_module(self) -> None:
-        """Make the model; called in each worker, where the mesh is initialised."""
+        """Make the model; called in each worker, where the mesh is initialized."""
         self.module = self.module_cls()
 
     def get(self, bucket_rank: int, **kwargs: Any) -> tuple[nn.Module | None, Any]:
@@ -150,7 +150,7 @@ class BaseModelInstance:
 
         Args:
             bucket_rank: number of the bucket; 0 if there is one.
-            **kwargs: of the bucket.
+            **kwargs: keyword arguments of the bucket.
         """
         return self.module, self.input_output_aliases[0]
 
@@ -188,8 +188,8 @@ class FirstModelBuilder:
         ep_degree: 1.
         local_ranks_size: all ranks.
         world_size: as `tp_degree`.
-        compiler_workdir: where compilers leave their files.
-        **old_settings: of the old compiler and its processes; of no effect.
+        compiler_workdir: folder for files of compilers.
+        **old_settings: settings of the old compiler and its processes; accepted without effect.
 
     Raises:
         ValueError: a router, several stages, or a part of the ranks.
@@ -217,10 +217,11 @@ class FirstModelBuilder:
         if (pp_degree, ep_degree, start_rank_id) != (1, 1, 0) or {world_size, local_ranks_size} - {None, tp_degree}:
             raise ValueError(
                 f"pp_degree={pp_degree}, ep_degree={ep_degree}, start_rank_id={start_rank_id}, world_size={world_size},"
-                f" local_ranks_size={local_ranks_size}: a traced model has {tp_degree} tensor-parallel ranks, all here"
+                f" local_ranks_size={local_ranks_size}: a traced model has {tp_degree} tensor-parallel ranks, all on "
+                "this host"
             )
         if router is not None:
-            raise ValueError("router must be None: a call finds its program by the shapes of its inputs")
+            raise ValueError("router must be None: a call selects its program by the shapes of its inputs")
         self.tp_degree = tp_degree
         self.checkpoint_loader = checkpoint_loader
         self.compiler_workdir = compiler_workdir
@@ -243,9 +244,9 @@ class FirstModelBuilder:
             key: its name.
             model_instance: gives it in each worker.
             example_inputs: a tuple of inputs for each bucket; one of them without buckets.
-            compiler_args: for neuronx-cc, the same for all models; of no effect for another compiler.
+            compiler_args: for neuronx-cc, the same for all models; accepted without effect for another compiler.
             bucket_config: its `func_kwargs` are given to `model_instance.get`.
-            priority_model_idx: of the old compiler; of no effect.
+            priority_model_idx: accepted without effect.
 
         Returns:
             The builder itself.

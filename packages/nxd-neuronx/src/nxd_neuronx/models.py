@@ -27,7 +27,7 @@ def init_on_device(
     Args:
         device: on others than "meta" buffers, and tensors that name no device, are made there as well.
         include_buffers: with "meta", put buffers there, too; otherwise they have their values.
-        force_custom_init_on_device: taken for scripts that give it; there is one way to do it here.
+        force_custom_init_on_device: accepted without effect; there is one way to do it here.
     """
     device = torch.device(device)
     with parameters_on_meta(include_buffers=include_buffers) if device.type == "meta" else device:

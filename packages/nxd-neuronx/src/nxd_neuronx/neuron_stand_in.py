@@ -30,7 +30,7 @@ class RmsNorm:
             hidden: any shape; computed in float32 at least.
             weight: scale of the elements along `dim`.
             eps: added to the mean of squares.
-            dim: of the mean.
+            dim: dim of the mean.
 
         Returns:
             As `hidden`, in its dtype.

@@ -16,7 +16,7 @@ class _Area(NamedTuple):
 
     Attributes:
         reason: why, as what follows the name.
-        instead: what to use.
+        instead: the replacement to use.
         names: by module, below `neuronx_distributed` or of the libraries that it needs, separated by spaces.
     """
 
@@ -27,7 +27,7 @@ class _Area(NamedTuple):
 
 _AREAS = (
     _Area(
-        "works on HLO programs of the old XLA runtime, which are not made here",
+        "works on HLO programs of the old XLA runtime, which do not exist here",
         "neuronx_distributed.trace.parallel_model_trace or ModelBuilder, which compile, save and load models",
         {
             "trace.functions": "append_default_compiler_flags compile compile_layout_transformer compile_wlo trace",
@@ -71,7 +71,7 @@ _AREAS = (
     ),
     _Area(
         "launches an NKI kernel, which only the Neuron compiler can build",
-        "the torch functions of neuronx_distributed.kernels and nxd_layers, which a compiler fuses",
+        "the torch functions of neuronx_distributed.kernels and nxd_layers, which compilers fuse",
         {
             "kernels.flash_attn": "NKIAttnFunc get_flash_attn_kernels",
             "kernels.kernel_utils": "get_seed move_seed torch_to_nki_dtype",
@@ -80,23 +80,23 @@ _AREAS = (
         },
     ),
     _Area(
-        "compares logits by the tolerances of the old runtime",
-        "torch.testing.assert_close, or nxd parity --hf for a model of transformers",
+        "compares logits with the tolerances of the old runtime",
+        "torch.testing.assert_close, or nxd parity --hf for a transformers model",
         {"torch_neuronx.testing.validation": "logit_validation"},
     ),
     _Area(
-        "lays weights out in the microscaling formats as only NKI kernels read them",
+        "arranges weights in microscaling formats that only NKI kernels read",
         "quantization.convert with int8 or fp8 weights",
         {"quantization.microscaling.transform_weights": "reshape_pad_proj"},
     ),
     _Area(
-        "handles ZeRO-1 states in a folder of their own, apart from the model",
+        "handles ZeRO-1 states in a folder separate from the model",
         "save_checkpoint and load_checkpoint with optimizer=, which work at any layout, or nxd ckpt convert",
         {"optimizer.zero_dcp_utils": "get_dcp_aux_infos load_optim_state_dict save_optim_state_dict"},
     ),
     _Area(
-        "feeds the kernels of mixtures of experts, or checks what these can take",
-        "nxd_layers.experts, or MoE and ExpertMLPs of neuronx_distributed.modules.moe, which need no such choice",
+        "prepares or checks inputs of the mixture-of-experts kernels",
+        "nxd_layers.experts, or MoE and ExpertMLPs of neuronx_distributed.modules.moe, which do not need it",
         {
             "modules.moe.blockwise": (
                 "torch_to_nki_dtype initialize_nki_components initialize_training_kernels dynamic_slice_3D "
@@ -116,8 +116,8 @@ _AREAS = (
         },
     ),
     _Area(
-        "lays experts out in another way for prompts than for single tokens",
-        "expert_model_parallel_size= of initialize_model_parallel, which is one layout for both",
+        "uses different layouts of experts for prompts and for single tokens",
+        "expert_model_parallel_size= of initialize_model_parallel, which uses one layout for both",
         {
             "modules.moe.moe_process_group": (
                 "init_tensor_expert_parallel_moe_process_groups get_moe_tp_ep_group get_moe_ep_group "
@@ -126,8 +126,8 @@ _AREAS = (
         },
     ),
     _Area(
-        "holds the experts of a layer in int8 or fp8, which is not done here",
-        "quantization.convert, which quantizes linear layers, and leaves experts as they are",
+        "holds the experts of a layer in int8 or fp8, which is not supported here",
+        "quantization.convert, which quantizes linear layers but not experts",
         {"quantization.quantization_layers": "QuantizedExpertFusedColumnParallel QuantizedExpertFusedRowParallel"},
     ),
     _Area(
@@ -136,7 +136,7 @@ _AREAS = (
         {"kernels.ring_attention_kernel": "NkiRingAttnFunc"},
     ),
     _Area(
-        "is a step of the old pipeline's partitioning, which is one call here",
+        "is a step of the old pipeline's partitioning, which is a single call here",
         "NxDPPModel, or nxd_pipeline.manual_partition",
         {
             "pipeline.partition": (
@@ -154,7 +154,7 @@ class NotHere:
     Attributes:
         name: with its module.
         reason: why it is not, in words.
-        instead: what to use.
+        instead: the replacement to use.
     """
 
     def __init__(self, name: str, reason: str, instead: str) -> None:

@@ -45,7 +45,7 @@ def convert_yaml_to_json(yaml_path: str, filename: str = "yaml_config.json") -> 
     model = content.get("model") if isinstance(content, dict) else None
     missing = [name for name in _KEYS.values() if not isinstance(model, dict) or name not in model]
     if missing or not isinstance(model, dict):
-        raise ValueError(f"{yaml_path} lacks model.{', model.'.join(missing)}; give the config of a training run")
+        raise ValueError(f"{yaml_path} lacks model.{', model.'.join(missing)}; pass the config of a training run")
     config = {key: model[name] for key, name in _KEYS.items()}
     if "moe" in model:
         config["num_local_experts"] = model["moe"]["num_experts"]

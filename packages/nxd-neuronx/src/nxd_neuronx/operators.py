@@ -22,8 +22,8 @@ def argmax(
         dim: the dim to search.
         gather_dim: the dim along which the tensor is split over the ranks.
         keepdim: keep `dim`, with length 1.
-        process_group: of the ranks; the tensor-parallel one.
-        disable_argmax_kernel: of the old runtime; of no effect.
+        process_group: process group; must be the tensor-parallel one.
+        disable_argmax_kernel: accepted without effect.
 
     Returns:
         int64 indices, the same on every rank: of `tensor`'s shape without `dim`, whole along `gather_dim`.
@@ -55,11 +55,11 @@ def topk(
 
     Args:
         tensor: this rank's part.
-        k: how many; may exceed the part's length.
+        k: number of elements; may exceed the length of a rank's part.
         dim: the dim to search.
         gather_dim: the dim along which the tensor is split over the ranks.
-        process_group: of the ranks; the tensor-parallel one.
-        stages: of the old runtime's messages; of no effect, as what follows.
+        process_group: process group; must be the tensor-parallel one.
+        stages: accepted without effect, like the following arguments.
         rank_id: as above.
         use_topk_rotated_kernel: as above.
         lnc: as above.
@@ -85,5 +85,5 @@ def topk(
 def _tensor_parallel(process_group: ProcessGroup | Group | None) -> Group:
     group = active_group("tp")
     if process_group is not None and process_group is not group and process_group is not group.process_group:
-        raise ValueError("process_group is not the tensor-parallel group of this mesh; leave it out")
+        raise ValueError("process_group is not the tensor-parallel group of this mesh; remove it")
     return group

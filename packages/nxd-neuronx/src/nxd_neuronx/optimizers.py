@@ -27,7 +27,7 @@ class PostPartitionHooks:
             ValueError: it is not callable.
         """
         if not callable(callable_function):
-            raise ValueError(f"callable_function={callable_function!r} must be a callable object; give a function")
+            raise ValueError(f"callable_function={callable_function!r} must be callable; pass a function")
         function = partial(callable_function, *func_args, **(func_kwargs or {}))
         self.hooks.append({"function": function, "name": callable_function.__name__})
 
@@ -48,7 +48,7 @@ def filter_to_local_parameter_group(optimizer: Optimizer, model: nn.Module) -> N
     """Leave an optimizer only the parameters that this rank's part of the model has.
 
     Args:
-        optimizer: whose groups are changed.
+        optimizer: optimizer whose groups are changed.
         model: a model, of which this rank may have some stages only.
     """
     local = set(model.parameters())

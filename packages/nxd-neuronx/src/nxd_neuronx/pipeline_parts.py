@@ -46,10 +46,10 @@ class PipelineIO:
     """A value that stages send to each other.
 
     Attributes:
-        name: of the value.
+        name: name of the value.
         input_idx: its place among a stage's inputs; None if it is none.
         output_idx: its place among a stage's outputs; None if it is none.
-        metadata: of its tensors.
+        metadata: metadata of its tensors.
         obj: the containers that they are in; None for a plain tensor.
     """
 
@@ -66,8 +66,8 @@ class PipelineStageModule(nn.Module):
     `NxDPPModel(layers, manual_pp_partition=True)` makes and runs all stages.
 
     Args:
-        layers: of the whole model.
-        num_stages: how many stages it is cut into.
+        layers: layers of the whole model.
+        num_stages: number of stages.
         stage_index: which of them this is.
         partition_fn: gives the stage of each layer; equally many for each if None, the remainder to the last.
 
@@ -112,7 +112,7 @@ class PipelineStageModule(nn.Module):
 
         Args:
             layer_and_weight_path: layers, with the weight's name in each.
-            sharing_group_name: of these.
+            sharing_group_name: name of the group.
 
         Raises:
             RuntimeError: a layer is in a group of that name already.
@@ -205,7 +205,7 @@ def get_tracer_class(model: nn.Module, tracer_cls: str | type[fx.Tracer] | None 
 
     Args:
         model: decides if `tracer_cls` is None.
-        tracer_cls: "hf", "torch" or a class of one's own.
+        tracer_cls: "hf", "torch" or a class of your own.
 
     Raises:
         ValueError: another name.
@@ -227,10 +227,10 @@ def get_concrete_args(
     """The arguments of a model's forward that are not given, with their defaults.
 
     Args:
-        model: whose forward is meant.
+        model: model with the forward.
         input_names: the arguments that are given; those of `args` and `kwargs` if None.
         args: positional ones.
-        kwargs: those by name.
+        kwargs: keyword arguments.
 
     Raises:
         ValueError: nothing is given, or a name that forward lacks.
@@ -267,7 +267,7 @@ def trace_model(
         args: inputs by position; only their number counts.
         kwargs: inputs by name; only the names count.
         input_names: the inputs that are given, instead of these.
-        tracer_cls: a tracer of one's own to build on; "hf" and "torch" are torch's.
+        tracer_cls: a tracer of your own to build on; "hf" and "torch" are torch's.
         leaf_modules: names of classes whose modules stay whole.
         autowrap_functions: functions that stay whole.
         autowrap_modules: Python modules whose functions stay whole.

@@ -86,7 +86,7 @@ class PipeSchedule(ABC):
     """The tasks of one rank; iterating gives a list of them for each step.
 
     Args:
-        num_microbatches: of a batch.
+        num_microbatches: number of microbatches of a batch.
         stages: ranks of the pipeline.
         stage_id: this rank's place, from 0 on.
 
@@ -150,7 +150,7 @@ class InferenceSchedule(PipeSchedule):
 class Train1F1BSchedule(PipeSchedule):
     """One forward, one backward: a step for each of them, and one to reduce gradients.
 
-    After the warm-up an output is sent by the backward step that follows, behind its receive: both neighbours send and
+    After the warm-up an output is sent by the backward step that follows, behind its receive: both neighbors send and
     receive in one order.
     """
 

@@ -30,7 +30,7 @@ def mock_distributed(world_size: int) -> Iterator[None]:
     ranks, of which this process acts as rank 0.
 
     Args:
-        world_size: of the job that is planned.
+        world_size: world size of the job that is planned.
     """
     with planned_world(world_size), ExitStack() as patches:
         for name, value in (("init_process_group", None), ("destroy_process_group", None), ("get_rank", 0)):
@@ -49,10 +49,10 @@ class NxDParallelState:
         pipeline_model_parallel_size: pipeline stages.
         context_parallel_size: ranks that split each sequence.
         expert_model_parallel_size: ranks that split experts.
-        lnc_size: physical cores of a logical one; of no effect.
+        lnc_size: physical cores of a logical one; accepted without effect.
 
     Raises:
-        RuntimeError: on entry: model parallelism is initialised.
+        RuntimeError: on entry: model parallelism is initialized.
         ValueError: on entry: degrees that do not divide the world size.
     """
 
@@ -109,7 +109,7 @@ def shard_checkpoint(
         model: as a rank has it, made inside `NxDParallelState`; or a traced model.
         start_rank: the first rank; 0 if None.
         end_rank: the last rank, included; the last one there is if None.
-        load_on_device: of the old runtime; tensors stay on the host.
+        load_on_device: accepted without effect; tensors stay on the host.
         serialize_path: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
 
     Returns:

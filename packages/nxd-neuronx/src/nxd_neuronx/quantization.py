@@ -77,7 +77,7 @@ def scale_dequantize(tensor: Tensor, scale: Tensor, upcast_dtype: torch.dtype) -
     Args:
         tensor: `[batch, seq, out]`, say.
         scale: `[1, out]`; a dim is put before its last.
-        upcast_dtype: of the result.
+        upcast_dtype: dtype of the result.
     """
     return dequantize(tensor, scale.unsqueeze(scale.dim() - 1), upcast_dtype)
 
@@ -90,14 +90,14 @@ def blockwise_scale_dequantize(
     Args:
         tensor: any shape, int8 or fp8; or uint16, with four 4-bit floats in each.
         scale: the number of blocks along each dim.
-        upcast_dtype: of the result.
+        upcast_dtype: dtype of the result.
         mx_swizzle: False.
 
     Raises:
         ValueError: shapes do not fit, or the layout is one of NKI kernels.
     """
     if mx_swizzle:
-        raise ValueError("mx_swizzle=True is a layout that only NKI kernels read; pass the values in their own order")
+        raise ValueError("mx_swizzle=True is a layout that only NKI kernels read; pass the values unswizzled")
     if tensor.dtype == torch.uint16:
         tensor = apply_lut_byte_4bit_tensor(split_byte_4bit_tensor(tensor.contiguous()).unsqueeze(-1))
     return blockwise_dequantize(tensor, scale, upcast_dtype)
@@ -131,7 +131,7 @@ class PerChannelAbsMaxObserver(nn.Module):
         ch_axis: the channels' dim.
         dtype: torch.qint8.
         qscheme: torch.per_channel_symmetric.
-        **options: of torch's observers; of no effect.
+        **options: options of torch's observers; accepted without effect.
 
     Attributes:
         max_val: `[channels, 1]`; empty before the first tensor.
@@ -174,7 +174,7 @@ class PerChannelAbsMaxObserver(nn.Module):
         return scales, torch.zeros_like(scales, dtype=torch.int64)
 
     def reset_min_max_vals(self) -> None:
-        """Begin anew."""
+        """Begin again."""
         self.max_val = torch.tensor([])
 
 

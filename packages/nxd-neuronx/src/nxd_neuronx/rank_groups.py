@@ -53,10 +53,10 @@ def ascending_ring_PG_group(  # noqa: N802  (the name that scripts import)
     ep_data_degree: int,
     cp: int = 1,
 ) -> ParallelGroups:
-    """The groups of ranks that lie in a grid.
+    """The groups of ranks that are in a grid.
 
     Args:
-        lnc_size: of no effect.
+        lnc_size: accepted without effect.
         cluster_ranks_nonexp: `[pp, dp, cp, tp]`, the ranks.
         cluster_ranks_exp: `[pp, dp_exp, ep, tp]`, the same ranks.
         tp: as in the grids, which say it all; so are the other degrees.
@@ -82,10 +82,10 @@ def ascending_descending_ring_PG_group(  # noqa: N802  (the name that scripts im
     ep_data_degree: int,
     cp: int = 1,
 ) -> ParallelGroups:
-    """The groups of the rank order "row_paired"; those of experts as they lie in their grid, as in that library.
+    """The groups of the rank order "row_paired"; those of experts as they are in their grid, as in that library.
 
     Args:
-        lnc_size: of no effect.
+        lnc_size: accepted without effect.
         cluster_ranks_nonexp: all ranks; only their number counts.
         cluster_ranks_exp: `[pp, dp_exp, ep, tp]`, the ranks.
         tp: tensor-parallel degree.

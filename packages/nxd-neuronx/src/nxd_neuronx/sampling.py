@@ -22,7 +22,7 @@ class Sampler:
             the candidates instead of a token.
 
     Raises:
-        ValueError: anything but sampling with one beam is asked for.
+        ValueError: anything but sampling with one beam is requested.
     """
 
     def __init__(self, neuron_config: Any) -> None:
@@ -49,7 +49,7 @@ class Sampler:
         values, ids = token_logits.topk(self.top_k, dim=1)
         if self.is_medusa:
             return ids
-        # By the inverse of the distribution function: torch.multinomial would look at values while it is traced.
+        # By the inverse of the distribution function: torch.multinomial would inspect values while it is traced.
         reached = F.softmax(values, dim=1).cumsum(dim=1)
         drawn = torch.rand((reached.shape[0], 1), device=reached.device)
         place = (reached < drawn).sum(dim=1, keepdim=True).clamp(max=self.top_k - 1)
@@ -109,7 +109,7 @@ def generate_candidates(
     Args:
         medusa_logits: token ids that each head guesses, `[heads, 1, 1, TOPK]`.
         logits: token ids of the model itself, likeliest first, `[1, 1, k]`.
-        tree_indices: of `generate_medusa_buffers`.
+        tree_indices: result of `generate_medusa_buffers`.
         retrieve_indices: as above.
 
     Returns:
@@ -151,10 +151,10 @@ def update_inference_inputs(
 
     Args:
         input_ids: `[1, seq]`.
-        candidates: of `generate_candidates`.
-        best_candidate: of `evaluate_posterior`.
+        candidates: result of `generate_candidates`.
+        best_candidate: result of `evaluate_posterior`.
         accept_length: as above.
-        retrieve_indices: of `generate_medusa_buffers`.
+        retrieve_indices: result of `generate_medusa_buffers`.
         outputs: the model's; not used.
         logits: `[leaves, 1+depth, ...]`.
         medusa_logits: `[heads, leaves, 1+depth, ...]`.

@@ -29,7 +29,7 @@ class SerializationManager:
             return_stub_list: return the stubs as well.
 
         Returns:
-            The value with a `TensorMeta` for each tensor, the tensors, and their stubs if asked for. A tensor that
+            The value with a `TensorMeta` for each tensor, the tensors, and their stubs if requested. A tensor that
             occurs twice has one stub.
         """
         tensors: list[Tensor] = []
@@ -88,11 +88,12 @@ def is_instance_namedtuple(iterable: Any) -> bool:
 def check_for_duplicate_tensors(
     checkpoint: dict[str, Tensor], remove_duplicate_tensors: bool = False
 ) -> dict[str, Tensor]:
-    """Tensors by name, each memory once if asked for: a safetensors file holds no tensor under two names.
+    """Tensors by name, each memory once if requested: a safetensors file holds no tensor under two names.
 
     Args:
-        checkpoint: changed in place if asked for.
-        remove_duplicate_tensors: of tensors that share memory, leave only the first, by name, that has all of it.
+        checkpoint: changed in place if requested.
+        remove_duplicate_tensors: whether to keep only the first, by name, of tensors that share memory; it must cover
+            all.
 
     Returns:
         The same dict.
@@ -112,7 +113,7 @@ def check_for_duplicate_tensors(
             continue
         whole = [it for it in overlapping if checkpoint[it].nbytes == checkpoint[it].untyped_storage().nbytes()]
         if not whole:
-            raise RuntimeError(f"{', '.join(sorted(overlapping))} share memory, and none has all of it; clone them")
+            raise RuntimeError(f"{', '.join(sorted(overlapping))} share memory, and none covers all of it; clone them")
         for name in overlapping:
             if name != min(whole):
                 del checkpoint[name]

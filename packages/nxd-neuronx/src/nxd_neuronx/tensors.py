@@ -72,7 +72,7 @@ def split_tensor_along_dim(
     """Equal parts of a tensor.
 
     Args:
-        tensor: what to cut.
+        tensor: the tensor to split.
         dim: along which dim.
         num_partitions: number of parts.
         contiguous_split_chunks: copy each part into memory of its own.
@@ -135,8 +135,8 @@ def invoke_preshard_hooks(module: nn.Module, model_state_dict: dict[str, Any], p
     Args:
         module: the model; hooks of modules inside one that has a hook are its own business.
         model_state_dict: whole tensors by name, changed in place.
-        prefix: of the module's names in it, ending in a dot. A hook's `name` is this and "weight"; a module whose
-            `add_bias` is true is asked for "bias" as well.
+        prefix: prefix of the module's names in it, ending in a dot. A hook's `name` is this and "weight"; a module
+            whose `add_bias` is true is requested "bias" as well.
     """
     if callable(hook := getattr(module, "preshard_hook", None)):
         for name in ("weight", "bias") if getattr(module, "add_bias", False) else ("weight",):

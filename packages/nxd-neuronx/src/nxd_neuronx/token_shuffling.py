@@ -13,8 +13,8 @@ def token_shuffle(hidden_states: Tensor, seed: int | None = None) -> tuple[Tenso
     """Deal tokens at random to the replicas of the token-shuffle group (Lewis et al. 2021, "BASE Layers").
 
     Args:
-        hidden_states: `[seq, batch, hidden]`, or with the first two the other way round.
-        seed: of the permutation; None takes torch's random numbers.
+        hidden_states: `[seq, batch, hidden]`, or with the first two in reverse.
+        seed: random seed of the permutation; None uses torch's default generator.
 
     Returns:
         The same shape, tokens of all replicas; and the permutation of this rank's, `[tokens]`, for `token_unshuffle`.
@@ -35,7 +35,7 @@ def token_unshuffle(permuted_states: Tensor, permutation: Tensor) -> Tensor:
     """Tokens back to their replicas and places.
 
     Args:
-        permuted_states: what became of the tokens that `token_shuffle` gave, `[seq, batch, hidden]`.
+        permuted_states: hidden states of the tokens from `token_shuffle`, `[seq, batch, hidden]`.
         permutation: as it gave it.
     """
     tokens = all_to_all_for_shuffle(permuted_states.flatten(0, 1))

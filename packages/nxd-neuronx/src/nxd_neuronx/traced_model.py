@@ -1,6 +1,6 @@
 """Traced models as scripts for the old runtime call, save and load them, over nxd_trace.
 
-Compiled programs lie in a folder, which `NxDModel.save` and `load` name; they are not TorchScript.
+Compiled programs are in a folder, which `NxDModel.save` and `load` name; they are not TorchScript.
 """
 
 import logging
@@ -64,9 +64,9 @@ def parallel_model_trace(
     Args:
         compiler_args: for the compiler; options of neuronx-cc have no effect where torch's own compilers build.
         states: must be None: state is what `func` returns as its aliases, or what the model assigns.
-        spmd_mode: taken for scripts that give it; equal programs of ranks are compiled once anyway.
+        spmd_mode: accepted without effect; equal programs of ranks are compiled once anyway.
         checkpoint_loader_callable: gives the whole model's weights by name.
-        force_custom_init_on_device: taken for scripts that give it.
+        force_custom_init_on_device: accepted without effect.
         serialization_path: a folder to save the traced model to as well.
         **settings: further keywords of `nxd_trace.parallel_model_trace`.
 
@@ -74,7 +74,7 @@ def parallel_model_trace(
         ValueError: `states` are given, or weights twice.
     """
     if states is not None:
-        raise ValueError("states= is not used here; let func return the model and its aliases")
+        raise ValueError("states= is not supported; return the model and its aliases from func")
     if checkpoint_loader_callable is not None:
         if "weights" in settings:
             raise ValueError("weights= and checkpoint_loader_callable= both provide the weights; pass only one of them")
@@ -194,10 +194,10 @@ class NxDModel(nn.Module, BaseNxDModel):
 
         Args:
             path_to_save: the folder.
-            save_weights: of the old runtime; weights are saved in any case.
+            save_weights: accepted without effect; weights are always saved.
 
         Raises:
-            ValueError: something else lies there.
+            ValueError: something else is there.
         """
         nxd_trace.parallel_model_save(self.model, path_to_save)
 
@@ -212,14 +212,14 @@ class NxDModel(nn.Module, BaseNxDModel):
 
         Raises:
             ModelFolderError: the folder is incomplete, damaged or made for another machine.
-            ValueError: a part of the ranks is asked for.
+            ValueError: a part of the ranks is requested.
         """
         model = nxd_trace.parallel_model_load(path_to_model)
         if start_rank or local_ranks_size not in (None, model.tp_degree):
             model.close()
             raise ValueError(
                 f"start_rank={start_rank}, local_ranks_size={local_ranks_size}: a model's {model.tp_degree} ranks run "
-                "on one host; leave both out"
+                "on one host; remove both"
             )
         return cls(model)
 
@@ -247,6 +247,6 @@ class NxDModelExecutor(nn.Module):
         """Save the model as `NxDModel.save` does; `torch.jit.save` calls this.
 
         Raises:
-            ValueError: something else lies there.
+            ValueError: something else is there.
         """
         self.nxd_model.save(path)

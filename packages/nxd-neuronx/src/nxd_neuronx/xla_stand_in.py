@@ -106,7 +106,7 @@ class _Missing:
 class _DeviceNamedXla(TorchFunctionMode):
     """Takes this process's device where a call of torch names "xla".
 
-    torch takes a mode away while a call runs that the mode has seen. `loss.backward()` goes on with the mode, for
+    torch takes a mode away while a call runs that the mode has seen. `loss.backward()` continues with the mode, for
     recomputations of checkpointed modules run code of the script there.
     """
 
@@ -152,7 +152,7 @@ def _local_rank() -> int:
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """This process's device; the arguments, which choose among several, are not looked at."""
+    """This process's device; the arguments, which choose among several, are not inspected."""
     return get_device()
 
 
@@ -303,7 +303,7 @@ class MpDeviceLoader:
 
     Args:
         loader: any iterable of batches, which are tensors, or dicts, lists and tuples of them.
-        device: where to.
+        device: target device.
         kwargs: torch-xla's, for reading ahead, which have no effect.
     """
 

@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ValueError: options or files do not fit.
         CheckpointError: a file cannot be read.
     """
-    parser = argparse.ArgumentParser(description="Converts ZeRO-1 states between numbers of replicas.")
+    parser = argparse.ArgumentParser(description="Convert ZeRO-1 states between numbers of replicas.")
     parser.add_argument("--input_dir", required=True, help="folder of one checkpoint, with its folder optim")
     parser.add_argument("--output_dir", required=True, help="folder to write optim to")
     parser.add_argument("--num_workers", type=int, default=1, help="has no effect")
@@ -133,7 +133,9 @@ def _merged(values: Sequence[Any], shape: Sequence[int], key: str) -> Any:
         return values[0]
     whole = torch.cat(list(values))[: shape[0]]
     if list(whole.shape) != list(shape):
-        raise ValueError(f"the shards of {key!r} make up {list(whole.shape)}, not {list(shape)}; a replica is missing")
+        raise ValueError(
+            f"the shards of {key!r} add up to {list(whole.shape)}, not {list(shape)}; a replica is missing"
+        )
     return whole
 
 

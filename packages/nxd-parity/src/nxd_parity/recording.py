@@ -22,7 +22,7 @@ class ActivationRecord:
 
     @contextmanager
     def watching(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-        """Record inside the `with` block. The model itself, named "", is left out because it returns the loss."""
+        """Record inside the `with` block. The model itself, named "", is omitted because it returns the loss."""
         handles = [module.register_forward_hook(self._hook(name)) for name, module in modules if name]
         try:
             yield

@@ -135,11 +135,11 @@ class NxDPPModel(nn.Module):
 
         Args:
             module: the model; with `manual_pp_partition` a list of layers. It may be on the meta device. With `stages`
-                it may be left out: they are the model then, and its names are "0.weight" and so on by stage.
+                it may be omitted: they are the model then, and its names are "0.weight" and so on by stage.
             transformer_layer_cls: the class (or classes) of its layers, which a trace does not look into. Models of
                 transformers know theirs.
-            num_microbatches: how many parts a batch is cut into, along dim 0.
-            output_loss_value_spec: where in the model's output the loss is, as True in a tuple or dict of the
+            num_microbatches: number of parts that a batch is split into, along dim 0.
+            output_loss_value_spec: place of the loss in the model's output, as True in a tuple or dict of the
                 output's structure; True: the output is the loss; None: it is, or the `loss` in it if transformers
                 made the model.
             return_mb_loss: `run_train` and `run_eval` return a list with each microbatch's loss.
@@ -170,11 +170,11 @@ class NxDPPModel(nn.Module):
             schedule: a name, see `make_schedule`, or a schedule; None for 1F1B, interleaved if there are several
                 stages per rank.
             return_loss_on_cpu: losses come back as CPU tensors.
-            deallocate_pipeline_outputs: taken for scripts that give it; the runtime keeps what backward needs.
-            use_model_wrapper: taken for scripts that give it.
+            deallocate_pipeline_outputs: accepted without effect; the runtime keeps what backward needs.
+            use_model_wrapper: accepted without effect.
             use_optimizer_wrapper: the same.
             autowrap_obj_methods: methods, by name, of objects, that a trace does not look into.
-            fuse_microbatches: taken for scripts that give it; a device that records graphs records one per action.
+            fuse_microbatches: accepted without effect; a device that records graphs records one per action.
             **old_flags: those of `OLD_RUNTIME_FLAGS`, taken for scripts that give them; one line in the log says that
                 they change nothing.
 
@@ -185,7 +185,7 @@ class NxDPPModel(nn.Module):
         super().__init__()
         _note_old_flags(old_flags)
         if return_mb_loss and broadcast_and_average_loss:
-            raise ValueError("return_mb_loss and broadcast_and_average_loss exclude each other; choose one")
+            raise ValueError("return_mb_loss and broadcast_and_average_loss cannot be combined; set only one")
         options = PartitionOptions(
             transformer_layer_cls=transformer_layer_cls,
             pipeline_cuts=pipeline_cuts,
@@ -307,14 +307,14 @@ class NxDPPModel(nn.Module):
         """
         if self._training_schedule.is_forward_only:
             raise ValueError(
-                f"schedule {self._schedule.name!r} has no backward, so this pipeline can only run_eval; make it with "
-                "another schedule, see SCHEDULE_NAMES"
+                f"schedule {self._schedule.name!r} has no backward, so this pipeline can only run_eval; create it "
+                "with another schedule, see SCHEDULE_NAMES"
             )
         averages = self._averages and self._gradient_syncs.are_missing()
         if averages and self._splits_experts:
             raise ValueError(
-                "the gradients of experts over ranks are sums over the tokens of all of them, and nobody is known who "
-                "makes them a mean: use initialize_parallel_optimizer, or NxDPPModel(use_optimizer_wrapper=True) and "
+                "no optimizer averages the gradients of experts, which are sums over the tokens of all their ranks; "
+                "use initialize_parallel_optimizer, or NxDPPModel(use_optimizer_wrapper=True) and "
                 "an optimizer or GradientReducer of nxd_optim"
             )
         microbatches = self._microbatches(kwargs)
@@ -420,7 +420,7 @@ class NxDPPModel(nn.Module):
         """
         step = None if self._trace_file is None else self._trace_file.last_step
         if step is None:
-            raise RuntimeError("no step has been traced; give trace_file_path, and call run_train")
+            raise RuntimeError("no step has been traced; pass trace_file_path, and call run_train")
         return bubble_report(step.timelines[step.pipelines.index(self._group.ranks)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -499,7 +499,7 @@ def _note_old_flags(flags: Mapping[str, Any]) -> None:
         raise TypeError(f"NxDPPModel has no argument {', '.join(map(repr, unknown))}; see help(NxDPPModel)")
     changed = sorted(name for name, value in flags.items() if value != OLD_RUNTIME_FLAGS[name])
     if changed:
-        logger.info("%s tuned the old runtime and change nothing here; leave them out", ", ".join(changed))
+        logger.info("%s tuned the old runtime and have no effect here; remove them", ", ".join(changed))
 
 
 def _loss_spec(module: nn.Module | Sequence[nn.Module], spec: LossSpec) -> LossSpec:

@@ -38,9 +38,9 @@ def test_costs_around_the_layers_count_for_the_first_and_the_last_stage():
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        ([1, 2], "gives 2 costs; the model has 4 layers"),
+        ([1, 2], "has 2 costs, but the model has 4 layers"),
         ([1, 1, 1, -1], "negative"),
-        ([1, 1, 1, float("nan")], "not fin"),
+        ([1, 1, 1, float("nan")], "non-fin"),
     ],
 )
 def test_costs_that_cannot_be_are_refused(costs, message):
@@ -90,8 +90,8 @@ def test_auto_partition_spreads_layers_by_balance(balance, sizes):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"balance": "time"}, "balance='time' is not known"),
-        ({"auto_partition": False, "balance": "flops"}, "give auto_"),
+        ({"balance": "time"}, "unknown balance='time'"),
+        ({"auto_partition": False, "balance": "flops"}, "pass auto_"),
     ],
 )
 def test_balance_that_says_nothing_is_refused(arguments, message):

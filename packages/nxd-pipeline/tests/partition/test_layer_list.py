@@ -72,7 +72,7 @@ def test_layers_that_return_lists_give_the_first_to_the_loss(run_ranks):
 
 @pytest.mark.parametrize("stages", [[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 0, 0, 2]])
 def test_stage_function_without_order_is_refused(stages):
-    with pytest.raises(ValueError, match="the stage function puts the 5 layers on stages"):
+    with pytest.raises(ValueError, match="the stage function assigns the 5 layers to stages"):
         sequence_partition(make_layers(), 2, stage_of_layers=lambda layers, _: dict(zip(layers, stages, strict=True)))
 
 
@@ -83,5 +83,5 @@ def test_fewer_layers_than_stages_are_refused():
 
 @pytest.mark.parametrize("arguments", [{"module": [nn.Tanh()]}, {"module": nn.Tanh(), "manual_pp_partition": True}])
 def test_list_goes_with_manual_partition_only(arguments):
-    with pytest.raises(ValueError, match="give a list of layers with manual_pp_partition=True"):
+    with pytest.raises(ValueError, match="pass a list of layers with manual_pp_partition=True"):
         NxDPPModel(**arguments)

@@ -39,7 +39,7 @@ def test_modules_form_a_chain_that_takes_inputs_by_name():
     ("stages", "message"),
     [
         ([First([nn.Tanh()]), Stage(nn.Tanh(), ("x",))], "1 of 2 stages are of class Stage"),
-        ([First([nn.Tanh()]), Last([nn.Tanh(), nn.Tanh()])], "takes 'y', which is none of the inputs"),
+        ([First([nn.Tanh()]), Last([nn.Tanh(), nn.Tanh()])], "takes 'y', which is not one of the inputs"),
     ],
 )
 def test_stages_that_do_not_fit_raise(stages, message):
@@ -58,7 +58,7 @@ def test_parameter_of_the_model_that_no_stage_has_is_named():
     ("names", "message"),
     [
         ([(("x",), ("a",)), (("a",), ("a",)), (("a",), ())], "'a' is an output of stages 0 and 1"),
-        ([(("b",), ("a",)), (("a",), ("b",)), (("a",), ())], "stage 0 uses value 'b', which stage 1 makes"),
+        ([(("b",), ("a",)), (("a",), ("b",)), (("a",), ())], "stage 0 uses value 'b' of stage 1"),
         ([(("x",), ("a",)), (("a",), ("b",))], "the last stage names outputs"),
     ],
 )

@@ -96,13 +96,13 @@ def test_rank_takes_memory_for_its_own_part_only(run_ranks):
 
 def test_meta_parameters_without_a_function_are_refused():
     with pytest.raises(
-        ValueError, match=r"parameters or buffers of '' \(Model\) are on the meta device; give param_init_fn"
+        ValueError, match=r"parameters or buffers of '' \(Model\) are on the meta device; pass param_init_fn"
     ):
         materialize(on_meta(), None)
 
 
 def test_function_that_leaves_a_parameter_unset_is_refused():
-    with pytest.raises(ValueError, match=r"has left 'weight' of 'layers\.0' .*unset"):
+    with pytest.raises(ValueError, match=r"left 'weight' of 'layers\.0' .*unset"):
         materialize(on_meta(), lambda module: isinstance(module, Layer) or fill(module))
 
 

@@ -102,7 +102,7 @@ def test_model_still_runs_whole_after_it_was_cut():
 
 
 def test_layers_that_use_the_embedding_directly_are_refused():
-    with pytest.raises(ValueError, match="uses more of the embeddings than the layer before returns"):
+    with pytest.raises(ValueError, match="uses more of the embeddings than the previous layer returns"):
         run(cut(Model(passes_on="embedding"), ["layers.1"]), tokens=TOKENS, scale=1.0)
 
 
@@ -136,7 +136,7 @@ def test_layers_that_are_never_called_are_refused():
 
 def test_layers_in_another_order_are_refused():
     stages = cut(Shuffled(), ["layers.1"])
-    with pytest.raises(RuntimeError, match="calls a layer behind those of this stage"):
+    with pytest.raises(RuntimeError, match="calls a layer of a later stage before the layers of this stage"):
         run(stages, tokens=TOKENS, scale=1.0)
 
 

@@ -213,7 +213,7 @@ def test_inputs_may_be_keywords_that_forward_does_not_name():
 
 @pytest.mark.parametrize(
     ("cuts", "message"),
-    [(["layers.1", "layers.0"], "called before; swap them"), (["unused"], "never calls the layer 'unused'")],
+    [(["layers.1", "layers.0"], "called earlier; swap them"), (["unused"], "never calls the layer 'unused'")],
 )
 def test_cuts_that_the_model_does_not_call_in_order_raise(cuts, message):
     with pytest.raises(ValueError, match=message):
@@ -244,7 +244,7 @@ def test_method_of_an_object_stays_whole_in_every_stage():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("halve", "^autowrap_obj_methods .* give a list of names"),
+        ("halve", "^autowrap_obj_methods .* pass a list of names"),
         (["quarter"], "^autowrap_obj_methods: WithHelper has no method quarter"),
     ],
 )

@@ -241,12 +241,15 @@ def test_stages_by_hand_equal_one_process(run_ranks, by_hand, virtual_pipeline_s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"module=None: give the model, or stages=\[\.\.\.\]"),
+        ({}, r"module is None; pass the model, or stages=\[\.\.\.\]"),
         (
             {"stages": [nn.Linear(2, 2), "last"]},
-            r"stages\[1\] is a str; give modules, or Stage\(module, inputs, outputs\)",
+            r"stages\[1\] is a str; pass modules, or Stage\(module, inputs, outputs\)",
         ),
-        ({"stages": [nn.Linear(2, 2)], "manual_pp_partition": True}, "stages are given by hand; leave out manual_pp"),
+        (
+            {"stages": [nn.Linear(2, 2)], "manual_pp_partition": True},
+            "already defines the stages; remove manual_pp",
+        ),
     ],
 )
 def test_pipeline_without_a_model_needs_stages(arguments, message):
@@ -264,18 +267,21 @@ def test_uncut_stages_by_hand_name_wrong_inputs():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "nothing says where to cut"),
+        ({}, "no cuts are given"),
         ({"auto_partition": True}, "needs transformer_layer_cls"),
-        ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "exclude each other"),
+        ({"auto_partition": True, "pipeline_cuts": ["layers.0"]}, "cannot be combined"),
         ({"pipeline_cuts": ["layers.0", "layers.1"]}, "names 2 layers"),
         ({"pipeline_cuts": [1]}, r"pipeline_cuts=\[1\] must be names"),
-        ({"pipeline_cuts": "layers.0"}, r"is one name; give a list of names, \['layers\.0'\]"),
-        ({"auto_partition": True, "transformer_layer_cls": "Layer"}, "transformer_layer_cls='Layer' is no class"),
+        ({"pipeline_cuts": "layers.0"}, r"is a single name; pass a list of names, \['layers\.0'\]"),
+        (
+            {"auto_partition": True, "transformer_layer_cls": "Layer"},
+            "'Layer' is neither a module class",
+        ),
         ({"pipeline_cuts": ["model.layers.0"]}, r"did you mean 'layers\.0'"),
         ({"pipeline_cuts": ["layers.0"], "input_names": ["tokens"]}, "does not take"),
-        ({"pipeline_cuts": ["layers.0"], "tracer_cls": "other"}, "tracer_cls='other' is not known"),
-        ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "choose one"),
-        ({"schedule": make_schedule("1f1b", 2, 1), "virtual_pipeline_size": 2}, "leave it out, the schedule says it"),
+        ({"pipeline_cuts": ["layers.0"], "tracer_cls": "other"}, "unknown tracer_cls='other'"),
+        ({"return_mb_loss": True, "broadcast_and_average_loss": True}, "set only one"),
+        ({"schedule": make_schedule("1f1b", 2, 1), "virtual_pipeline_size": 2}, "remove it, the schedule defines it"),
         ({"schedule": make_schedule("1f1b", 2, 3)}, "num_microbatches=1"),
     ],
 )

@@ -14,7 +14,7 @@ def test_tied_weight_frozen_under_one_of_its_names_raises_on_all_ranks(
         pipeline = NxDPPModel(make_model(tied=True), layer_class, 2, auto_partition=True)
         for name, parameter in pipeline.local_named_parameters():
             parameter.requires_grad_("embedding" not in name)
-        with pytest.raises((ValueError, RuntimeError), match="set requires_grad alike on both"):
+        with pytest.raises((ValueError, RuntimeError), match="set requires_grad to the same value on both"):
             getattr(pipeline, call)(**make_batch())
 
     run_ranks(train, 2, timeout=60.0)

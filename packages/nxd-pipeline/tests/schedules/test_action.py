@@ -41,7 +41,7 @@ def test_counterpart_of_a_message_is_its_other_end(text, counterpart):
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F1>2", "0SA1", "0SA1<2", "1RA1>0", "0F1 0B1"])
 def test_parse_action_of_other_text_raises(text):
-    with pytest.raises(ValueError, match=f"action '{text}' is not understood; expected stage, kind and microbatch"):
+    with pytest.raises(ValueError, match=f"action '{text}' cannot be parsed; expected stage, kind and microbatch"):
         parse_action(text)
 
 

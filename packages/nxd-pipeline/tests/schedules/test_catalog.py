@@ -128,7 +128,7 @@ def test_peak_in_flight_of_1f1b_is_a_fraction_of_gpipes():
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("2f2b", (2, 2, None), "schedule '2f2b' is not known; use one of gpipe, 1f1b, interleaved, zb-h1"),
+        ("2f2b", (2, 2, None), "unknown schedule '2f2b'; use one of gpipe, 1f1b, interleaved, zb-h1"),
         ("1f1b", (0, 2, None), "pipeline_size=0 is not a positive number; use 1 or more"),
         ("zb-v", (2, 0, None), "num_microbatches=0 is not a positive number"),
         ("1f1b", (2, "4", None), "num_microbatches='4' is not a positive number"),

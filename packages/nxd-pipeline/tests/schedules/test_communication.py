@@ -154,12 +154,12 @@ def test_insert_communication_of_an_order_that_waits_for_ever_raises():
 @pytest.mark.parametrize(
     ("edges", "message"),
     [
-        ([Edge(1, 0)], "stages 0 to 1, and a stage uses only values of earlier ones"),
+        ([Edge(1, 0)], "stages 0 to 1, and a stage can only use values of earlier stages"),
         ([Edge(0, 0)], "stages 0 to 1, and"),
         ([Edge(0, 2)], "stages 0 to 1, and"),
         (
             [Edge(0, 1), Edge(0, 1, needs_gradient=False)],
-            "give one edge per pair of stages; it carries all their values",
+            "pass one edge per pair of stages; it carries all their values",
         ),
     ],
 )

@@ -40,7 +40,7 @@ def test_parse_schedule_with_idle_cells_can_be_completed_and_played():
 
 
 def test_parse_schedule_of_a_cell_that_is_no_action_raises():
-    with pytest.raises(ValueError, match="rank 1: action '1FORWARD0' is not understood"):
+    with pytest.raises(ValueError, match="rank 1: action '1FORWARD0' cannot be parsed"):
         parse_schedule("0F0,0B0\n1FORWARD0,1B0\n")
 
 
@@ -53,7 +53,7 @@ def test_read_schedule_of_a_spreadsheets_file_ignores_its_mark_and_blank_lines(t
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('"' + "x" * 200_000, "is no CSV: field larger than field limit"),
+        ('"' + "x" * 200_000, "is not CSV: field larger than field limit"),
         ("0F0,0B0\n999999999999F0,1B0\n", "no rank has actions of stage 2"),
         ("", "no rank has actions of stage 0"),
     ],

@@ -26,5 +26,5 @@ def test_peak_in_flight_of_forward_only_is_nothing():
 
 
 def test_peak_in_flight_of_sizes_for_other_stages_raises():
-    with pytest.raises(ValueError, match="1 sizes for a schedule of 2 stages; give one for each stage"):
+    with pytest.raises(ValueError, match="1 sizes for a schedule of 2 stages; pass one for each stage"):
         peak_in_flight(make_schedule("1f1b", 2, 3), [ActivationSize()])

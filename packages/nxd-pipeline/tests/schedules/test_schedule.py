@@ -15,11 +15,11 @@ def test_custom_schedule_from_text_and_actions_places_stages_where_they_compute(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([["0F0"], ["0B0"]], r"rank 1, position 0 \(0B0\): stage 0 is on rank 0 already; a stage lives on one rank"),
+        ([["0F0"], ["0B0"]], r"rank 1, position 0 \(0B0\): stage 0 is on rank 0 already; a stage belongs to one rank"),
         ([["0F0"], ["2F0"]], "schedule 'custom': no rank has actions of stage 1"),
         ([[], []], "schedule 'custom': no rank has actions of stage 0"),
-        ([["0F0"], []], r"actions for 2 ranks and its stages on ranks \(0,\); give every rank a stage"),
-        ([["0F0", "0Q0"]], "rank 0: action '0Q0' is not understood"),
+        ([["0F0"], []], r"actions for 2 ranks but stages on ranks \(0,\); assign every rank a stage"),
+        ([["0F0", "0Q0"]], "rank 0: action '0Q0' cannot be parsed"),
         ([["0F0", "0SA0>1"]], r"rank 0, position 1 \(0SA0>1\): stages are 0 to 0"),
     ],
 )
@@ -34,7 +34,7 @@ def test_custom_schedule_of_lists_that_make_none_raises(rows, message):
         (0, (0,), [["0F0"]], "num_microbatches=0; use 1 or more"),
         (1, (1, 0), [["0F0"], ["1F0"]], r"rank 0, position 0 \(0F0\): the stages of this rank are \[1\]"),
         (1, (0,), [["0F1"]], r"rank 0, position 0 \(0F1\): num_microbatches=1"),
-        (1, (0, 2), [["0F0"], ["1F0"]], "give every rank a stage, and every stage one of these ranks"),
+        (1, (0, 2), [["0F0"], ["1F0"]], "assign every rank a stage, and every stage one of these ranks"),
     ],
 )
 def test_schedule_with_actions_in_wrong_places_raises(num_microbatches, rank_of_stage, rows, message):

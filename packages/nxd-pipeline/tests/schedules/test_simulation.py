@@ -147,5 +147,5 @@ def test_simulate_of_what_cannot_be_played_raises(rows, message):
 
 
 def test_simulate_with_costs_of_other_stages_raises():
-    with pytest.raises(ValueError, match="1 costs for a schedule of 2 stages; give one for each, or one for all"):
+    with pytest.raises(ValueError, match="1 costs for a schedule of 2 stages; pass one for each, or one for all"):
         simulate(make_schedule("1f1b", 2, 2), Costs((StageCost(),)))

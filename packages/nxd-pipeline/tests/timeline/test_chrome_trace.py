@@ -131,5 +131,5 @@ def test_steps_read_from_the_file_follow_each_other(trace_files):
 def test_read_trace_of_another_file_raises(tmp_path, content):
     (tmp_path / "other.json").write_text(content)
 
-    with pytest.raises(ValueError, match="is no trace of a pipeline"):
+    with pytest.raises(ValueError, match="is not a trace of a pipeline"):
         read_trace(tmp_path / "other.json")

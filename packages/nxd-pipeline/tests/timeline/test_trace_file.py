@@ -70,7 +70,7 @@ def test_trace_without_matplotlib_is_written_and_says_what_to_install(make_pipel
     assert [it.name for it in tmp_path.iterdir()] == ["trace.json"]
 
 
-@pytest.mark.filterwarnings("ignore:no picture")
+@pytest.mark.filterwarnings("ignore:.*needs matplotlib")
 @pytest.mark.parametrize(("num_microbatches", "num_steps"), [(1, MAX_STEPS), (10, 3)], ids=["steps", "events"])
 def test_trace_ends_when_the_file_is_full(tmp_path, monkeypatch, num_microbatches, num_steps):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures take long

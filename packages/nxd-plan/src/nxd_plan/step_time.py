@@ -79,7 +79,7 @@ class StageTime:
 def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
     """Bytes/s that a rank sends along an axis: slow if any group of the axis is on several hosts."""
     first, *others = mesh.group_of(0, axis)
-    # Groups lie in blocks of consecutive ranks, so a group spans hosts if a host ends within a block.
+    # Groups are in blocks of consecutive ranks, so a group spans hosts if a host ends within a block.
     block = (others[0] - first) * (1 + len(others)) if others else 1
     on_one_host = mesh.world_size <= device.devices_per_host or device.devices_per_host % block == 0
     rate = device.intra_host_bandwidth if on_one_host else device.inter_host_bandwidth

@@ -27,7 +27,7 @@ RANK_WEIGHTS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}  # extra w
 
 
 def rank_tensors() -> dict[str, Tensor]:
-    """This process's rank in each of its groups, as extra weights of every model; groups of one rank are left out."""
+    """This process's rank in each of its groups, as extra weights of every model; groups of one rank are omitted."""
     groups = {name: active_group(axis) for name, axis in RANK_WEIGHTS.items()}
     return {name: torch.tensor([group.rank], device=get_device()) for name, group in groups.items() if group.size > 1}
 

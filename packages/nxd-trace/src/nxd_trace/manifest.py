@@ -155,7 +155,7 @@ class Manifest:
         compiler_version: version of the compiler.
         inline_weights: whether the weights are part of the programs, so that they cannot be replaced.
         programs: signatures of the programs.
-        buckets: how a bucket is chosen; None without a bucket configuration.
+        buckets: rule for choosing a bucket; None without a bucket configuration.
         device: type of the device: "cpu", "cuda" or "xla".
         torch: version of torch.
         system: operating system and processor architecture.

@@ -33,25 +33,25 @@ class TensorParallelModel(nn.Module):
 
     It holds one or several programs, which share weights and state. A call picks one: `model(...)` by its bucket or
     by the shapes of its inputs, `model.run("decode", ...)` by name. State (what aliases name, such as a key-value
-    cache) stays in the workers between calls; `reset_state` sets it back.
+    cache) stays in the workers between calls; `reset_state` resets it.
 
     Calls run one after the other, even from several threads. A call returns the outputs of rank 0, on the CPU. `close`,
     or leaving a `with` block, ends the processes; they also end when the model is garbage-collected or this process
     ends, for whatever reason.
 
-    Made by `parallel_model_trace`, `ModelBuilder` and `parallel_model_load`.
+    `parallel_model_trace`, `ModelBuilder` and `parallel_model_load` create it.
 
     Args:
-        folder: of the model, whose manifest has been checked.
-        bucket_config: given to the trace, or again at load.
-        workers: running ones to use; new ones if None.
-        temporary: the folder, if it is to go when the model does.
+        folder: folder of the model, whose manifest has been checked.
+        bucket_config: the bucket configuration of the trace, passed again when loading.
+        workers: running workers; new ones are started if None.
+        temporary: the folder, if it must be removed with the model.
 
     Attributes:
         tp_degree: ranks of each replica.
         num_ranks: worker processes: `tp_degree` of each replica.
         programs: signature by name.
-        folder: where the programs and weights lie.
+        folder: folder of the programs and weights.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class TensorParallelModel(nn.Module):
         """Run the program that these inputs fit, or their bucket's.
 
         Args:
-            *args: as the model was traced: tensors in nested tuples, lists and dicts.
-            **kwargs: as the model was traced.
+            *args: inputs in the traced structure: tensors in nested tuples, lists and dicts.
+            **kwargs: keyword inputs in the traced structure.
 
         Returns:
-            What the model returns on rank 0; with buckets, of the padded inputs.
+            The model's output on rank 0; with buckets, for the padded inputs.
 
         Raises:
             ValueError: inputs of other shapes than traced, or longer than the largest bucket.
@@ -114,7 +114,7 @@ class TensorParallelModel(nn.Module):
         return self._call(self._indices[program], self.programs[program].flat_inputs(args, kwargs))
 
     def reset_state(self) -> None:
-        """Set the state back to what it was before the first call.
+        """Reset the state to its values before the first call.
 
         Raises:
             WorkerError: a worker died, or the model is closed.
@@ -124,7 +124,7 @@ class TensorParallelModel(nn.Module):
             self._running_workers().ask_all(ResetState(), "resetting the state")
 
     def read_state(self, name: str, rank: int = 0) -> Tensor:
-        """A copy of one rank's part of a state tensor, to look at.
+        """Return a copy of one rank's part of a state tensor.
 
         Raises:
             WorkerError: there is no such state, a worker died, or the model is closed.
@@ -135,7 +135,7 @@ class TensorParallelModel(nn.Module):
             return state
 
     def write_state(self, name: str, value: Tensor, rank: int = 0) -> None:
-        """Put other values into one rank's part of a state tensor, until they change or are reset.
+        """Overwrite one rank's part of a state tensor, until it changes or is reset.
 
         Raises:
             ValueError: the rank has no such state, or has it in another shape or dtype.
@@ -146,13 +146,16 @@ class TensorParallelModel(nn.Module):
             ranks = range(self.num_ranks)
             found = RankManifest.read(self.folder / rank_folder(rank)).states.get(name) if rank in ranks else None
             if found is None:
-                raise ValueError(f"rank {rank} has no state {name!r}; `read_weights` gives what is no state")
+                raise ValueError(f"rank {rank} has no state {name!r}; `read_weights` returns weights")
             if not (spec := TensorSpec(found.shape, found.dtype)).fits(value):
-                raise ValueError(f"{name} is {spec} on rank {rank}, and the new value is {TensorSpec.of(value)}")
+                raise ValueError(
+                    f"{name} is {spec} on rank {rank}, but the new value is {TensorSpec.of(value)}; pass one of the "
+                    "same shape and dtype"
+                )
             self._running_workers().ask({rank: WriteState(name, value.detach().cpu())}, "writing state")
 
     def read_weights(self, rank: int = 0) -> dict[str, Tensor]:
-        """A copy of one rank's weights, by the names that its part of the model has for them.
+        """Return a copy of one rank's weights, by their names in its part of the model.
 
         Raises:
             ValueError: there is no such rank.
@@ -171,11 +174,11 @@ class TensorParallelModel(nn.Module):
             weights: logical tensors, with the names and shapes of the unsharded model: a safetensors file or a folder
                 of them, a dict of tensors, or an open checkpoint (`nxd_ckpt.open_checkpoint(...)`). Buffers that it
                 lacks keep their values, and so does the state. Floating-point numbers are converted to the dtype that
-                the model has; whole numbers must be of that dtype. Only a checkpoint may hold more than the model
+                the model has; integers must have that dtype. Only a checkpoint may hold more than the model
                 does, such as an optimizer's state, and a dict tied weights under each of their names.
 
         Raises:
-            ValueError: the weights are inlined in the programs, or these do not fit, with all that is wrong with them;
+            ValueError: the weights are inlined in the programs, or the new ones do not fit; lists every mismatch;
                 then the model keeps its own.
             WorkerError: a worker raised, died or was stopped.
         """
@@ -212,7 +215,7 @@ class TensorParallelModel(nn.Module):
             self._start(None)
 
     def check_workers(self) -> None:
-        """Look whether the workers could answer, which costs little.
+        """Check cheaply whether the workers can answer.
 
         Raises:
             WorkerError: one has ended or is stopped, or the model is closed.
@@ -220,7 +223,7 @@ class TensorParallelModel(nn.Module):
         with self._lock:
             workers = self._running_workers()
             if not workers.can_answer:
-                workers.ask_all(ResetState(), "a look at the workers")  # raises, unless one went on meanwhile
+                workers.ask_all(ResetState(), "checking the workers")  # raises, unless one went on meanwhile
 
     def close(self) -> None:
         """End the worker processes. Calls then raise; `restart` starts new ones."""
@@ -248,8 +251,8 @@ class TensorParallelModel(nn.Module):
     def _check_apart(self, what: str) -> None:
         if self._compiler.holds_tensors:
             raise ValueError(
-                f"programs of compiler {self._compiler.name!r} hold their {what} on the device, out of reach; "
-                "restart() begins anew, and another trace takes other weights"
+                f"programs of compiler {self._compiler.name!r} hold their {what} on the device, where they cannot be "
+                "accessed; restart() resets the state, and another trace can use other weights"
             )
 
     def _check_fit(self, weights: str | Path | Mapping[str, Tensor] | WeightSource, source: WeightSource) -> None:
@@ -294,7 +297,7 @@ class TensorParallelModel(nn.Module):
     def _running_workers(self) -> WorkerGroup:
         if not self._compiler.runs:
             raise ValueError(
-                f"programs of compiler {self._compiler.name!r} are for inspection and do not run; they lie in "
+                f"programs of compiler {self._compiler.name!r} are for inspection and do not run; they are in "
                 f"{self.folder}"
             )
         if self._workers is None or not self._workers.is_open:
@@ -324,7 +327,7 @@ class TensorParallelModel(nn.Module):
         self._watch(workers)
 
     def _watch(self, workers: WorkerGroup) -> None:
-        """Have the processes ended and the folder removed when this model is garbage, or Python ends."""
+        """End the processes and remove the folder when this model is garbage-collected or Python exits."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _release, workers, self._temporary)
@@ -336,7 +339,7 @@ class TensorParallelModel(nn.Module):
 
 
 def copy_model(source: Path, target: Path, *, without: str = "") -> None:
-    """Copy a model's files but the manifest and those of this name."""
+    """Copy a model's files except the manifest and those of this name."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and path.name not in (without, MANIFEST):
             copy = target / path.relative_to(source)

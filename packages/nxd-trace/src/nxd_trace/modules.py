@@ -1,6 +1,6 @@
-"""Models that are there already, as some rank has them: each rank's weights of them, and tracing them.
+"""Existing models of one rank: the weights of the other ranks, and tracing them.
 
-A model that was made inside `nxd_state.planned_world`, as rank 0 of ranks that do not run, has that rank's shapes and
+A model created inside `nxd_state.planned_world`, as rank 0 of planned ranks, has that rank's shapes and
 shard metadata. Those of the other ranks follow, as all ranks' shards are of one shape.
 """
 
@@ -21,10 +21,10 @@ from nxd_trace.weights import save_safetensors
 
 
 def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
-    """The shard metadata that a parameter has on another rank; None if it is whole there.
+    """Return the shard metadata of a parameter on another rank; None if it is whole there.
 
     Raises:
-        ValueError: it is fused or padded in a way that one rank's metadata does not tell of the others.
+        ValueError: it is fused or padded, so one rank's metadata does not determine the others'.
     """
     spec = get_shard_spec(tensor)
     if spec is None:
@@ -39,8 +39,8 @@ def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
     is_plain = all(not piece.name and piece.copies == 1 for piece in spec.pieces)
     if not is_plain or spec not in [of(place) for place in range(size)]:
         raise ValueError(
-            f"{name} is fused or repeated, so one rank's part does not tell the others'; give parallel_model_trace a "
-            "function that builds the model on each rank"
+            f"{name} is fused or replicated, so the other ranks' parts cannot be derived from one; pass "
+            "parallel_model_trace a function that builds the model on each rank"
         )
     return of(rank)
 
@@ -52,13 +52,13 @@ def rank_weights(
     *,
     folder: str | Path | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Each rank's shards of a whole model's weights.
+    """Return each rank's shards of a whole model's weights.
 
     Args:
-        checkpoint: whole tensors by name; what the model lacks is left out, and so are buffers that it lacks.
-        model: as one of the ranks has it; it may be on the meta device.
-        ranks: tensor-parallel ranks.
-        folder: write `tp<rank>_sharded_checkpoint.safetensors` there as well.
+        checkpoint: whole tensors by name; tensors that the model lacks are ignored, and missing buffers are skipped.
+        model: the model of one of the ranks; it may be on the meta device.
+        ranks: number of tensor-parallel ranks.
+        folder: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
 
     Returns:
         For each rank, tensors by the model's names, in the dtypes of the checkpoint.
@@ -78,7 +78,7 @@ def rank_weights(
 
 
 def write_rank_weights(shards: Sequence[Mapping[str, Tensor]], folder: str | Path, *, first_rank: int = 0) -> None:
-    """Write each rank's weights as `tp<rank>_sharded_checkpoint.safetensors` to a folder, which is made if missing."""
+    """Write each rank's weights as `tp<rank>_sharded_checkpoint.safetensors` to a folder, created if missing."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     for rank, of_rank in enumerate(shards, first_rank):
         tensors = {name: tensor.contiguous() for name, tensor in of_rank.items()}
@@ -89,7 +89,7 @@ def _part(name: str, whole: Tensor, tensor: Tensor, rank: int) -> Tensor:
     spec = rank_spec(name, tensor, rank)
     expected = tuple(tensor.shape) if spec is None else spec.pieces[0].logical_shape
     if tuple(whole.shape) != expected:
-        raise ValueError(f"{name} is {list(whole.shape)} in the checkpoint, and {list(expected)} in the model")
+        raise ValueError(f"{name} has shape {list(whole.shape)} in the checkpoint but {list(expected)} in the model")
     if spec is None:
         return whole.detach().clone()
     part = whole.new_zeros(spec.local_shape)
@@ -98,17 +98,17 @@ def _part(name: str, whole: Tensor, tensor: Tensor, rank: int) -> Tensor:
 
 
 def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelModel) -> dict[str, Tensor]:
-    """Whole tensors, from all ranks' shards: the other way round than `rank_weights`.
+    """Return whole tensors from all ranks' shards: the inverse of `rank_weights`.
 
     Args:
-        shards: by rank, tensors by the model's names.
-        model: traced or loaded.
+        shards: tensors of each rank by the model's names.
+        model: a traced or loaded model.
 
     Raises:
         ValueError: another number of ranks, or a tensor that the model lacks or that has another shape.
     """
     if len(shards) != model.num_ranks:
-        raise ValueError(f"there are {len(shards)} ranks' weights, and the model has {model.num_ranks} ranks")
+        raise ValueError(f"weights of {len(shards)} ranks were passed, but the model has {model.num_ranks} ranks")
     wholes: dict[str, Tensor] = {}
     for rank, of_rank in enumerate(shards):
         stored = RankManifest.read(model.folder / rank_folder(rank))
@@ -118,7 +118,7 @@ def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelM
             weight = stored.weights.get(name)
             if weight is None or tuple(tensor.shape) != weight.shape:
                 found = "lacks it" if weight is None else f"has {list(weight.shape)}"
-                raise ValueError(f"{name} is {list(tensor.shape)} for rank {rank}, and the model {found}")
+                raise ValueError(f"{name} has shape {list(tensor.shape)} for rank {rank}, but the model {found}")
             spec = weight.spec(name)
             for logical, shape in spec.logical_shapes.items():
                 if logical not in wholes:
@@ -128,11 +128,11 @@ def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelM
 
 
 class ModuleOnRank:
-    """Gives each worker the model as its rank has it; what its forward changes in place is state.
+    """Provides each worker with its rank's model; tensors that its forward changes in place are state.
 
     Args:
-        model: as one of the ranks has it. Other ranks' weights are wrong until new ones are put in.
-        programs: whose inputs are used to see what forward changes.
+        model: the model of one of the ranks. Other ranks' weights are wrong until they are replaced.
+        programs: programs whose inputs are used to find the buffers that forward changes.
     """
 
     def __init__(self, model: nn.Module, programs: Sequence[Program]) -> None:
@@ -171,19 +171,19 @@ def _check_assigned(name: str, before: Tensor, after: Tensor | None) -> None:
     if after is None or isinstance(before, nn.Parameter) or (after.shape, after.dtype) != (before.shape, before.dtype):
         found = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
         raise ValueError(
-            f"forward puts {found} in the place of {name}, {before.dtype} {list(before.shape)}; state is a buffer that "
+            f"forward replaces {name}, {before.dtype} {list(before.shape)}, by {found}; state must be a buffer that "
             "keeps its shape and dtype"
         )
 
 
 def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, **settings: Any) -> TensorParallelModel:
-    """Trace a model that is there already.
+    """Trace an existing model.
 
     Args:
-        model: as one of `tp_degree` ranks has it; its class must be importable, or cloudpickle installed.
-        programs: with inputs of the shapes to record.
+        model: the model of one of `tp_degree` ranks; its class must be importable, or cloudpickle installed.
+        programs: programs with inputs of the shapes to record.
         tp_degree: number of ranks.
-        **settings: of `parallel_model_trace`.
+        **settings: settings of `parallel_model_trace`.
 
     Returns:
         A model whose weights can be replaced; with several ranks they must be.

@@ -33,35 +33,35 @@ def parallel_model_trace(
     The shorter documented form, `parallel_model_trace(func, inputs, tp_degree)`, works as well.
 
     Args:
-        func: called in every worker, with model parallelism initialised; returns the model, or the model and its
-            aliases: a dict of state (a parameter or buffer, or its name) to the number of the output that is its new
-            value, or a list of the state that forward updates in place. It must be importable: a function at the top
-            level of a module, or of a script that keeps what it does under `if __name__ == "__main__"`. Where
-            cloudpickle is installed, it may also be defined in a function or a notebook.
+        func: function called in every worker, with model parallelism initialized; returns the model, or the model and
+            its aliases: a dict from state (a parameter or buffer, or its name) to the index of the output that is its
+            new value, or a list of the state that forward updates in place. It must be importable: a function at the
+            top level of a module, or of a script with its main code under `if __name__ == "__main__"`. If cloudpickle
+            is installed, it may also be defined in a function or a notebook.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; with `bucket_config` a list
-            of these, one per bucket. Shapes and dtypes count, values do not.
-        compiler_workdir: where compilers leave their intermediate files; none are kept if None.
-        compiler_args: for the compiler; a list, or one string.
-        inline_weights_to_neff: the weights belong to the compiled programs. False keeps them apart, so that
+            of these, one per bucket. Only shapes and dtypes matter.
+        compiler_workdir: folder for intermediate files of compilers; none are kept if None.
+        compiler_args: arguments of the compiler; a list, or one string.
+        inline_weights_to_neff: whether the weights belong to the compiled programs. False keeps them separate, so that
             `replace_weights` can put in new ones.
-        bucket_config: how a call chooses its bucket.
+        bucket_config: rule by which a call selects its bucket.
         tp_degree: number of ranks.
-        max_parallel_compilations: how many ranks record and compile at once; all if None.
+        max_parallel_compilations: maximum number of ranks that record and compile at once; all if None.
         inputs: another name of `example_inputs`.
         compiler: "export", "inductor", "neuronx" or "hlo"; chosen by device and installed tools if None.
         weights: logical tensors to fill the model with, whose parameters may be on the meta device: a safetensors file
             or a folder of them, a dict of tensors, or an open checkpoint. Each rank reads only its part.
-        cache_dir: where compiled programs are kept for later traces; in the user's cache folder if None.
-        progress: say on standard error what is being done.
-        content: what `func` makes its model of. An equal trace that was made before is used again, and only weights are
+        cache_dir: folder of compiled programs for later traces; in the user's cache folder if None.
+        progress: whether to report progress on standard error.
+        content: description of the model that `func` makes. An equal trace made before is reused, and only weights are
             read. Needs `weights`; not with buckets, nor with compilers that keep weights in their programs.
 
     Returns:
         The model, whose workers run.
 
     Raises:
-        TypeError: `func` cannot be sent to workers, or inputs are no tensors.
-        ValueError: arguments that do not fit each other.
+        TypeError: `func` cannot be sent to workers, or inputs are not tensors.
+        ValueError: arguments contradict each other.
         WorkerError: building, recording or compiling failed in a worker; the text holds its traceback.
         OSError: the folder for temporary files is full or read-only.
         MissingMainGuardError: the script lacks its main guard.
@@ -69,7 +69,7 @@ def parallel_model_trace(
     if isinstance(compiler_workdir, int):  # parallel_model_trace(func, inputs, tp_degree)
         tp_degree, compiler_workdir = compiler_workdir, None
     if (example_inputs is None) == (inputs is None):
-        raise ValueError("give the example inputs once, as example_inputs (or inputs)")
+        raise ValueError("pass the example inputs once, as example_inputs (or inputs)")
     example_inputs = inputs if example_inputs is None else example_inputs
     settings = TraceSettings(
         compiler_workdir=compiler_workdir,

@@ -69,9 +69,9 @@ class Signature:
     Attributes:
         name: name of the program; "bucket_0", "bucket_1", ... for buckets.
         inputs: the input tensors, flattened.
-        input_structure: how they are nested in `[args, kwargs]`.
+        input_structure: nesting of the inputs in `[args, kwargs]`.
         outputs: the output tensors, flattened, without those that aliases keep in the workers.
-        output_structure: how they are nested in a call's result.
+        output_structure: nesting of the outputs in a call's result.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Tracing: workers build the shards and record graphs, each distinct graph is compiled once, the workers serve.
 
 Compiled programs are cached by a key of their inputs, so that the same graph is compiled once per machine. A trace that
-says what it is made of is cached as a whole: the next start of the same model reads its weights, and records nothing.
+has `content` is cached as a whole: the next start of the same model only reads its weights.
 """
 
 import os
@@ -39,7 +39,7 @@ Weights = str | Path | Mapping[str, Tensor] | WeightSource
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """How to trace, whatever the model; the fields are described at `parallel_model_trace`."""
+    """Settings of a trace; the fields are described at `parallel_model_trace`."""
 
     compiler_workdir: str | Path | None = None
     compiler_args: Sequence[str] | str | None = None
@@ -92,7 +92,7 @@ def trace_programs(
         )
     names = [program.name for program in programs]
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"programs are named {names}; give at least one, and each another name")
+        raise ValueError(f"programs are named {names}; pass at least one, each with a different name")
     compiler = choose_compiler(settings.compiler)
     temporary = TemporaryModelFolder()
     try:
@@ -131,7 +131,7 @@ class _Trace:
         self._cache = ArtifactCache(Path(settings.cache_dir) if settings.cache_dir else default_cache_folder())
 
     def run(self) -> WorkerGroup:
-        """Fill the folder, by an equal trace that was made before or by tracing; gives workers to serve it."""
+        """Fill the folder, from an equal earlier trace or by tracing; returns workers to serve it."""
         content, source = self._settings.content, self._source
         if content is None or source is None or self._bucket_config is not None or self._compiler.holds_tensors:
             call = self._build_call()
@@ -144,7 +144,9 @@ class _Trace:
             self._say(f"loading {len(signatures)} programs")
             return workers
         if self._cache.has(key):
-            self._say("this model was traced before, but what was kept is damaged or not yours alone: tracing again")
+            self._say(
+                "this model was traced before, but its cache entry is damaged or not private to you: tracing again"
+            )
         shutil.rmtree(self._folder)
         self._folder.mkdir(mode=0o700)  # as it was
         content.check()
@@ -186,7 +188,7 @@ class _Trace:
         )
 
     def _reuse(self, source: WeightSource, signatures: Sequence[Signature]) -> None:
-        """Read the weights of a trace that was kept."""
+        """Read the weights of a cached trace."""
         request = Fill(dumps_for_workers(source, "the source of weights"), str(self._folder))
         self._workers.ask_all(request, "reading the weights")
         self._write_manifest(signatures)
@@ -243,7 +245,7 @@ class _Trace:
         )
 
     def _compile(self, keys: Mapping[tuple[int, int], str]) -> None:
-        """Each distinct program once, by the rank that has compiled least so far."""
+        """Compile each distinct program once, on the rank that has compiled least so far."""
         missing = [
             key for key in dict.fromkeys(keys.values()) if not self._cache.copy_to(key, self._folder / "programs" / key)
         ]
@@ -291,18 +293,18 @@ class _Trace:
 
 
 def _program_content(program: Program) -> dict[str, Any]:
-    """What a program depends on, beside the model: the shapes of its inputs, and arguments of the model's function."""
+    """Return what a program depends on besides the model: input shapes, and arguments of the model's function."""
     inputs, structure = flatten([*program.call], f"the inputs of program {program.name!r}")
     specs = [str(TensorSpec.of(tensor)) for tensor in inputs]
     return {"name": program.name, "inputs": specs, "structure": structure, "func_kwargs": dict(program.func_kwargs)}
 
 
 def _check_alike(reports: Sequence[Sequence[ProgramReport]]) -> None:
-    """Inputs lie in memory that all ranks read, so every rank must take the same ones."""
+    """Check that every rank takes the same inputs, because all ranks read them from shared memory."""
     for rank, of_rank in enumerate(reports):
         for mine, first in zip(of_rank, reports[0], strict=True):
             if mine.signature != first.signature:
                 raise ValueError(
-                    f"program {first.signature.name!r} has another signature on rank {rank} than on rank 0: "
+                    f"program {first.signature.name!r} has different signatures on rank {rank} and rank 0: "
                     f"{mine.signature} and {first.signature}; func must build the same model on every rank"
                 )

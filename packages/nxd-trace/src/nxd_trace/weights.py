@@ -44,7 +44,7 @@ class LogicalTensor(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its elements."""
+        """The dtype."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class SafetensorsFiles:
         path = Path(path).absolute()
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
-            raise ModelFolderError(f"{path} holds no weights; give a .safetensors file or a folder of them")
+            raise ModelFolderError(f"{path} holds no weights; pass a .safetensors file or a folder of them")
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
             self.tensors |= stored_tensors(file)
@@ -104,7 +104,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name; their elements are not read.
 
     Raises:
-        ModelFolderError: it is missing or damaged, or holds a dtype that no model here has.
+        ModelFolderError: it is missing or damaged, or holds an unsupported dtype.
     """
     found = {}
     with open_safetensors(file) as stored:
@@ -130,7 +130,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
             yield stored
     except (SafetensorError, OSError) as error:
         raise ModelFolderError(
-            f"{file} cannot be read: {error}. Copy it again from where it came from, or save the model again"
+            f"{file} cannot be read: {error}. Copy it again from its source, or save the model again"
         ) from error
 
 
@@ -138,7 +138,7 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write a safetensors file.
 
     Raises:
-        OSError: it cannot be written, with the number of the error, such as ENOSPC.
+        OSError: it cannot be written; has the error number, such as ENOSPC.
     """
     try:
         save_file(dict(tensors), file)
@@ -151,11 +151,11 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 @contextmanager
 def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iterator[WeightSource]:
-    """A source that the workers can read; tensors in memory lie in a temporary file meanwhile.
+    """A source that the workers can read; tensors in memory are written to a temporary file meanwhile.
 
     Raises:
-        TypeError: nothing that weights could be read from.
-        ValueError: a tensor of a dtype that no file holds.
+        TypeError: weights cannot be read from this object.
+        ValueError: a tensor has an unsupported dtype.
     """
     if isinstance(weights, str | Path):
         yield SafetensorsFiles(weights)
@@ -168,29 +168,31 @@ def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iter
         yield weights
     else:
         raise TypeError(
-            f"weights cannot be read from a {type(weights).__name__}; give a safetensors file or folder, a dict of "
+            f"weights cannot be read from a {type(weights).__name__}; pass a safetensors file or folder, a dict of "
             "logical tensors, or an open checkpoint"
         )
 
 
 def _for_file(name: str, tensor: Tensor) -> Tensor:
-    """A copy that shares no memory with other tensors, as safetensors wants it."""
+    """Return a copy that shares no memory with other tensors, as safetensors requires."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"weights[{name!r}] is a {type(tensor).__name__}; expected a tensor")
     if tensor.dtype not in _DTYPES.values():
-        raise ValueError(f"weights[{name!r}] is of {dtype_name(tensor)}, which safetensors does not hold; convert it")
+        raise ValueError(
+            f"weights[{name!r}] has dtype {dtype_name(tensor)}, which safetensors does not support; convert it"
+        )
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight on one rank: where its elements come from.
+    """The source of one weight on one rank.
 
     Attributes:
-        shape: on this rank.
-        dtype: by its name in torch.
+        shape: shape on this rank.
+        dtype: name of its dtype in torch.
         pieces: boxes with the full names of the logical tensors behind them; None if the rank holds it whole.
-        required: a source must have it; not so for buffers.
+        required: whether a source must have it; False for buffers.
     """
 
     shape: tuple[int, ...]
@@ -209,7 +211,7 @@ class Weight:
         return self.required or all(piece.name in source.tensors for piece in self.spec(name).pieces)
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest holds it."""
+        """Convert to the JSON of a manifest."""
         pieces = self.pieces and [
             {
                 "name": piece.name,
@@ -224,10 +226,10 @@ class Weight:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Weight:
-        """Out of a manifest.
+        """Read from the JSON of a manifest.
 
         Raises:
-            ValueError: it holds what `to_json` would not have given.
+            ValueError: this is not a result of `to_json`.
         """
         pieces = value["pieces"] and tuple(
             ShardPiece(
@@ -243,14 +245,14 @@ class Weight:
 
 
 def weight_of(name: str, tensor: Tensor, required: bool) -> Weight:
-    """What a parameter or buffer of this name holds, by its shard metadata."""
+    """Describe a parameter or buffer of this name by its shard metadata."""
     spec = get_shard_spec(tensor)
     pieces = None if spec is None else _with_full_names(name, spec.pieces)
     return Weight(tuple(tensor.shape), dtype_name(tensor), pieces, required)
 
 
 def _with_full_names(name: str, pieces: Sequence[ShardPiece]) -> tuple[ShardPiece, ...]:
-    """Names in a spec are relative to the parent of the module that owns the parameter."""
+    """Complete the names, which in a spec are relative to the parent of the module that owns the parameter."""
     parent = name.split(".")[:-2]
     return tuple(
         replace(piece, name=".".join([*parent, piece.name]) if piece.name else name, copies=1) for piece in pieces
@@ -258,7 +260,7 @@ def _with_full_names(name: str, pieces: Sequence[ShardPiece]) -> tuple[ShardPiec
 
 
 def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[str]:
-    """Why one rank's weights cannot be filled from the source: what is not there, and is not as the model needs it."""
+    """List why one rank's weights cannot be filled from the source: missing and mismatched tensors."""
     misfits = []
     for name, weight in weights.items():
         if not weight.is_filled_from(source, name):
@@ -267,7 +269,7 @@ def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[st
         for piece in weight.spec(name).pieces:
             stored = source.tensors.get(piece.name)
             if stored is None:
-                misfits.append(f"{piece.name} is not there{_where_it_is(piece.name, source)}")
+                misfits.append(f"{piece.name} is missing{_where_it_is(piece.name, source)}")
                 continue
             if tuple(stored.global_shape) != piece.logical_shape:
                 misfits.append(
@@ -275,21 +277,21 @@ def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[st
                 )
             if stored.dtype != needed and not (stored.dtype.is_floating_point and needed.is_floating_point):
                 misfits.append(
-                    f"{piece.name} is of {str(stored.dtype).removeprefix('torch.')}, the model needs {weight.dtype}"
+                    f"{piece.name} has dtype {str(stored.dtype).removeprefix('torch.')}, the model needs {weight.dtype}"
                 )
     return misfits
 
 
 def _where_it_is(name: str, source: WeightSource) -> str:
-    """What to give instead, where the source has more than one model's weights."""
+    """Return a hint if the source has more than one model's weights."""
     longer = next((it for it in source.tensors if it.endswith(f".{name}")), None)
     if longer is None:
         return ""
-    return f", but {longer} is: give the part below it, of a checkpoint .part({longer.removesuffix(f'.{name}')!r})"
+    return f", but {longer} exists: pass the part below it, for a checkpoint .part({longer.removesuffix(f'.{name}')!r})"
 
 
 def tied_names(weights: Mapping[str, Tensor], known: Set[str]) -> set[str]:
-    """Names whose tensors lie where one of a known name does."""
+    """Return names whose tensors share memory with one of a known name."""
 
     def place(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -304,7 +306,7 @@ def check_fit(misfits: Sequence[str]) -> None:
         raise ValueError(
             "the weights do not fit the model:\n  "
             + "\n  ".join(dict.fromkeys(misfits))
-            + "\nGive weights with the names, shapes and kinds of numbers of the unsharded model"
+            + "\nPass weights with the names, shapes and dtypes of the unsharded model"
         )
 
 
@@ -312,21 +314,21 @@ def check_fit(misfits: Sequence[str]) -> None:
 def read_weights(
     weights: Mapping[str, Weight], source: WeightSource, destination: Callable[[str], Tensor]
 ) -> list[str]:
-    """Fill weights with this rank's boxes of what the source holds; padding becomes zero.
+    """Fill weights with this rank's boxes of the source's tensors; padding becomes zero.
 
-    Everything is checked before the first element is written. Floating-point
-    numbers are converted to the weight's dtype.
+    Everything is checked before the first element is written. Floating-point numbers are converted to the weight's
+    dtype.
 
     Args:
-        weights: by name.
-        source: of logical tensors.
-        destination: the tensor to fill for a name.
+        weights: weights by name.
+        source: source of logical tensors.
+        destination: function from a name to the tensor to fill.
 
     Returns:
-        The names that were filled; buffers that the source lacks are left out.
+        The names that were filled; buffers that the source lacks are skipped.
 
     Raises:
-        ValueError: the source lacks logical tensors, or has them in another shape or of another kind of numbers.
+        ValueError: the source lacks logical tensors, or has them with another shape or kind of dtype.
     """
     check_fit(find_misfits(weights, source))
     filled = [name for name, weight in weights.items() if weight.is_filled_from(source, name)]

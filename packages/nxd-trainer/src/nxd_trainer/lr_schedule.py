@@ -54,11 +54,11 @@ def lr_multiplier(
         warmup_steps: steps of warm-up; 0 starts at 1.
         min_lr_ratio: least multiplier after the warm-up, between 0 and 1.
         schedule: shape after the warm-up.
-        num_decay_steps: of "warmup_stable_decay": how many steps the decay takes at the end; a tenth of the run if
+        num_decay_steps: number of steps of the decay at the end, for "warmup_stable_decay"; a tenth of the run if
             None.
-        decay_type: of "warmup_stable_decay": shape of the decay.
-        num_cycles: of "cosine_with_restarts": how often it falls.
-        power: of "polynomial": the exponent.
+        decay_type: shape of the decay of "warmup_stable_decay".
+        num_cycles: number of cycles of "cosine_with_restarts".
+        power: exponent of "polynomial".
 
     Raises:
         ValueError: an unknown schedule.

@@ -75,7 +75,7 @@ def test_folder_of_tokens_is_read_in_the_order_of_names(corpus_of, tmp_path):
     assert [name for name, _ in find_tokens(tmp_path / "tokens", suffixes=(".idx",))] == ["b.v2.bin", "b.v2.idx"]
     assert corpus_of("tokens", suffixes=(".npy", ".idx")).tokens.tolist() == [1, 2, *TOKENS, 3]
     assert files_left_out(tmp_path / "tokens", (".npy", ".bin"), takes_rows=False) == (
-        "left out of data.path: 1 .idx (data.suffixes takes them alone), 1 .txt"
+        "files in data.path not read: 1 .idx (data.suffixes takes them alone), 1 .txt"
     )
 
 

@@ -54,7 +54,7 @@ def test_standard_library_tests_are_taken_on_request(tmp_path, monkeypatch):
 
 
 def test_missing_path_says_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.path=.*absent does not exist; give a text file or a folder"):
+    with pytest.raises(ValueError, match=r"data\.path=.*absent does not exist; use a text file or a folder"):
         find_text_files(tmp_path / "absent")
 
 
@@ -95,7 +95,7 @@ def test_files_left_out_of_text_are_one_line_with_their_keys(text_folder):
         (text_folder / name).write_text("{}")
 
     assert files_left_out(text_folder, None, takes_rows=False) == (
-        "left out of data.path: 2 .jsonl (data.column or data.chat takes them), "
+        "files in data.path not read: 2 .jsonl (data.column or data.chat takes them), "
         "1 without suffix, 1 .c (data.suffixes takes them)"
     )
     assert files_left_out(text_folder, (".txt", ".c", "l", "E"), takes_rows=False) is None
@@ -108,7 +108,7 @@ def test_files_left_out_of_rows_are_told_too(text_folder):
 
     line = files_left_out(text_folder, (".jsonl",), takes_rows=True)
 
-    assert line == "left out of data.path: 2 .txt, 1 .csv (data.suffixes takes them)"
+    assert line == "files in data.path not read: 2 .txt, 1 .csv (data.suffixes takes them)"
 
 
 def test_folder_of_rows_gives_them_sorted_by_name(text_folder):
@@ -131,14 +131,14 @@ def test_saved_dataset_gives_the_files_that_it_lists_and_no_caches(tmp_path):
 @pytest.mark.parametrize(
     ("files", "path", "message"),
     [
-        ({"a.txt": "x"}, "a.txt", r"a\.txt is not a file of rows .* leave data\.column and data\.chat out"),
+        ({"a.txt": "x"}, "a.txt", r"a\.txt is not a file of rows .* unset data\.column and data\.chat"),
         ({"a.txt": "x"}, "", r"holds no files that end in \.jsonl, .*; to read text, unset data\.column"),
-        ({}, "absent", r"data\.path=.*absent does not exist; give a file or folder of rows"),
+        ({}, "absent", r"data\.path=.*absent does not exist; use a file or folder of rows"),
         ({"state.json": "{}", "dataset_info.json": "{}"}, "", r"state\.json lists no files of a dataset"),
         (
             {"dataset_dict.json": "{}", "test/state.json": "", "train/state.json": ""},
             "",
-            r"holds the splits test, train; name the folder of one",
+            r"holds the splits test, train; use the folder of one",
         ),
     ],
 )

@@ -26,5 +26,5 @@ def test_run_without_counts_or_matplotlib_has_no_picture_and_says_so(tmp_path, r
     without("matplotlib")
     assert draw_expert_loads([record(1, tokens_per_expert=[[1, 2]])], tmp_path / "experts.png", say=said.append) is None
 
-    assert said[0] == "load of experts left out: no step counted their tokens"
+    assert said[0] == "load of experts skipped: no step counted their tokens"
     assert "matplotlib is not installed" in said[1]

@@ -64,7 +64,7 @@ def test_run_without_records_says_so(tmp_path):
     said = []
 
     assert draw_loss_curve([], tmp_path / "loss.png", say=said.append) is None
-    assert said == ["loss curve left out: no step was logged"]
+    assert said == ["loss curve skipped: no step was logged"]
 
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path, record, without):
@@ -74,7 +74,7 @@ def test_without_matplotlib_one_line_says_what_to_install(tmp_path, record, with
     file = draw_loss_curve([record(1)], tmp_path / "loss.png", say=said.append)
 
     assert file is None
-    assert said == ["loss curve left out: matplotlib is not installed (pip install 'nxd-trainer[report]')"]
+    assert said == ["loss curve skipped: matplotlib is not installed (pip install 'nxd-trainer[report]')"]
     assert list(tmp_path.iterdir()) == []
 
 

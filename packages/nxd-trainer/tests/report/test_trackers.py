@@ -22,7 +22,7 @@ def test_without_tensorboard_one_line_says_what_to_install(tmp_path, record, wit
         metrics.log(record(1))
 
     assert said == [
-        "TensorBoard scalars left out: tensorboard is not installed (pip install 'nxd-trainer[tensorboard]')"
+        "TensorBoard scalars skipped: tensorboard is not installed (pip install 'nxd-trainer[tensorboard]')"
     ]
     assert read_records(metrics.file) == [record(1)]
     assert [it.name for it in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -128,7 +128,7 @@ def capture_steps(step: Callable[[], object], count: int = 1) -> list[list[Captu
     Args:
         step: one training step, with `step_boundary()` or `torch_xla.sync()` at its end. Operations left pending belong
             to the next step.
-        count: how often to call it.
+        count: number of calls.
 
     Returns:
         The graphs of each call. A step without host synchronization has one.

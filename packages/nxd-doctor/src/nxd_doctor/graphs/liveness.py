@@ -76,7 +76,7 @@ def peak_memory(module: HloModule, *, updates_in_place: bool = False, largest: i
         updates_in_place: whether a result with the shape and dtype of an argument overwrites it, each argument once,
             scalars never. torch-xla requests this for updated weights and optimizer states, but its dumps do not say
             so.
-        largest: how many of the buffers alive at the peak to return.
+        largest: number of buffers alive at the peak to return.
     """
     donated = _donated_results(module)
     if updates_in_place and not donated:

@@ -1,6 +1,6 @@
-"""Failures on purpose: ranks of a run are killed, stopped and slowed by a seed, and what it cost is measured.
+"""Injected failures: kills, stops and slows ranks of a run, chosen by a seed, and measures the cost.
 
-`nxd chaos` is its first user. It acts from outside: nothing of the run knows of it.
+`nxd chaos` is its first user. It acts from outside: the run does not know about it.
 """
 
 from nxd_elastic.chaos.disturb import Disturbance, Kind, Plan, disturb

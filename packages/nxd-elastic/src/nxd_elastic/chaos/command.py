@@ -1,4 +1,4 @@
-"""`nxd chaos`: kill, stop and slow ranks of a run, to see what it does."""
+"""`nxd chaos`: kill, stop and slow ranks of a run, and report how the run copes."""
 
 import argparse
 import os
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     plan = reports_user_errors(lambda: _plan(options))
     process = reports_user_errors(lambda: _process(options))
     followed = FollowedRun(process, options.output)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # what is paused goes on as well where this process is ended
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that paused ranks continue when this process is ended
         signal.signal(number, _end)
     disturbances = disturb(followed, plan, _say)
     for line in render(measure(followed, disturbances), disturbances):
@@ -94,7 +94,7 @@ class _OtherProcess:
         self._process, self._own = Process.of(pid), Process.of(os.getpid())
 
     def poll(self) -> int | None:
-        """0 if it has ended: its exit code is another's."""
+        """0 if it has ended: the exit code of another's child is unknown."""
         return 0 if self._process.has_ended(self._own) else None
 
 

@@ -24,17 +24,17 @@ _STOPPED_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do to a run.
+    """The disturbances of a run.
 
     Attributes:
-        seed: decides on the ranks, kinds and moments.
-        count: of disturbances; as many as there is time for if None.
-        kinds: to choose from; one that is named twice is chosen twice as often.
-        steps: the least and the most steps from one recovery to the next disturbance, which comes at any moment of the
-            step that follows.
-        seconds: the least and the most seconds from one disturbance to the next instead, wherever the run is then,
-            such as in the middle of a recovery.
-        lasting: the least and the most seconds for which a rank is slow or absent.
+        seed: random seed for ranks, kinds and times.
+        count: number of disturbances; unlimited if None.
+        kinds: kinds to choose from; one that is named twice is chosen twice as often.
+        steps: minimum and maximum number of steps from one recovery to the next disturbance, which comes at any moment
+            of the step that follows.
+        seconds: minimum and maximum seconds from one disturbance to the next instead, in any state of the run, also
+            during a recovery.
+        lasting: minimum and maximum seconds for which a rank is slow or absent.
     """
 
     seed: int
@@ -46,7 +46,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.kinds or not set(self.kinds) <= set(KINDS):
-            raise ValueError(f"kinds={','.join(self.kinds)!r} must be of {', '.join(KINDS)}")
+            raise ValueError(f"kinds={','.join(self.kinds)!r} contains an unknown kind; use {', '.join(KINDS)}")
         for name in ("steps", "seconds", "lasting"):
             bounds = getattr(self, name)
             if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
@@ -57,15 +57,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What was done to a rank.
+    """One disturbance of a rank.
 
     Attributes:
-        kind: how.
-        rank: to whom; to the first of them where it was a host.
-        step: the newest in the metrics at that time.
+        kind: kind of disturbance.
+        rank: the disturbed rank; the first one of a host.
+        step: the newest step in the metrics at that time.
         generation: how often the run had begun or resumed until then.
-        at: when, on the monotonic clock.
-        seconds: how long it lasted; None for what is for good.
+        at: time on the monotonic clock.
+        seconds: how long it lasted; None if it is permanent.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class Disturbance:
 
     @property
     def is_a_loss(self) -> bool:
-        """Whether the run is to go on without this process."""
+        """Whether the run has to continue without this process."""
         return self.kind not in ("pause", "slow")
 
     def __str__(self) -> str:
@@ -97,9 +97,9 @@ def disturb(run: FollowedRun, plan: Plan, say: Callable[[str], None] = lambda li
     """Disturb a run as planned, and follow it until it ends.
 
     Args:
-        run: that has been started.
-        plan: what to do.
-        say: is given a line about each disturbance.
+        run: a run that has been started.
+        plan: the disturbances.
+        say: called with a line about each disturbance.
     """
     chance = random.Random(plan.seed)
     done: list[Disturbance] = []
@@ -125,7 +125,7 @@ def _wait_for_moment(run: FollowedRun, plan: Plan, chance: random.Random, done: 
 
 
 def _disturb_once(run: FollowedRun, plan: Plan, chance: random.Random) -> Disturbance | None:
-    """None where the rank has ended meanwhile, or is the last host's."""
+    """Disturb once; returns None if the rank has ended meanwhile, or is on the last host."""
     kind, place, duration = chance.choice(plan.kinds), chance.random(), chance.random()
     ranks = run.ranks()
     if not ranks or (kind == "host" and len({rank.host for rank in ranks}) < 2):
@@ -168,7 +168,7 @@ def _slow(run: FollowedRun, rank: Rank, seconds: float) -> None:
 
 
 def _kill_and_hold(run: FollowedRun, rank: Rank, seconds: float) -> None:
-    with _stopped(rank.parent):  # which would start another one
+    with _stopped(rank.parent):  # so that it does not start another one
         os.kill(rank.pid, signal.SIGKILL)
         run.wait(seconds)
 

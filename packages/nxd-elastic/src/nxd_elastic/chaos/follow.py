@@ -1,4 +1,4 @@
-"""A run that is looked at from outside: its processes, and when each step came into its metrics."""
+"""A run observed from outside: its processes, and when each step appeared in its metrics."""
 
 import json
 import time
@@ -8,16 +8,16 @@ from typing import NamedTuple, Protocol, Self
 
 from nxd_elastic.chaos.ranks import Rank, ranks_below
 
-METRICS_FILE = "metrics.jsonl"  # in a run's folder, with a line of JSON for each step that it has logged
+METRICS_FILE = "metrics.jsonl"  # in a run's folder, with a line of JSON for each logged step
 POLL_SECONDS = 0.01
 
 
 class LoggedStep(NamedTuple):
-    """What is looked at of a line of a run's metrics.
+    """The used fields of a line of a run's metrics.
 
     Attributes:
         step: optimizer steps taken, from 1.
-        layout: in the first line of each invocation, such as "TP 2 x DP 2".
+        layout: the layout, such as "TP 2 x DP 2"; in the first line of each invocation.
         resumed_from: step of the checkpoint; in the first line after a resume.
     """
 
@@ -27,7 +27,7 @@ class LoggedStep(NamedTuple):
 
     @classmethod
     def of_line(cls, line: str) -> Self:
-        """The step of a line."""
+        """Parse a line."""
         content = json.loads(line)
         return cls(content["step"], content.get("layout"), content.get("resumed_from"))
 
@@ -40,28 +40,27 @@ class Seen(NamedTuple):
 
 
 class HasEnded(Protocol):
-    """A process: one that was started here, or another one of this machine."""
+    """A process, started here or elsewhere on this machine."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code; None while it runs."""
 
 
 class FollowedRun:
     """Follows a run that trains.
 
     Args:
-        process: that has started its ranks, or their launchers.
+        process: the process that started the ranks, or their launchers.
         output: the run's folder.
-        patience: seconds without a new step after which waiting raises TimeoutError, as the run stands still; None:
-            wait for good.
+        patience: seconds without a new step after which waiting raises TimeoutError; None waits forever.
 
     Attributes:
-        seen: records in the order in which they came, with those of steps that were lost and taken again; of those
-            that were there before, the newest.
+        seen: records in the order in which they came, including those of lost steps that were repeated; of earlier
+            records only the newest.
     """
 
     def __init__(self, process: HasEnded, output: Path, *, patience: float | None = None) -> None:
@@ -69,13 +68,13 @@ class FollowedRun:
         self._patience, self._began = patience, time.monotonic()
         self.seen: list[Seen] = []
         self._file = output / METRICS_FILE
-        self._lines: list[str] = []  # that the file has now
-        self._stands_at = (0, 0)  # its inode, and its bytes that have been read
+        self._lines: list[str] = []  # current lines of the file
+        self._stands_at = (0, 0)  # inode, and number of bytes read
         self.poll()
-        del self.seen[:-1]  # nobody knows when the others came
+        del self.seen[:-1]  # the times of the others are unknown
 
     def poll(self) -> Sequence[Seen]:
-        """Read what is new in the metrics; returns the records."""
+        """Read new lines of the metrics; returns the records."""
         try:
             status = self._file.stat()
         except FileNotFoundError:
@@ -104,29 +103,29 @@ class FollowedRun:
 
     @property
     def step(self) -> int:
-        """Of the newest record; 0 before the first."""
+        """The step of the newest record; 0 before the first."""
         return self.seen[-1].record.step if self.seen else 0
 
     @property
     def generations(self) -> int:
-        """How often it has begun or resumed, and taken a step."""
+        """How often the run has begun or resumed, and then taken a step."""
         return sum(it.record.layout is not None for it in self.seen)
 
     def ranks(self) -> list[Rank]:
-        """That run now."""
+        """The ranks that currently run."""
         return ranks_below(self.process.pid)
 
     def has_ended(self) -> bool:
-        """Whether the process has, after one more look at the metrics."""
+        """Whether the process has ended, after one more inspect the metrics."""
         ended = self.process.poll() is not None
         self.poll()
         newest = self.seen[-1].at if self.seen else self._began
         if not ended and self._patience is not None and time.monotonic() - newest > self._patience:
-            raise TimeoutError(f"the run stands still: no step for {self._patience:g} s after step {self.step}")
+            raise TimeoutError(f"the run makes no progress: no step for {self._patience:g} s after step {self.step}")
         return ended
 
     def wait(self, seconds: float) -> bool:
-        """Follow it for some time, or until it ends; whether it goes on."""
+        """Follow the run for some time, or until it ends; returns whether it continues."""
         until = time.monotonic() + seconds
         while not self.has_ended():
             left = until - time.monotonic()
@@ -136,21 +135,21 @@ class FollowedRun:
         return False
 
     def wait_for_step(self, step: int) -> bool:
-        """Follow it until a step is in its metrics, or it ends; whether it goes on."""
+        """Follow the run until a step is in its metrics, or it ends; returns whether it continues."""
         while self.step < step:
             if not self.wait(POLL_SECONDS):
                 return False
         return True
 
     def wait_for_generation(self, number: int) -> bool:
-        """Follow it until it has resumed and taken a step, or ends; whether it goes on."""
+        """Follow the run until it has resumed and taken a step, or ends; returns whether it continues."""
         while self.generations < number:
             if not self.wait(POLL_SECONDS):
                 return False
         return True
 
     def step_seconds(self) -> float | None:
-        """The median of what a step takes between two others of a generation; None before there are two."""
+        """The median duration of a step between two others of a generation; None before there are two."""
         spans = [
             (after.at - before.at) / max(1, after.record.step - before.record.step)
             for before, after in zip(self.seen, self.seen[1:], strict=False)

@@ -1,4 +1,4 @@
-"""What disturbances have cost a run: seconds to the next step, steps lost, goodput."""
+"""The cost of disturbances to a run: seconds to the next step, steps lost, goodput."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from nxd_elastic.chaos.follow import FollowedRun
 
 @dataclass(frozen=True)
 class Measures:
-    """What was measured from outside, by the metrics.
+    """Measurements from outside, from the metrics.
 
     Attributes:
-        recoveries: seconds from each loss of a rank to the next step, in order; those after which no step came are
-            left out.
-        steps_lost: for each of them, steps that were in the metrics and had to be taken again.
-        goodput: of the seconds from the first step to the last, the share that its steps take when nothing disturbs
-            them; nan where too few steps were seen.
+        recoveries: seconds from each loss of a rank to the next step, in order; losses without a following step are
+            omitted.
+        steps_lost: for each of them, the number of steps in the metrics that had to be repeated.
+        goodput: the time that the steps take without disturbances, as a share of the seconds from the first step to the
+            last; nan if too few steps were seen.
     """
 
     recoveries: Sequence[float]
@@ -48,7 +48,7 @@ def _goodput(run: FollowedRun) -> float:
 
 
 def render(measures: Measures, disturbances: Sequence[Disturbance]) -> list[str]:
-    """Lines for people."""
+    """Return lines of text."""
     counts = {it.kind: sum(other.kind == it.kind for other in disturbances) for it in disturbances}
     lines = [f"{len(disturbances)} disturbances: {', '.join(f'{kind} {n}' for kind, n in counts.items()) or 'none'}"]
     if measures.recoveries:

@@ -1,4 +1,4 @@
-"""The ranks of a run as seen from outside: processes below that which has started them. Linux only."""
+"""The ranks of a run as seen from outside: descendants of the process that started them. Linux only."""
 
 import os
 import signal
@@ -19,10 +19,10 @@ class Rank(NamedTuple):
     """A process that trains.
 
     Attributes:
-        number: the rank that its launcher gave it.
-        pid: of the process.
-        parent: of its parent, which in an elastic run starts another one when it dies.
-        host: pid of its launcher, which stands for a host: torchrun's agent, or `nxd train --nproc`.
+        number: rank number, from its launcher.
+        pid: process id.
+        parent: id of the parent process, which in an elastic run replaces it when it dies.
+        host: process id of its launcher, which represents a host: torchrun's agent, or `nxd train --nproc`.
     """
 
     number: int
@@ -32,10 +32,10 @@ class Rank(NamedTuple):
 
 
 def ranks_below(root: int) -> list[Rank]:
-    """The ranks of the run that a process has started, by number.
+    """Return the ranks of the run that a process has started, by number.
 
-    Those of an elastic run are the trainers. Of any other run they are the processes to which their parent has given
-    all that a launcher gives to a rank: other programs may have a variable `RANK` as well.
+    In an elastic run these are the trainers. In any other run they are processes whose parent has set all variables
+    that a launcher sets for a rank; other programs may have a variable `RANK` as well.
     """
     below = list(_below(root))
     trainers = [(supervisor, pid) for supervisor, pid in below if _name(pid) == TRAINER_NAME]
@@ -46,20 +46,20 @@ def ranks_below(root: int) -> list[Rank]:
         found = [
             (_rank(pid), pid, parent, parent)
             for parent, pid in below
-            if _is_launched(pid, parent) and _name(pid) != SUPERVISOR_NAME  # whose trainer has ended, or is to come
+            if _is_launched(pid, parent) and _name(pid) != SUPERVISOR_NAME  # its trainer has ended, or is to start
         ]
     return sorted(Rank(number, *processes) for number, *processes in found if number is not None)
 
 
 def kill_host(host: int) -> None:
-    """End a launcher and all that it has started at once, as when a machine loses its power."""
+    """Kill a launcher and everything that it has started at once, like a power failure."""
     for pid in [host, *[pid for _, pid in _below(host)]]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _below(pid: int) -> Iterator[tuple[int, int]]:
-    """All descendants as (parent, process), parents first."""
+    """Yield all descendants as (parent, process), parents first."""
     for child in _children(pid):
         yield pid, child
         yield from _below(child)
@@ -82,7 +82,7 @@ def _name(pid: int) -> str:
 
 
 def _is_launched(pid: int, parent: int) -> bool:
-    """Whether the parent is a launcher that has started a process as a rank: ours, torchrun's agent, or Slurm's."""
+    """Whether the parent is a launcher (ours, torchrun's agent, or Slurm's) that started the process as a rank."""
     own, inherited = _variables(pid), _variables(parent)
     if LAUNCHER_PID in own:
         return own[LAUNCHER_PID] == str(parent)
@@ -91,14 +91,14 @@ def _is_launched(pid: int, parent: int) -> bool:
 
 
 def _rank(pid: int) -> int | None:
-    """The rank that the process was started as; a fork shows that of its parent."""
+    """Return the rank that the process was started as; a fork has its parent's."""
     variables = _variables(pid)
     number = variables.get("RANK", variables.get("SLURM_PROCID", ""))
     return int(number) if number.isdigit() else None
 
 
 def _variables(pid: int) -> dict[str, str]:
-    """With which a process was started; none of one that has ended, or is another user's."""
+    """Return the environment that a process was started with; empty if it has ended, or belongs to another user."""
     try:
         content = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:

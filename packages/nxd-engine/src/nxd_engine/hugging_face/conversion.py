@@ -35,7 +35,7 @@ class Arrangement:
 
     Attributes:
         tensors: by the model's names.
-        unexpected: of the folder, which the model does not have.
+        unexpected: tensors of the folder that the model does not have.
         doubled: tied tensors that are stored under their own names as well, by these, beside those of `tensors`.
     """
 
@@ -69,7 +69,7 @@ class ReferenceModel:
     def misshapen(self, arrangement: Arrangement) -> list[str]:
         """Of each tensor whose shape is another in the model than in the files, what the two are."""
         return [
-            f"{name!r} is {list(tensor.shape)} in the files, {list(self._shapes[name])} by the config"
+            f"{name!r} has shape {list(tensor.shape)} in the files, {list(self._shapes[name])} according to the config"
             for name, tensor in arrangement.tensors.items()
             if tensor.shape != self._shapes[name]
         ]
@@ -138,9 +138,9 @@ class ReferenceModel:
             if kind not in _OPERATIONS or any(getattr(operation, option, None) for option in _OPTIONS_NOT_KNOWN):
                 source = next(iter(found.values()))[0].parts[0].source
                 raise ValueError(
-                    f"{target!r} is made of {source!r} by transformers' {operation}, which is not known here to be a "
+                    f"{target!r} is made from {source!r} by transformers' {operation}, which is not known to be a "
                     "rearrangement of tensors; load the folder with transformers, save it with "
-                    "save_pretrained(..., save_original_format=False), and take the new one"
+                    "save_pretrained(..., save_original_format=False), and use the new folder"
                 )
             values = _OPERATIONS[kind](operation, rule, values)
         full_name = target.replace("*.", "0.")
@@ -170,7 +170,7 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
 
     Args:
         config: content of a `config.json`.
-        dtype: of what the model does not want in a type of its own; torch's default if None.
+        dtype: dtype of tensors without a dtype of their own in the model; torch's default if None.
 
     Raises:
         ValueError: the config is not one that transformers takes.
@@ -196,7 +196,7 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
             return model_class(config_class.from_dict(with_plain_floats(content)))
     except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
         raise ValueError(
-            f"transformers makes no {model_class.__name__} of the config: {type(error).__name__}: "
+            f"transformers cannot create a {model_class.__name__} from the config: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
         ) from error
     finally:
@@ -261,7 +261,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         made = config_class.from_dict(with_plain_floats(config))
     except Exception as error:  # its checks are of many kinds
-        raise ValueError(f"transformers takes no such config: {type(error).__name__}: {error}") from error
+        raise ValueError(f"transformers rejects the config: {type(error).__name__}: {error}") from error
     content: dict[str, Any] = json.loads(made.to_json_string(use_diff=False), parse_constant=str)
     return content
 
@@ -270,8 +270,8 @@ def check_keys(config: Mapping[str, Any], further: Iterable[str]) -> None:
     """Raise ValueError for keys that the config's architecture does not have, with the nearest that it has.
 
     Args:
-        config: of a model, these keys among it.
-        further: the keys to look at.
+        config: config of a model, including these keys.
+        further: the keys to inspect.
     """
     config_class = _config_class(str(config.get("model_type")))
     if config_class is None:
@@ -285,7 +285,7 @@ def _refuse_unknown(keys: Iterable[str], known: Collection[str], config_class: t
     for name in set(keys) - set(known):
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        mistakes.append(f"model.config.{name} is no key of {config_class.__name__}{hint}")
+        mistakes.append(f"model.config.{name} is not a key of {config_class.__name__}{hint}")
     if mistakes:
         raise ValueError("; ".join(sorted(mistakes)))
 
@@ -305,7 +305,7 @@ def config_of_type(
         sizes: by the names of a `LlamaConfig`; what the type calls them is found.
         further: keys as the type calls them, on top of the sizes.
         default_sizes: sizes that nobody has asked for, so that a type need not have them.
-        end_token: that ends a text. There is none that begins one, and none for padding, unless `further` has them.
+        end_token: the token that ends a text. No token begins one, and none is for padding, unless `further` has them.
 
     Raises:
         ValueError: transformers is not installed, has no such language model, or the type has no such key.
@@ -317,7 +317,7 @@ def config_of_type(
     text = default.get_text_config()
     if text is not default:
         raise ValueError(
-            f"model.type={model_type} is a model of text and more, and has no sizes of its own; use "
+            f"model.type={model_type} is a multimodal model without sizes of its own; use "
             f"model.type={text.model_type} for its text model"
         )
     known = default.to_dict()
@@ -327,12 +327,12 @@ def config_of_type(
         rope = known.get("rope_parameters")
         if not isinstance(rope, Mapping) or "rope_theta" not in rope:
             raise ValueError(
-                f"{model_type} has no one model.{' or '.join(asked_rope)}; give model.config.rope_parameters"
+                f"{model_type} has no single model.{' or '.join(asked_rope)}; set model.config.rope_parameters"
             )
         theta = {"rope_theta": sizes.get("rope_theta", rope["rope_theta"])}
         further = {"rope_parameters": {**rope, **sizes.get("rope_scaling", {}), **theta}, **further}
         sizes = {name: size for name, size in sizes.items() if name not in asked_rope}
-    mistakes = [f"model.{name} is no size of {model_type}" for name in sizes if name not in names]
+    mistakes = [f"model.{name} is not a size of {model_type}" for name in sizes if name not in names]
     _refuse_unknown(further, names, config_class, *mistakes)
     values = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_token}
     values |= {names[name]: value for name, value in {**default_sizes, **sizes}.items() if name in names}
@@ -364,8 +364,8 @@ def _unknown_type(model_type: str) -> str:
     if not types:
         return f"model.type={model_type} needs transformers, which is not installed: pip install transformers"
     nearest = difflib.get_close_matches(model_type, types, n=3)
-    hint = f"did you mean {', '.join(nearest)}?" if nearest else "give a model_type as in a config.json"
-    return f"model.type={model_type} is no language model that transformers knows; {hint}"
+    hint = f"did you mean {', '.join(nearest)}?" if nearest else "use a model_type as in a config.json"
+    return f"model.type={model_type} is not a language model in transformers; {hint}"
 
 
 def _converts(rule: Any) -> bool:

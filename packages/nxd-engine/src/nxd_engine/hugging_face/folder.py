@@ -23,7 +23,7 @@ def read_config(folder: PathLike) -> dict[str, Any]:
     """
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the folder of a model, with its {CONFIG_FILE}")
+        raise ValueError(f"{path} does not exist; pass the folder of a model, with its {CONFIG_FILE}")
     return read_json_object(path)
 
 
@@ -41,7 +41,7 @@ def parse_json_object(path: PathLike, content_bytes: bytes) -> dict[str, Any]:
     try:
         content = json.loads(content_bytes)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
@@ -67,10 +67,10 @@ def check_config(config: Mapping[str, Any], other_names: Mapping[str, str] | Non
     """
     for key, value in config.items():
         if key == "attribute_map":
-            raise ValueError("the config has attribute_map, which gives other keys new meanings; leave it out")
+            raise ValueError("the config has attribute_map, which gives other keys new meanings; remove it")
         if "_implementation" in key and "/" in str(value):
             raise ValueError(
-                f"the config has {key}={value!r}, code from a hub, which is not run; leave it out, or give one of "
+                f"the config has {key}={value!r}, code from a hub, which is not run; remove it, or use one of "
                 "transformers' own, such as 'sdpa'"
             )
         names = {key}
@@ -81,9 +81,7 @@ def check_config(config: Mapping[str, Any], other_names: Mapping[str, str] | Non
             if isinstance(one, Mapping):
                 check_config(one, other_names)
             elif isinstance(one, int | float) and one > most:
-                raise ValueError(
-                    f"the config has {key}={value!r:.100}, more than the {most:,} that are believed; correct it"
-                )
+                raise ValueError(f"the config has {key}={value!r:.100}, more than the allowed {most:,}; correct it")
 
 
 def _most(key: str) -> float:

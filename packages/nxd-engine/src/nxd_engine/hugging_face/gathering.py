@@ -85,7 +85,7 @@ def gathered(state: Mapping[str, ShardedTensor], group: Group) -> Iterator[Gathe
     """On rank 0 the tensors of all; the others answer its questions here, and get None when it has no more.
 
     Args:
-        state: what this rank holds.
+        state: this rank's state.
         group: all ranks, each of which calls this.
 
     Raises:
@@ -150,6 +150,6 @@ def _ready(errands: Sequence[_Errand], make: Callable[[_Errand], torch.Tensor], 
 
 
 def _values(state: Mapping[str, ShardedTensor], errand: _Errand) -> torch.Tensor:
-    """A box of one tensor, contiguous; it lies in one shard, since errands are cut along the shards' boxes."""
+    """A box of one tensor, contiguous; it is in one shard, since errands are cut along the shards' boxes."""
     shard = next(it for it in state[errand.name].shards if it.box.contains(errand.box))
     return shard.tensor[errand.box.relative_to(shard.box).slices()].detach().contiguous()

@@ -45,16 +45,16 @@ def load_pretrained(
 ) -> list[str]:
     """Fill a model with the weights of a Hugging Face folder, whatever its layout. Called by all ranks.
 
-    Of each tensor a rank reads the boxes that it holds; padding is left alone. Names and fusions that transformers
+    Of each tensor a rank reads the boxes that it holds; padding is not changed. Names and fusions that transformers
     keeps otherwise in files than in memory are taken care of where transformers is installed; a tied weight may be
     stored under any of its names. Memory: this rank's part of the model, and 16 MiB.
 
     Args:
-        model: of `nxd_layers.hf.parallelize`, `initialize_parallel_model`, `NxDPPModel`, or any other module whose
-            logical tensors have the folder's names. One on the meta device gets its memory here, on this rank's
+        model: result of `nxd_layers.hf.parallelize`, `initialize_parallel_model`, `NxDPPModel`, or any other module
+            whose logical tensors have the folder's names. One on the meta device gets its memory here, on this rank's
             device; stages of a pipeline have theirs already.
         folder: with `model.safetensors`, or several files and their index, and `config.json`.
-        dtype: of the floating-point parameters afterwards; those of the model if None. Values are converted.
+        dtype: dtype of the floating-point parameters afterwards; those of the model if None. Values are converted.
         strict: every tensor of the model must be stored, and every stored one be the model's. Otherwise those that are
             not stored keep their values.
         may_lack: names of the model's tensors that need not be stored in any case, such as those of adapters.
@@ -91,9 +91,9 @@ def import_hugging_face(
 
     Args:
         folder: with `model.safetensors`, or several files and their index, and `config.json`.
-        checkpoints: the folder of checkpoints; made if missing.
+        checkpoints: the folder of checkpoints; created if missing.
         tag: name of the new one.
-        dtype: that floating-point tensors are converted to; as they are if None.
+        dtype: dtype for floating-point tensors; unchanged if None.
 
     Raises:
         ValueError: `dtype` is no type, transformers does not take the config, tensors are missing, too many or of other
@@ -118,7 +118,7 @@ class ModelTensors:
         source: the tensors.
         unexpected: names in the files that the model does not have.
         missing: names of the model that are not in the files.
-        misshapen: of each tensor whose shape is not what the config says, what it is.
+        misshapen: description of each tensor whose shape differs from the config's.
     """
 
     source: RearrangedSource
@@ -151,9 +151,11 @@ def _believed_config(folder: PathLike) -> tuple[dict[str, Any], str]:
     if not differing:
         return config, ""
     untied = _without_ties(config)
-    told = f"{folder}: the config ties {' and '.join(differing)} to another weight, and the files have another for it"
+    told = (
+        f"{folder}: the config ties {' and '.join(differing)} to another weight, but the files have a different value"
+    )
     if _differing_ties(untied, stored, shapes):
-        raise ValueError(f"{told}; correct the config, or leave the second one out of the files")
+        raise ValueError(f"{told}; correct the config, or remove the second one from the files")
     return untied, told
 
 
@@ -209,11 +211,11 @@ def whole_model_tensors(folder: PathLike) -> RearrangedSource:
     found = model_tensors(folder)
     if found.missing or found.unexpected:
         raise ValueError(
-            f"{folder} is not what its config says: it lacks {list(found.missing[:5])} and has "
-            f"{list(found.unexpected[:5])} besides; take the folder of a whole model"
+            f"{folder} does not match its config: it lacks {list(found.missing[:5])} and also has "
+            f"{list(found.unexpected[:5])}; use the folder of a whole model"
         )
     if found.misshapen:
-        raise ValueError(f"{folder} is not what its config says: {'; '.join(found.misshapen[:5])}")
+        raise ValueError(f"{folder} does not match its config: {'; '.join(found.misshapen[:5])}")
     return found.source
 
 
@@ -251,7 +253,7 @@ def _give_memory(module: nn.Module) -> set[str]:
         if not is_transformers_model(module):
             raise ValueError(
                 f"{path or type(module).__name__} has buffers on the meta device that are not stored: "
-                f"{sorted(not_stored)[:3]}; make the model with parameters_on_meta, which leaves buffers where they are"
+                f"{sorted(not_stored)[:3]}; create the model with parameters_on_meta, which does not move buffers"
             )
         param_init_fn_of(module)(module.get_submodule(path))
     return on_meta
@@ -269,7 +271,7 @@ def _agree(
     """Raise ValueError on every rank if the folder does not fit on any of them."""
     shapes = {name: as_sharded(name, tensor).global_shape for name, tensor in state.items()}
     problems = [
-        f"{name!r} is {list(source.tensors[name].global_shape)} in the folder, {list(shape)} in the model"
+        f"{name!r} has shape {list(source.tensors[name].global_shape)} in the folder, {list(shape)} in the model"
         for name, shape in shapes.items()
         if name in source.tensors and source.tensors[name].global_shape != shape
     ]
@@ -285,7 +287,7 @@ def _agree(
     if everyone:
         shown = list(everyone)[:20]
         more = [f"and {len(everyone) - len(shown)} more"] if len(everyone) > len(shown) else []
-        advice = "; strict=False leaves out what only one of them has" if strict else ""
+        advice = "; strict=False skips tensors that only one of them has" if strict else ""
         raise ValueError(f"{folder} does not fit the model{advice}:\n  " + "\n  ".join([*shown, *more]))
 
 
@@ -315,4 +317,4 @@ def check_dtype(dtype: Any) -> None:
     """Raise ValueError unless it is a floating-point `torch.dtype`, or None, which leaves weights as they are."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
-    raise ValueError(f"dtype={dtype!r} is no floating-point type of torch; give one such as torch.bfloat16, or None")
+    raise ValueError(f"dtype={dtype!r} is not a floating-point dtype; use one such as torch.bfloat16, or None")

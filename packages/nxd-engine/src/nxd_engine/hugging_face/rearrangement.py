@@ -21,9 +21,9 @@ class Part:
     """A box of a tensor that is a box of another one, up to the order of dims and dims of length one.
 
     Attributes:
-        box: of the tensor.
+        box: box of the tensor.
         source: name of the other one.
-        source_box: its box; a dim that `order` leaves out has length one.
+        source_box: its box; a dim that `order` omits has length one.
         order: for each dim of `box` that of `source_box`; None for one of length one that the other has not.
     """
 
@@ -33,7 +33,7 @@ class Part:
     order: tuple[int | None, ...]
 
     def source_box_of(self, box: Box) -> Box:
-        """Where a box inside `self.box` lies in the other tensor."""
+        """Where a box inside `self.box` is in the other tensor."""
         offsets, shape = list(self.source_box.offsets), list(self.source_box.shape)
         for dim, source_dim in enumerate(self.order):
             if source_dim is not None:
@@ -135,9 +135,9 @@ class RearrangedSource:
     """Tensors of a source under other names and in another arrangement; the source's own are not shown.
 
     Args:
-        source: where they come from.
-        rearranged: how each is made.
-        objects: what goes along, see `TensorSource`.
+        source: their source.
+        rearranged: rearrangement that makes each.
+        objects: additional objects, see `TensorSource`.
 
     Raises:
         ValueError: the parts of a tensor differ in type.
@@ -152,7 +152,7 @@ class RearrangedSource:
             dtypes = {self.source.tensors[part.source].dtype for part in tensor.parts}
             if len(dtypes) != 1:
                 found = ", ".join(sorted(map(str, dtypes)))
-                raise ValueError(f"the parts of {name!r} are of the types {found}; give them one type")
+                raise ValueError(f"the parts of {name!r} have the dtypes {found}; convert them to one dtype")
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -191,8 +191,8 @@ def inverse(rearranged: Mapping[str, Rearranged], shapes: Mapping[str, Sequence[
     """The other direction: the sources, made of what was made of them.
 
     Args:
-        rearranged: how each tensor is made.
-        shapes: of the sources.
+        rearranged: rearrangement that makes each tensor.
+        shapes: shapes of the sources.
     """
     parts: dict[str, list[Part]] = {name: [] for name in shapes}
     for name, tensor in rearranged.items():

@@ -42,13 +42,13 @@ def save_pretrained(
 
     Args:
         model: as for `load_pretrained`.
-        folder: made if missing; only rank 0 needs it.
+        folder: created if missing; only rank 0 needs it.
         like: the folder that the model was loaded from: the new one gets the same names of tensors, the same
             config, and copies of its files of tokenizer, processor and generation. The names of transformers itself
             if None.
-        config: of transformers, or the content of a `config.json`; default: that of `like`, or of the model. It must
-            name the `architectures`, as one does that was read from a folder.
-        dtype: that floating-point tensors are converted to; as they are if None.
+        config: config of transformers, or the content of a `config.json`; default: that of `like`, or of the model. It
+            must name the `architectures`, as one does that was read from a folder.
+        dtype: dtype for floating-point tensors; unchanged if None.
         max_shard_size: most bytes of tensors in one file, such as "5GB" or "500MiB".
 
     Raises:
@@ -84,7 +84,7 @@ def write_folder(
 
     Args:
         stored: tensors under the names that they have in files.
-        folder: made if missing.
+        folder: created if missing.
         config: content of its `config.json`; the type is put in.
         companions: files of tokenizer, processor and generation by their names, see `read_companions`.
         dtype: see `save_pretrained`.
@@ -122,13 +122,13 @@ def config_content(config: Any, like: PathLike | None, model: nn.Module) -> dict
         content = json.loads(to_json())
     else:
         raise ValueError(
-            f"{type(model).__name__} has no config of transformers; give config=, or like= with the folder that it was "
+            f"{type(model).__name__} has no transformers config; pass config=, or like= with the folder that it was "
             "loaded from"
         )
     if not content.get("architectures"):
         if not is_transformers_model(model):
             raise ValueError(
-                'the config does not say what the model is: set config.architectures, such as ["LlamaForCausalLM"]'
+                'the config does not name the model class; set config.architectures, such as ["LlamaForCausalLM"]'
             )
         content["architectures"] = [type(model).__name__]
     return content
@@ -138,7 +138,7 @@ def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | 
     """A model's tensors under the names and in the shapes that they have in files.
 
     Args:
-        source: of the model's tensors.
+        source: source of the model's tensors.
         config: content of the model's `config.json`.
         shapes: names and shapes that an existing folder of such a model has; those of transformers itself if None.
 
@@ -154,7 +154,7 @@ def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | 
     further = sorted(source.tensors.keys() - made.keys())
     if missing or further:
         raise ValueError(
-            f"the model is not what its config says: it lacks {missing[:5]} and has {further[:5]} besides; give the "
+            f"the model does not match its config: it lacks {missing[:5]} and also has {further[:5]}; pass the "
             "config of this model"
         )
     return RearrangedSource(source, inverse(made, shapes))

@@ -140,8 +140,8 @@ def rotary_tables(positions: Tensor, longest: int, config: LlamaConfig, like: Te
 
     Args:
         positions: `[S]`.
-        longest: of the whole sequence, on which the frequencies of some types depend.
-        config: of the model.
+        longest: length of the whole sequence, which affects the frequencies of some types.
+        config: config of the model.
         like: any tensor.
     """
     # float32 as in the original, whatever the model's dtype.
@@ -433,12 +433,13 @@ class LlamaForCausalLM(nn.Module):
     Args:
         config: sizes.
         sequence_parallel: split the residual stream along the sequence between the layers.
-        dtype: of all parameters.
-        device: of all parameters; torch's default device if None.
+        dtype: dtype of all parameters.
+        device: device of all parameters; torch's default device if None.
         return_dict: `forward` returns a `CausalLMOutput`, as scripts for models of transformers expect.
 
     Attributes:
-        loss_function: of this rank's part of the logits and labels, in place of the cross-entropy; set it at will.
+        loss_function: function of this rank's part of the logits and labels that replaces the cross-entropy; may be set
+            at any time.
 
     Raises:
         ValueError: sizes that do not fit each other or the tensor-parallel degree.
@@ -482,7 +483,7 @@ class LlamaForCausalLM(nn.Module):
             labels: `[B, S]`, the token that follows each input token; -100 where there is none.
             cache: keys and values of earlier tokens; extended in place. Not with sequence parallelism.
             document_ids: which document each token belongs to in packed sequences, `[B, S]`, with a cache also for the
-                tokens in it: attention stays within a document. Positions need not start anew, since rotary ones
+                tokens in it: attention stays within a document. Positions need not start again, since rotary ones
                 count as differences only.
             attention_mask: 1 for tokens and 0 for padding, `[B, S]`, with a cache also for the tokens in it: no token
                 attends to padding. Labels at padding must be -100.
@@ -504,7 +505,7 @@ class LlamaForCausalLM(nn.Module):
         if labels is not None and cache is None and active_group("cp").size > 1:
             if self.loss_function is not None:
                 raise ValueError(
-                    "loss_function would see this rank's positions only; use context_parallel_size=1 with it"
+                    "loss_function would see only this rank's positions; use context_parallel_size=1 with it"
                 )
             labels = own_part(labels, self.model.multiple, IGNORED_LABEL, document_ids)
             head = self.lm_head

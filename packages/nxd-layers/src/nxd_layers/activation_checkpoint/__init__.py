@@ -52,7 +52,7 @@ def apply_activation_checkpointing(
         model: changed in place.
         config: "full" for every transformer layer; a module class, or its name, or several of them for these modules;
             a function that says of a module whether it is one; None for no module.
-        transformer_layer_cls: what "full" means by a transformer layer. By default the model's `_no_split_modules`
+        transformer_layer_cls: class of transformer layers, for "full". By default the model's `_no_split_modules`
             (Hugging Face's models have it), else the elements of its `nn.ModuleList`s of one class.
         keep: which operations' outputs to keep inside these modules, as `matmul_outputs` does, so that they are not
             computed again. None keeps nothing.

@@ -40,7 +40,7 @@ class BufferState:
             if part._buffers.get(name) is not buffer or buffer._version != version:
                 raise RuntimeError(
                     f"buffer {name!r} of a {type(part).__name__}, {tuple(buffer.shape)}, has changed since the forward "
-                    "that activation checkpointing computes again; leave the module out of checkpointing (buffers of "
+                    "that activation checkpointing recomputes; exclude the module from checkpointing (buffers of "
                     f"up to {_LARGEST_COPY} elements may change)"
                 )
         copies: dict[int, Tensor] = {}

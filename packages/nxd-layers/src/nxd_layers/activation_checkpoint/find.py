@@ -53,7 +53,7 @@ def named_transformer_layers(
 
     Args:
         model: searched.
-        layer_classes: what a block is. By default the classes that the model names in `_no_split_modules`, as Hugging
+        layer_classes: classes of blocks. By default the classes that the model names in `_no_split_modules`, as Hugging
             Face's do; else the elements of each outermost `nn.ModuleList` whose elements are of one class and have
             submodules.
 
@@ -105,7 +105,7 @@ def _no_such_module(model: nn.Module, cls: object) -> str:
     present = sorted({type(module).__name__ for module in model.modules()})
     nearest = get_close_matches(name, present, cutoff=0.5)
     if name in present:
-        return f"{type(model).__name__} has modules of another class named {name}, none of {cls}; pass the one it uses"
+        return f"{type(model).__name__} has modules of another class named {name}, none of {cls}; pass its class"
     return f"{type(model).__name__} has no module of class {name!r}; " + (
         f"did you mean {' or '.join(nearest)}?" if nearest else f"it has {', '.join(present)}"
     )

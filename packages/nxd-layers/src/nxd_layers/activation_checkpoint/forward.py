@@ -70,7 +70,7 @@ class CheckpointedForward:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if self.offload and (torch.compiler.is_compiling() or records_graphs()):
-            raise NotImplementedError("inputs are not kept in the host's memory by a compiled graph; use offload=False")
+            raise NotImplementedError("a compiled graph cannot offload inputs to host memory; use offload=False")
         forward = partial(self.forward, **kwargs)  # bound here, since `checkpoint` has keywords of its own
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts_compiled)
@@ -136,7 +136,7 @@ class _Recomputation(AbstractContextManager[None]):
     """Random streams, autocast and buffers as they were when this was made, until the end; it can be entered again.
 
     Args:
-        module: whose buffers.
+        module: module with the buffers.
         inner: makes the context inside.
     """
 

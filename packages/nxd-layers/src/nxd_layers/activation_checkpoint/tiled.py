@@ -23,10 +23,10 @@ def tile_modules(
 
     Args:
         model: changed in place.
-        classes: of modules with one tensor in and one out, of the same positions; classes or their names, such as
-            "LlamaMLP".
-        num_tiles: of a sequence; fewer where it has fewer positions.
-        sequence_dim: of that tensor: 1 for `[batch, seq, hidden]`.
+        classes: classes of modules with one tensor in and one out, of the same positions; classes or their names, such
+            as "LlamaMLP".
+        num_tiles: number of tiles of a sequence; fewer if it has fewer positions.
+        sequence_dim: sequence dim of that tensor: 1 for `[batch, seq, hidden]`.
 
     Returns:
         Names of the modules.
@@ -47,8 +47,8 @@ class TiledForward:
 
     Args:
         module: which is to compute tile by tile.
-        num_tiles: of a sequence.
-        sequence_dim: of the tensor.
+        num_tiles: number of tiles of a sequence.
+        sequence_dim: sequence dim of the tensor.
     """
 
     def __init__(self, module: nn.Module, num_tiles: int, sequence_dim: int) -> None:

@@ -45,8 +45,8 @@ def context_parallel_attention(
         query: `[batch, heads, local, head]`, of this rank's positions in ascending order.
         key: `[batch, kv_heads, local, head]`; each serves a run of consecutive query heads.
         value: `[batch, kv_heads, local, value_head]`.
-        plan: of the mask; the same on all ranks.
-        scale: of the scores; 1 / sqrt(head) if None.
+        plan: plan of the mask; the same on all ranks.
+        scale: scale of the scores; 1 / sqrt(head) if None.
         softcap: see `Scores`.
         sinks: `[heads]`, a further score of each head, which takes weight and gives no value (Xiao et al. 2023).
         dropout: probability that a weight is dropped: the same ones at every context-parallel size and with every
@@ -54,7 +54,7 @@ def context_parallel_attention(
         transport: the cheapest if None.
 
     Returns:
-        `[batch, heads, local, value_head]`, zeros for a query that may look at nothing.
+        `[batch, heads, local, value_head]`, zeros for a query that may inspect nothing.
 
     Raises:
         ValueError: sizes do not fit the plan, `dropout` is outside [0, 1), heads cannot be split over the ranks for
@@ -87,9 +87,9 @@ def cheapest_transport(query: Tensor, key: Tensor, value: Tensor, plan: Attentio
 
     Args:
         query: as for `context_parallel_attention`, like the others.
-        key: of this rank.
-        value: of this rank.
-        plan: of the mask.
+        key: keys of this rank.
+        value: values of this rank.
+        plan: plan of the mask.
     """
     size, local = plan.cut.size, plan.cut.local_length
     of_keys = key.shape[1] * (key.shape[-1] + value.shape[-1])
@@ -105,18 +105,18 @@ def cheapest_transport(query: Tensor, key: Tensor, value: Tensor, plan: Attentio
 
 def _check(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group: Group, transport: str | None) -> None:
     if transport is not None and transport not in get_args(Transport):
-        raise ValueError(f"transport={transport!r} is none; use one of {', '.join(get_args(Transport))}")
+        raise ValueError(f"unknown transport={transport!r}; use one of {', '.join(get_args(Transport))}")
     if plan.cut.size != group.size:
         raise ValueError(f"the plan is for {plan.cut.size} context-parallel ranks, but {group} has {group.size}")
     if {it.shape[SEQUENCE] for it in (query, key, value)} != {plan.cut.local_length}:
         raise ValueError(
             f"queries, keys and values have {query.shape[SEQUENCE]}, {key.shape[SEQUENCE]} and "
-            f"{value.shape[SEQUENCE]} positions; the plan gives each rank {plan.cut.local_length}"
+            f"{value.shape[SEQUENCE]} positions, but the plan has {plan.cut.local_length} per rank"
         )
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise ValueError(
-            f"{key.shape[1]} key heads and {value.shape[1]} value heads for {query.shape[1]} query heads; there must "
-            "be as many of both, and they must divide the query heads"
+            f"{key.shape[1]} key heads and {value.shape[1]} value heads for {query.shape[1]} query heads; they must "
+            "be equal and divide the query heads"
         )
     if transport == "all_to_all" and not splits_heads(query.shape[1], key.shape[1], group.size):
         raise ValueError(
@@ -125,7 +125,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group
         )
     if torch.compiler.is_compiling():
         raise NotImplementedError(
-            "context parallelism is not compiled by torch.compile; use context_parallel_size=1 there, with "
+            "torch.compile does not support context parallelism; use context_parallel_size=1, with "
             "sequence_parallel=True for long sequences"
         )
 
@@ -135,17 +135,19 @@ def _check_recorded(query: Tensor, key: Tensor, group: Group, transport: str | N
     if transport not in (None, "all_to_all") or not splits_heads(query.shape[1], key.shape[1], group.size):
         raise NotImplementedError(
             f"transport={transport!r} with {query.shape[1]} query heads and {key.shape[1]} key heads: on XLA sequences "
-            f"that are cut over {group.size} ranks are put together for some heads by 'all_to_all'; use it, with a "
+            f"cut over {group.size} ranks need 'all_to_all', which gathers them for some heads; use it with a "
             "context-parallel size that divides the query heads, and divides the key heads or is a multiple of them"
         )
     if active_group("pp").size > 1:
-        raise NotImplementedError("pipeline stages do not cut sequences on XLA; use pipeline_parallel_size=1 there")
+        raise NotImplementedError("pipeline stages do not cut sequences on XLA; use pipeline_parallel_size=1")
     if dropout:
-        raise NotImplementedError(f"dropout={dropout} of cut sequences draws a seed in each step; use 0 on XLA")
+        raise NotImplementedError(
+            f"dropout={dropout} of cut sequences draws a seed in each step, which XLA does not support; use 0"
+        )
 
 
 class _Attention(Function):
-    """The blocks of this rank's queries, put together; one node, so that nothing of their size is kept."""
+    """The blocks of this rank's queries, combined; one node, so that nothing of their size is kept."""
 
     @staticmethod
     def forward(
@@ -249,7 +251,7 @@ class _OwnBlocks:
         return pieces[block.chunk].narrow(SEQUENCE, block.keys[0] - first, block.keys[1] - block.keys[0])
 
     def mask_of(self, block: Block) -> Tensor | None:
-        """Which keys the block's queries look at, where it is neither all nor those before them."""
+        """Which keys the block's queries inspect, where it is neither all nor those before them."""
         if block.kind != "masked":
             return None
         queries, keys = (torch.arange(*it, device=self._device) for it in (block.queries, block.keys))

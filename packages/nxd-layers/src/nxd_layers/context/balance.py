@@ -22,7 +22,7 @@ def balanced_cut(document_ids: Tensor, size: int, *, multiple: int = 1) -> Seque
     """How to share out packed documents: in zigzag where that is even, else in as few chunks as will do.
 
     Args:
-        document_ids: integer `[batch or 1, seq]`, the number of each token's document, whose tokens are neighbours. The
+        document_ids: integer `[batch or 1, seq]`, the number of each token's document, whose tokens are neighbors. The
             same on all ranks, which find the same cut.
         size: context-parallel ranks.
         multiple: as for `SequenceCut`.
@@ -52,7 +52,7 @@ def _unevenness(work: Tensor, cut: SequenceCut) -> float:
 
 
 def _keys_before(document_ids: Tensor) -> Tensor:
-    """Keys that the queries at each position look at under a causal mask, of all rows: `[seq]`."""
+    """Keys that the queries at each position inspect under a causal mask, of all rows: `[seq]`."""
     position = torch.arange(document_ids.shape[1], device=document_ids.device)
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]

@@ -16,7 +16,7 @@ def own_part(whole: Tensor, multiple: int = 1, fill: int = 0, document_ids: Tens
 
     Args:
         whole: ids, labels or the like, the same on all these ranks.
-        multiple: what divides the positions of each chunk, as for `SequenceCut`.
+        multiple: divisor of each chunk's length, as for `SequenceCut`.
         fill: the value at positions that are filled up.
         document_ids: `[batch or 1, seq]`, the document of each token, where several are packed.
     """
@@ -36,9 +36,9 @@ def whole_sequence(part: Tensor, cut: SequenceCut, *, dim: int = 1) -> Tensor:
     No gradients go back. By all ranks of the group.
 
     Args:
-        part: of this rank.
-        cut: of the sequence.
-        dim: of the sequence.
+        part: this rank's part.
+        cut: cut of the sequence.
+        dim: dim of the sequence.
     """
     return cut.whole_of(all_gather(part.contiguous(), active_group("cp"), dim=dim), dim=dim)
 

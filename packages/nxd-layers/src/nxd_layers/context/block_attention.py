@@ -1,6 +1,6 @@
-"""Attention of some queries to some of their keys, and its gradients, to be put together with those to other keys.
+"""Attention of some queries to some of their keys, and its gradients, to be combined with those to other keys.
 
-A block's output is normalised over the block's own keys, and comes with the logarithm of the sum of their weights, so
+A block's output is normalized over the block's own keys, and comes with the logarithm of the sum of their weights, so
 that outputs of several blocks can be weighed against each other (Milakov and Gimelshein 2018, "Online normalizer
 calculation for softmax"). Backward takes the output and the logarithm of all keys, and gives a block's share of the
 gradients (Dao et al. 2022, "FlashAttention").
@@ -24,7 +24,7 @@ class Scores:
     """How scores are made.
 
     Attributes:
-        scale: of the products of queries and keys.
+        scale: scale of the products of queries and keys.
         softcap: they are squashed to below this (Gemma Team 2024, "Gemma 2"); None for not at all.
     """
 
@@ -48,10 +48,10 @@ def attend(
         query: `[batch, heads, queries, head]`.
         key: `[batch, kv_heads, keys, head]`, where each serves a run of query heads.
         value: `[batch, kv_heads, keys, value_head]`.
-        scores: how they are made.
+        scores: definition of the scores.
         mask: bool `[batch or 1, 1, queries, keys]`, true where a query may look; None for everywhere.
         causal: as many keys as queries, of which each query looks at those up to its own place.
-        dropout: of the weights, which are summed before it.
+        dropout: dropout of the weights, which are summed before it.
 
     Returns:
         `[batch, heads, queries, value_head]`, and the logarithm of the sum of the exponentials of each query's scores,
@@ -87,16 +87,16 @@ def attend_backward(
     """A block's share of the gradients of queries, keys and values.
 
     Args:
-        grad: of the output to all keys.
+        grad: gradient of the output for all keys.
         query: as for `attend`, like the others.
-        key: of the block.
-        value: of the block.
-        output: of all keys.
-        log_sum: of all keys; finite.
-        scores: how they are made.
-        mask: of the block.
-        causal: of the block.
-        dropout: of the block.
+        key: keys of the block.
+        value: values of the block.
+        output: output for all keys.
+        log_sum: log-sum-exp over all keys; finite.
+        scores: definition of the scores.
+        mask: mask of the block.
+        causal: whether the block is causal.
+        dropout: dropout of the block.
     """
     if dropout is None and _has_kernel(query, scores):
         return _backward_by_kernel(grad, query, key, value, output, log_sum, scores, mask, causal)
@@ -161,7 +161,7 @@ def _backward_by_kernel(
 
 
 def _widened(tensor: Tensor, size: int) -> Tensor:
-    """As the kernel reads it: heads of one size, whose elements are neighbours."""
+    """As the kernel reads it: heads of one size, whose elements are neighbors."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 

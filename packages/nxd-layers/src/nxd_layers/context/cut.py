@@ -2,7 +2,7 @@
 
 The sequence is filled up and cut into chunks of one length, as many for each rank. In the order "zigzag" rank r has the
 chunks r and 2 * ranks - 1 - r, so that all ranks have as much to do under a causal mask (Grattafiori et al. 2024, "The
-Llama 3 Herd of Models", section 3.3.2). In the order "contiguous" it has two neighbours. For packed documents
+Llama 3 Herd of Models", section 3.3.2). In the order "contiguous" it has two neighbors. For packed documents
 `balanced_cut` says which rank has which.
 """
 
@@ -26,10 +26,10 @@ class SequenceCut:
     """How a sequence is shared out.
 
     Attributes:
-        length: of the sequence, before it is filled up.
+        length: length of the sequence before padding.
         size: context-parallel ranks.
         order: which chunks a rank has: two by name, or the rank of each chunk, where all have as many.
-        multiple: what divides the positions of a chunk, such as the tensor-parallel degree with sequence parallelism.
+        multiple: divisor of a chunk's length, such as the tensor-parallel degree with sequence parallelism.
 
     Raises:
         ValueError: `length` is not positive, or there is no such order, or one that gives ranks unequal parts.
@@ -42,12 +42,12 @@ class SequenceCut:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"a sequence of {self.length} positions cannot be cut; give at least one")
+            raise ValueError(f"a sequence of {self.length} positions cannot be cut; pass at least one")
         if isinstance(self.order, str) and self.order not in _NAMES:
-            raise ValueError(f"order={self.order!r} is none; use one of {', '.join(_NAMES)}, or the rank of each chunk")
+            raise ValueError(f"unknown order={self.order!r}; use one of {', '.join(_NAMES)}, or the rank of each chunk")
         counts = Counter(self._owners)
         if set(counts) != set(range(self.size)) or len(set(counts.values())) > 1:
-            raise ValueError(f"order={self.order} must give each of {self.size} ranks as many chunks")
+            raise ValueError(f"order={self.order} must give each of {self.size} ranks the same number of chunks")
 
     @property
     def num_chunks(self) -> int:
@@ -107,7 +107,7 @@ class SequenceCut:
         Args:
             whole: `[..., length, ...]`.
             rank: as for `positions_of`.
-            dim: of the sequence.
+            dim: dim of the sequence.
             fill: the value at the positions that are filled up.
 
         Returns:
@@ -134,8 +134,8 @@ class SequenceCut:
         """The inverse of `part_of`: the sequence, without its filling.
 
         Args:
-            parts: of all ranks, concatenated along `dim` in their order: `[..., filled, ...]`.
-            dim: of the sequence.
+            parts: parts of all ranks, concatenated along `dim` in their order: `[..., filled, ...]`.
+            dim: dim of the sequence.
 
         Returns:
             `[..., length, ...]`.
@@ -145,5 +145,5 @@ class SequenceCut:
         return torch.cat([chunks[number] for number in range(self.num_chunks)], dim).narrow(dim, 0, self.length)
 
 
-# Of the sequences in the forward under way, for hooks that must know which positions fill up; None if nothing is cut.
+# Of the sequences in the forward in flight, for hooks that must know which positions fill up; None if nothing is cut.
 cut_under_way: ContextVar[SequenceCut | None] = ContextVar("cut_under_way", default=None)

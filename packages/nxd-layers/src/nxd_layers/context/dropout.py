@@ -22,7 +22,7 @@ class Dropout:
 
     Attributes:
         rate: probability of each.
-        seed: of all.
+        seed: random seed.
         first_head: number of the first head that is here.
         first_query: position of the first query.
         first_key: position of the first key.
@@ -35,7 +35,7 @@ class Dropout:
     first_key: int = 0
 
     def from_query(self, rows: int) -> "Dropout":
-        """Of queries so many positions further on."""
+        """Of queries this many positions further on."""
         return replace(self, first_query=self.first_query + rows)
 
     def factors(self, weights: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def draw_dropout(rate: float, num_heads: int, device: torch.device) -> Dropout |
 
     Args:
         rate: probability of each weight; None is drawn for 0.
-        num_heads: of each tensor-parallel rank.
-        device: whose generator.
+        num_heads: number of heads of each tensor-parallel rank.
+        device: device of the generator.
 
     Raises:
         ValueError: `rate` is outside [0, 1).

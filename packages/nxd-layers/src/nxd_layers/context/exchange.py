@@ -1,7 +1,7 @@
-"""How keys and values reach the ranks whose queries look at them, and their gradients come back.
+"""How keys and values reach the ranks whose queries inspect them, and their gradients come back.
 
 Both ways send each rank what the plan says that it needs, and nothing else. A rank gives `[batch, kv_heads, local, n]`
-and gets pieces of chunks, which lie at known positions.
+and gets pieces of chunks, which are at known positions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +28,8 @@ class Exchange(Protocol):
         """The sum of all ranks' gradients of what this rank gave.
 
         Args:
-            gradients: of what `pieces` gave, in the same order, in the dtype of `like`.
-            like: of the shape that this rank gave.
+            gradients: gradients of the results of `pieces`, in the same order, in the dtype of `like`.
+            like: tensor with the shape of this rank's input.
         """
 
 

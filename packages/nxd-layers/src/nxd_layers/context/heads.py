@@ -12,7 +12,7 @@ _HEADS, _SEQUENCE = 1, 2
 
 
 def splits_heads(num_heads: int, num_key_value_heads: int, size: int) -> bool:
-    """Whether so many ranks can have as many heads each; key and value heads may be too few, and are copied then."""
+    """Whether this many ranks can have as many heads each; key and value heads may be too few, and are copied then."""
     return num_heads % size == 0 and (num_key_value_heads % size == 0 or size % num_key_value_heads == 0)
 
 
@@ -26,7 +26,7 @@ def exchange_heads(
         key: `[batch, kv_heads, local, head]`.
         value: `[batch, kv_heads, local, value_head]`.
         sinks: `[heads]` or None.
-        cut: of the sequence.
+        cut: cut of the sequence.
         group: the context-parallel ranks.
 
     Returns:

@@ -1,7 +1,7 @@
 """Masks of attention as an interval of keys for each query.
 
 Causal and bidirectional masks, sliding windows, chunks, packed documents, and padding at either end all let a query
-look at one run of neighbouring positions. So a mask of a million tokens is two integers for each, and what it empties
+inspect one run of neighboring positions. So a mask of a million tokens is two integers for each, and what it empties
 is known without making it.
 """
 
@@ -15,12 +15,12 @@ from torch.utils._pytree import register_dataclass
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys of its own document a query may look at.
+    """Which keys of its own document a query may inspect.
 
     Attributes:
         causal: none after it.
-        window: so many keys up to the query itself; without `causal` so many to each side of it. None for all.
-        chunk: only keys of the same chunk of so many positions, counted from the document's first one. None for all.
+        window: number of keys up to and including the query; without `causal`, on each side of it. None for all.
+        chunk: only keys of the same chunk of this many positions, counted from the document's first one. None for all.
     """
 
     causal: bool = True
@@ -33,7 +33,7 @@ class IntervalMask:
     """The keys of each query.
 
     Attributes:
-        first: `[batch or 1, seq]`, int64, the first key that the query at this position may look at.
+        first: `[batch or 1, seq]`, int64, the first key that the query at this position may inspect.
         last: `[batch or 1, seq]`, int64, the last one; before `first` where there is none.
     """
 
@@ -75,26 +75,26 @@ def interval_mask(
     """The mask of a rule in a sequence of documents, or one that is padded.
 
     Args:
-        length: of the sequence.
+        length: length of the sequence.
         rule: within each document.
-        document_ids: integer `[batch or 1, seq]`, the number of each token's document, whose tokens are neighbours.
-        padding_mask: bool or integer `[batch, seq]`, true for tokens, which are neighbours: no query looks at padding.
-        device: of the mask; that of the other tensors if there are any. Without them the mask for a device that records
-            graphs is on the CPU, as it is the same in all steps.
+        document_ids: integer `[batch or 1, seq]`, the number of each token's document, whose tokens are neighbors.
+        padding_mask: bool or integer `[batch, seq]`, true for tokens, which are neighbors: no query looks at padding.
+        device: device of the mask; that of the other tensors if there are any. Without them the mask for a device that
+            records graphs is on the CPU, as it is the same in all steps.
 
     Raises:
         ValueError: both are given, or there is padding between tokens, or a document begins a second time.
         NotImplementedError: one is given on a device that records graphs.
     """
     if document_ids is not None and padding_mask is not None:
-        raise ValueError("document_ids and padding_mask are both given; give padding a document of its own")
+        raise ValueError("document_ids and padding_mask cannot be combined; give padding a document id of its own")
     given = document_ids if document_ids is not None else padding_mask
     if given is not None:
         device = given.device
         if records_graphs(device):
             raise NotImplementedError(
-                "packed documents and padding of cut sequences are read while a step is recorded, which XLA cannot do; "
-                "give whole rows of tokens there, or use context_parallel_size=1"
+                "packed documents and padding of cut sequences must be read during a step, which XLA does not support; "
+                "pass whole rows of tokens, or use context_parallel_size=1"
             )
     elif device is not None and records_graphs(device):
         device = "cpu"
@@ -125,7 +125,7 @@ def _document_borders(ids: Tensor) -> tuple[Tensor, Tensor]:
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     if int(starts.sum()) != sum(len(row.unique()) for row in ids):
-        raise ValueError("a document of document_ids begins a second time; give each run of tokens a number of its own")
+        raise ValueError("a document of document_ids begins a second time; give each run of tokens its own number")
     position = torch.arange(length, device=ids.device).expand(batch, -1)
     begin = position.where(starts, 0).cummax(dim=1).values
     ends = torch.ones_like(starts)

@@ -22,13 +22,13 @@ Kind = Literal["full", "causal", "masked"]
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring queries, and neighbouring keys of one chunk, by their positions.
+    """Neighboring queries, and neighboring keys of one chunk, by their positions.
 
     Attributes:
         queries: from and up to which position.
         keys: as `queries`.
-        chunk: of the keys.
-        kind: all queries look at all keys ("full"), each at those up to its own ("causal"), or at those of its interval
+        chunk: chunk of the keys.
+        kind: all queries inspect all keys ("full"), each at those up to its own ("causal"), or at those of its interval
             ("masked").
     """
 
@@ -48,8 +48,8 @@ class AttentionPlan:
     """A mask, and what follows from it for each rank.
 
     Attributes:
-        mask: of the sequence, which is filled up here.
-        cut: how the sequence is shared out.
+        mask: mask of the sequence; padded here.
+        cut: distribution of the sequence over ranks.
     """
 
     mask: IntervalMask
@@ -144,7 +144,7 @@ register_dataclass(AttentionPlan)  # pipeline stages send it to one another
 
 @dataclass(frozen=True)
 class _Borders:
-    """Of the intervals of neighbouring queries.
+    """Of the intervals of neighboring queries.
 
     Attributes:
         queries: from and up to which position.

@@ -220,10 +220,10 @@ def expert_parallel_forward(
         top_k_index: `[tokens, k]`, the experts of each token among those of all ranks. Entries outside of
             `0..num_experts - 1` mean no expert.
         top_k_weights: `[tokens, k]`, float.
-        num_experts: of all ranks together.
+        num_experts: number of experts of all ranks together.
         trains_experts: whether `compute` needs gradients for weights of its own; the same on all ranks.
-        dispatcher: how tokens travel; if None by all-gather where shapes must be static or nearly all tokens go to all
-            ranks, by all-to-all elsewhere. The sums are the same.
+        dispatcher: method by which tokens are sent; if None all-gather where shapes are static or nearly all tokens go
+            to all ranks, by all-to-all elsewhere. The sums are the same.
         meanwhile: computes what does not need the sum, such as shared experts; it is called while the ranks tell each
             other how many tokens will come, and not at all where nothing is told.
 
@@ -240,8 +240,7 @@ def expert_parallel_forward(
     chosen = dispatcher or _cheapest(hidden_states, top_k_index.shape[1], num_experts, group.size)
     if chosen == "all_to_all" and needs_static_shapes(hidden_states):
         raise NotImplementedError(
-            "dispatch by all_to_all sends as many tokens as the routers decide, which a recorded graph cannot; use "
-            "all_gather there"
+            "all_to_all dispatch has data-dependent shapes, which a recorded graph does not support; use all_gather"
         )
     dispatch: TokenDispatch
     if chosen == "all_to_all":
@@ -277,9 +276,9 @@ def dispatch_replicated_tokens(
         hidden_states: `[tokens, hidden]`.
         top_k_index: `[tokens, k]`.
         top_k_weights: `[tokens, k]`.
-        num_experts: of all ranks together.
+        num_experts: number of experts of all ranks together.
         trains_experts: whether `compute` needs gradients for weights of its own.
-        dispatcher: how tokens travel.
+        dispatcher: method by which tokens are sent.
         meanwhile: computes something else while counts are on their way.
 
     Returns:

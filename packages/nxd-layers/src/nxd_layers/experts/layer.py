@@ -54,7 +54,7 @@ class MoE(nn.Module):
                     f"{name} is {getattr(router, name)} in the router and {getattr(expert_mlps, name)} in the experts"
                 )
         if router.sequence_parallel_enabled and not sequence_parallel_enabled:
-            raise ValueError("the router takes a part of the sequence; give sequence_parallel_enabled=True here, too")
+            raise ValueError("the router takes part of the sequence; pass sequence_parallel_enabled=True here, too")
         self.sequence_dimension = sequence_dimension or 0
         if router.sequence_parallel_enabled and router.sequence_dimension != self.sequence_dimension:
             raise ValueError(

@@ -137,18 +137,18 @@ class ExpertLinear(nn.Module):
     """A linear layer without bias for each expert of this rank; initial values are the same at every layout.
 
     Args:
-        num_experts: of all ranks.
-        input_size: of each expert.
-        output_size: of each expert.
-        split: what the tensor-parallel ranks of an expert have a part of.
+        num_experts: number of experts of all ranks.
+        input_size: input size of each expert.
+        output_size: output size of each expert.
+        split: dim that the tensor-parallel ranks of an expert split.
         stride: number of matrices side by side in the outputs, each of which is split on its own.
-        dtype: of the weight.
-        device: of the weight.
+        dtype: dtype of the weight.
+        device: device of the weight.
         init_method: fills the weight of one expert, float32 `[in, out]`.
 
     Attributes:
         weight: `[experts/ep, in, out/etp]`, or `[experts/ep, in/etp, out]`.
-        partition_dim: of the weight, along which ranks split it.
+        partition_dim: dim along which ranks split the weight.
         stride: as given.
 
     Raises:
@@ -190,7 +190,7 @@ class ExpertLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all experts anew, one after the other, and keep this rank's."""
+        """Draw all experts again, one after the other, and keep this rank's."""
         if self.weight.is_meta:
             return
         pieces = self._spec.pieces

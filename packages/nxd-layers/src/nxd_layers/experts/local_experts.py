@@ -68,7 +68,7 @@ def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group)
 
     Args:
         top_k_index: `[tokens, k]`, among the experts of all ranks.
-        experts_per_rank: each has so many, in the order of ranks.
+        experts_per_rank: each has this many, in the order of ranks.
         group: the ranks.
     """
     if needs_static_shapes(top_k_index):

@@ -30,16 +30,17 @@ class Experts(nn.Module):
     """The experts of this rank: two products with an activation between them.
 
     Args:
-        num_experts: of all ranks.
-        hidden_size: of tokens.
+        num_experts: number of experts of all ranks.
+        hidden_size: hidden size of tokens.
         intermediate_size: between the products.
         glu: whether the activation of a gate multiplies the first product: weights `[hidden, 2 * intermediate]`, the
             gate's first.
-        activation: of the first product, or of the gate and it: `(gate, up)` to what the second product takes.
-        dtype: of the weights.
-        device: of the weights.
-        input_init_method: of the first product's weight of an expert.
-        output_init_method: of the second's.
+        activation: activation of the first product, or of the gate and it: `(gate, up)` to what the second product
+            takes.
+        dtype: dtype of the weights.
+        device: device of the weights.
+        input_init_method: initializer of the first product's weight of an expert.
+        output_init_method: initializer of the second product's weight.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class ExpertMLPs(nn.Module):
     """Passes tokens through their experts, wherever these are.
 
     Args:
-        num_experts: of all ranks.
+        num_experts: number of experts of all ranks.
         top_k: experts of each token.
-        hidden_size: of tokens.
-        intermediate_size: of an expert.
+        hidden_size: hidden size of tokens.
+        intermediate_size: intermediate size of an expert.
         hidden_act: a key of `ACTIVATIONS`.
         glu_mlp: whether an expert has a gate.
         capacity_factor: each expert takes the first `ceil(length * top_k * capacity_factor / num_experts)` tokens of
@@ -109,12 +110,12 @@ class ExpertMLPs(nn.Module):
             sequence only: it is the same at all layouts, also at other data-parallel degrees and microbatches. Not for
             sequences that are cut over context-parallel ranks.
         normalize_top_k_affinities: divide the affinities of a token by the sum of those that are used.
-        gated_activation: of a gate and the other half of the first product, both `[rows, intermediate/etp]`; if None,
-            `hidden_act(gate) * up`.
-        init_method: of the first weight of an expert, float32 `[in, out]`.
-        output_layer_init_method: of the second.
-        dtype: of the weights.
-        device: of the weights.
+        gated_activation: activation of a gate and the other half of the first product, both `[rows, intermediate/etp]`;
+            if None, `hidden_act(gate) * up`.
+        init_method: initializer of the first weight of an expert, float32 `[in, out]`.
+        output_layer_init_method: initializer of the second weight.
+        dtype: dtype of the weights.
+        device: device of the weights.
         dispatcher: as for `expert_parallel_forward`.
 
     Raises:
@@ -141,7 +142,7 @@ class ExpertMLPs(nn.Module):
     ) -> None:
         super().__init__()
         if hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act={hidden_act!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(f"unknown hidden_act={hidden_act!r}; use one of {', '.join(ACTIVATIONS)}")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"capacity_factor={capacity_factor} must be above 0, or None to drop no token")
         self.num_experts, self.top_k, self.hidden_size = num_experts, top_k, hidden_size
@@ -219,7 +220,7 @@ def _check_whole_sequences(capacity_factor: float) -> None:
     """Raise a ValueError where a rank does not see whole sequences, whose first tokens an expert takes."""
     if active_group("cp").size > 1:
         raise ValueError(
-            f"capacity_factor={capacity_factor} drops tokens by their place in the sequence, and sequences are cut "
+            f"capacity_factor={capacity_factor} drops tokens by their position in the sequence, but sequences are cut "
             f"over {active_group('cp').size} context-parallel ranks; use capacity_factor=None"
         )
 

@@ -15,14 +15,14 @@ class RouterBase(nn.Module):
     """What routers share: the linear layer, and the function that makes affinities of its logits.
 
     Args:
-        num_experts: of the layer, on all ranks together.
+        num_experts: number of experts of the layer, on all ranks together.
         top_k: experts of each token.
-        hidden_size: of tokens.
+        hidden_size: hidden size of tokens.
         act_fn: "softmax" or "sigmoid".
         sequence_parallel_enabled: each rank computes the logits of its part of the sequence, which are then gathered.
         sequence_dimension: the dim that is split; 0 if None.
-        dtype: of the weight.
-        device: of the weight.
+        dtype: dtype of the weight.
+        device: device of the weight.
         bias: whether the linear layer has one.
         tensor_model_parallel_group: the ranks that share the sequence.
         jitter_eps: in training, tokens are multiplied by random numbers within that of 1 (Fedus et al. 2021, "Switch
@@ -50,7 +50,7 @@ class RouterBase(nn.Module):
         if not 0 < top_k <= num_experts:
             raise ValueError(f"top_k={top_k} must be 1 to num_experts={num_experts}")
         if act_fn not in ("softmax", "sigmoid"):
-            raise ValueError(f"act_fn={act_fn!r} is not known; use 'softmax' or 'sigmoid'")
+            raise ValueError(f"unknown act_fn={act_fn!r}; use 'softmax' or 'sigmoid'")
         self.num_experts, self.top_k, self.hidden_size, self.act_fn = num_experts, top_k, hidden_size, act_fn
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
@@ -95,9 +95,9 @@ class RouterTopK(RouterBase):
     Args:
         num_experts: as for `RouterBase`, like the others.
         top_k: experts of each token.
-        hidden_size: of tokens.
+        hidden_size: hidden size of tokens.
         apply_act_fn_over_topk: affinities among the chosen ones only.
-        **options: of `RouterBase`.
+        **options: options of `RouterBase`.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class GroupLimitedRouter(RouterBase):
     Args:
         num_experts: as for `RouterBase`, like the others.
         top_k: experts of each token.
-        hidden_size: of tokens.
+        hidden_size: hidden size of tokens.
         n_group: groups of experts.
         topk_group: groups of each token.
-        **options: of `RouterBase`, but `act_fn`.
+        **options: options of `RouterBase`, except `act_fn`.
 
     Attributes:
         e_score_correction_bias: `[experts]`, float32, a buffer; zeros at first.
@@ -146,7 +146,9 @@ class GroupLimitedRouter(RouterBase):
         if num_experts % n_group or num_experts < 2 * n_group:
             raise ValueError(f"n_group={n_group} must divide num_experts={num_experts} into groups of two or more")
         if not 0 < topk_group <= n_group or top_k > topk_group * (num_experts // n_group):
-            raise ValueError(f"topk_group={topk_group} of n_group={n_group} do not have top_k={top_k} experts")
+            raise ValueError(
+                f"topk_group={topk_group} of n_group={n_group} groups have fewer than top_k={top_k} experts"
+            )
         super().__init__(num_experts, top_k, hidden_size, "sigmoid", **options)  # type: ignore[arg-type]
         self.n_group, self.topk_group = n_group, topk_group
         bias = torch.zeros(num_experts, device=self.linear_router.weight.device)
@@ -173,13 +175,13 @@ class RouterSinkhorn(RouterBase):
     Args:
         num_experts: as for `RouterBase`, like the others.
         top_k: 1.
-        hidden_size: of tokens.
+        hidden_size: hidden size of tokens.
         act_fn: "sigmoid" or "softmax".
         sequence_parallel_enabled: as for `RouterBase`.
         sequence_dimension: as for `RouterBase`.
-        dtype: of the weight.
-        device: of the weight.
-        sinkhorn_iterations: at most so many; 30 if None.
+        dtype: dtype of the weight.
+        device: device of the weight.
+        sinkhorn_iterations: at most this many; 30 if None.
         sinkhorn_tol: end when the scales of experts change by less on average; None not to look.
 
     Raises:

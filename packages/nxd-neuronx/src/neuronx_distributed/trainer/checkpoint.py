@@ -8,7 +8,7 @@ save_checkpoint = takes_names_too(checkpoint_dir_str="path")(nxd_engine.save_che
 load_checkpoint = takes_names_too(checkpoint_dir_str="path")(nxd_engine.load_checkpoint)
 has_checkpoint = takes_names_too(checkpoint_dir_str="path")(nxd_engine.has_checkpoint)
 
-g_iostate = None  # nothing is shared between saves: finalize_checkpoint waits for the one under way
+g_iostate = None  # nothing is shared between saves: finalize_checkpoint waits for the one in flight
 
 __all__ = [
     "save_checkpoint",

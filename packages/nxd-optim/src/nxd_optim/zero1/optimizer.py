@@ -59,7 +59,7 @@ class NeuronZero1Optimizer(Optimizer):
     `step` averages the gradients over the replicas, adds those of sequence-parallel regions over the tensor-parallel
     ranks (so do not call `reduce_sequence_parallel_gradients`), clips, updates this rank's part of the weights and
     gathers the parts of the others. After it every `.grad` is None. As in torch, a parameter without a gradient on
-    any rank is left alone; one that has a gradient on some rank counts as zero on the others.
+    any rank is not changed; one that has a gradient on some rank counts as zero on the others.
 
     It is an ordinary torch optimizer: schedulers change `param_groups`, and `state_dict` gives this rank's part. The
     ranks must start from equal weights; the first step compares them, except on XLA. Parameters move into flat buffers
@@ -177,7 +177,7 @@ class NeuronZero1Optimizer(Optimizer):
 
     @property
     def base_optimizer(self) -> Optimizer:
-        """An `optimizer_class` over the elements that this rank updates, with their state, to look at.
+        """An `optimizer_class` over the elements that this rank updates, with their state, to inspect.
 
         Its groups list, for each parameter, this rank's elements, flat; there may be none. Settings are those of now.
         """
@@ -375,7 +375,7 @@ class NeuronZero1Optimizer(Optimizer):
         """To be called when the tensors that `allocate_state` made have been filled.
 
         Args:
-            others: what `other_state` gave; what is missing begins anew.
+            others: what `other_state` gave; what is missing starts again.
         """
         for _, base in self.parts():
             restore_numbers(base)
@@ -385,7 +385,7 @@ class NeuronZero1Optimizer(Optimizer):
         """Write each rank's `state_dict` to `optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt`. Called by all ranks.
 
         Args:
-            output_dir: a folder that all ranks share; made if missing.
+            output_dir: a folder that all ranks share; created if missing.
             save_serially: one data-parallel rank at a time, which needs the least memory and bandwidth.
 
         Raises:

@@ -108,7 +108,7 @@ def _zeros(own: OwnRange, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...
 
 
 def shards_of_range(parameter: Tensor, start: int, stop: int, flat: Tensor) -> tuple[StateShard, ...]:
-    """The boxes of logical tensors that elements `start` to `stop` of a parameter, in C order, lie in.
+    """The boxes of logical tensors that elements `start` to `stop` of a parameter, in C order, are in.
 
     Args:
         parameter: with its `ShardSpec`, if it has one.

@@ -21,7 +21,7 @@ def layer_names(module: nn.Module, transformer_layer_cls: LayerClasses) -> list[
     names = [name for name, submodule in module.named_modules() if isinstance(submodule, classes)]
     if not names:
         wanted = ", ".join(it.__name__ for it in classes)
-        raise ValueError(f"{type(module).__name__} has no layers of class {wanted}; give the class of its layers")
+        raise ValueError(f"{type(module).__name__} has no layers of class {wanted}; pass the class of its layers")
     return names
 
 
@@ -85,7 +85,8 @@ def balanced_cuts(layers: Sequence[str], costs: Sequence[float], num_stages: int
 
     Args:
         layers: the layers' names.
-        costs: of each layer; or of two more, the first of what precedes the layers and the last of what follows them.
+        costs: cost of each layer; optionally with two more, for the modules before the layers (first) and after them
+            (last).
         num_stages: at most as many as layers.
 
     Raises:
@@ -93,15 +94,15 @@ def balanced_cuts(layers: Sequence[str], costs: Sequence[float], num_stages: int
     """
     check_layer_count(len(layers), num_stages)
     if any(not math.isfinite(cost) or cost < 0 for cost in costs):
-        raise ValueError(f"balance={list(costs)} has costs that are negative or not finite; give times, sizes or FLOPs")
+        raise ValueError(f"balance={list(costs)} has negative or non-finite costs; pass times, sizes or FLOPs")
     if len(costs) == len(layers) + 2:
         before, *own, behind = costs
         costs = [own[0] + before, *own[1:]]
         costs[-1] += behind
     elif len(costs) != len(layers):
         raise ValueError(
-            f"balance gives {len(costs)} costs; the model has {len(layers)} layers: give one for each, and beside "
-            "them either none or two, of what precedes the layers and of what follows them"
+            f"balance has {len(costs)} costs, but the model has {len(layers)} layers; pass one for each, and "
+            "optionally two more: of the modules before the layers and of those after them"
         )
     ends = _best_ends(costs, num_stages)
     return [layers[end - 1] for end in ends]
@@ -134,7 +135,7 @@ def parameter_count(module: nn.Module) -> float:
 
 
 def flops_per_token(module: nn.Module) -> float:
-    """Forward FLOPs per token of the module's matrices; those of attention scores are left out, as in most counts.
+    """Forward FLOPs per token of the module's matrices; those of attention scores are omitted, as in most counts.
 
     Embeddings look up and count nothing. Experts all count, so the layers of a mixture of experts look heavier beside
     the head than they are: `layer_flops` counts exactly.

@@ -1,6 +1,6 @@
 """The structure of a Hugging Face model: its pipeline plan, its layers, embeddings and heads.
 
-transformers is never imported: its models are recognised by their class, and asked through their public methods.
+transformers is never imported: its models are recognized by their class, and asked through their public methods.
 """
 
 import inspect
@@ -73,7 +73,7 @@ def _layers(model: nn.Module, plan: dict[str, Any], transformer_layer_cls: Layer
         if len(lists) == 1:
             return tuple(names)
         raise ValueError(
-            f"the layers of transformer_layer_cls are in several places of {type(model).__name__}, {lists}; give the "
+            f"{type(model).__name__} has layers of transformer_layer_cls in several places, {lists}; pass the "
             "class of the layers of one list, or write the stages by hand (stages=[...])"
         )
     planned = [name for name in plan if isinstance(modules.get(name), nn.ModuleList)]
@@ -81,7 +81,7 @@ def _layers(model: nn.Module, plan: dict[str, Any], transformer_layer_cls: Layer
     if len(lists) != 1:
         found = f"there are several, {lists}; give transformer_layer_cls" if lists else "there is none"
         raise ValueError(
-            f"{type(model).__name__} has no pipeline plan, and no single nn.ModuleList of layers: {found}, or write "
+            f"{type(model).__name__} has no pipeline plan and no single nn.ModuleList of layers: {found}, or write "
             "the stages by hand (stages=[...])"
         )
     return tuple(f"{lists[0]}.{index}" for index in range(len(modules[lists[0]]._modules)))
@@ -108,7 +108,7 @@ def _refuse_outputs(model: Any) -> None:
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(model.config, name, False):
             raise ValueError(
-                f"config.{name} is set, but a pipeline does not keep what its layers return; set it to False"
+                f"config.{name} is set, but a pipeline does not keep the outputs of its layers; set it to False"
             )
 
 
@@ -140,8 +140,8 @@ def _recorded_routers(model: Any, layers: Sequence[str]) -> dict[str, list[str]]
     target = _router_class(model)
     if target is None:
         raise ValueError(
-            f"config.output_router_logits is set, but {type(model).__name__} does not say which modules make them; "
-            "set it to False"
+            f"config.output_router_logits is set, but {type(model).__name__} does not declare which modules compute "
+            "them; set it to False"
         )
     found = {
         layer: [name for name, module in model.get_submodule(layer).named_modules() if isinstance(module, target)]
@@ -167,6 +167,6 @@ def _holds(module: nn.Module, path: str) -> bool:
 
 
 def _outermost(model: nn.Module, names: set[str]) -> set[str]:
-    """Of these modules those with parameters that lie in none of the others."""
+    """Of these modules those with parameters that are in none of the others."""
     outer = {name for name in names if not any(name.startswith(f"{it}.") for it in names)}
     return {name for name in outer if any(True for _ in model.get_submodule(name).parameters())}

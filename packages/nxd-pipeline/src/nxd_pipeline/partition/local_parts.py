@@ -64,11 +64,13 @@ class LocalParts:
         own = self.state_dict()
         missing = sorted(own.keys() - state.keys())
         if strict and missing:
-            raise ValueError(f"the state has no {missing}; give that of the whole model, or strict=False to keep them")
+            raise ValueError(
+                f"the state has no {missing}; pass the state of the whole model, or strict=False to keep these"
+            )
         for name in own.keys() & state.keys():
             if own[name].shape != state[name].shape:
                 raise ValueError(
-                    f"{name!r} is of shape {tuple(own[name].shape)} here and {tuple(state[name].shape)} in the state; "
+                    f"{name!r} has shape {tuple(own[name].shape)} here but {tuple(state[name].shape)} in the state; "
                     "load a state of the same model and tensor-parallel degree"
                 )
         with torch.no_grad():

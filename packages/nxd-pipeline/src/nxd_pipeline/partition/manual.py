@@ -75,12 +75,12 @@ def manual_partition(
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module | Stage):
             raise ValueError(
-                f"stages[{index}] is a {type(stage).__name__}; give modules, or Stage(module, inputs, outputs)"
+                f"stages[{index}] is a {type(stage).__name__}; pass modules, or Stage(module, inputs, outputs)"
             )
     wired = [stage for stage in stages if isinstance(stage, Stage)]
     if wired and len(wired) < len(stages):
         raise ValueError(
-            f"{len(wired)} of {len(stages)} stages are of class Stage; give all as Stage, or all as modules"
+            f"{len(wired)} of {len(stages)} stages are of class Stage; pass all as Stage, or all as modules"
         )
     paths = {module: path for path, module in model.named_modules()} if model is not None else {}
     result = []
@@ -103,8 +103,8 @@ def _check_complete(model: nn.Module, stages: Sequence[Stage]) -> None:
     missing = [name for name, parameter in model.named_parameters() if parameter not in held]
     if missing and len(missing) < len(list(model.parameters())):
         raise ValueError(
-            f"no stage has the parameters {missing} of the model, which checkpoints would lack; make them attributes "
-            "of a stage's module, also if it does not use them"
+            f"no stage has the parameters {missing} of the model, so checkpoints would lack them; make them attributes "
+            "of a stage's module, even if it does not use them"
         )
 
 
@@ -130,7 +130,7 @@ def _chain_inputs(module: nn.Module, index: int, input_names: Sequence[str]) -> 
             inputs.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise ValueError(
-                f"stage {index} ({type(module).__name__}) takes {parameter.name!r}, which is none of the inputs "
+                f"stage {index} ({type(module).__name__}) takes {parameter.name!r}, which is not one of the inputs "
                 f"{list(input_names)}; rename it, or wire the stages with Stage(module, inputs, outputs)"
             )
         else:
@@ -174,7 +174,7 @@ def sequence_partition(
 
     Args:
         layers: called one after the other.
-        num_stages: how many stages to make.
+        num_stages: number of stages.
         stage_of_layers: called with the layers and the number of stages, gives the stage of each layer; equally many
             layers for each stage if None, the remainder to later ones.
         loss_fn: called with what the last layer returns, or the first of a list or tuple, and the labels.
@@ -192,7 +192,7 @@ def sequence_partition(
         stage_of = [assigned.get(layer, -1) for layer in layers]
         if sorted(stage_of) != stage_of or set(stage_of) != set(range(num_stages)):
             raise ValueError(
-                f"the stage function puts the {len(layers)} layers on stages {stage_of}, in their order; every layer "
+                f"the stage function assigns the {len(layers)} layers to stages {stage_of}, in order; every layer "
                 f"needs a stage from 0 to {num_stages - 1}, none lower than that of the layer before, and none empty"
             )
     stages = []

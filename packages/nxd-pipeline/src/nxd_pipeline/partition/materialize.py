@@ -39,7 +39,7 @@ def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iter
     if param_init_fn is None:
         name, module = named[0]
         raise ValueError(
-            f"parameters or buffers of {name!r} ({type(module).__name__}) are on the meta device; give param_init_fn, "
+            f"parameters or buffers of {name!r} ({type(module).__name__}) are on the meta device; pass param_init_fn, "
             "a function that takes a module and fills its own parameters and buffers, such as model._init_weights of "
             "a Hugging Face model"
         )
@@ -64,8 +64,8 @@ def _fill(name: str, module: nn.Module, tensors: Mapping[str, Tensor], param_ini
         _clear_padding(tensor)
         if tensor.is_floating_point() and bool(tensor.sum().isnan()):
             raise ValueError(
-                f"param_init_fn has left {key!r} of {name!r} ({type(module).__name__}) unset; it must fill every "
-                "parameter and buffer of the module that it is given"
+                f"param_init_fn left {key!r} of {name!r} ({type(module).__name__}) unset; it must fill every "
+                "parameter and buffer of the module it is called with"
             )
 
 

@@ -65,18 +65,18 @@ def whole_model(module: nn.Module | Sequence[nn.Module] | None, options: Partiti
     """The model as it is before it is cut, also where it is given as a list of layers, or by its stages alone.
 
     Raises:
-        ValueError: it is a list, and `manual_pp_partition` does not say so, or the other way round; or there is
+        ValueError: it is a list, and `manual_pp_partition` does not say so, or in reverse; or there is
             neither a model nor stages.
     """
     if options.stages is not None and options.manual_pp_partition:
-        raise ValueError("stages are given by hand; leave out manual_pp_partition, which cuts a list of layers")
+        raise ValueError("stages= already defines the stages; remove manual_pp_partition, which cuts a list of layers")
     if module is None:
         if options.stages is None:
-            raise ValueError("module=None: give the model, or stages=[...], the modules of all stages")
+            raise ValueError("module is None; pass the model, or stages=[...] with the modules of all stages")
         return StageChain(options.stages, options.input_names)
     if options.manual_pp_partition == isinstance(module, nn.Module):
         raise ValueError(
-            f"manual_pp_partition={options.manual_pp_partition} and module is a {type(module).__name__}; give a list "
+            f"manual_pp_partition={options.manual_pp_partition} but module is a {type(module).__name__}; pass a list "
             "of layers with manual_pp_partition=True, or a module without it"
         )
     return module if isinstance(module, nn.Module) else LayerChain(dict(enumerate(module)), options.manual_pp_loss_fn)
@@ -108,16 +108,16 @@ def partition_model(
 def _check_options(options: PartitionOptions) -> None:
     _check_types(options)
     if options.pipeline_cuts is not None and options.auto_partition:
-        raise ValueError("pipeline_cuts and auto_partition exclude each other; choose one")
+        raise ValueError("pipeline_cuts and auto_partition cannot be combined; pass only one")
     if options.stages is not None and (options.pipeline_cuts is not None or options.auto_partition):
-        raise ValueError("stages are given by hand; leave out pipeline_cuts and auto_partition")
+        raise ValueError("stages= already defines the stages; remove pipeline_cuts and auto_partition")
     if isinstance(options.balance, str) and options.balance not in ("layers", *MEASURES):
         raise ValueError(
-            f"balance={options.balance!r} is not known; use 'layers', {', '.join(map(repr, MEASURES))}, or a sequence "
+            f"unknown balance={options.balance!r}; use 'layers', {', '.join(map(repr, MEASURES))}, or a sequence "
             "of costs, one for each layer"
         )
     if options.balance != "layers" and not options.auto_partition:
-        raise ValueError("balance says how auto_partition spreads layers; give auto_partition=True, or leave it out")
+        raise ValueError("balance only applies to auto_partition; pass auto_partition=True, or remove it")
 
 
 def _check_types(options: PartitionOptions) -> None:
@@ -125,13 +125,15 @@ def _check_types(options: PartitionOptions) -> None:
     for name in ("pipeline_cuts", "input_names"):
         value = getattr(options, name)
         if isinstance(value, str):
-            raise ValueError(f"{name}={value!r} is one name; give a list of names, [{value!r}]")
+            raise ValueError(f"{name}={value!r} is a single name; pass a list of names, [{value!r}]")
         if not all(isinstance(it, str) for it in value or ()):
-            raise ValueError(f"{name}={list(value)} must be names, as the model has them, such as ['layers.1']")
+            raise ValueError(f"{name}={list(value)} must be names of modules in the model, such as ['layers.1']")
     layers = options.transformer_layer_cls
     classes = (layers,) if isinstance(layers, type) else tuple(layers or ())
     if not all(isinstance(it, type) and issubclass(it, nn.Module) for it in classes):
-        raise ValueError(f"transformer_layer_cls={layers!r} is no class of modules, nor a list of such; give the class")
+        raise ValueError(
+            f"transformer_layer_cls={layers!r} is neither a module class nor a list of them; pass the class"
+        )
 
 
 def _by_hand(
@@ -139,7 +141,7 @@ def _by_hand(
 ) -> tuple[Stage, ...]:
     if len(stages) != num_stages:
         raise ValueError(
-            f"{len(stages)} stages are given; this pipeline needs {num_stages}, one for each rank and each of its "
+            f"{len(stages)} stages are given, but this pipeline needs {num_stages}, one for each rank and each of its "
             "virtual_pipeline_size"
         )
     if isinstance(model, StageChain):
@@ -154,7 +156,7 @@ def _by_hand(
 def _by_structure(model: nn.Module, num_stages: int, options: PartitionOptions) -> PartitionedModel:
     if not is_hugging_face(model):
         raise ValueError(
-            f"tracer_cls='hf' is for models of transformers, and {type(model).__name__} is none; leave it out"
+            f"tracer_cls='hf' is for transformers models, but {type(model).__name__} is not one; remove it"
         )
     structure = hugging_face_structure(model, options.transformer_layer_cls)
 
@@ -202,7 +204,7 @@ def _cuts(
     if not options.auto_partition:
         if options.pipeline_cuts is None:
             raise ValueError(
-                f"nothing says where to cut the model into {num_stages} stages; give pipeline_cuts, or "
+                f"no cuts are given for {num_stages} stages; pass pipeline_cuts, or "
                 "auto_partition=True with transformer_layer_cls, or stages"
             )
         check_cuts(model, options.pipeline_cuts, num_stages)
@@ -219,4 +221,4 @@ def _tracer_class(tracer: Any) -> type[fx.Tracer]:
         return fx.Tracer
     if isinstance(tracer, type) and issubclass(tracer, fx.Tracer):
         return tracer
-    raise ValueError(f"tracer_cls={tracer!r} is not known; use 'hf', 'torch', a subclass of torch.fx.Tracer, or stages")
+    raise ValueError(f"unknown tracer_cls={tracer!r}; use 'hf', 'torch', a subclass of torch.fx.Tracer, or stages")

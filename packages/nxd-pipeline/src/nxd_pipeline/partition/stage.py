@@ -92,8 +92,8 @@ class Wiring:
                     continue
                 if producer >= consumer:
                     raise ValueError(
-                        f"stage {consumer} uses value {name!r}, which stage {producer} makes; "
-                        "a stage uses only values of earlier ones"
+                        f"stage {consumer} uses value {name!r} of stage {producer}; "
+                        "a stage can only use values of earlier stages"
                     )
                 self._carried[producer, consumer] = (*self._carried.get((producer, consumer), ()), name)
         self.edges = tuple(Edge(producer, consumer) for producer, consumer in sorted(self._carried))

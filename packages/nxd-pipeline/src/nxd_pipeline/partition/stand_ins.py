@@ -24,13 +24,13 @@ class Passage:
     """One forward of a stage: its inputs and outputs.
 
     Attributes:
-        received: what the last layer of the stage before returned.
-        recorded: what the recorded modules of earlier stages, then of this one, returned, in the order of the layers.
-        leaving: what this stage's last layer returned.
+        received: output of the previous stage's last layer.
+        recorded: outputs of the recorded modules of earlier stages, then of this one, in the order of the layers.
+        leaving: output of this stage's last layer.
         is_active: whether the stage's forward is running; it is not when a checkpointed layer is computed again.
-        is_entered: whether the layers of earlier stages lie behind.
-        replayed: how many of `recorded` have been returned in the places where earlier stages have recorded them.
-        passed: layers of earlier stages that lie behind.
+        is_entered: whether the layers of earlier stages are behind.
+        replayed: number of `recorded` outputs that have been returned in place of earlier stages' modules.
+        passed: layers of earlier stages that are behind.
     """
 
     received: Any = None
@@ -84,7 +84,7 @@ class AbsentLayer(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             raise AttributeError(
-                f"the model asks a layer of another stage for {name!r}, which only the layer itself has; {OTHER_WAYS}"
+                f"the model reads {name!r} of a layer on another stage, which is not available here; {OTHER_WAYS}"
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,10 +94,12 @@ class AbsentLayer(nn.Module):
             RuntimeError: the layer is behind the stage's own, or the model loops over it.
         """
         if self._is_behind:
-            raise RuntimeError(f"the model calls a layer behind those of this stage before them; {OTHER_WAYS}")
+            raise RuntimeError(
+                f"the model calls a layer of a later stage before the layers of this stage; {OTHER_WAYS}"
+            )
         if self in self._passage.passed:
             raise RuntimeError(
-                "the model calls a layer twice in one forward, so that its stages do not follow one another; leave all "
+                "the model calls a layer twice in one forward, so its stages do not form a sequence; put all "
                 f"layers of its loop on the last stage, or {OTHER_WAYS}"
             )
         self._passage.passed.add(self)

@@ -136,9 +136,9 @@ class StructuralStage(nn.Module):
             if self._layers.is_first:
                 raise
             raise RuntimeError(
-                f"{self._model_name}.forward looks up {error} on the stage of layers {self._layers.start} to "
-                f"{self._layers.end - 1}, which a layer of an earlier stage may have put there, as layers that share "
-                "keys and values do (num_kv_shared_layers); choose pipeline_cuts that have these layers on one stage, "
+                f"{self._model_name}.forward looks up {error} on the stage with layers {self._layers.start} to "
+                f"{self._layers.end - 1}, which a layer of an earlier stage may have set, as layers that share "
+                "keys and values do (num_kv_shared_layers); choose pipeline_cuts that keep these layers on one stage, "
                 f"or {OTHER_WAYS}"
             ) from error
         finally:
@@ -177,7 +177,7 @@ class StructuralStage(nn.Module):
             return
         if any(_has_nan(tensor) for tensor in tensors_in((args, kwargs))):
             raise ValueError(
-                f"a {type(module).__name__} of {self._model_name} uses more of the embeddings than the layer before "
+                f"a {type(module).__name__} of {self._model_name} uses more of the embeddings than the previous layer "
                 f"returns; {OTHER_WAYS}"
             )
         self._is_checked = True
@@ -220,7 +220,9 @@ def _with_stand_ins(module: nn.Module, stand_ins: Mapping[str, nn.Module]) -> nn
 
 def _position(cut: str, layers: Sequence[str]) -> int:
     if cut not in layers:
-        raise ValueError(f"pipeline_cuts names {cut!r}; cuts are behind layers, {layers[0]!r} to {layers[-2]!r}")
+        raise ValueError(
+            f"pipeline_cuts names {cut!r}; cuts must be after one of the layers {layers[0]!r} to {layers[-2]!r}"
+        )
     return layers.index(cut)
 
 

@@ -115,7 +115,7 @@ def methods_kept_whole(methods: Mapping[Any, Sequence[str]]) -> Iterator[None]:
     """
     for owner, names in methods.items():
         if isinstance(names, str):
-            raise ValueError(f"autowrap_obj_methods has {names!r} for {type(owner).__name__}; give a list of names")
+            raise ValueError(f"autowrap_obj_methods has {names!r} for {type(owner).__name__}; pass a list of names")
         missing = [name for name in names if not callable(getattr(owner, name, None))]
         if missing:
             raise ValueError(f"autowrap_obj_methods: {type(owner).__name__} has no method {', '.join(missing)}")

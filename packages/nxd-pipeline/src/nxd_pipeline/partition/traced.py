@@ -58,7 +58,9 @@ def traced_costs(
             costs[node.target], since_layer = since_layer, 0.0
     missing = [layer for layer in layers if layer not in costs]
     if missing:
-        raise ValueError(f"the model never calls the layers {missing}; choose pipeline_cuts among those that it calls")
+        raise ValueError(
+            f"the model never calls the layers {missing}; choose pipeline_cuts among the layers that it calls"
+        )
     costs[next(reversed(costs))] += since_layer
     return [costs[layer] for layer in layers]
 
@@ -94,7 +96,7 @@ def _assign_stages(graph: fx.Graph, cuts: Sequence[str], parameters: Set[str]) -
             raise ValueError(f"the model never calls the layer {cut!r} in pipeline_cuts; name a layer that it calls")
         if ends and calls[-1] < ends[-1]:
             before = cuts[len(ends) - 1]
-            raise ValueError(f"pipeline_cuts names {cut!r} behind {before!r}, but it is called before; swap them")
+            raise ValueError(f"pipeline_cuts names {cut!r} after {before!r}, but it is called earlier; swap them")
         ends.append(calls[-1])
     stage_of: dict[fx.Node, int] = {}
     everywhere: set[fx.Node] = set()

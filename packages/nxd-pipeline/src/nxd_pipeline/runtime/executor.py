@@ -40,7 +40,7 @@ class _Passage:
     Attributes:
         inputs: by producer, the leaf tensors that need gradients.
         outputs: by consumer, where the gradients enter that come back from it; None for those that are not needed.
-        loss: of the last stage, divided by the number of microbatches.
+        loss: loss of the last stage, divided by the number of microbatches.
     """
 
     inputs: dict[int, list[Tensor]]
@@ -106,7 +106,7 @@ class Executor:
         Args:
             rank: this rank's index in the pipeline-parallel group.
             microbatches: the model's inputs of each microbatch.
-            read_output: what of the model's output is wanted; in training the loss, a scalar.
+            read_output: function that selects from the model's output; in training the loss, a scalar.
             record: called after each action with it and its start and end by `time.perf_counter_ns()`. The span of a
                 receive is the time for which the computation that needs it waited, right before that computation.
             last_backward: a context around the last backward of each stage, called with the parameters that get their

@@ -84,7 +84,7 @@ def average_over_replicas(parameters: Iterable[Tensor]) -> None:
     """Average gradients over the data- and context-parallel ranks, parameter by parameter; called by all of them.
 
     A parameter with a gradient on some of them counts as zero on the others. Not for models of which the mesh splits
-    experts: what the gradients of these are depends on whoever steps them.
+    experts: parameters of experts, whose gradients the optimizer defines.
 
     Args:
         parameters: the same on all of these ranks, in the same order.

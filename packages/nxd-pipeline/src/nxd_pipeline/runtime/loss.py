@@ -33,12 +33,12 @@ def check_loss_spec(spec: LossSpec) -> None:
         return
     if not isinstance(spec, Mapping | tuple | list):
         raise ValueError(
-            f"output_loss_value_spec={spec!r} is a {type(spec).__name__}; give a tuple or dict of the structure that "
+            f"output_loss_value_spec={spec!r} is a {type(spec).__name__}; pass a tuple or dict with the structure that "
             "the model returns, such as (True, False), or True if it returns the loss itself"
         )
     marked = _count_true(spec)
     if marked != 1:
-        raise ValueError(f"output_loss_value_spec={spec} marks {marked} values; mark the loss, and only it, as True")
+        raise ValueError(f"output_loss_value_spec={spec} marks {marked} values as True; mark only the loss")
 
 
 def pick_loss(output: Any, spec: LossSpec) -> Any:
@@ -59,7 +59,7 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
     except (KeyError, IndexError, TypeError):
         raise ValueError(
             f"output_loss_value_spec={spec} has the loss at {key!r}, but the model returned {_described(output)}; "
-            "give a spec of the structure that the model returns"
+            "pass a spec with the structure that the model returns"
         ) from None
     return part if inner is True else pick_loss(part, inner)
 
@@ -73,8 +73,8 @@ def check_loss(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     raise ValueError(
-        f"the loss is {_described(loss)}; expected a scalar tensor that depends on parameters. Say where in the "
-        "model's output it is by output_loss_value_spec, such as (True, False) for (loss, logits)"
+        f"the loss is {_described(loss)}; expected a scalar tensor that depends on parameters. Specify its place in "
+        "the model's output with output_loss_value_spec, such as (True, False) for (loss, logits)"
     )
 
 
@@ -97,7 +97,7 @@ class LossReport:
     """The results of `run_train` and `run_eval`.
 
     Attributes:
-        spec: where in the model's output the loss is.
+        spec: place of the loss in the model's output.
         per_microbatch: a list of the microbatches' losses, instead of their mean.
         broadcast_and_average: every rank gets the mean, averaged over the data-parallel ranks.
         on_cpu: as CPU tensors.

@@ -17,7 +17,7 @@ class StepMemory(TorchDispatchMode):
     count, so a step before it lets parameters have their gradients. It makes every operation slower by microseconds.
 
     Attributes:
-        held_bytes: of the tensors that exist now.
+        held_bytes: bytes of the tensors that exist now.
         peak_bytes: the most that existed at once.
     """
 

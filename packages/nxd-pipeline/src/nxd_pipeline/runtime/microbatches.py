@@ -12,7 +12,7 @@ _under_way: ContextVar[int] = ContextVar("microbatch_under_way", default=0)
 
 
 def current_microbatch() -> int:
-    """The number of the microbatch whose forward is under way, for hooks on modules; 0 outside `NxDPPModel`."""
+    """The number of the microbatch whose forward is in flight, for hooks on modules; 0 outside `NxDPPModel`."""
     return _under_way.get()
 
 
@@ -42,8 +42,8 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
         shapes = {name: _shapes(value) for name, value in batch.items()}
         found = "disagree about the length of dim 0" if lengths else "have no batch along dim 0"
         raise ValueError(
-            f"the inputs {found}, which num_microbatches={num_microbatches} cuts: {shapes}; give each tensor the "
-            "batch, or length 1, on dim 0"
+            f"the inputs {found}, but num_microbatches={num_microbatches} splits them: {shapes}; put the "
+            "batch, or length 1, on dim 0 of each tensor"
         )
     (length,) = lengths
     if length % num_microbatches:

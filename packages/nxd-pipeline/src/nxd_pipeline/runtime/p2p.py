@@ -154,9 +154,9 @@ class Packing:
     """Which tensors of given layouts travel by themselves, and where in the common buffer the others lie.
 
     Attributes:
-        layouts: of all the tensors.
+        layouts: layouts of all the tensors.
         alone: the indices of those that travel by themselves; tensors without elements do not travel.
-        together: those in the buffer.
+        together: indices of the tensors in the buffer.
         buffer_bytes: its size.
     """
 
@@ -220,9 +220,9 @@ class Route:
     """The metadata that both ends have of the values sent from one stage to another, for inputs of one shape.
 
     Attributes:
-        layout: that of the values.
-        values: how they travel.
-        gradients: how the gradients travel that go back for them.
+        layout: layout of the values.
+        values: how the values are sent.
+        gradients: how their gradients are sent back.
     """
 
     layout: ValueLayout
@@ -266,10 +266,10 @@ class P2PCommunicator:
             route = self._learn(key, layout)
         elif not route.layout.allows(layout):
             raise RuntimeError(
-                f"a stage returned {layout.described()} where it returned {route.layout.described()} before, for "
+                f"a stage returned {layout.described()} but {route.layout.described()} before, for "
                 "inputs of the same shapes; the stages after it expect the same. Make shapes, dtypes and plain Python "
-                "values between stages depend on the shapes of the inputs only; after unfreezing parameters, make the "
-                "pipeline anew"
+                "values between stages depend on the shapes of the inputs only; after unfreezing parameters, create "
+                "the pipeline again"
             )
         self._send((key, microbatch, "value"), route.values.pack(tensors), destination)
         return route.layout, tensors
@@ -300,7 +300,7 @@ class P2PCommunicator:
             self._wait_for_oldest()
 
     def forget_layouts(self) -> None:
-        """Learn the layouts of all values anew; by all ranks, when what stages return has changed."""
+        """Learn the layouts of all values again; by all ranks, when what stages return has changed."""
         self._routes.clear()
 
     def _known(self, key: Key) -> Route | None:
@@ -359,7 +359,7 @@ class _WithoutTensors(pickle.Pickler):
         """Raises where a tensor is met; all else is pickled as it is."""
         if isinstance(obj, Tensor):
             raise TypeError(
-                f"a stage returned {self._layout.described()}, with a tensor in an object that cannot be looked into; "
+                f"a stage returned {self._layout.described()}, with a tensor inside an unknown class; "
                 "return tensors in tuples, lists and dicts, or register its class, see "
                 "torch.utils._pytree.register_pytree_node or, for a dataclass, register_dataclass"
             )

@@ -4,7 +4,7 @@ The idea is that of Qi et al. 2023, "Zero Bubble Pipeline Parallelism": other st
 graph is cut at the *joints*, where weights meet values that depend on the inputs. The first half keeps the gradient
 that each joint got, the second continues from there to the weights. So every operation runs in one half, except the
 joints, which compute one part of their gradients in each. A custom `torch.autograd.Function` among them learns from
-`ctx.needs_input_grad` which part is asked for.
+`ctx.needs_input_grad` which part is requested.
 """
 
 from collections import Counter
@@ -43,9 +43,9 @@ class SplitBackward:
         """Runs the first half, which adds to the gradients of `inputs`, leaf tensors.
 
         Args:
-            roots: what the stage returned, and its loss, as far as they need gradients.
+            roots: outputs of the stage and its loss, as far as they need gradients.
             gradients: theirs.
-            inputs: what the stage was given and needs gradients.
+            inputs: inputs of the stage that need gradients.
         """
         self.is_indivisible = False
         self._roots, self._gradients = list(roots), list(gradients)  # of what does not depend on the inputs

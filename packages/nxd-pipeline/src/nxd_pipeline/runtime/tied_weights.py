@@ -1,6 +1,6 @@
 """Weights that stages on several ranks share: each rank has a copy, and the copies get the sum of their gradients.
 
-Equal gradients are not enough to keep copies equal bit by bit: replicas average them in buckets whose contents, and so
+Equal gradients are not enough to keep copies equal bit for bit: replicas average them in buckets whose contents, and so
 the order of sums, differ from stage to stage, and ZeRO-1 updates them in parts of other sizes. Therefore the first copy
 is the weight, and the others take its values before they are used.
 """
@@ -48,7 +48,7 @@ class TiedWeights:
         optimizer which accumulates gradients elsewhere leaves theirs in `.grad` until it sends them.
 
         Args:
-            stages: those of the whole model.
+            stages: stages of the whole model.
             rank_of_stage: the pipeline rank of each stage.
             group: the pipeline-parallel group.
         """
@@ -121,8 +121,8 @@ class TiedWeights:
         for peer, trains, trains_there in answers:
             if not torch.equal(trains, trains_there):
                 raise ValueError(
-                    f"a tied weight is frozen on pipeline rank {self._group.rank} and not on {peer}, or the other way "
-                    "round; a copy of it has another name there (see tied_names): set requires_grad alike on both"
+                    f"a tied weight is frozen on only one of the pipeline ranks {self._group.rank} and {peer}; the "
+                    "copies have different names (see tied_names): set requires_grad to the same value on both"
                 )
 
     def _sum(self, weight: TiedWeight, before: Tensor | None) -> None:

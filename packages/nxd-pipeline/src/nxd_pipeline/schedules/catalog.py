@@ -278,7 +278,7 @@ def inference(pipeline_size: int, num_microbatches: int, *, virtual_pipeline_siz
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of a training schedule, in its order and on its ranks: what evaluates a model that it trains.
 
-    Messages are left out; `insert_communication` adds them.
+    Messages are omitted; `insert_communication` adds them.
     """
     return replace(
         schedule,
@@ -336,7 +336,7 @@ def make_schedule(
         ValueError: the name is not known, a size is not positive, or the method has another number of stages per rank.
     """
     if name not in _CATALOG:
-        raise ValueError(f"schedule {name!r} is not known; use one of {', '.join(SCHEDULE_NAMES)}")
+        raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULE_NAMES)}")
     entry = _CATALOG[name]
     per_rank = entry.default_stages_per_rank if virtual_pipeline_size is None else virtual_pipeline_size
     if entry.stages_per_rank is None:
@@ -344,8 +344,8 @@ def make_schedule(
     if per_rank != entry.stages_per_rank:
         fitting = [other for other, it in _CATALOG.items() if it.stages_per_rank in (None, per_rank)]
         raise ValueError(
-            f"schedule {name!r} has virtual_pipeline_size={entry.stages_per_rank}, not {per_rank}; leave it "
-            f"out, or use one of {', '.join(fitting)}"
+            f"schedule {name!r} has virtual_pipeline_size={entry.stages_per_rank}, not {per_rank}; remove "
+            f"it, or use one of {', '.join(fitting)}"
         )
     return entry.make(pipeline_size, num_microbatches)
 
@@ -358,7 +358,7 @@ def choose_schedule(
     Args:
         schedule: a name, or a schedule; None for 1F1B, interleaved if there are several stages per rank.
         pipeline_size: pipeline-parallel ranks.
-        num_microbatches: of a batch.
+        num_microbatches: number of microbatches of a batch.
         virtual_pipeline_size: stages per rank; 1 also for a schedule that is given itself.
 
     Raises:
@@ -376,6 +376,6 @@ def choose_schedule(
     if virtual_pipeline_size not in (1, schedule.num_stages / pipeline_size):
         raise ValueError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages on {pipeline_size} ranks, which is not "
-            f"virtual_pipeline_size={virtual_pipeline_size}; leave it out, the schedule says it"
+            f"virtual_pipeline_size={virtual_pipeline_size}; remove it, the schedule defines it"
         )
     return schedule

@@ -53,10 +53,10 @@ def save_chart(
 
     Args:
         timeline: simulated or measured.
-        file: where to; a file of that name is replaced.
+        file: file to write; an existing one is replaced.
         lanes: a row for each rank, or for each stage, those of a rank together.
         title: name and idle time by default.
-        unit: of the times.
+        unit: unit of the times.
 
     Raises:
         ImportError: matplotlib is not installed.

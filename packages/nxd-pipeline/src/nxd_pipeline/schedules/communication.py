@@ -1,7 +1,7 @@
 """Adds to an order of computation the messages that it needs, in an order that cannot deadlock.
 
 The executor sends the messages. It may do so in any of three ways, and none can deadlock: one after the other, each
-blocking until both ends have arrived; neighbouring ones as one batch, batches in order; or all without blocking,
+blocking until both ends have arrived; neighboring ones as one batch, batches in order; or all without blocking,
 matched in order for each pair of ranks. A computation needs its own receives only, and the receive of the next one may
 already be posted: an executor that batches should not let the first wait for the second.
 
@@ -30,7 +30,7 @@ def insert_communication(schedule: Schedule, edges: Iterable[Edge] | None = None
     Each rank's actions are ordered by when computations end, and a message has the time at which the computation that
     makes it ends, at both of its ends. So all ranks agree on one order of everything, which rules out deadlock; a
     receive stands before the computation during which its message is sent; and messages of the same time between the
-    same ranks are neighbours. Stages on one rank exchange none.
+    same ranks are neighbors. Stages on one rank exchange none.
 
     Args:
         schedule: an order of computation; messages in it are replaced.
@@ -64,7 +64,7 @@ def insert_blocking_communication(schedule: Schedule, edges: Iterable[Edge] | No
     """The schedule with each message placed as soon as both its ranks are between two computations.
 
     Computations go as in a simulation in which forward and each half of a backward take 1: whoever ends one exchanges
-    what there is with all who are between two of theirs, and goes on unless its next one lacks something. Where
+    what there is with all who are between two of theirs, and continues unless its next one lacks something. Where
     computations take what they are expected to, schedules then take no longer than on a transport that does not block;
     `dualpipe-v` takes up to a twentieth longer.
 

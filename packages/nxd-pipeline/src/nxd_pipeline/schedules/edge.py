@@ -28,7 +28,7 @@ class Dataflow:
     """The inputs and consumers of each action of a schedule, given the edges between its stages.
 
     Attributes:
-        edges: those of the model, by producer and consumer.
+        edges: edges of the model, by producer and consumer.
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:
@@ -115,10 +115,10 @@ def _checked(schedule: Schedule, edges: Iterable[Edge]) -> tuple[Edge, ...]:
     for edge in ordered:
         if not 0 <= edge.producer < edge.consumer < schedule.num_stages:
             raise ValueError(
-                f"{edge}: schedule {schedule.name!r} has stages 0 to {schedule.num_stages - 1}, and a stage uses only "
-                "values of earlier ones"
+                f"{edge}: schedule {schedule.name!r} has stages 0 to {schedule.num_stages - 1}, and a stage can only "
+                "use values of earlier stages"
             )
     for edge, following in pairwise(ordered):
         if (edge.producer, edge.consumer) == (following.producer, following.consumer):
-            raise ValueError(f"{edge} and {following}: give one edge per pair of stages; it carries all their values")
+            raise ValueError(f"{edge} and {following}: pass one edge per pair of stages; it carries all their values")
     return ordered

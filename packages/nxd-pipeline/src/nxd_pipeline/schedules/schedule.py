@@ -96,7 +96,7 @@ def parse_action(text: str) -> Action:
             if str(action) == text.strip():
                 return action
     raise ValueError(
-        f"action {text.strip()!r} is not understood; expected stage, kind and microbatch, such as 0F3, 1B0, 1I0 or "
+        f"action {text.strip()!r} cannot be parsed; expected stage, kind and microbatch, such as 0F3, 1B0, 1I0 or "
         "1W0, or with the stage at the other end 0SA3>1, 1RA3<0, 1SG3>0 or 0RG3<1"
     )
 
@@ -109,7 +109,7 @@ class Schedule:
         name: for messages and pictures.
         num_microbatches: they are counted from 0.
         rank_of_stage: the pipeline rank of each stage.
-        actions: those of each pipeline rank.
+        actions: actions of each pipeline rank.
 
     Raises:
         ValueError: an action's stage is not on its rank, or a stage, rank or microbatch does not exist.
@@ -125,8 +125,8 @@ class Schedule:
             raise ValueError(f"schedule {self.name!r}: num_microbatches={self.num_microbatches}; use 1 or more")
         if not self.actions or set(self.rank_of_stage) != set(range(self.num_ranks)):
             raise ValueError(
-                f"schedule {self.name!r} has actions for {self.num_ranks} ranks and its stages on ranks "
-                f"{self.rank_of_stage}; give every rank a stage, and every stage one of these ranks"
+                f"schedule {self.name!r} has actions for {self.num_ranks} ranks but stages on ranks "
+                f"{self.rank_of_stage}; assign every rank a stage, and every stage one of these ranks"
             )
         for rank, actions in enumerate(self.actions):
             stages = frozenset(self.stages_of(rank))
@@ -176,9 +176,9 @@ class Schedule:
 
 
 def custom_schedule(actions: Sequence[Sequence[Action | str]], *, name: str = "custom") -> Schedule:
-    """A schedule of one's own from one list per rank, of actions or their notation: `[["0F0", "0B0"], ["1F0", "1B0"]]`.
+    """A schedule of your own from one list per rank, of actions or their notation: `[["0F0", "0B0"], ["1F0", "1B0"]]`.
 
-    Stages live where their actions stand. Messages may be left out; `insert_communication` adds them.
+    Stages live where their actions stand. Messages may be omitted; `insert_communication` adds them.
 
     Raises:
         ValueError: an action is not understood, a stage computes on two ranks or nowhere, or there is nothing to do.
@@ -190,7 +190,7 @@ def custom_schedule(actions: Sequence[Sequence[Action | str]], *, name: str = "c
             if rank_of_stage.setdefault(action.stage, rank) != rank:
                 raise ValueError(
                     f"schedule {name!r}, rank {rank}, position {position} ({action}): stage {action.stage} is on "
-                    f"rank {rank_of_stage[action.stage]} already; a stage lives on one rank"
+                    f"rank {rank_of_stage[action.stage]} already; a stage belongs to one rank"
                 )
     num_stages = max(rank_of_stage, default=-1) + 1
     if len(rank_of_stage) < max(num_stages, 1):
@@ -228,7 +228,9 @@ def parse_schedule(text: str, *, name: str = "custom") -> Schedule:
     try:
         rows = list(csv.reader(io.StringIO(text), skipinitialspace=True))
     except csv.Error as error:
-        raise ValueError(f"schedule {name!r} is no CSV: {error}; give a line per rank, an action per cell") from None
+        raise ValueError(
+            f"schedule {name!r} is not CSV: {error}; write a line per rank and an action per cell"
+        ) from None
     return custom_schedule([[cell for cell in row if cell.strip()] for row in rows if row], name=name)
 
 

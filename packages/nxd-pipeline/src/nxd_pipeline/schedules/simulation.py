@@ -105,7 +105,7 @@ class Costs:
             return (self.stages,) * num_stages
         if len(self.stages) != num_stages:
             raise ValueError(
-                f"{len(self.stages)} costs for a schedule of {num_stages} stages; give one for each, or one for all"
+                f"{len(self.stages)} costs for a schedule of {num_stages} stages; pass one for each, or one for all"
             )
         return self.stages
 
@@ -199,11 +199,11 @@ class _Simulation:
         if action.kind in SENDS:
             receive = action.counterpart()
             if receive not in self._posted:
-                raise ValueError(f"schedule {self._schedule.name!r}: nobody receives {action}; {receive} is missing")
+                raise ValueError(f"schedule {self._schedule.name!r}: no rank receives {action}; {receive} is missing")
             return Span(action, self._sent[receive], self._arrival(receive))
         if action not in self._sent:
             raise ValueError(
-                f"schedule {self._schedule.name!r}: nobody sends {action}; {action.counterpart()} is missing"
+                f"schedule {self._schedule.name!r}: no rank sends {action}; {action.counterpart()} is missing"
             )
         return Span(action, self._posted[action], self._arrival(action))
 

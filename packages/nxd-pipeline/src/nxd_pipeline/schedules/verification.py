@@ -1,4 +1,4 @@
-"""Checks that a schedule can run: inputs exist, nothing is missing or done twice, and no rank waits for ever.
+"""Checks that a schedule can run: inputs exist, nothing is missing or done twice, and no rank waits forever.
 
 It needs no ranks. Messages are matched in the strictest way, one after the other and each blocking at both ends:
 a schedule that passes cannot deadlock on a transport that blocks less or that matches messages by their order. From
@@ -44,7 +44,7 @@ def activations_kept(schedule: Schedule, sizes: Sequence[ActivationSize] | None 
     if sizes is None:
         sizes = (ActivationSize(),) * schedule.num_stages
     if len(sizes) != schedule.num_stages:
-        raise ValueError(f"{len(sizes)} sizes for a schedule of {schedule.num_stages} stages; give one for each stage")
+        raise ValueError(f"{len(sizes)} sizes for a schedule of {schedule.num_stages} stages; pass one for each stage")
     if schedule.is_forward_only:
         return tuple((0,) * len(actions) for actions in schedule.actions)
     change = {
@@ -125,7 +125,7 @@ def _missing(schedule: Schedule, dataflow: Dataflow, rank: int, done: dict[Actio
 
 
 def _match_messages(schedule: Schedule) -> None:
-    """Plays the messages, each a rendezvous, and goes on with both ranks of each that meets."""
+    """Plays the messages, each a rendezvous, and continues with both ranks of each that meets."""
     rows = [[(place, it) for place, it in enumerate(row) if it.is_communication] for row in schedule.actions]
     positions = [0] * schedule.num_ranks
     moving = list(range(schedule.num_ranks))
@@ -146,8 +146,8 @@ def _match_messages(schedule: Schedule) -> None:
     ]
     if stops:
         raise ValueError(
-            f"ranks wait for ever at these messages, because the other end has another one first, or none: "
-            f"{'; '.join(stops)}. Both ends need one order; insert_communication(schedule) finds it"
+            f"ranks wait forever at these messages, because the other end has a different one first, or none: "
+            f"{'; '.join(stops)}. Both ends need the same order; insert_communication(schedule) finds one"
         )
 
 
@@ -159,6 +159,6 @@ def _check_memory(schedule: Schedule, kept: Sequence[Sequence[int]], max_in_flig
         for position, number in enumerate(numbers):
             if number > bound:
                 raise ValueError(
-                    f"{schedule.where(rank, position)}: this rank keeps {number} activations here, {max(numbers)} at "
-                    f"most: more than max_in_flight={bound}"
+                    f"{schedule.where(rank, position)}: this rank keeps {number} activations here, at most "
+                    f"{max(numbers)}, but max_in_flight={bound}"
                 )

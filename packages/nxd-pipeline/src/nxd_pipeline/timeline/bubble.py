@@ -27,7 +27,7 @@ class BubbleReport:
         schedule: its name.
         measured: the idle part of each pipeline rank's time.
         simulated: the same by `simulate`, for `costs` and messages that take no time.
-        costs: what each stage's actions took in seconds, medians over the microbatches.
+        costs: durations of each stage's actions in seconds, medians over the microbatches.
     """
 
     schedule: str

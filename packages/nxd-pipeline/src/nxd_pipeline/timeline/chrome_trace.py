@@ -23,7 +23,7 @@ NAMES = {
     ActionKind.SEND_GRADIENT: "send gradient",
     ActionKind.RECV_GRADIENT: "wait for gradient",
 }
-# The format has no free colours, only names that a viewer knows; Perfetto colours by the event's name instead.
+# The format has no free colors, only names that a viewer knows; Perfetto colors by the event's name instead.
 COLOR_NAMES = {
     ActionKind.FORWARD: "rail_response",
     ActionKind.BACKWARD: "thread_state_running",
@@ -100,8 +100,8 @@ def read_trace(file: str | Path) -> tuple[TracedStep, ...]:
         )
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{file} is no trace of a pipeline ({type(error).__name__}: {error}); "
-            "give a file that NxDPPModel wrote for trace_file_path"
+            f"{file} is not a trace of a pipeline ({type(error).__name__}: {error}); "
+            "pass a file that NxDPPModel wrote to trace_file_path"
         ) from error
 
 

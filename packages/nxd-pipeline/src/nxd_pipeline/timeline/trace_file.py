@@ -25,7 +25,7 @@ MAX_EVENTS = 200_000
 class TraceFile:
     """Traces training steps of all ranks until `MAX_STEPS` of them, or `MAX_EVENTS` actions, are in the file.
 
-    The first rank of the world writes it anew after each traced step, in one move, so that a reader finds all of the
+    The first rank of the world writes it again after each traced step, in one move, so that a reader finds all of the
     steps before or all of them with the new one. The overhead of tracing falls between steps, not within them.
     """
 
@@ -33,8 +33,8 @@ class TraceFile:
         """Called on all ranks of the world, which give the same path.
 
         Args:
-            path: of the JSON file; its folder is made. The picture has the same name and ends in `.png`.
-            schedule: what the ranks of each pipeline play, messages included.
+            path: path of the JSON file; its folder is made. The picture has the same name and ends in `.png`.
+            schedule: schedule of each pipeline's ranks, including messages.
             pipeline: this rank's pipeline-parallel group.
 
         Raises:
@@ -112,7 +112,7 @@ class TraceFile:
         try:
             save_chart(timeline, temporary, lanes="stage", title=title, unit="s")
         except ImportError:
-            warnings.warn(f"no picture {picture}: pip install nxd-pipeline[timeline]", stacklevel=2)
+            warnings.warn(f"{picture} needs matplotlib: pip install nxd-pipeline[timeline]", stacklevel=2)
         else:
             os.replace(temporary, picture)
 

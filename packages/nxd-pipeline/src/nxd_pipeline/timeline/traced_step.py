@@ -24,7 +24,7 @@ class ClockOffset:
 
     Attributes:
         ahead: its reading minus that of the first rank's clock at the same moment.
-        error: what the estimate is off by, at most.
+        error: maximum error of the estimate.
     """
 
     ahead: int
@@ -78,10 +78,10 @@ class TracedStep:
     message over; and that of a receive the time for which the computation that needs it waited for it.
 
     Attributes:
-        number: of the step among those traced, from 0.
+        number: number of the step among those traced, from 0.
         pipelines: the global ranks of each pipeline, by pipeline-parallel rank.
         timelines: one per pipeline.
-        clock_error: what times of different ranks can be off by, at most; seconds.
+        clock_error: maximum error between times of different ranks, in seconds.
     """
 
     number: int
@@ -96,9 +96,9 @@ def gather_step(
     """The step from what each rank recorded of it; called by all ranks of the world, which all get the same.
 
     Args:
-        number: of the step.
-        times: of every action of this rank.
-        schedule: what the ranks of every pipeline played.
+        number: number of the step.
+        times: times of every action of this rank.
+        schedule: actions that the ranks of every pipeline executed.
         pipeline: this rank's pipeline-parallel group.
         world: all ranks.
         origin: when the trace began, by the first rank's clock; that of other ranks does not count.

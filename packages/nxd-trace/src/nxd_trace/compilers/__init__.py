@@ -25,5 +25,5 @@ def choose_compiler(name: str | None) -> Compiler:
         if name == INDUCTOR.name and not has_cpp_compiler():
             name = EXPORT.name
     if name not in COMPILERS:
-        raise ValueError(f"compiler={name!r} is not known; use one of {', '.join(COMPILERS)}")
+        raise ValueError(f"unknown compiler={name!r}; use one of {', '.join(COMPILERS)}")
     return COMPILERS[name]

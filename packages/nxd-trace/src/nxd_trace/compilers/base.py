@@ -20,10 +20,10 @@ class CompileJob:
     Attributes:
         exported: the graph; its inputs are weights, states and inputs, one after the other, and it has no parameters.
         tensors: these inputs.
-        num_weights: how many of them are weights.
-        num_states: how many are states.
-        folder: where the compiled program goes.
-        workdir: where intermediate files may stay.
+        num_weights: number of weights among them.
+        num_states: number of states among them.
+        folder: folder for the compiled program.
+        workdir: folder for intermediate files.
         arguments: the user's compiler_args.
         inline_weights: the program may keep the weights inside.
     """
@@ -43,13 +43,13 @@ class Compiler:
     """One way to compile and run programs.
 
     Attributes:
-        name: by which users choose it.
-        version: of what compiles, as it enters the cache's key.
+        name: name that selects it.
+        version: version of the compiler, for the cache key.
         compile: writes files into `job.folder`.
         load: makes them run on a device.
         is_code: to load a program is to run what its files say, so they must come from someone trusted.
-        check: raises ValueError if a folder does not hold a program that takes so many tensors; None where only `load`
-            could tell.
+        check: raises ValueError if a folder does not hold a program that takes this many tensors; None where only
+            `load` could tell.
         holds_tensors: a program holds a rank's weights and states, so ranks share none, and weights cannot be replaced.
         runs: whether `load` gives something that runs; otherwise the files are for inspection.
     """

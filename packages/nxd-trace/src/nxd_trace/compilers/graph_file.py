@@ -63,7 +63,7 @@ _CHECKED_INNER = frozenset(
 _TORCHS_OWN = {"transformers.grouped_mm_fallback.default": "aten._grouped_mm.default"}
 _DEEPEST_LIST = 8
 _INPUT = "input"
-_INSTEAD = "a program of compiler 'export' cannot; use compiler='inductor'"
+_INSTEAD = "compiler 'export' does not support this; use compiler='inductor'"
 _OPENS_FILES = frozenset({"from_file"})
 
 
@@ -90,7 +90,7 @@ def read_graph(folder: Path) -> tuple[list[Tensor], fx.GraphModule]:
     """Read a graph and check all of it; nothing is run.
 
     Args:
-        folder: that `write_graph` wrote to; its files may come from anyone.
+        folder: folder written by `write_graph`; its files may come from anyone.
 
     Returns:
         The constants, and the graph, whose forward takes them and the inputs one by one.
@@ -196,7 +196,7 @@ def _graph_from_json(stored: Any) -> fx.GraphModule:
         case {"nodes": list(nodes), "outputs": outputs} if len(stored) == 2:
             pass
         case _:
-            raise ValueError(f"{shortened(stored)} is no graph; expected an object of nodes and outputs")
+            raise ValueError(f"{shortened(stored)} is not a graph; expected an object of nodes and outputs")
     root, graph = nn.Module(), fx.Graph()
     values: list[fx.Node] = []
 
@@ -219,7 +219,7 @@ def _graph_from_json(stored: Any) -> fx.GraphModule:
                 kind = getattr(torch, next(iter(value)))
                 if isinstance(found := getattr(torch, name, None), kind):
                     return found
-        raise ValueError(f"{shortened(value)} is no value that a program can hold")
+        raise ValueError(f"{shortened(value)} is not a value that a program can hold")
 
     for index, node in enumerate(nodes):
         try:
@@ -249,10 +249,10 @@ def _call_from_json(
         case [str(name), list(args), dict(kwargs)]:
             pass
         case _:
-            raise ValueError(f"{shortened(node)} is no node; expected an operator, a list and an object")
+            raise ValueError(f"{shortened(node)} is not a node; expected an operator, a list and an object")
     function = _operator(name)
     if function is None:
-        raise ValueError(f"{shortened(name)} is not among the operators that a program may call")
+        raise ValueError(f"{shortened(name)} is not an operator that a program may call")
     if isinstance(function, torch._ops.OpOverload):
         known = {argument.name for argument in function._schema.arguments}
     else:

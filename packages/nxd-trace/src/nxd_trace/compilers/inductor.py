@@ -54,7 +54,7 @@ def _settings(arguments: tuple[str, ...]) -> dict[str, Any]:
         except (SyntaxError, ValueError):
             if not equals or not value:
                 raise ValueError(
-                    f"compiler_args={list(arguments)}: {argument!r} is no setting of torch._inductor.config; write "
+                    f"compiler_args={list(arguments)}: {argument!r} is not a setting of torch._inductor.config; write "
                     'them as "name=value", such as "max_autotune=True"'
                 ) from None
             settings[name.lstrip("-")] = value

@@ -22,13 +22,13 @@ __all__ = [
     "SamplingSettings",
     "TokenLogprobs",
     "unpad_prompts",
-    # for a model of one's own
+    # for a model of your own
     "Decoder",
     "HuggingFaceDecoder",
     "KeyValueCache",
     "CacheLayer",
     "CacheView",
-    # for a loop of one's own
+    # for a loop of your own
     "GenerationEngine",
     "RunningSequence",
     "choose_token",

@@ -12,7 +12,7 @@ class BlockPool:
     order in which they were given back; until then another sequence that begins alike may use them as they are.
 
     Args:
-        num_blocks: of the cache; block 0, for padding, is never given.
+        num_blocks: number of blocks in the cache; block 0, for padding, is never allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,7 +34,7 @@ class BlockPool:
         return blocks
 
     def take(self, number: int) -> list[int]:
-        """Take so many blocks, whose contents are forgotten; the caller knows that there are enough."""
+        """Take this many blocks, whose contents are forgotten; the caller knows that there are enough."""
         blocks = [block for block, _ in zip(self._unused, range(number), strict=False)]
         assert len(blocks) == number
         for block in blocks:
@@ -75,7 +75,7 @@ class TextDigests:
         self._known: list[bytes] = []
 
     def first(self, num_tokens: int) -> list[bytes]:
-        """Of the blocks that so many tokens fill."""
+        """Of the blocks that this many tokens fill."""
         number = num_tokens // self._block_size
         for index in range(len(self._known), number):
             before = self._known[-1] if index else self._salt

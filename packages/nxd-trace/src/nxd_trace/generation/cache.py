@@ -24,7 +24,7 @@ class CacheLayer:
         heads: key and value heads of this rank.
         key_size: length of each key.
         value_size: length of each value.
-        dtype: of both.
+        dtype: dtype of both.
     """
 
     heads: int
@@ -36,10 +36,10 @@ class CacheLayer:
 class KeyValueCache(nn.Module):
     """Buffers `keys_<layer>` and `values_<layer>` of all layers, `[heads/tp, blocks, block_size, size]`.
 
-    Heads come first, so that the blocks of a sequence, once collected, lie in memory as attention reads them.
+    Heads come first, so that the blocks of a sequence, once collected, are in memory as attention reads them.
 
     Args:
-        layers: what each layer keeps.
+        layers: contents of the cache per layer.
         num_blocks: block 0 is for padding.
         block_size: tokens in a block.
     """
@@ -56,7 +56,7 @@ class KeyValueCache(nn.Module):
         """The cache as a model sees it for new tokens.
 
         Args:
-            positions: of the tokens, int64 `[batch, seq]`.
+            positions: positions of the tokens, int64 `[batch, seq]`.
             block_tables: the blocks of each sequence, int64 `[batch, blocks per sequence]`.
             replicas: among which the model's tokens are divided, as by `part_of`; None if it gets all of them.
         """
@@ -76,7 +76,7 @@ class CacheView:
     """The cache during one forward; arguments as of `KeyValueCache.at`.
 
     Attributes:
-        mask: which slots each new token of this replica may look at: bool `[batch, 1, seq, slots]`.
+        mask: which slots each new token of this replica may inspect: bool `[batch, 1, seq, slots]`.
         newest: position of each sequence's last token, int64 `[batch, 1]`.
     """
 

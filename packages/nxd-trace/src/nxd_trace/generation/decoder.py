@@ -27,11 +27,11 @@ class Decoder(Protocol):
     def __call__(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
         """The whole logits that follow the last column, `[batch, vocab]`.
 
-        Only attention may look at other tokens: where replicas share a prompt, these are a part of it.
+        Only attention may inspect other tokens: where replicas share a prompt, these are a part of it.
 
         Args:
             input_ids: int64 `[batch, seq]`.
-            positions: of each token in its sequence, int64 `[batch, seq]`.
+            positions: positions of each token in its sequence, int64 `[batch, seq]`.
             cache: takes the keys and values of each layer, gives all of them and the mask.
         """
 
@@ -40,7 +40,7 @@ class CachedDecoder(nn.Module):
     """A decoder that keeps its cache in buffers, for `ModelBuilder`.
 
     Replicas of it share the columns of a prompt: each computes its part of them, as many as the others, and keeps the
-    keys and values of all, so that any of them can go on alone.
+    keys and values of all, so that any of them can continue alone.
     """
 
     def __init__(self, decoder: Decoder, num_blocks: int, block_size: int) -> None:
@@ -70,9 +70,9 @@ class BuildCachedDecoder:
 
     Attributes:
         build: called in each worker, gives the decoder.
-        num_blocks: of the cache.
+        num_blocks: number of blocks of the cache.
         block_size: tokens in each.
-        max_length: of a sequence, in tokens.
+        max_length: maximum length of a sequence, in tokens.
     """
 
     build: Callable[[], Decoder]
@@ -95,8 +95,8 @@ class BuildCachedDecoder:
             )
         if self.max_length > decoder.max_positions:
             raise ValueError(
-                f"max_length={self.max_length} is more than the {decoder.max_positions} positions that the model is "
-                "made for; use that or less"
+                f"max_length={self.max_length} is more than the {decoder.max_positions} positions that the model "
+                "supports; use that or less"
             )
         model = CachedDecoder(decoder, self.num_blocks, self.block_size)
         return model, [f"cache.{name}" for name, _ in model.cache.named_buffers()]

@@ -31,7 +31,7 @@ class GenerationEngine:
 
     Attributes:
         batch_size: sequences at a time.
-        max_length: of a prompt and what is written after it.
+        max_length: maximum length of a prompt and its continuation.
         vocab_size: one more than the largest token id.
 
     Raises:
@@ -76,7 +76,7 @@ class GenerationEngine:
         if len(ids) + settings.max_new_tokens > self.max_length:
             raise ValueError(
                 f"{len(ids)} prompt tokens and max_new_tokens={settings.max_new_tokens} are more than the "
-                f"max_length={self.max_length} that the model was compiled with; ask for "
+                f"max_length={self.max_length} that the model was compiled with; request "
                 f"{max(0, self.max_length - len(ids))} or fewer, or compile it with a larger max_length"
             )
         outside = [token for token, _ in settings.logit_bias if not 0 <= token < self.vocab_size]
@@ -89,7 +89,7 @@ class GenerationEngine:
 
         Args:
             prompt: token ids.
-            settings: how it is continued.
+            settings: sampling settings.
             cache_salt: prompts that begin alike share their cache only under the same salt.
 
         Raises:

@@ -54,7 +54,7 @@ class Generator:
 
     Attributes:
         model: the programs, with the weights and the cache.
-        draft: that of the draft model.
+        draft: the programs of the draft model.
         engine: the batch.
 
     Raises:
@@ -94,7 +94,7 @@ class Generator:
         """
         if self._caller == threading.get_ident():
             raise RuntimeError(
-                "on_token has called generate() of the generator that it gets tokens from; call that again once it has "
+                "on_token called generate() of its own generator, which is still running; call it after on_token has "
                 "returned"
             )
         sampling = SamplingSettings(**settings)
@@ -161,7 +161,8 @@ def compile_generator(
         build: called in each worker, gives the decoder: `HuggingFaceDecoder(parallelize(model))`, or your own.
         batch_size: sequences at a time. There is a program for 1, 2, 4, 8, ... of them, so that few do not cost as much
             as many.
-        max_length: of a prompt and what is written after it, in tokens; the cache has room for `batch_size` such.
+        max_length: maximum length of a prompt and what is written after it, in tokens; the cache has room for
+            `batch_size` such.
         prefill_lengths: prompt tokens at a time, one program each; a part of a prompt takes the smallest that holds it.
             If empty a quarter of `max_length`, at most 128, and 16 where that is more than 32, and 64 where it is 128.
         num_speculative_tokens: guesses of a draft model that are checked at a time, for each sequence; for the draft
@@ -174,8 +175,8 @@ def compile_generator(
             they are enough, and otherwise any of the ranks, which then have whole experts. `build` splits them:
             `parallelize(model, expert_parallel=True)`.
         weights: for a model on the meta device, by the unsharded model's names, as for `parallel_model_trace`.
-        content: what `build` makes its model of. A generator of equal content, sizes and settings that was made before
-            on this machine is used again: only the weights are read. Needs `weights`.
+        content: description of the model that `build` makes. A generator of equal content, sizes and settings made
+            before on this machine is used again: only the weights are read. Needs `weights`.
         **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, cache_dir,
             inline_weights_to_neff, max_parallel_compilations, progress.
 

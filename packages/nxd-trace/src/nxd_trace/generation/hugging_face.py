@@ -30,7 +30,7 @@ class HuggingFaceDecoder(nn.Module):
         missing = [name for name in ("position_ids", self._cache_name) if name not in taken]
         if missing:
             raise TypeError(
-                f"{type(model).__name__}.forward takes no {' and no '.join(missing)}, so it cannot use a cache; "
+                f"{type(model).__name__}.forward does not take {' and '.join(missing)}, so it cannot use a cache; "
                 "use a causal language model with rotary positions"
             )
         self.model = model
@@ -79,7 +79,7 @@ class _Probe:
         return keys, values
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the model asks its cache for {name!r}, and ours keeps keys and values only")
+        raise AttributeError(f"the model uses {name!r} of its cache, but this cache only keeps keys and values")
 
 
 class _Probed(nn.Module):

@@ -22,7 +22,7 @@ class Row:
     Attributes:
         token: its id.
         position: in its sequence.
-        blocks: of the cache that its sequence has, in order.
+        blocks: its sequence's blocks of the cache, in order.
     """
 
     token: int
@@ -40,9 +40,9 @@ class CachedModel:
         model: the same.
         batch_size: sequences that the cache has room for.
         num_rows: rows of the largest decode program.
-        max_length: of a sequence.
+        max_length: maximum length of a sequence.
         block_size: tokens in a block.
-        num_blocks: of the cache.
+        num_blocks: number of blocks of the cache.
         vocab_size: one more than the largest token id.
 
     Raises:
@@ -56,7 +56,7 @@ class CachedModel:
         states = RankManifest.read(model.folder / rank_folder(0)).states
         if not self._decodes or not self._prefills or "cache.keys_0" not in states:
             raise ValueError(
-                f"the model with programs {', '.join(model.programs)} was not traced for generation; make it with "
+                f"the model with programs {', '.join(model.programs)} was not traced for generation; create it with "
                 "compile_generator"
             )
         self.model = model
@@ -78,8 +78,8 @@ class CachedModel:
 
         Args:
             tokens: all that are left.
-            position: of the first.
-            blocks: of the sequence.
+            position: position of the first.
+            blocks: blocks of the sequence.
 
         Returns:
             How many were fed, and the logits after the last of them, `[vocab]`.
@@ -99,7 +99,7 @@ class CachedModel:
         return len(fed), logits[0]
 
     def part_length(self, num_tokens: int) -> int:
-        """Tokens, with padding, of the part that is fed next where so many are left."""
+        """Tokens, with padding, of the part that is fed next where this many are left."""
         return self._prefill_for(num_tokens)[0]
 
     def _prefill_for(self, num_tokens: int) -> tuple[int, str]:

@@ -24,9 +24,9 @@ def read_prompt(prompt: Any, vocab_size: int) -> list[int]:
     try:
         ids = [index(token) for token in values]
     except TypeError as error:
-        raise TypeError(f"a prompt has something else than token ids: {error}") from error
+        raise TypeError(f"a prompt holds values that are not token ids: {error}") from error
     if not ids:
-        raise ValueError("the prompt is empty; give at least one token")
+        raise ValueError("the prompt is empty; pass at least one token")
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         raise ValueError(f"token id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}")
@@ -46,7 +46,7 @@ def unpad_prompts(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
     if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; expected "
-            "[batch, seq] of both"
+            "[batch, seq] for both"
         )
     prompts = []
     for row, (ids, mask) in enumerate(zip(input_ids, attention_mask.bool(), strict=True)):

@@ -48,9 +48,9 @@ class SamplingSettings:
         frequency_penalty: is taken off as often as the token has been written, from -2 to 2.
         logit_bias: pairs of a token and what is added to its logit.
         stop_tokens: stop after one of these.
-        min_new_tokens: stop tokens are not chosen before so many others.
-        seed: of the draws, which do not depend on what else is in the batch; from -2**63 to 2**63 - 1.
-        num_logprobs: give the log-probability of each written token and so many of the likeliest; None gives none.
+        min_new_tokens: stop tokens are not chosen before this many others.
+        seed: random seed; samples do not depend on the rest of the batch; from -2**63 to 2**63 - 1.
+        num_logprobs: give the log-probability of each written token and this many of the likeliest; None gives none.
         prompt_logprobs: give them for the prompt's tokens, too, which are then fed one by one.
 
     Raises:
@@ -145,7 +145,7 @@ def choose_token(
 
     Args:
         logits: `[vocab]`, on the CPU.
-        settings: how to choose.
+        settings: sampling settings.
         generator: for the draw; not used without temperature.
         prompt: its tokens, for the penalties.
         written: the tokens after it, for the penalties.

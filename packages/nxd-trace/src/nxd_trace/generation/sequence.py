@@ -15,13 +15,13 @@ class RunningSequence:
     """A prompt and the tokens generated after it.
 
     Args:
-        settings: how its tokens are chosen.
+        settings: sampling settings.
         prompt: token ids.
         block_size: tokens in a block of the cache.
         cache_salt: sequences with different salts share no blocks.
 
     Attributes:
-        settings: how its tokens are chosen.
+        settings: sampling settings.
         prompt: token ids.
         tokens: written so far; a stop token, if one ended it, is the last.
         num_seen: tokens in the cache.
@@ -29,12 +29,12 @@ class RunningSequence:
         num_drafted: tokens in the cache of a draft model.
         num_shared: tokens of the prompt that the cache had already.
         finish_reason: None while it runs; "stop" after a stop token, "length" after the most tokens asked for.
-        failure: what choosing a token raised, and so ended this sequence alone.
-        logprobs: of the tokens written, if asked for.
-        prompt_logprobs: of the prompt's tokens, if asked for.
-        blocks: of the cache, in order; none until it is its turn.
+        failure: exception from choosing a token, which ended only this sequence.
+        logprobs: log-probabilities of the tokens written, if requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens, if requested.
+        blocks: its blocks of the cache, in order; empty until it is scheduled.
         text: prompt and tokens.
-        digests: of the full blocks.
+        digests: digests of the full blocks.
         num_kept: full blocks that others may share.
     """
 

@@ -21,7 +21,7 @@ class Drafter:
     Attributes:
         draft: the same.
         num_proposed: guesses so far.
-        num_accepted: those that the model kept.
+        num_accepted: number of tokens that the model kept.
 
     Raises:
         ValueError: they do not fit each other, or the model has no room for guesses.
@@ -32,14 +32,14 @@ class Drafter:
             ours, theirs = getattr(draft, what), getattr(model, what)
             if ours != theirs:
                 raise ValueError(
-                    f"the draft model has {what}={ours}, and the model {what}={theirs}; take one of the same "
+                    f"the draft model has {what}={ours}, but the model {what}={theirs}; use a draft with the same "
                     "vocabulary, and compile it with the same sizes"
                 )
         self._most = model.num_rows // model.batch_size - 1
         if self._most < 1 or draft.num_rows < 2 * draft.batch_size:
             raise ValueError(
-                "a model or its draft was compiled without room for guesses; give compile_generator "
-                "num_speculative_tokens, for the draft 1 or more"
+                "a model or its draft was compiled without speculative tokens; pass compile_generator "
+                "num_speculative_tokens of 1 or more, also for the draft"
             )
         self.draft = draft
         self.num_proposed = 0
@@ -66,7 +66,7 @@ class Drafter:
         return guesses
 
     def note_accepted(self, sequence: RunningSequence, guesses: Sequence[int], number: int) -> None:
-        """The model kept so many of a sequence's guesses; what the draft saw of the others is written over."""
+        """The model kept this many of a sequence's guesses; what the draft saw of the others is written over."""
         self.num_accepted += number
         # The last guess has not been fed.
         sequence.num_drafted -= max(0, len(guesses) - 1 - number)

@@ -21,7 +21,7 @@ __all__ = [
     "AllowedSites",
     "Client",
     "TextTokenizer",
-    # for a server of one's own
+    # for a server of your own
     "Scheduler",
     "Job",
     "WrittenToken",

@@ -45,7 +45,7 @@ def make_app(service: CompletionService, allowed: AllowedSites | None = None) ->
     Also `GET /health`, `GET /metrics`, and at `/` a page to talk to the model. Its shutdown ends the service.
 
     Args:
-        service: that answers.
+        service: the service that answers.
         allowed: hosts and origins; by default none beside the server's own.
 
     Raises:
@@ -223,14 +223,14 @@ def _stream(completions: Completions) -> Response:
 
 async def _no_such_route(request: Request, _: Exception) -> Response:
     error = RequestError(
-        404, f"there is no {short_repr(request.url.path)} here; ask {', '.join(_ROUTES)}", code="unknown_url"
+        404, f"unknown path {short_repr(request.url.path)}; use one of {', '.join(_ROUTES)}", code="unknown_url"
     )
     return _json(error.body, error.status)
 
 
 async def _no_such_method(request: Request, raised: Exception) -> Response:
     error = RequestError(
-        405, f"{short_repr(request.url.path)} does not take {request.method}", code="method_not_allowed"
+        405, f"{short_repr(request.url.path)} does not accept {request.method}", code="method_not_allowed"
     )
     return _json(error.body, error.status, getattr(raised, "headers", None))
 

@@ -45,7 +45,7 @@ class AllowedSites:
     def __post_init__(self) -> None:
         for host in self.hosts:
             if host != "*" and not _is_address(host) and (_HOST.fullmatch(host) is None or ":" in host):
-                raise ValueError(f"allowed host {host!r} is not a name; give it without scheme and port")
+                raise ValueError(f"allowed host {host!r} is not a host name; write it without scheme and port")
         for origin in self.origins:
             parts = urlsplit(origin)
             if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}".lower()):

@@ -5,9 +5,9 @@ class RequestError(Exception):
     """A request that is refused.
 
     Args:
-        status: of the HTTP response.
-        message: what is wrong, and what to do.
-        parameter: of the request, that is wrong.
+        status: status of the HTTP response.
+        message: description of the problem and the remedy.
+        parameter: name of the wrong field of the request.
         code: OpenAI's name for this kind of error, if it has one.
         retry_after: seconds after which the same request may be answered; None if it never is.
     """

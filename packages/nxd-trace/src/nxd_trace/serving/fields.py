@@ -85,7 +85,7 @@ def include_usage(options: Any, *, stream: bool) -> bool:
     if options is None:
         return False
     if not stream or not isinstance(options, dict):
-        raise RequestError(400, "stream_options must be an object, and goes with stream=true", "stream_options")
+        raise RequestError(400, "stream_options must be an object, and needs stream=true", "stream_options")
     return flag(options, "include_usage")
 
 

@@ -51,8 +51,8 @@ class ServerMetrics:
         """All counts.
 
         Args:
-            sequences: how many there are in each state, such as waiting.
-            guesses: of a draft model so far, proposed and accepted.
+            sequences: number of sequences in each state, such as waiting.
+            guesses: number of guesses of a draft model so far, proposed and accepted.
         """
         with self._lock:
             self._forget_old()

@@ -66,7 +66,7 @@ class CompletionRequest:
         is_chat: whether it is answered as a chat completion.
         prompts: token ids of each.
         prompt_texts: to begin the texts with; empty without `echo`.
-        settings: of each prompt; text `i` of all texts draws with `seed + i`.
+        settings: settings of each prompt; text `i` of all texts draws with `seed + i`.
         num_texts: to answer with, of each prompt.
         num_tried: texts to generate for each prompt, of which the likeliest are answered with.
         has_logprobs: whether the client asked for them.
@@ -115,14 +115,14 @@ class ServedModel:
     """What a request is checked against.
 
     Attributes:
-        name: of the one model.
+        name: name of the one model.
         encode: from text to token ids.
         prefix: ids that the text of a prompt begins with.
         decode: from token ids to text.
         chat: the template of conversations; None without.
         vocab_size: one more than the largest id.
         end_tokens: to stop after.
-        max_length: of a prompt and its completion, in tokens.
+        max_length: maximum length of a prompt and its completion, in tokens.
         max_prompts: texts to generate for one request.
     """
 
@@ -142,8 +142,8 @@ def read_completion(data: bytes, model: ServedModel, random_seed: int) -> Comple
 
     Args:
         data: the body.
-        model: that it is for.
-        random_seed: where the request has none.
+        model: the model that it is for.
+        random_seed: seed for requests without one.
 
     Raises:
         RequestError: 404 for another model, 400 for everything else.
@@ -155,7 +155,7 @@ def read_completion(data: bytes, model: ServedModel, random_seed: int) -> Comple
     num_texts = limited(body, "n", 1, 1, model.max_prompts)
     num_tried = limited(body, "best_of", num_texts, 1, model.max_prompts)
     if num_tried < num_texts:
-        raise RequestError(400, f"best_of={num_tried} is less than n={num_texts}; ask for at least as many", "best_of")
+        raise RequestError(400, f"best_of={num_tried} is less than n={num_texts}; use at least n", "best_of")
     max_tokens = number(body, "max_tokens", int, _DEFAULT_TOKENS)
     scores_only = max_tokens == 0 and echo
     return _request(
@@ -225,7 +225,9 @@ def _request(
         )
     stream = flag(body, "stream")
     if stream and num_tried > num_texts:
-        raise RequestError(400, f"best_of={num_tried} cannot be streamed, since the best is known last", "best_of")
+        raise RequestError(
+            400, f"best_of={num_tried} cannot be streamed, because the best text is known only at the end", "best_of"
+        )
     top_k = number(body, "top_k", int, 0)
     ranked = num_logprobs is None and num_tried > num_texts
     stop = stop_texts(body.get("stop"))
@@ -316,7 +318,7 @@ def _body(
         if value is None or name in supported or name in _IGNORED or value in only_at.get(name, ()):
             continue
         near = [] if name in only_at else get_close_matches(name[:_LONGEST_NAME], supported, 1)
-        meant = f"use {near[0]}, or leave it out" if near else "leave it out"
+        meant = f"use {near[0]}, or remove it" if near else "remove it"
         raise RequestError(
             400, f"{short_repr(name)[1:-1]}={short_repr(value)} is not supported; {meant}", name[:_LONGEST_NAME]
         )
@@ -347,7 +349,7 @@ def _tokens(prompt: Any, model: ServedModel) -> list[int]:
         raise RequestError(400, "prompt must be a text, a list of texts, or token ids", "prompt")
     outside = [token for token in prompt if not 0 <= token < model.vocab_size]
     if not prompt:
-        raise RequestError(400, "the prompt is empty; give at least one token", "prompt")
+        raise RequestError(400, "the prompt is empty; send at least one token", "prompt")
     if outside:
         raise RequestError(
             400, f"token id {short_repr(outside[0])} is outside the vocabulary 0..{model.vocab_size - 1}", "prompt"
@@ -435,7 +437,7 @@ def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
         other = short_repr(variables["reasoning_effort"])
         raise RequestError(
             400,
-            f"reasoning_effort={effort!r} is {other} in chat_template_kwargs; leave one of them out",
+            f"reasoning_effort={effort!r} is {other} in chat_template_kwargs; remove one of them",
             "reasoning_effort",
         )
     return variables
@@ -478,7 +480,7 @@ def _check_response_format(wanted: Any) -> None:
     if kind not in (None, "text"):
         raise RequestError(
             400,
-            f"response_format={short_repr(kind)} is not supported: the model's text is not made to fit a format; leave "
-            "it out, and ask for JSON in a message",
+            f"response_format={short_repr(kind)} is not supported: the output is not constrained to a format; remove "
+            "it, and ask for JSON in a message",
             "response_format",
         )

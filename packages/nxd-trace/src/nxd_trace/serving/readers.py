@@ -21,7 +21,7 @@ class Client:
     """Who sent a request.
 
     Attributes:
-        address: of the network; the batch is divided evenly among addresses.
+        address: network address; the batch is divided evenly among addresses.
         user: credentials that were sent along, which tell apart the users of one address, such as a proxy's.
     """
 
@@ -48,8 +48,8 @@ class BodyReaders:
         """What reading gives, in a thread, when it is the client's turn.
 
         Args:
-            client: whose body it is.
-            num_bytes: of the body.
+            client: client that sends the body.
+            num_bytes: number of bytes of the body.
             read: called once.
         """
         is_small = num_bytes <= _SMALL_BODY_BYTES

@@ -15,10 +15,10 @@ class Text:
     """A generated text, or the next piece of one.
 
     Attributes:
-        index: of the text in its request.
+        index: index of the text in its request.
         text: may be empty.
         finish_reason: None if more will follow.
-        logprobs: of its tokens; empty if they were not asked for.
+        logprobs: log-probabilities of its tokens; empty if they were not asked for.
         offset: characters of the text before this piece.
     """
 

@@ -1,4 +1,4 @@
-"""A thread that steps the batch, its queue of prompts, and new workers where the model's have died."""
+"""A thread that steps the batch, its queue of prompts, and the restart of workers that have died."""
 
 import contextlib
 import logging
@@ -18,9 +18,9 @@ from nxd_trace.serving.errors import RequestError, headline
 
 _log = logging.getLogger("nxd_trace.serving")
 
-_SECONDS_BETWEEN_LOOKS = 1.0  # at workers that have nothing to do
+_SECONDS_BETWEEN_LOOKS = 1.0  # between checks of idle workers
 _SECONDS_TO_CLOSE = 2.0
-_FULL_QUEUES = 4  # clients that may each fill their part of the queue
+_FULL_QUEUES = 4  # number of clients that may fill their part of the queue
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class WrittenToken:
     """One token of one prompt.
 
     Attributes:
-        token: its id.
+        token: token id.
         finish_reason: None if more will follow.
-        logprobs: if asked for.
-        prompt_logprobs: of the prompt's tokens, with the first token, if asked for.
-        num_shared: tokens of the prompt that the cache had already.
+        logprobs: log-probabilities of the token, if requested.
+        prompt_logprobs: log-probabilities of the prompt's tokens, with the first token, if requested.
+        num_shared: number of prompt tokens found in the cache.
     """
 
     token: int
@@ -66,9 +66,9 @@ class Job:
 
     Attributes:
         prompt: token ids.
-        settings: how its tokens are chosen.
+        settings: sampling settings.
         deliver: called in the scheduler's thread with each token, or with the error that ends the job.
-        owners: among whom the batch is divided evenly: the client's address, then its user, then the request.
+        owners: levels among which the batch is divided evenly: the client's address, then its user, then the request.
         cache_salt: jobs with different salts share no cache.
         sequence: the row of the batch; None while the prompt waits.
     """
@@ -88,13 +88,13 @@ class Job:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often the workers of a model are started again after they failed.
+    """Limits on restarts of a model's failed workers.
 
     Attributes:
-        max_restarts: within `window`; one failure more ends the scheduler.
-        window: seconds.
-        first_delay: seconds before the first restart in the window; each further one waits twice as long.
-        longest_delay: seconds, however many restarts there were.
+        max_restarts: maximum number within `window`; one more failure ends the scheduler.
+        window: length of the window in seconds.
+        first_delay: seconds before the first restart in the window; each further restart waits twice as long.
+        longest_delay: maximum delay in seconds.
 
     Raises:
         ValueError: a negative value.
@@ -113,21 +113,21 @@ class RestartPolicy:
 
 
 class Scheduler:
-    """Runs prompts as rows of the batch come free, divided evenly among clients.
+    """Runs prompts as rows of the batch become free, divided evenly among clients.
 
-    A free row goes to the client with the fewest rows, of its users to the one with the fewest, of the user's requests
-    to the one with the fewest, and among equals to the prompt that came first.
+    A free row goes to the client with the fewest rows, then to its user with the fewest, then to the user's request
+    with the fewest, and among equals to the prompt that came first.
 
-    When the model fails, such as by a dead worker, whatever waits or runs is delivered the error, and new workers are
-    started from the same saved model. Both are logged.
+    When the model fails, for example because a worker died, all waiting and running jobs get the error, and new workers
+    are started from the same saved model. Both are logged.
 
     Args:
         engine: the batch; from now on only this scheduler's thread steps it.
         max_waiting: prompts of one client that may wait for a row, and four times as many of all; more are refused.
-        restarts: how often workers are started again.
+        restarts: limit on restarts of workers.
 
     Attributes:
-        failure: what the model failed with, until it runs again; None while all is well.
+        failure: error of the model until it runs again; None while it works.
         has_given_up: whether the thread has ended because the model failed too often.
     """
 
@@ -172,7 +172,9 @@ class Scheduler:
             raise _closing()
         if self.failure is not None:
             raise RequestError(
-                503, f"the model does not run: {headline(self.failure)}; try again later", retry_after=self._retry_after
+                503,
+                f"the model is not running: {headline(self.failure)}; try again later",
+                retry_after=self._retry_after,
             )
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -196,7 +198,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Drop prompts whose client no longer waits; finished ones are left alone."""
+        """Drop prompts whose client no longer waits; finished ones are not changed."""
         with self._changed:
             self._waiting = [job for job in self._waiting if job not in jobs]
             self._cancelled.extend(jobs)
@@ -309,7 +311,7 @@ class Scheduler:
                 continue
             with self._changed:
                 self.failure = None
-            _log.info("the new workers run; requests are answered again")
+            _log.info("the new workers are running; requests are answered again")
             return True
 
     def _next_delay(self) -> float:

@@ -41,7 +41,7 @@ def serve(
     limit `shutdown_timeout`; then this returns. A second signal ends the process at once, and its workers with it.
 
     Args:
-        service: that answers; it is closed at the end.
+        service: the service that answers; it is closed at the end.
         host: address to listen at.
         port: to listen at.
         allowed: names of the server and sites whose pages may call it; by default `host` alone, and none.
@@ -189,8 +189,8 @@ class GuardedConnection(asyncio.Protocol):
     the time of a request's body.
 
     Args:
-        protocol: that speaks HTTP.
-        connections: of the server.
+        protocol: protocol class for HTTP.
+        connections: open connections of the server.
 
     Attributes:
         client: address and port of the client.

@@ -23,7 +23,7 @@ from nxd_trace.serving.text import TextStream
 class TextTokenizer(Protocol):
     """Converts between texts and token ids.
 
-    It may have an attribute `prefix`, the ids that a text begins with, which `encode` leaves out.
+    It may have an attribute `prefix`, the ids that a text begins with, which `encode` omits.
     A method `token_bytes(token) -> bytes` is used if there is one: a character may take several tokens, which have no
     text of their own.
     """
@@ -50,7 +50,7 @@ class ServerLimits:
     Attributes:
         max_waiting: prompts of one client that wait for a row of the batch; of all clients, four times as many.
         max_prompts: in one request.
-        max_body_bytes: of one request.
+        max_body_bytes: maximum size of one request.
         max_connections: at a time. Beyond it a new one takes the place of the one that has been idle for longest.
         client_timeout: seconds that a client may take to begin a request, to send its body, and to take what it is
             sent.
@@ -78,8 +78,8 @@ class Completions:
     """The texts of one request, while they are written.
 
     Args:
-        service: that writes them.
-        request: what was asked for.
+        service: the service that generates them.
+        request: the client's request.
         client: who asks.
 
     Attributes:
@@ -137,7 +137,7 @@ class Completions:
         try:
             while unfinished:
                 index, event = await self._events.get()
-                if index not in unfinished:  # a token that was under way when a stop text was found
+                if index not in unfinished:  # a token that was in flight when a stop text was found
                     continue
                 if isinstance(event, RequestError):
                     raise event
@@ -260,23 +260,23 @@ class CompletionService:
 
     Args:
         engine: the batch.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         model: its name.
         chat: the template of its conversations; without one there are no chat completions.
         end_tokens: each ends a text; the tokenizer's alone if empty.
-        limits: what is refused.
-        restarts: how often workers that failed are started again.
+        limits: limits on requests.
+        restarts: limit on restarts of failed workers.
         shared_prefixes: whether prompts of different clients that begin alike share their cache. It saves time, and
             tells a client (by `cached_tokens`, and by the time it takes) whether another one has sent a given text.
 
     Attributes:
         model: its name.
-        limits: what is refused.
-        tokenizer: of the model.
+        limits: limits on requests.
+        tokenizer: tokenizer of the model.
         token_bytes: the bytes of a token.
         metrics: counts.
         scheduler: the queue.
-        model_card: what `/v1/models` says of the model.
+        model_card: entry of `/v1/models`.
     """
 
     def __init__(

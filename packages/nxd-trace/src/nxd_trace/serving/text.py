@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 # A token may end in the middle of a character, which decodes to this until the next token brings the rest.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_MAX_WINDOW = 64  # tokens; so many without a whole character are no beginning of one
+_MAX_WINDOW = 64  # tokens; this many without a whole character are no beginning of one
 
 
 class StopText:
@@ -34,7 +34,7 @@ class StopText:
         """How many characters at the end of a text begin the stop text, once this one has been added.
 
         Args:
-            matched: how many did before.
+            matched: number of characters matched before.
             character: the new one.
         """
         while matched == len(self.text) or self.text[matched] != character:
@@ -45,7 +45,7 @@ class StopText:
 
 
 def unseen_token(text: str, encode: Callable[[str], Iterable[int]], decode: Callable[[list[int]], str]) -> int | None:
-    """The one token that a stop text spells and decoding leaves out, such as `<|im_end|>`; None for other texts.
+    """The one token that a stop text spells and decoding omits, such as `<|im_end|>`; None for other texts.
 
     Such a text never appears in what is written: to stop there is to stop at the token.
     """
@@ -61,7 +61,7 @@ class TextStream:
 
     Args:
         decode: from token ids to text.
-        stop: texts after which nothing more is wanted; they are left out themselves.
+        stop: texts after which nothing more is wanted; they are omitted themselves.
 
     Attributes:
         stopped: whether one of them was found.
@@ -72,7 +72,7 @@ class TextStream:
         self._stop = stop
         self._matched = [0] * len(stop)  # characters of each, at the end of what was read
         self._held = ""  # read and not given, because a stop text may have begun
-        # Only the newest tokens are decoded, after those of the character before: some decoders look at these.
+        # Only the newest tokens are decoded, after those of the character before: some decoders inspect these.
         self._window: list[int] = []
         self._num_before = 0  # tokens of the window whose text has been read
         self._num_read = 0  # characters of the window's text that have been read

@@ -36,7 +36,7 @@ class BuildCall:
     Attributes:
         func: gives the model.
         programs: to record.
-        source: of weights; None if `func` fills the model.
+        source: source of weights; None if `func` fills the model.
         shared_state: first values of the state, where it is not the models' own.
     """
 
@@ -51,8 +51,8 @@ class ProgramReport:
     """A rank's report of a recorded program: enough to assign compilations to ranks.
 
     Attributes:
-        signature: of the program.
-        digest: of its graph.
+        signature: signature of the program.
+        digest: digest of its graph.
         weights: names of what it takes first.
         states: names of what it takes next.
         state_shapes: their shapes.
@@ -81,8 +81,8 @@ class Builder:
     """One rank's model while it is being traced.
 
     Args:
-        request: what to build.
-        main_script: where the main module of the parent came from.
+        request: description of the build.
+        main_script: file of the parent's main module.
 
     Raises:
         TypeError: `func` gives something else than a model, or a model and aliases.
@@ -167,8 +167,8 @@ def fill_weights(request: Fill, main_script: Mapping[str, str]) -> None:
     """Write this rank's weights beside its description: what was kept of them, and the source's.
 
     Args:
-        request: where they are.
-        main_script: where the main module of the parent came from.
+        request: request with their location.
+        main_script: file of the parent's main module.
 
     Raises:
         ValueError: the source lacks weights, or has others.
@@ -214,7 +214,7 @@ def _check_shared(built: Sequence[_Built], programs: Sequence[Program], *, state
     for other, program in zip(built[1:], programs[1:], strict=True):
         if {alias.name for alias in other.aliases} != {alias.name for alias in first.aliases}:
             raise ValueError(
-                f"the model of program {program.name!r} has other state than that of {programs[0].name!r}; programs "
+                f"the model of program {program.name!r} has different state from {programs[0].name!r}; programs "
                 "share their state, so alias the same names in each"
             )
         different = sorted(
@@ -226,8 +226,8 @@ def _check_shared(built: Sequence[_Built], programs: Sequence[Program], *, state
             name = different[0]
             raise ValueError(
                 f"programs share their weights, but {name!r} is {other.specs.get(name)} in {program.name!r} and "
-                f"{first.specs.get(name)} in {programs[0].name!r} ({len(different)} tensors differ); make what depends "
-                "on the program in forward"
+                f"{first.specs.get(name)} in {programs[0].name!r} ({len(different)} tensors differ); compute values "
+                "that depend on the program in forward"
             )
 
 
@@ -238,7 +238,7 @@ def _materialize(built: _Built, source: WeightSource | None) -> None:
     on_meta = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     if on_meta and source is None:
         raise ValueError(
-            f"{sorted(on_meta)[0]!r} ({len(on_meta)} tensors in all) is on the meta device and has no values; give "
+            f"{sorted(on_meta)[0]!r} ({len(on_meta)} tensors in all) is on the meta device and has no values; pass "
             "parallel_model_trace weights=, or fill the model in func"
         )
     move_model_to_device(model, get_device())

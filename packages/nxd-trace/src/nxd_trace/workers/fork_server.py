@@ -41,7 +41,7 @@ def serve(descriptor: int) -> None:
     """Fork a worker per request, and report how each has ended; return when no client is left.
 
     Args:
-        descriptor: of the socket that requests come from.
+        descriptor: descriptor of the socket that requests come from.
     """
     # Otherwise a server that is stopped when its client ends would stay, and its workers with it.
     set_parent_death_signal(signal.SIGCONT)

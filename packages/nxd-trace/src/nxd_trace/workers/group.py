@@ -28,8 +28,8 @@ class WorkerProcess:
     """A process in its own session, so that Ctrl-C reaches the parent alone.
 
     Args:
-        rank: of the worker.
-        replicas: of the model, over all workers.
+        rank: rank of the worker.
+        replicas: number of replicas of the model, over all workers.
         expert_parallel_size: workers that split its experts.
         memory: descriptor of the memory that it shares with this process.
         store: descriptor of the memory that the ranks meet in.
@@ -104,11 +104,11 @@ class WorkerProcess:
         """How a process whose connection is closed ended, with its Python stacks if it wrote them."""
         code = self._process.wait(_SECONDS_TO_LEAVE)
         if code is None:
-            how = "closed its connection without ending"
+            how = "closed its connection without exiting"
         elif code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         else:
-            how = f"ended with exit code {code}"
+            how = f"exited with code {code}"
         stacks = os.pread(self._stacks.fileno(), os.fstat(self._stacks.fileno()).st_size, 0).decode(errors="replace")
         return f"{how}\n{stacks}" if stacks else how
 
@@ -117,7 +117,7 @@ class WorkerProcess:
         self.connection.close()
 
     def end(self, patience: float = _SECONDS_TO_LEAVE) -> None:
-        """Wait so many seconds until it has left, then kill it and its children."""
+        """Wait this many seconds until it has left, then kill it and its children."""
         self._process.wait(patience)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ class WorkerGroup:
 
     Args:
         size: number of ranks.
-        replicas: of the model, into which the ranks are divided.
+        replicas: number of replicas of the model that the ranks are divided into.
         expert_parallel_size: ranks that split its experts.
 
     Attributes:
@@ -181,7 +181,7 @@ class WorkerGroup:
         return [worker.pid for worker in self._workers]
 
     def call(self, program: int) -> None:
-        """Run a program on every rank, on what lies in the shared memory.
+        """Run a program on every rank, on what is in the shared memory.
 
         Raises:
             WorkerError: a rank raised, died or was stopped.
@@ -243,7 +243,7 @@ class WorkerGroup:
 
         Once a rank has failed the others get a moment to answer as well. If they do, the group continues: an input that
         every rank refuses ends nothing. If a rank has died, or one waits in a collective for another that raised, all
-        are ended. So they are if one is found stopped twice in a row, since it might never go on.
+        are ended. So they are if one is found stopped twice in a row, since it might never continue.
         """
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}

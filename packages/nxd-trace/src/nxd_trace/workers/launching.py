@@ -55,7 +55,7 @@ class LaunchedProcess:
         self._exit_code: int | None = None
 
     def wait(self, timeout: float) -> int | None:
-        """Its exit code, as `subprocess.Popen.returncode`; None if it has not ended after so many seconds."""
+        """Its exit code, as `subprocess.Popen.returncode`; None if it has not ended after this many seconds."""
         if self._exit_code is None and _is_readable(self._status, timeout):
             code = os.read(self._status, EXIT_CODE.size)
             os.close(self._status)
@@ -108,7 +108,7 @@ class ForkServer:
             self._connection.sendall(body)
             answer = self._connection.recv(PROCESS_ID.size)
         if not answer:
-            raise ConnectionError("the process that forks workers ended before it forked one; see what it printed")
+            raise ConnectionError("the process that forks workers exited before it forked one; see its output")
         pid: int = PROCESS_ID.unpack(answer)[0]
         return pid
 
@@ -122,7 +122,7 @@ _servers: list[ForkServer] = []  # at most one
 
 
 def start_fork_server() -> None:
-    """Start the process that workers are forked from, unless it runs: it loads its libraries while this one goes on."""
+    """Start the process that workers are forked from, unless it runs; it loads libraries while this one continues."""
     with _lock:
         _start_fitting_server()
 

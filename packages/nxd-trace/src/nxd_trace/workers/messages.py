@@ -28,7 +28,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Fill:
-    """Read this rank's weights from a pickled source, for a trace without them that lies below `folder`."""
+    """Read this rank's weights from a pickled source, for a trace without them that is below `folder`."""
 
     source: bytes
     folder: str
@@ -125,7 +125,7 @@ def receive(connection: socket.socket) -> tuple[bytes, int, Any]:
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
-    """Exactly so many bytes."""
+    """Exactly this many bytes."""
     data = connection.recv(length)
     if len(data) == length:
         return data
@@ -133,7 +133,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
     missing = length - len(data)
     while missing:
         if not parts[-1]:
-            raise EOFError("the other end of the connection is gone")
+            raise EOFError("the peer has closed the connection")
         parts.append(connection.recv(min(missing, 1 << 20)))
         missing -= len(parts[-1])
     return b"".join(parts)

@@ -62,8 +62,8 @@ def dumps_for_workers(value: Any, what: str) -> bytes:
     if importlib.util.find_spec("cloudpickle") is None:
         raise TypeError(
             f"{refused}{reason}. Define functions and classes at the top level of a file (no lambda, no function "
-            "within a function), give arguments with functools.partial, and open files or models inside the function. "
-            "Where cloudpickle is installed, they may be defined anywhere"
+            "within a function), pass arguments with functools.partial, and open files or models inside the function. "
+            "If cloudpickle is installed, they may be defined anywhere"
         )
     import cloudpickle  # noqa: PLC0415 - optional
 
@@ -88,7 +88,7 @@ def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
     except (ImportError, AttributeError) as error:
         raise TypeError(
             f"a worker process cannot import what it was sent: {error}. Workers import by module and name along the "
-            "sys.path of the process that started them; put func into a module that can be imported from there"
+            "sys.path of the process that started them; put func into a module on that path"
         ) from error
 
 
@@ -100,7 +100,8 @@ def check_not_in_worker() -> None:
     """
     if _is_importing_main:
         raise MissingMainGuardError(
-            "the script starts a trace while a worker process imports it to find func; put what the script does under\n"
+            "the script starts a trace while a worker process imports it to find func; put the script's main code "
+            "under\n"
             '    if __name__ == "__main__":\n'
             "so that importing it only defines its functions"
         )

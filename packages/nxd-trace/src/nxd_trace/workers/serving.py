@@ -27,9 +27,9 @@ class Server:
     """One rank's part of a loaded model.
 
     Args:
-        folder: of the model, which has been checked.
-        memory: descriptor of the memory that inputs and outputs lie in.
-        preprocessor: of the state, where it is not saved with the model.
+        folder: folder of the model, which has been checked.
+        memory: descriptor of the memory that inputs and outputs are in.
+        preprocessor: preprocessor of the state, if it is not saved with the model.
     """
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ class Server:
         shapes = [tuple(view.shape) for view in views]
         if shapes != list(program.state_shapes):
             raise ValueError(
-                f"shared_state_buffer_preprocessor gives state of the shapes {shapes} for bucket {index}; "
-                f"its model has {list(program.state_shapes)}"
+                f"shared_state_buffer_preprocessor returned state of shapes {shapes} for bucket {index}, but "
+                f"its model has shapes {list(program.state_shapes)}"
             )
         return list(views)

@@ -2,7 +2,7 @@
 
 Text is UTF-8 without NUL bytes; files that are not text are skipped. Files of rows (JSONL, parquet, ...) and of tokens
 (.npy, .bin) are never taken for text; `tables.py` and `pretokenized.py` read them. Symbolic links that leave a folder
-are left out, so that a folder from a stranger cannot name other files of this machine.
+are omitted, so that a folder from a stranger cannot name other files of this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_text_files(
 ) -> list[tuple[str, Path]]:
     """The files of a corpus, as sorted pairs of name below its folder and path.
 
-    Hidden files and folders are left out.
+    Hidden files and folders are omitted.
 
     Args:
         path: a text file (of any suffix but those of rows) or a folder; None stands for the `.py` files of the
@@ -73,7 +73,7 @@ def find_text_files(
         _refuse_rows(folder)
         return [(folder.name, folder)]
     if not folder.is_dir():
-        raise ValueError(f"data.path={folder} does not exist; give a text file or a folder of them")
+        raise ValueError(f"data.path={folder} does not exist; use a text file or a folder of them")
     files = sorted(_walk(folder, tuple(suffixes), {"__pycache__", *excluded}))
     if not files:
         advice = "set data.path to a folder of text" if path is None else "set data.suffixes to those it has"
@@ -105,7 +105,7 @@ def find_tables(
     """The files of rows of a corpus, as sorted pairs of name below its folder and path.
 
     Of a folder that `datasets.Dataset.save_to_disk` wrote they are the files that it lists. Hidden files and folders
-    are left out.
+    are omitted.
 
     Args:
         path: a file, a folder, or the files themselves.
@@ -122,20 +122,20 @@ def find_tables(
     unknown = [suffix for suffix in suffixes if suffix not in TABLE_SUFFIXES]
     if unknown:
         raise ValueError(
-            f"data.suffixes={','.join(unknown)}: rows are read from {', '.join(TABLE_SUFFIXES)}; leave others out"
+            f"data.suffixes={','.join(unknown)}: rows are read from {', '.join(TABLE_SUFFIXES)}; remove others"
         )
     if folder.is_file():
         if folder.suffix not in TABLE_SUFFIXES:
             raise ValueError(
-                f"data.path={folder} is not a file of rows ({', '.join(TABLE_SUFFIXES)}); leave data.column and "
-                "data.chat out to read it as text"
+                f"data.path={folder} is not a file of rows ({', '.join(TABLE_SUFFIXES)}); unset data.column and "
+                "data.chat to read it as text"
             )
         return [(folder.name, folder)]
     if not folder.is_dir():
-        raise ValueError(f"data.path={folder} does not exist; give a file or folder of rows")
+        raise ValueError(f"data.path={folder} does not exist; use a file or folder of rows")
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
-        raise ValueError(f"data.path={folder} holds the splits {', '.join(splits)}; name the folder of one")
+        raise ValueError(f"data.path={folder} holds the splits {', '.join(splits)}; use the folder of one")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _files_of_saved_dataset(folder)
     files = sorted(_walk(folder, tuple(suffixes), {"__pycache__"}))
@@ -161,7 +161,7 @@ def find_tokens(path: str | Path, *, suffixes: Sequence[str] | None = None) -> l
 
     Args:
         path: a `.npy` or `.bin` file, either file of a Megatron pair or the prefix of both, or a folder.
-        suffixes: of the files taken from a folder; an `.idx` file brings its `.bin` file along.
+        suffixes: suffixes of the files read from a folder; an `.idx` file includes its `.bin` file.
 
     Raises:
         ValueError: nothing at the path, no such file in the folder, or half of a Megatron pair.
@@ -176,7 +176,7 @@ def find_tokens(path: str | Path, *, suffixes: Sequence[str] | None = None) -> l
         found = [folder] if folder.suffix == ".npy" else [file for file in pair if file.exists()]
         files = [(file.name, file) for file in found if file.exists()]
         if not files:
-            raise ValueError(f"data.path={folder} does not exist; give a .npy or .bin file, or a Megatron prefix")
+            raise ValueError(f"data.path={folder} does not exist; use a .npy or .bin file, or a Megatron prefix")
     named = {file for _, file in files}
     for name, file in list(files):
         partner = file.with_suffix(".bin")
@@ -201,7 +201,7 @@ def _files_of_saved_dataset(folder: Path) -> list[tuple[str, Path]]:
         raise ValueError(f"{folder / 'state.json'} lists no files of a dataset; save the dataset again") from error
     leaving = [name for name in names if not _stays_in(folder, folder / name)]
     if leaving:
-        raise ValueError(f"{folder / leaving[0]} is a link out of its folder; give its target as data.path")
+        raise ValueError(f"{folder / leaving[0]} is a link out of its folder; use its target as data.path")
     return [(name, folder / name) for name in names]
 
 
@@ -210,11 +210,11 @@ def files_left_out(path: str | Path | None, suffixes: Sequence[str] | None, *, t
 
     Args:
         path: as `find_text_files`, `find_tables` and `find_tokens` take it.
-        suffixes: of the files taken; None: those of text, or of rows.
+        suffixes: suffixes of the files that are read; None: those of text, or of rows.
         takes_rows: whether rows are taken, not text.
 
     Returns:
-        None where nothing is left out, or the path is no folder of files to choose from.
+        None where nothing is omitted, or the path is no folder of files to choose from.
     """
     if path is None or not Path(path).is_dir() or (Path(path) / "state.json").is_file():
         return None
@@ -227,7 +227,7 @@ def files_left_out(path: str | Path | None, suffixes: Sequence[str] | None, *, t
     links = sum(not _stays_in(folder, file) for _, file in _walk(folder, taken, {"__pycache__"}, with_links=True))
     leaving = [f"{links} links out of the folder (data.sources takes their targets)"] if links else []
     parts = named[:NAMED_LEFT_OUT] + further + leaving
-    return f"left out of data.path: {', '.join(parts)}" if parts else None
+    return f"files in data.path not read: {', '.join(parts)}" if parts else None
 
 
 def _key_of(suffix: str, taken: Sequence[str]) -> str:

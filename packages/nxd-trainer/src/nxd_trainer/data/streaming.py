@@ -1,7 +1,7 @@
-"""Text that is read while it is trained on: rows are tokenised as they come, and nothing is kept on disk.
+"""Text that is read while it is trained on: rows are tokenized as they come, and nothing is kept on disk.
 
 The rows of all files, or of a data set of the hub, follow one another again and again as one endless row of tokens,
-which is cut into sequences. Blocks of neighbouring sequences are shuffled, each by itself. Every rank reads all rows
+which is cut into sequences. Blocks of neighboring sequences are shuffled, each by itself. Every rank reads all rows
 and takes its part, so that the order depends on the files and the seed alone. Where a block begins is told by the
 number of a row and a place in it: a run that resumes reads from there on.
 """
@@ -30,7 +30,7 @@ class TextStream:
     """What is read.
 
     Attributes:
-        name: of the files or the data set, for messages.
+        name: name of the files or the data set, for messages.
         read_texts: the rows' texts in their order, the same at each call.
         tokenizer: makes the tokens; puts its prefix before each text, and the end-of-document token after it.
         sequence_length: tokens of a sample.
@@ -66,7 +66,7 @@ class StreamLoader:
     """The training batches of one rank from a stream, with the methods and attributes of `TrainLoader`.
 
     Args:
-        stream: what to train on.
+        stream: stream to train on.
         global_batch_size, gradient_accumulation_steps, dp_rank, dp_size, seed: as for `TrainLoader`.
 
     Raises:
@@ -183,7 +183,7 @@ class _Reader:
     """The endless row of tokens, from a place on.
 
     Args:
-        stream: what to read.
+        stream: stream to read.
         cursor: the first token.
     """
 

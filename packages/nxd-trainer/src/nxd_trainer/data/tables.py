@@ -28,7 +28,7 @@ Row = tuple[str, Mapping[str, Any]]  # where it stands, such as "a.jsonl, line 3
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file in their order, read as they are asked for.
+    """The rows of a file in their order, read as they are requested.
 
     Args:
         path: its suffix, one of `TABLE_SUFFIXES`, says how it is read.
@@ -94,7 +94,7 @@ def _parse(place: str, text: str) -> object:
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} is not JSON: {error}; fix it, or leave it out") from error
+        raise ValueError(f"{place} is not JSON: {error}; fix or remove it") from error
     return value
 
 
@@ -228,7 +228,7 @@ def _decoded(place: str, value: Any, decode: Decode | None) -> Any:
     try:
         return decode(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place} holds invalid JSON: {error}; fix it, or leave it out") from error
+        raise ValueError(f"{place} holds invalid JSON: {error}; fix or remove it") from error
 
 
 def _check_rows(path: Path, num_rows: int) -> None:
@@ -243,8 +243,8 @@ def _cost(what: str, array: Any, most: int) -> int:
 
     Args:
         what: names the column.
-        array: of rows, or of what they hold.
-        most: that may be read.
+        array: array of rows, or of values inside them.
+        most: maximum number that may be read.
 
     Raises:
         ValueError: they are more, or of a type that hides how many they are.

@@ -35,7 +35,7 @@ class _Rendered(NamedTuple):
         text: without marks.
         passes: number of a message, and beginning and end of what one pass of a loop wrote for it.
         generated: beginnings and ends of what the template marks by `{% generation %}`.
-        end: of the last loop over messages; what follows is the end of the conversation, or asks for an answer.
+        end: end of the last loop over messages; what follows is the end of the conversation, or asks for an answer.
     """
 
     text: str
@@ -229,8 +229,8 @@ def main(max_seconds: float, max_bytes: int) -> None:
     """Answer requests until there are no more.
 
     Args:
-        max_seconds: of processor time for a request; the process dies of one that takes more.
-        max_bytes: of memory for a request.
+        max_seconds: limit of processor time for a request; a request that exceeds it ends the process.
+        max_bytes: limit of memory for a request.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to end
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -119,7 +119,7 @@ class HuggingFaceTokenizer:
         elif path.is_dir():
             self._load_folder(path)
         else:
-            raise ValueError(f"data.tokenizer={path} does not exist; give a tokenizer.json or its folder")
+            raise ValueError(f"data.tokenizer={path} does not exist; use a tokenizer.json or its folder")
         self.vocab_size = max(self.vocabulary.values()) + 1
         if self.prefix:  # formerly left out, so that the same text gave other ids
             self.fingerprint += f" after one {self.prefix}"
@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         _take_whole_texts(tokenizer)
         self.vocabulary: Mapping[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         if not self.vocabulary:
-            raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; give a tokenizer with tokens")
+            raise ValueError(f"data.tokenizer: {file} has an empty vocabulary; use a tokenizer with tokens")
         self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self._decode = tokenizer.decode
         added = tokenizer.get_added_tokens_decoder().items()
@@ -193,7 +193,7 @@ class HuggingFaceTokenizer:
             return bytes([int(written[3:5], 16)])
         if self._is_byte_level and token not in self.special_ids and set(written) <= _BYTE_OF.keys():
             return bytes(_BYTE_OF[character] for character in written)
-        if _SPACE in written:  # which decoding leaves out at the beginning of a text
+        if _SPACE in written:  # which decoding omits at the beginning of a text
             return written.replace(_SPACE, " ").encode()
         return self.decode([token], skip_special_tokens=False).encode(errors="replace")
 

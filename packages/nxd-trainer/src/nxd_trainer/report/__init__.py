@@ -16,7 +16,7 @@ __all__ = [
     "read_records",
     "Throughput",
     "peak_memory_bytes",
-    # while the run goes on
+    # while the run continues
     "Progress",
     "MetricsLog",
     "Tracker",

@@ -19,7 +19,7 @@ NUM_SAMPLES = 3
 MAX_SHOWN = 600  # tokens of a document
 BAR_WIDTH = 40
 LEARNED, MASKED, BORDER, WARNING = "bold green", "dim", "blue", "bold yellow"
-BRACKETS = ("⟦", "⟧")  # around what is learned, where there are no colours
+BRACKETS = ("⟦", "⟧")  # around what is learned, where there are no colors
 # Data could otherwise steer the terminal.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -62,7 +62,7 @@ def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: T
         for piece, style in _with_borders(decoded, tokenizer, LEARNED if learned else MASKED):
             text.append(piece, style)
     if len(tokens) > MAX_SHOWN:
-        text.append(f" ... {len(tokens) - MAX_SHOWN} tokens more", BORDER)
+        text.append(f" ... {len(tokens) - MAX_SHOWN} more tokens", BORDER)
     return text
 
 
@@ -134,6 +134,6 @@ def special_tokens_line(corpus: Corpus, tokenizer: Tokenizer) -> str | None:
         return None
     shown = tokenizer.decode([next(iter(spelled))], skip_special_tokens=False)
     return (
-        f"{sum(spelled.values()):,} times text spells a special token, such as {shown!r}, and is learned as it; "
-        "remove it from the text unless this is intended"
+        f"{sum(spelled.values()):,} times text spells a special token, such as {shown!r}, and is learned as that "
+        "token; remove it from the text unless this is intended"
     )

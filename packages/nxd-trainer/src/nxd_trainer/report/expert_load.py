@@ -23,7 +23,7 @@ def draw_expert_loads(
 
     Args:
         records: all records of the run, as `read_records` gives them.
-        file: the PNG; its folder is made if need be.
+        file: the PNG; its folder is created if necessary.
         title: stands above.
         say: is given a line to show if there is nothing to draw or nothing to draw it with.
 
@@ -32,7 +32,7 @@ def draw_expert_loads(
     """
     loads = [(record.step, _loads(record.tokens_per_expert)) for record in records if record.tokens_per_expert]
     if not loads:
-        say("load of experts left out: no step counted their tokens")
+        say("load of experts skipped: no step counted their tokens")
         return None
 
     def paint(figure: Any) -> None:

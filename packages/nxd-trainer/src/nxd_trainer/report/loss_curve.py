@@ -35,11 +35,11 @@ def draw_loss_curve(
     title: str = "Training loss",
     say: Callable[[str], None] = print,
 ) -> Path | None:
-    """Draw training loss, its mean over neighbouring records, held-out loss, and a line at each resume.
+    """Draw training loss, its mean over neighboring records, held-out loss, and a line at each resume.
 
     Args:
         records: all records of the run, as `read_records` gives them.
-        file: the PNG; its folder is made if need be.
+        file: the PNG; its folder is created if necessary.
         title: stands above the curve.
         say: is given a line to show if there is nothing to draw or nothing to draw it with.
 
@@ -47,7 +47,7 @@ def draw_loss_curve(
         The file; None where it could not be drawn.
     """
     if not records:
-        say("loss curve left out: no step was logged")
+        say("loss curve skipped: no step was logged")
         return None
     return save_picture(
         file, lambda figure: _draw(figure.subplots(), records, title), size=(8, 4.5), purpose="loss curve", say=say
@@ -65,10 +65,10 @@ def save_picture(
     """Save what `paint` draws on a figure of matplotlib.
 
     Args:
-        file: the PNG; its folder is made if need be.
+        file: the PNG; its folder is created if necessary.
         paint: draws.
-        size: of the figure, in inches.
-        purpose: what it is, for the line that says that matplotlib is not installed.
+        size: size of the figure, in inches.
+        purpose: purpose of the figure, for the message about a missing matplotlib.
         say: is given that line.
 
     Returns:
@@ -91,7 +91,7 @@ def save_picture(
 
 
 def smoothed(values: Sequence[float], *, reach: int) -> list[float]:
-    """The mean of each value and up to `reach` neighbours on either side, as many on the one as on the other.
+    """The mean of each value and up to `reach` neighbors on either side, as many on the one as on the other.
 
     The window is symmetric up to both ends, so that the smooth curve neither lags nor bends away there.
     """

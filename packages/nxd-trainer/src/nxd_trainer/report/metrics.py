@@ -49,7 +49,7 @@ class StepRecord:
 
 
 def record_to_line(record: StepRecord) -> str:
-    """The record as a line of strict JSON: unset fields are left out, a number that is not finite is null."""
+    """The record as a line of strict JSON: unset fields are omitted, a number that is not finite is null."""
     content: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -59,7 +59,7 @@ def record_to_line(record: StepRecord) -> str:
 
 
 def line_to_record(line: str) -> StepRecord:
-    """The record of a line; null was a number that is not finite. Keys it does not know are left out.
+    """The record of a line; null was a number that is not finite. Keys it does not know are omitted.
 
     Raises:
         ValueError: not a record, such as the line that a killed process did not finish.
@@ -78,7 +78,7 @@ def line_to_record(line: str) -> StepRecord:
 
 
 def read_records(file: str | Path) -> list[StepRecord]:
-    """The records of a metrics.jsonl in their order; a last line that was not finished is left out.
+    """The records of a metrics.jsonl in their order; a last line that was not finished is omitted.
 
     Raises:
         ValueError: any other line is not a record.
@@ -115,10 +115,10 @@ class MetricsLog:
     from are cut off at the start. Each line is on its way to the disk before `log` returns.
 
     Args:
-        folder: the run's folder; made if need be.
+        folder: the run's folder; created if necessary.
         is_writer: whether this rank writes; on other ranks nothing happens.
         first_step: step of the checkpoint this invocation resumes from; 0 begins a new file.
-        layout: of this invocation, such as "TP 2 x DP 2"; kept with its first record.
+        layout: layout of this invocation, such as "TP 2 x DP 2"; stored with its first record.
         trackers: get each record as well, and are closed with the file.
 
     Attributes:
@@ -198,4 +198,4 @@ def _keep_until(file: Path, step: int) -> None:
 
 def missing_extra(package: str, purpose: str) -> str:
     """One line: what is not there, and how to get it."""
-    return f"{purpose} left out: {package} is not installed (pip install 'nxd-trainer[report]')"
+    return f"{purpose} skipped: {package} is not installed (pip install 'nxd-trainer[report]')"

@@ -13,12 +13,12 @@ from nxd_trainer.report.scalars import kept_run_id, scalars_of
 class MlflowTracker:
     """Logs to the experiment MLFLOW_EXPERIMENT_NAME, or "nxd"; without a server to `mlflow/` of the run's folder.
 
-    A run that resumes goes on under the same id.
+    A run that resumes continues under the same id.
 
     Args:
-        folder: of the run, which gives the run its name.
+        folder: folder of the run, which determines the run's name.
         first_step: step that the run resumes from.
-        settings: of the run.
+        settings: settings of the run.
     """
 
     def __init__(self, folder: Path, *, first_step: int, settings: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Progress:
         last_step: the step at which this invocation ends.
         first_step: steps already taken when it begins, more than 0 after a resume.
         is_writer: whether this rank shows anything.
-        stream: where to; standard error where unset. A bar is drawn if it is a terminal.
+        stream: output stream; standard error by default. A bar is drawn if it is a terminal.
     """
 
     def __init__(self, last_step: int, *, first_step: int = 0, is_writer: bool = True, stream: TextIO | None = None):
@@ -176,7 +176,7 @@ def render_summary(records: Sequence[StepRecord], files: Mapping[str, str | Path
 
     Args:
         records: all records of the run, as `read_records` gives them; may be empty.
-        files: what lies where, by name; None for what could not be made.
+        files: files by name; None for those that could not be written.
     """
     rows = [*_measures(records), *((name, str(path)) for name, path in files.items() if path is not None)]
     width = max((len(name) for name, _ in rows), default=0)

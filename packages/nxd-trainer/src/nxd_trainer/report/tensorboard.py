@@ -29,7 +29,7 @@ class TensorBoardTracker:
     """Writes scalars, so that a crash of the process does not lose them.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         first_step: step that the run resumes from; what earlier invocations logged after it is hidden.
     """
 

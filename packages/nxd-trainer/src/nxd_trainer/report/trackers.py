@@ -24,10 +24,10 @@ def open_trackers(
     """The trackers with these names.
 
     Args:
-        names: of "tensorboard", "wandb" and "mlflow".
-        folder: of the run; what a tracker keeps of its own goes there.
+        names: any of "tensorboard", "wandb" and "mlflow".
+        folder: folder of the run, also for a tracker's own files.
         first_step: step of the checkpoint that the run resumes from, then with the trackers' earlier runs; 0: new ones.
-        settings: of the run, in sections, for trackers that show them.
+        settings: settings of the run, in sections, for trackers that show them.
         say: is given a line if TensorBoard, which is the default, is not installed.
 
     Raises:
@@ -39,7 +39,7 @@ def open_trackers(
             missing = f"{name} is not installed (pip install 'nxd-trainer[{name}]')"
             if name != "tensorboard":
                 raise ValueError(f"train.report_to={name}: {missing}")
-            say(f"TensorBoard scalars left out: {missing}")
+            say(f"TensorBoard scalars skipped: {missing}")
             continue
         try:
             opened.append(_open(name, folder, first_step, settings))

@@ -79,7 +79,7 @@ class RunData:
         train: sequences to train on; empty with a stream.
         held_out: sequences to evaluate on.
         digest: a hash that changes with the tokens or with the tokens that the loss counts.
-        notes: lines about the data and the parts that are left out.
+        notes: lines about the data and the parts that are omitted.
         warnings: lines about probable mistakes.
         sources: whole documents or conversations, by source name.
         stream: the stream to train on, if the data are streamed.

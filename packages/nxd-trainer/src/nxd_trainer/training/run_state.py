@@ -80,7 +80,7 @@ class EarlyStopping:
 
     Attributes:
         patience: evaluations in a row without a lower loss after which the run ends; 0: never.
-        threshold: how much lower a loss must be to count.
+        threshold: minimum decrease of the loss that counts.
         best_loss: lowest loss so far.
         num_without_gain: evaluations since then.
     """
