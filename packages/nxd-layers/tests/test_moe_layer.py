@@ -301,9 +301,9 @@ def test_balanced_load_has_the_loss_one():
     ("make", "message"),
     [
         (lambda: RouterTopK(4, 5, 8), "top_k=5 must be 1 to num_experts=4"),
-        (lambda: RouterTopK(4, 1, 8, act_fn="relu"), "act_fn='relu' is not known"),
+        (lambda: RouterTopK(4, 1, 8, act_fn="relu"), "unknown act_fn='relu'"),
         (lambda: RouterSinkhorn(4, 2, 8), "top_k=2 must be 1"),
-        (lambda: ExpertMLPs(4, 1, 8, 8, hidden_act="cube"), "hidden_act='cube' is not known"),
+        (lambda: ExpertMLPs(4, 1, 8, 8, hidden_act="cube"), "unknown hidden_act='cube'"),
         (lambda: ExpertMLPs(4, 1, 8, 8, capacity_factor=0), "capacity_factor=0 must be above 0"),
         (lambda: MoE(RouterTopK(4, 1, 8), ExpertMLPs(4, 2, 8, 8)), "top_k is 1 in the router and 2 in the experts"),
         (

@@ -210,7 +210,7 @@ class _Supervisor:
 
 @contextlib.contextmanager
 def _blocked():  # type: ignore[no-untyped-def]
-    """A signal that comes meanwhile is answered afterwards, by whoever this process is then."""
+    """Block signals; a signal that arrives meanwhile is handled afterwards, by the supervisor or the trainer."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The description of the model in a checkpoint: one description under one key, whoever wrote the checkpoint.
+"""The description of the model in a checkpoint: one description under one key, for every writer of checkpoints.
 
 It is the content of a Hugging Face `config.json`, since the tensors have the names and shapes of that model in memory.
 The config of this package's own Llama is that of a `LlamaForCausalLM`, and ours runs every such model it supports. The

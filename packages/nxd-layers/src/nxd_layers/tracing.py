@@ -1,4 +1,4 @@
-"""What a trace of torch.fx makes of this package's functions: one call each, whose inside it does not see.
+"""Makes each function of this package a single call in a torch.fx trace, which does not see its inside.
 
 Their insides check shapes, communicate, and compute other things on each rank, which no graph can hold. So each
 public function says by itself that it is a leaf: it needs no `torch.fx.wrap`, and no list that a tracer is given.
@@ -20,7 +20,7 @@ def is_traced(value: object) -> bool:
 
 
 def leaf_of_traces(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make a function one call in the graph of a trace, whoever traces and however the function was imported.
+    """Make a function one call in the graph of any trace, however the function was imported.
 
     A module that it is given, such as the head of a model, is an attribute of the traced model in the graph.
     """

@@ -1,4 +1,4 @@
-"""`NeuronXLAPrecisionPlugin`: optimizer steps whose gradients are reduced, unscaled and clipped by the optimizer itself."""
+"""`NeuronXLAPrecisionPlugin`: optimizer steps whose gradients the optimizer itself reduces, unscales and clips."""
 
 from collections.abc import Callable
 from typing import Any

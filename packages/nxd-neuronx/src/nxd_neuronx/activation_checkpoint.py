@@ -1,4 +1,4 @@
-"""Activation checkpointing as scripts ask for it: by a predicate, or by a wrapper of their own.
+"""Activation checkpointing in the form that scripts use: with a predicate, or with their own wrapper.
 
 Without a wrapper of your own the work is `nxd_layers.apply_activation_checkpointing`, which wraps nothing: parameters
 keep their names.
@@ -32,13 +32,13 @@ def checkpoint_wrapper(
     checkpoint_fn: Callable[..., Any] | None = None,
     **checkpoint_fn_kwargs: Any,
 ) -> NxDCheckpointWrapper:
-    """A module around another, which computes it again in backward.
+    """Wrap a module so that it is recomputed in backward.
 
     Args:
         module: module to wrap.
         checkpoint_impl: accepted without effect; torch's own.
-        checkpoint_fn: instead of torch's `checkpoint`.
-        **checkpoint_fn_kwargs: for it.
+        checkpoint_fn: replacement for torch's `checkpoint`.
+        **checkpoint_fn_kwargs: its keyword arguments.
     """
     return NxDCheckpointWrapper(module, checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
 
@@ -48,13 +48,13 @@ def apply_activation_checkpointing(
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] | None = None,
 ) -> None:
-    """Have parts of a model computed again in backward.
+    """Recompute parts of a model in backward.
 
     Args:
-        model: changed in place; may be an `NxDModel` or an `NxDPPModel`, of which this rank's parts are meant.
-        checkpoint_wrapper_fn: wraps such a part, in whose place the wrapper is put. By default parts stay where they
-            are, and only their forward is replaced.
-        check_fn: says of a module whether it is such a part; the transformer layers if None.
+        model: the model, changed in place; for an `NxDModel` or `NxDPPModel`, this rank's parts.
+        checkpoint_wrapper_fn: function that wraps a part; the wrapper replaces it. By default parts are not moved, and
+            only their forward is replaced.
+        check_fn: function that returns whether a module is such a part; the transformer layers if None.
 
     Raises:
         ValueError: the model has no such part.
@@ -82,7 +82,7 @@ def _is_transformer_layer(model: nn.Module) -> Callable[[nn.Module], bool]:
 def _wrap_children(
     module: nn.Module, wrap: Callable[[nn.Module], nn.Module], check_fn: Callable[[nn.Module], bool]
 ) -> int:
-    """Put wrappers in the places of the modules below that `check_fn` accepts; returns how many there are."""
+    """Replace the submodules that `check_fn` accepts by wrappers; returns their number."""
     count = 0
     for name, child in list(module.named_children()):
         count += _wrap_children(child, wrap, check_fn)

@@ -1,4 +1,4 @@
-"""AdamW as scripts for NeuronX Distributed import it: moments and arithmetic in float32, whatever the parameters."""
+"""AdamW for scripts of NeuronX Distributed: moments and arithmetic in float32 for parameters of any dtype."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,12 +33,12 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
         """Take parameters or groups of them.
 
         Args:
-            params: as for any optimizer of torch.
+            params: parameters or groups of them, as for any torch optimizer.
             lr: learning rate.
             betas: decay of the two moments.
             eps: added to the root of the second moment.
-            weight_decay: share of the weights, times `lr`, that goes at each step, after the update.
-            correct_bias: divide the moments by what they lack in the first steps.
+            weight_decay: decoupled weight decay, multiplied by `lr` and applied after the update.
+            correct_bias: whether to correct the bias of the moments in the first steps.
             no_deprecation_warning: accepted without effect, like the next two arguments.
             differentiable: steps are never recorded by autograd.
             capturable: steps are counted in tensors of the host.
@@ -58,7 +58,7 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns what `closure` did."""
+        """Update all parameters that have a gradient; returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,7 +70,7 @@ class AdamW_FP32OptimParams(Optimizer):  # noqa: N801  (the documented name)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; moments stay float32, which torch's own would turn into the parameters' dtype."""
+        """Load a state; moments stay float32, which torch's own method would convert to the parameters' dtype."""
         super().load_state_dict(state_dict)
         ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

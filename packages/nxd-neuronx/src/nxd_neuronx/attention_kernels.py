@@ -31,17 +31,17 @@ def nki_flash_attn_func(
         lnc: physical cores of a logical one; accepted without effect.
         dropout_p: probability that an attention weight is dropped.
         softmax_scale: scale of the scores; 1 / sqrt(head) if None.
-        causal: a query looks at keys up to its own position only.
+        causal: whether a query attends only to keys up to its own position.
         mixed_precision: accepted without effect; torch accumulates in float32 in any case.
         seed: accepted without effect; dropout uses torch's random streams.
         hardware_type: accepted without effect.
-        transpose_nki_inputs: the inputs come with the sequence last, as the kernel reads them.
+        transpose_nki_inputs: whether the inputs have the sequence last, as the kernel reads them.
 
     Returns:
         `[batch, heads, seq, head]` in either case.
 
     Raises:
-        ValueError: heads of keys that do not divide those of queries, or a dropout outside [0, 1).
+        ValueError: the key heads do not divide the query heads, or the dropout is outside [0, 1).
     """
     if transpose_nki_inputs:
         q, k, v = permute(q, k, v)
@@ -71,7 +71,7 @@ def nki_ring_attn_func(
         src_tgt_pairs: accepted without effect; the mesh determines the ring.
         dropout_p: probability that an attention weight is dropped, by torch's random state, alike on all ranks.
         softmax_scale: scale of the scores; 1 / sqrt(head) if None.
-        causal: a query looks at keys up to its own position only.
+        causal: whether a query attends only to keys up to its own position.
         mixed_precision: accepted without effect; sums are in float32 in any case.
         seed: accepted without effect.
 
@@ -79,7 +79,7 @@ def nki_ring_attn_func(
         `[batch, heads, seq/cp, head]`.
 
     Raises:
-        ValueError: an odd number of positions, or heads of keys that do not divide those of queries.
+        ValueError: the number of positions is odd, or the key heads do not divide the query heads.
     """
     size, local = active_group("cp").size, q.shape[2]
     if local % 2:
@@ -91,17 +91,17 @@ def nki_ring_attn_func(
 
 
 def permute(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three with their last two dims swapped."""
+    """Return all three with their last two dims swapped."""
     return q.transpose(-2, -1), k.transpose(-2, -1), v.transpose(-2, -1)
 
 
 def rotate_half(x: Tensor, flash_attn: bool, transpose: bool) -> Tensor:
-    """The halves of the head dim swapped, the new first one negated.
+    """Swap the halves of the head dim and negate the new first half.
 
     Args:
         x: `[batch, heads, seq, head]`; `[batch, heads, head, seq]` with both flags.
         flash_attn: whether the inputs are for a flash attention kernel.
-        transpose: whether that has the sequence last.
+        transpose: whether the kernel has the sequence last.
     """
     dim = -2 if flash_attn and transpose else -1
     first, second = x.chunk(2, dim=dim)
@@ -126,7 +126,7 @@ def apply_rotary_pos_emb(
         sin: as `cos`.
         position_ids: `[batch, seq]` int64, or None.
         flash_attn: whether they are for a flash attention kernel.
-        transpose_nki_inputs: whether that has the sequence last.
+        transpose_nki_inputs: whether the kernel has the sequence last.
 
     Returns:
         Queries and keys of the same shapes.

@@ -1,4 +1,4 @@
-"""What scripts do to seeds, batches and token tensors before a model sees them."""
+"""Helpers for seeds, batches and token tensors, applied before the model."""
 
 import random
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with `labels` moved one token to the left, so that each position has its next token's label.
+    """Shift `labels` one token to the left, so that each position has its next token's label.
 
     Args:
         batch: tensors by name; `labels` `[batch, seq]`.
@@ -46,13 +46,13 @@ def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def get_batch_on_this_context_parallel_rank(batch: Mapping[str, ValueT]) -> Mapping[str, ValueT]:
-    """This context-parallel rank's part of a batch along the sequence; labels are moved to the left before.
+    """Return this context-parallel rank's part of a batch along the sequence; labels are shifted first.
 
     The parts are neighboring positions, as `nki_ring_attn_func` takes them. Models of transformers and
     `LlamaForCausalLM` cut their sequences themselves, and are given whole batches.
 
     Args:
-        batch: tensors `[batch, seq, ...]` by name; None and what has one position stay as they are.
+        batch: tensors `[batch, seq, ...]` by name; None and tensors with one position are not cut.
 
     Returns:
         `[batch, seq/cp, ...]`; the batch itself where there is one rank.
@@ -87,7 +87,7 @@ def cumsum(tensor: Tensor, dim: int = 0, tril_size: int = 2048) -> Tensor:
         `[tokens, n]` of the same dtype.
 
     Raises:
-        ValueError: the tensor is no matrix.
+        ValueError: the tensor is not a matrix.
         NotImplementedError: another dim.
     """
     if tensor.dim() != 2:

@@ -45,10 +45,10 @@ _FUSED_HEADS = ("qkv_proj.weight_qkv", "qkv_proj.weight")
 
 
 class CheckpointConverterBase:
-    """Converts weights of decoders with Llama's names; subclasses say what is different about theirs.
+    """Converts weights of decoders with Llama's names; subclasses declare their differences.
 
     Attributes:
-        attribute_map: other names of keys in the model's config; dots lead into sections.
+        attribute_map: alternative names of keys in the model's config, with dots between sections.
         embedding_partition_dim: dim along which embedding and head are split.
         qkv_partition_dim: dim of queries, keys and values.
         gate_up_proj_partition_dim: dim of gate and up.
@@ -71,8 +71,8 @@ class CheckpointConverterBase:
         """The options; subclasses may add their own."""
         parser = argparse.ArgumentParser()
         text = parser.add_argument
-        text("--input_dir", help="weights to read: a .pt or .safetensors file, a folder of transformers, or of ranks")
-        text("--hf_model_name", help="folder of transformers, instead of --input_dir")
+        text("--input_dir", help="weights to read: a .pt or .safetensors file, or a folder of Hugging Face or of ranks")
+        text("--hf_model_name", help="Hugging Face folder, instead of --input_dir")
         text("--output_dir", required=True, help="folder to write to")
         text("--hw_backend", required=True, help="trn1 or trn2: the order of repeated key and value heads")
         text("--config", help="the model's config.json")
@@ -90,10 +90,10 @@ class CheckpointConverterBase:
         return parser
 
     def run(self, args: argparse.Namespace) -> None:
-        """Do what the options say.
+        """Run the conversion that the options select.
 
         Raises:
-            ValueError: they contradict each other, ask for what is not supported, or do not fit the weights.
+            ValueError: options contradict each other, are not supported, or do not fit the weights.
             CheckpointError: weights cannot be read.
         """
         chosen = [name for name in _COMMANDS if getattr(args, name)]
@@ -107,7 +107,7 @@ class CheckpointConverterBase:
         getattr(self, chosen[0])(args)
 
     def convert_from_full_state(self, args: argparse.Namespace) -> None:
-        """From a whole model's weights to the ranks' files in `<output_dir>/model`, which `load_checkpoint` reads."""
+        """Convert a whole model's weights to rank files in `<output_dir>/model`, which `load_checkpoint` reads."""
         full_state = self.pre_process_full_state_before_tp_conversion(self.load_full_state(args), args)
         shapes = {name: tuple(tensor.shape) for name, tensor in full_state.items()}
         rank_names = {self._rank_name(name, args) for name in full_state}
@@ -124,24 +124,24 @@ class CheckpointConverterBase:
         )
 
     def convert_to_full_state(self, args: argparse.Namespace) -> None:
-        """From ranks' files to a whole model's weights in `<output_dir>/checkpoint.pt`."""
+        """Convert rank files to a whole model's weights in `<output_dir>/checkpoint.pt`."""
         full_state = self.post_process_full_state_after_tp_conversion(self.merge_tp_checkpoints(args), args)
         os.makedirs(args.output_dir, exist_ok=True)
         write_file(full_state, os.path.join(args.output_dir, _FULL_FILE))
 
     def convert_from_xser(self, args: argparse.Namespace) -> None:
-        """From a file for each tensor to a file for each rank."""
+        """Convert one file per tensor to one file per rank."""
         self._rewrite(args, xser=False)
 
     def convert_to_xser(self, args: argparse.Namespace) -> None:
-        """From a file for each rank to a file for each tensor."""
+        """Convert one file per rank to one file per tensor."""
         self._rewrite(args, xser=True)
 
     def merge_tp_checkpoints(self, args: argparse.Namespace) -> dict[str, Tensor]:
-        """The whole model's weights by name, from ranks' files or a checkpoint of `save_checkpoint`, of any degrees.
+        """Return the whole model's weights by name, from rank files or a `save_checkpoint` checkpoint at any degrees.
 
         Raises:
-            ValueError: the files are of other degrees than the options say.
+            ValueError: the files have other degrees than the options.
             CheckpointError: they cannot be read.
         """
         own = _own_checkpoint(args.input_dir)
@@ -157,10 +157,10 @@ class CheckpointConverterBase:
             return {name: read_whole(source, name).clone() for name in source.tensors}
 
     def load_full_state(self, args: argparse.Namespace) -> dict[str, Tensor]:
-        """The whole model's weights by name; nothing in the files is executed.
+        """Return the whole model's weights by name; nothing in the files is executed.
 
         Raises:
-            ValueError: nothing says where they are.
+            ValueError: no option gives their location.
             CheckpointError: they cannot be read.
         """
         path = args.input_dir or args.hf_model_name
@@ -178,11 +178,11 @@ class CheckpointConverterBase:
         return state
 
     def pre_process_full_state_before_tp_conversion(self, full_state: Any, args: argparse.Namespace) -> Any:
-        """What a subclass changes in the whole weights before they are split."""
+        """Hook for subclasses that change the whole weights before they are split."""
         return full_state
 
     def post_process_full_state_after_tp_conversion(self, full_state: Any, args: argparse.Namespace) -> Any:
-        """What a subclass changes in the whole weights after they are combined."""
+        """Hook for subclasses that change the whole weights after they are combined."""
         return full_state
 
     def is_qkv_weight(self, name: str) -> bool:
@@ -242,7 +242,7 @@ class CheckpointConverterBase:
         return self._get_config_value(config, "num_key_value_heads") if self.attribute_map else None
 
     def _rank_name(self, name: str, args: argparse.Namespace) -> str:
-        """The rank's tensor that a whole one goes into."""
+        """Return the name of the rank's tensor that contains a whole one."""
         prefix, ending = _split_name(name)
         if ending in _FUSED["gate_up_proj.weight"]:
             return f"{prefix}gate_up_proj.weight"
@@ -253,7 +253,7 @@ class CheckpointConverterBase:
         return f"{prefix}qkv_proj.weight" if args.coalesce_qkv else name
 
     def _unfused(self, name: str, tensor: Tensor, args: argparse.Namespace) -> dict[str, Tensor]:
-        """The parts of a whole tensor that are in it one after the other; of any other, the tensor itself."""
+        """Return the consecutive parts of a fused tensor; for any other, the tensor itself."""
         prefix, ending = _split_name(name)
         parts = _FUSED.get(ending, ())
         if len(parts) < 2:
@@ -419,7 +419,7 @@ def _readable(path: str | None) -> Iterator[str]:
 
 
 def _boolean(text: str) -> bool:
-    """As scripts write it: `--qkv_linear True`, or 1."""
+    """Parse a boolean as scripts write it: `--qkv_linear True`, or 1."""
     if text.lower() in ("true", "1"):
         return True
     if text.lower() in ("false", "0", ""):

@@ -1,6 +1,6 @@
 """Configurations of mixture-of-experts layers, as scripts for NeuronX Distributed fill them.
 
-What says how a kernel is fed is kept and has no effect here.
+Settings for kernels are stored but have no effect here.
 """
 
 import logging
@@ -31,7 +31,7 @@ class GLUType(Enum):
 
     @classmethod
     def validate(cls, glu_type: "GLUType | str | None") -> "GLUType":
-        """The type that a name means; GLU for None.
+        """Return the type with this name; GLU for None.
 
         Raises:
             ValueError: there is no such type.
@@ -55,7 +55,7 @@ def to_torch_dtype(dtype_str: str) -> torch.dtype:
     """The dtype of a name.
 
     Raises:
-        ValueError: it is none of float32, float16 and bfloat16.
+        ValueError: it is not float32, float16 or bfloat16.
     """
     if dtype_str not in _DTYPES:
         raise ValueError(f"unknown dtype {dtype_str!r}; use one of {', '.join(_DTYPES)}")
@@ -84,7 +84,7 @@ class BlockwiseMatmulConfig:
 
     @staticmethod
     def from_kwargs(**kwargs: Any) -> "BlockwiseMatmulConfig":
-        """With defaults for what is not given; other keys are ignored.
+        """Create it with defaults for missing keys; other keys are ignored.
 
         Raises:
             KeyError: there is no such sharding strategy.
@@ -114,7 +114,7 @@ class BlockwiseMatmulConfig:
 
     @staticmethod
     def default() -> "BlockwiseMatmulConfig":
-        """With defaults alone."""
+        """Create it with defaults only."""
         return BlockwiseMatmulConfig.from_kwargs()
 
 
@@ -157,7 +157,7 @@ class RoutedExpertsMLPOpsConfig:
 
 @dataclass
 class RouterConfig:
-    """What makes affinities of a router's logits, and in which dtype it computes."""
+    """The router's activation function and dtype."""
 
     act_fn: str = "softmax"
     dtype: torch.dtype | str = torch.float32
@@ -174,7 +174,7 @@ class RouterConfig:
 
 @dataclass
 class MoEFusedTKGConfig:
-    """Which parts of a layer one kernel computed for single tokens."""
+    """The parts of a layer that one kernel computed for single tokens."""
 
     quantized: bool
     moe_fused_kernel_enabled: bool | None = None

@@ -19,7 +19,7 @@ from nxd_neuronx.expert_configs import GLUType
 
 
 def check_unset(**asked: Any) -> None:
-    """Raise a NotImplementedError for arguments whose work is not done here."""
+    """Raise a NotImplementedError for arguments that are not supported here."""
     for name, value in asked.items():
         if value:
             raise NotImplementedError(f"{name} of mixture-of-experts layers is not supported; remove it")
@@ -31,7 +31,7 @@ def is_other_group(given: GivenGroup, axis: str) -> bool:
 
 
 class ExpertFusedLinear(ExpertLinear):
-    """What the linear layers of experts share: `nxd_layers.experts.ExpertLinear`, called with tokens of all experts."""
+    """The base of the linear layers of experts: `nxd_layers.experts.ExpertLinear`, for tokens of all experts."""
 
     def _outputs(self, input_: Tensor, expert_indices: Tensor | None) -> Tensor:
         weight = self.weight if expert_indices is None else self.weight[expert_indices]
@@ -148,7 +148,7 @@ def gated_activation(
     gate_limits: tuple[float | None, float | None],
     up_limits: tuple[float | None, float | None],
 ) -> Callable[..., Tensor]:
-    """What an expert makes of a gate and the other half of its first product.
+    """Combine the gate and the other half of an expert's first product.
 
     Args:
         activation: activation function of the gate times `scale`.

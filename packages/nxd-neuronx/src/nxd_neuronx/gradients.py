@@ -1,4 +1,4 @@
-"""Norms, clipping and sums of gradients with the arguments that scripts for NeuronX Distributed give."""
+"""Norms, clipping and sums of gradients with the arguments of NeuronX Distributed."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,17 +16,18 @@ def get_grad_norm(
     zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
     force_spmd: bool = True,
 ) -> Tensor:
-    """The p-norm of the whole model's gradients, the same on every rank. Called by all ranks of the model.
+    """Return the p-norm of the whole model's gradients, the same on every rank. Called by all ranks of the model.
 
     Args:
-        parameters: this rank's.
+        parameters: this rank's parameters.
         norm_type: p > 0, or inf.
-        zero1_optimizer: each replica has other elements of the gradients, so the replicas' norms are combined, too.
-        zero1_optimizer_groups: the ranks of all groups that do, instead of all replicas.
+        zero1_optimizer: whether each replica has other elements of the gradients, so that the replicas' norms are
+            combined.
+        zero1_optimizer_groups: ranks of the groups to combine, instead of all replicas.
         force_spmd: accepted without effect; each element counts once in any case.
 
     Returns:
-        0-d.
+        A 0-d tensor.
 
     Raises:
         ValueError: groups without `zero1_optimizer`, or a `norm_type` that is not positive.
@@ -84,8 +85,8 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
     once more with `reduce_over_ep_group`, which only sums.
 
     Args:
-        grads_list: the same, in the same order, on every replica.
-        reduce_over_ep_group: sum over the expert-parallel ranks instead.
+        grads_list: gradients, the same and in the same order on every replica.
+        reduce_over_ep_group: whether to sum over the expert-parallel ranks instead.
     """
     has_experts = get_group("ep").size > 1
     group = get_group("ep" if reduce_over_ep_group else "dp_exp" if has_experts else "dp")

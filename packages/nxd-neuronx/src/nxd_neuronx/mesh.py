@@ -213,7 +213,7 @@ def get_experts_for_expert_parallel_rank(
 
 
 def set_aot_mode(mode: bool) -> None:
-    """Say that models are made for their shapes alone. Here "meta" as the device of a layer says so."""
+    """Accept the mode in which models are created only for their shapes; use the device "meta" for that."""
     global _aot_mode  # noqa: PLW0603  (a script sets it for the process)
     if mode:
         _logger.info("set_aot_mode has no effect here: make layers on the meta device to draw no weights")

@@ -29,7 +29,7 @@ def argmax(
         int64 indices, the same on every rank: of `tensor`'s shape without `dim`, whole along `gather_dim`.
 
     Raises:
-        ValueError: a dim that there is none of, or another group.
+        ValueError: the dim does not exist, or the group is another one.
     """
     group = _tensor_parallel(process_group)
     dim, gather_dim = checked_dim(dim, tensor.shape), checked_dim(gather_dim, tensor.shape)
@@ -69,7 +69,7 @@ def topk(
         `gather_dim`.
 
     Raises:
-        ValueError: k is more than there are values, a dim that there is none of, or another group.
+        ValueError: k exceeds the number of values, the dim does not exist, or the group is another one.
     """
     group = _tensor_parallel(process_group)
     dim, gather_dim = checked_dim(dim, tensor.shape), checked_dim(gather_dim, tensor.shape)

@@ -35,7 +35,7 @@ class PostPartitionHooks:
         """Call all functions once, in their order, and forget them; returns their results.
 
         Raises:
-            ValueError: one needs the model, and there is none.
+            ValueError: a hook needs the model, but none was passed.
         """
         needs_model = filter_to_local_parameter_group.__name__
         if model is None and any(hook["name"] == needs_model for hook in self.hooks):

@@ -47,8 +47,8 @@ class PipelineIO:
 
     Attributes:
         name: name of the value.
-        input_idx: its place among a stage's inputs; None if it is none.
-        output_idx: its place among a stage's outputs; None if it is none.
+        input_idx: its index among a stage's inputs, or None.
+        output_idx: its index among a stage's outputs, or None.
         metadata: metadata of its tensors.
         obj: the containers that they are in; None for a plain tensor.
     """

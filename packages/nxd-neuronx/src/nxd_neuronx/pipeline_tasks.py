@@ -16,7 +16,7 @@ class PipelineTask:
 
     Attributes:
         mb: the microbatch, from 0 on.
-        model_chunk: which of the rank's stages.
+        model_chunk: index among the rank's stages.
         graph_break: whether a recorded graph ends behind it.
     """
 

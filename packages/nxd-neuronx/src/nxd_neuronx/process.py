@@ -55,7 +55,7 @@ def get_local_world_size() -> int:
 
 
 def initialize_fallback_parallel_state(device: torch.device | None = None) -> None:
-    """Make a mesh of one rank, if there is none. Layers here need none to work as plain ones."""
+    """Create a mesh of one rank unless there is a mesh. Layers here work as plain ones without it."""
     if not model_parallel_is_initialized():
         initialize_model_parallel()
 

@@ -207,7 +207,7 @@ class QuantizedParallelLinearLayerStateDictAdaptor:
 
     @staticmethod
     def get_bias_from_state_dict(prefix: str, state_dict: Mapping[str, Any]) -> Tensor | None:
-        """The bias; None if there is none."""
+        """The bias, or None."""
         if f"{prefix}bias" in state_dict:
             return state_dict[f"{prefix}bias"]
         bias = (*state_dict.get(prefix + _PACKED, ()), None, None)[1]
@@ -218,7 +218,7 @@ class QuantizedParallelLinearLayerStateDictAdaptor:
         """The scale.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: the tensor is missing.
         """
         if prefix + _PACKED in state_dict:
             return extract_q_scale(state_dict[prefix + _PACKED][0])
@@ -229,7 +229,7 @@ class QuantizedParallelLinearLayerStateDictAdaptor:
         """The scale of inputs.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: the tensor is missing.
         """
         return _named(prefix, state_dict, "input_scale")
 

@@ -121,7 +121,7 @@ class NxDModel(nn.Module, BaseNxDModel):
         """Run the program that was traced with inputs of these shapes, or that of a name.
 
         Raises:
-            ValueError: there is none, or another mode than "default".
+            ValueError: the program does not exist, or the mode is not "default".
             WorkerError: a worker died, or the model is closed.
         """
         if forward_mode != "default":

@@ -85,11 +85,11 @@ logger = logging.getLogger(__name__)
 class NxDPPModel(nn.Module):
     """Runs a model over the ranks of the "pp" group; every rank holds its stages only.
 
-    Every rank of a pipeline makes it from the same model and gives the same inputs to each call. Where the pipeline
-    has one rank (or `initialize_model_parallel` was not called) the model stays whole, and all calls work as well.
+    Every rank of a pipeline creates it from the same model and passes the same inputs to each call. If the pipeline has
+    one rank (or `initialize_model_parallel` was not called) the model stays whole, and all calls work as well.
 
-    Attributes and methods of the user's model are found here, too. A method that changes weights changes those of this
-    rank; those of other ranks are on the meta device for it.
+    Attributes and methods of the user's model are available here, too. A method that changes weights changes only those
+    of this rank; the others are on the meta device.
 
     Attributes:
         original_torch_module: the model before it was cut, with the weights of this rank only.
@@ -136,19 +136,19 @@ class NxDPPModel(nn.Module):
         Args:
             module: the model; with `manual_pp_partition` a list of layers. It may be on the meta device. With `stages`
                 it may be omitted: they are the model then, and its names are "0.weight" and so on by stage.
-            transformer_layer_cls: the class (or classes) of its layers, which a trace does not look into. Models of
-                transformers know theirs.
+            transformer_layer_cls: the class (or classes) of its layers, which stay whole in a trace. Models of
+                transformers declare theirs.
             num_microbatches: number of parts that a batch is split into, along dim 0.
             output_loss_value_spec: place of the loss in the model's output, as True in a tuple or dict of the
-                output's structure; True: the output is the loss; None: it is, or the `loss` in it if transformers
-                made the model.
-            return_mb_loss: `run_train` and `run_eval` return a list with each microbatch's loss.
-            broadcast_and_average_loss: every rank gets the loss, averaged over the data-parallel ranks.
+                output's structure; True: the output is the loss; None: the output, or its `loss` for a
+                transformers model.
+            return_mb_loss: whether `run_train` and `run_eval` return a list with each microbatch's loss.
+            broadcast_and_average_loss: whether every rank gets the loss, averaged over the data-parallel ranks.
             pipeline_cuts: the last layer of each stage but the last.
-            input_names: the arguments of `forward` that calls give; those without a default if None. Calls of a
+            input_names: the arguments of `forward` in calls; those without a default if None. Calls of a
                 transformers model may leave out what `forward` has a default for.
-            leaf_module_cls: further classes, or their names, that a trace does not look into.
-            autowrap_functions: functions that a trace does not look into.
+            leaf_module_cls: further classes, or their names, that stay whole in a trace.
+            autowrap_functions: functions that stay whole in a trace.
             autowrap_modules: Python modules whose functions a trace does not look into.
             tracer_cls: "torch" or a subclass of `torch.fx.Tracer` to trace with; "hf", the default for models of
                 transformers, cuts them by their structure and traces nothing.
@@ -156,31 +156,31 @@ class NxDPPModel(nn.Module):
                 parameters and buffers; see `materialize`.
             trace_file_path: a JSON file for the timeline of the first training steps on all ranks, which Perfetto
                 shows, with a picture beside it; see `TraceFile`.
-            use_zero1_optimizer: `run_train` leaves the average of gradients over the replicas to the optimizer.
-            auto_partition: cut between layers, as `balance` says.
+            use_zero1_optimizer: whether `run_train` leaves the average of gradients over the replicas to the optimizer.
+            auto_partition: whether to cut between layers by `balance`.
             balance: "layers": equally many to each stage, the remainder to later ones. "parameters" or "flops": so
                 that the largest stage is small, embeddings and head counted where they are. Costs of the layers, such
                 as measured times or those of `layer_flops`: the same by these.
             stages: stages written by hand, see `manual_partition`; nothing is traced then.
-            manual_pp_partition: `module` is a list of layers, called one after the other; inputs are `inputs` and,
-                with a loss function, `labels`.
-            manual_pp_stage_partition_fn: gives the stage of each layer of that list, see `sequence_partition`.
-            manual_pp_loss_fn: the loss, of what the last layer of that list returns and the labels.
-            virtual_pipeline_size: stages per rank; of a schedule that is given itself, what it says.
+            manual_pp_partition: whether `module` is a list of layers, called one after the other; inputs are `inputs`
+                and, with a loss function, `labels`.
+            manual_pp_stage_partition_fn: function that returns the stage of each layer, see `sequence_partition`.
+            manual_pp_loss_fn: function of the last layer's output and the labels that returns the loss.
+            virtual_pipeline_size: stages per rank; for a given schedule, its own number.
             schedule: a name, see `make_schedule`, or a schedule; None for 1F1B, interleaved if there are several
                 stages per rank.
-            return_loss_on_cpu: losses come back as CPU tensors.
+            return_loss_on_cpu: whether losses are returned as CPU tensors.
             deallocate_pipeline_outputs: accepted without effect; the runtime keeps what backward needs.
             use_model_wrapper: accepted without effect.
             use_optimizer_wrapper: the same.
-            autowrap_obj_methods: methods, by name, of objects, that a trace does not look into.
+            autowrap_obj_methods: methods, by name, of objects, that stay whole in a trace.
             fuse_microbatches: accepted without effect; a device that records graphs records one per action.
             **old_flags: those of `OLD_RUNTIME_FLAGS`, taken for scripts that give them; one line in the log says that
                 they change nothing.
 
         Raises:
-            TypeError: an argument that is none.
-            ValueError: arguments that exclude each other, or a model or schedule that cannot be cut or played so.
+            TypeError: an unknown argument.
+            ValueError: arguments cannot be combined, or the model cannot be cut or the schedule executed this way.
         """
         super().__init__()
         _note_old_flags(old_flags)
@@ -269,7 +269,7 @@ class NxDPPModel(nn.Module):
     def sync_gradients_by(self, sync: GradientSync, parameters: Iterable[Tensor]) -> None:
         """From now on `run_train` has it average gradients while backward is running; no reference to it is kept.
 
-        It takes the place of one that averaged any of these parameters before.
+        It replaces an earlier one for any of these parameters.
         """
         self._gradient_syncs.add(sync, parameters)
 
@@ -291,7 +291,7 @@ class NxDPPModel(nn.Module):
         An optimizer of `sync_gradients_by` averages them over the replicas: each as soon as the last microbatch's
         backward has made it, unless in `no_sync`. Without one they are averaged at the end, unless the model was told
         that its optimizer does it (`use_zero1_optimizer`, `use_optimizer_wrapper`), as it must be told where the mesh
-        splits experts. `torch.autocast` around the call holds for the forward passes.
+        splits experts. `torch.autocast` around the call applies to the forward passes.
 
         Args:
             **kwargs: the model's inputs, the same on every rank of the pipeline.
@@ -302,8 +302,8 @@ class NxDPPModel(nn.Module):
 
         Raises:
             ValueError: inputs are missing, unknown or cannot be cut into microbatches, the model returned no loss, the
-                schedule is one for evaluation, nobody is known to average the gradients of split experts, or, at the
-                first call without such an optimizer, ranks that hold the same weights have different ones.
+                schedule is for evaluation only, no optimizer averages the gradients of split experts, or, on the first
+                call without such an optimizer, ranks that should hold the same weights have different ones.
         """
         if self._training_schedule.is_forward_only:
             raise ValueError(
@@ -318,7 +318,7 @@ class NxDPPModel(nn.Module):
                 "an optimizer or GradientReducer of nxd_optim"
             )
         microbatches = self._microbatches(kwargs)
-        if averages and not self._has_compared:  # before a stage can fail, of which only the pipeline's group hears
+        if averages and not self._has_compared:  # before a stage can fail: only its pipeline learns of that
             check_same_start(self.local_parameters())
             self._has_compared = True
         syncs = self._gradient_syncs.active()
@@ -387,7 +387,7 @@ class NxDPPModel(nn.Module):
             **kwargs: the model's inputs, the same on every rank of the pipeline.
 
         Returns:
-            On the rank of the last stage: as `run_train` where the model returns a loss, else the list of the
+            On the rank of the last stage: as `run_train` if the model returns a loss, else the list of the
             microbatches' outputs. None elsewhere, unless `broadcast_and_average_loss`.
         """
         microbatches = self._microbatches(kwargs)

@@ -131,7 +131,7 @@ class ReferenceModel:
         return target, pattern
 
     def _converted(self, target: str, rule: Any, found: dict[str, list[Rearranged]]) -> dict[str, Rearranged]:
-        """What a rule makes of the tensors that its patterns have collected, by the model's names."""
+        """Apply a rule to the tensors that its patterns have collected; returns tensors by the model's names."""
         values: dict[str, list[Rearranged]] = found
         for operation in rule.operations:
             kind = type(operation).__name__
@@ -304,7 +304,7 @@ def config_of_type(
         model_type: as transformers calls it, such as "qwen3".
         sizes: by the names of a `LlamaConfig`; what the type calls them is found.
         further: keys as the type calls them, on top of the sizes.
-        default_sizes: sizes that nobody has asked for, so that a type need not have them.
+        default_sizes: default sizes that the user has not set, so that a type may lack them.
         end_token: the token that ends a text. No token begins one, and none is for padding, unless `further` has them.
 
     Raises:

@@ -19,7 +19,7 @@ def read_config(folder: PathLike) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
-        ValueError: there is none, or it is no JSON object.
+        ValueError: the file does not exist, or is not a JSON object.
     """
     path = Path(folder) / CONFIG_FILE
     if not path.is_file():

@@ -226,7 +226,7 @@ def make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
         The names of what was on the meta device.
 
     Raises:
-        ValueError: the model is none of transformers and has such buffers on the meta device.
+        ValueError: this is not a transformers model, and it has such buffers on the meta device.
     """
     if dtype is not None:
         _convert_parameters(module, dtype)

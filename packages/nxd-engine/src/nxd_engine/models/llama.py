@@ -510,7 +510,7 @@ class LlamaForCausalLM(nn.Module):
             labels = own_part(labels, self.model.multiple, IGNORED_LABEL, document_ids)
             head = self.lm_head
             if isinstance(head, ColumnParallelLinear) and takes_head(head) and not self.return_dict:
-                # Sequences are long here, and nobody asks for their logits: they are made for some tokens at a time.
+                # Sequences are long here, and their logits are not requested: compute them for some tokens at a time.
                 total = linear_cross_entropy(hidden_sbh, head, labels.t(), ignore_index=IGNORED_LABEL, reduction="sum")
                 return sum_over_contexts(total / self._divisor(labels, num_items_in_batch))
         logits_sbv = self.lm_head(hidden_sbh)

@@ -16,7 +16,7 @@ def named_modules_of(model: nn.Module, classes: ModuleClass | Sequence[ModuleCla
         classes: one or several; a string is the name of a class.
 
     Raises:
-        ValueError: no class is given, something that is none, or one of which the model has no module.
+        ValueError: no class is given, an argument is not a class, or the model has no module of a class.
     """
     wanted = [classes] if isinstance(classes, str | type) else list(classes)
     if not wanted:

@@ -92,7 +92,7 @@ def expected_pairs(top_k_index: Tensor, pairs: int, experts_per_rank: int) -> Pa
 
 
 def weights_of_experts(index: Tensor, weights: Tensor, num_experts: int) -> Tensor:
-    """The weight of every expert for each token, 0 where it is none of the token's.
+    """Return the weight of every expert for each token, 0 for experts that the token is not sent to.
 
     Args:
         index: `[tokens, k]`; `num_experts` stands for none.

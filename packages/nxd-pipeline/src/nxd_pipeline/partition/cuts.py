@@ -15,7 +15,7 @@ def layer_names(module: nn.Module, transformer_layer_cls: LayerClasses) -> list[
     """The names of the model's layers of this class (or these classes), in the order of the model.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has no such layers.
     """
     classes = (transformer_layer_cls,) if isinstance(transformer_layer_cls, type) else tuple(transformer_layer_cls)
     names = [name for name, submodule in module.named_modules() if isinstance(submodule, classes)]
@@ -57,7 +57,7 @@ def check_cuts(module: nn.Module, cuts: Sequence[str], num_stages: int) -> None:
     """Check names against the model and their number against the stages.
 
     Raises:
-        ValueError: another number than `num_stages - 1`, a name twice, or a name that the model does not have.
+        ValueError: there are not `num_stages - 1` names, or one is duplicated or not in the model.
     """
     if len(cuts) != num_stages - 1:
         raise ValueError(
@@ -163,7 +163,8 @@ def layer_flops(model: nn.Module, layers: Sequence[str], **inputs: Any) -> list[
         **inputs: a microbatch as training gives it; shapes and dtypes matter, values do not.
 
     Returns:
-        0 for what precedes the layers (embeddings look up), each layer's FLOPs, and those of all else, the head's.
+        0 for the modules before the layers (embeddings only look up), each layer's FLOPs, and those of the rest, such
+        as the head.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415  (slow to import, and rarely needed)
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415

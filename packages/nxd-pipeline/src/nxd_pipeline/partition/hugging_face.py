@@ -34,7 +34,8 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
     output embeddings, the plan's modules and the head go to the first or the last stage; all else is on every stage.
 
     Raises:
-        ValueError: no list of layers can be made out, or the model is to return what a pipeline does not keep.
+        ValueError: the list of layers cannot be determined, or the model's config requests outputs that a pipeline does
+            not keep.
     """
     plan = dict(getattr(model, "_pp_plan", None) or {})
     layers = _layers(model, plan, transformer_layer_cls)
@@ -79,7 +80,7 @@ def _layers(model: nn.Module, plan: dict[str, Any], transformer_layer_cls: Layer
     planned = [name for name in plan if isinstance(modules.get(name), nn.ModuleList)]
     lists = planned or _lists_of_blocks(model)
     if len(lists) != 1:
-        found = f"there are several, {lists}; give transformer_layer_cls" if lists else "there is none"
+        found = f"there are several, {lists}; pass transformer_layer_cls" if lists else "there is none"
         raise ValueError(
             f"{type(model).__name__} has no pipeline plan and no single nn.ModuleList of layers: {found}, or write "
             "the stages by hand (stages=[...])"
@@ -133,7 +134,7 @@ def _recorded_routers(model: Any, layers: Sequence[str]) -> dict[str, list[str]]
     """The routers in each layer whose logits the model's loss uses.
 
     Raises:
-        ValueError: the model wants them, but does not say which modules make them.
+        ValueError: the config requests them, but the model does not declare which modules compute them.
     """
     if not getattr(model.config, "output_router_logits", False):
         return {}
@@ -153,7 +154,7 @@ def _recorded_routers(model: Any, layers: Sequence[str]) -> dict[str, list[str]]
 def _embeddings(model: Any, getter: str) -> nn.Module | None:
     try:
         return getattr(model, getter)()
-    except (NotImplementedError, AttributeError):  # models of images or of sounds have none
+    except (NotImplementedError, AttributeError):  # image and audio models have none
         return None
 
 

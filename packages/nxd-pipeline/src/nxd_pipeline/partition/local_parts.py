@@ -91,7 +91,7 @@ class LocalParts:
 def without_other_stages(model: nn.Module, own: Iterable[Tensor]) -> nn.Module:
     """The whole model for its methods and attributes; parameters and buffers of other ranks are on the meta device.
 
-    What a method does to weights it does to those of this rank, and to nothing elsewhere. Modules whose tensors are all
+    A method that changes weights changes only those of this rank. Modules whose tensors are all
     of this rank are the model's own; the model itself is not changed.
 
     Args:

@@ -60,17 +60,17 @@ def manual_partition(
     """Make stages of modules.
 
     The first module takes inputs of the model. Each further one takes as its first argument what the one before
-    returned (a tensor, tuple or dict), and behind it any inputs of the model; arguments are matched by their names.
+    returned (a tensor, tuple or dict), followed by any inputs of the model; arguments are matched by their names.
     Values that skip stages need `Stage`, which names them; either all stages are given as `Stage`, or none.
 
     Args:
-        stages: one per stage of the pipeline.
+        stages: the stages of the pipeline.
         input_names: the model's inputs.
         model: the unpartitioned model; where a stage holds modules of it, parameters keep their names there.
 
     Raises:
-        ValueError: a stage is neither a module nor `Stage`, these are mixed, a module takes an argument that is no
-            input of the model, or stages have some parameters of the model and not all.
+        ValueError: a stage is neither a module nor `Stage`, these are mixed, a module takes an argument that is not an
+            input of the model, or the stages have only some of the model's parameters.
     """
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module | Stage):
@@ -173,7 +173,7 @@ def sequence_partition(
     """Stages of a list of layers; the model's inputs are "inputs" and, with a loss, "labels".
 
     Args:
-        layers: called one after the other.
+        layers: the layers, in the order of their calls.
         num_stages: number of stages.
         stage_of_layers: called with the layers and the number of stages, gives the stage of each layer; equally many
             layers for each stage if None, the remainder to later ones.

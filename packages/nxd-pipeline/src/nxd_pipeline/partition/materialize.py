@@ -16,14 +16,14 @@ def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iter
     """Put meta parameters and buffers on the CPU and have `param_init_fn` fill them, module by module.
 
     Random values depend on torch's seed and the module's name only, so that they do not depend on how the model is
-    cut. Padding that shard metadata tells of becomes zero. Parameters stay the objects they were, with their
+    cut. Padding in shard metadata becomes zero. Parameters stay the objects they were, with their
     attributes: tied ones stay tied, and have the values that the last module with them gave, on every rank.
 
     Args:
         model: the whole model.
         param_init_fn: called with a module, or with a module and a device if it takes two; it fills the parameters and
             buffers of that module, not those of modules below.
-        only: the parameters and buffers to care for; all if None.
+        only: the parameters and buffers to fill; all if None.
 
     Raises:
         ValueError: something is on the meta device and `param_init_fn` is None, or it has left values unset.

@@ -88,7 +88,7 @@ def partition_model(
     """Cut a model into stages.
 
     Raises:
-        ValueError: options exclude each other, or the model cannot be cut so.
+        ValueError: options cannot be combined, or the model cannot be cut this way.
     """
     _check_options(options)
     if not isinstance(model, nn.Module):

@@ -24,7 +24,7 @@ class Stage:
     Attributes:
         module: called with the values of `inputs` in their order.
         inputs: names of the values it uses, each an input of the model or an output of an earlier stage.
-        outputs: names of what it returns: one value under one name, or a tuple of as many values as names. The last
+        outputs: names of the returned values: one value under one name, or a tuple of as many values as names. The last
             stage has none; it returns what the model returns.
         logical_names: by path in `module`, the path in the unpartitioned model of submodules that have another one.
     """
@@ -71,7 +71,7 @@ class Wiring:
         model_inputs: the values that no stage makes.
 
     Raises:
-        ValueError: a value has two makers or is made by no earlier stage, or the last stage names outputs.
+        ValueError: a value is an output of two stages or of no earlier stage, or the last stage names outputs.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:

@@ -53,7 +53,7 @@ def structural_partition(
     Modules that are neither layers nor in `first` or `last` are on every stage, their parameters as tied weights.
 
     Raises:
-        ValueError: a cut is none of the layers, is the last one, or comes before another one.
+        ValueError: a cut is not a layer, is the last one, or comes before another one.
     """
     ends = [_position(cut, structure.layers) for cut in cuts]
     if sorted(set(ends)) != ends or (ends and ends[-1] == len(structure.layers) - 1):

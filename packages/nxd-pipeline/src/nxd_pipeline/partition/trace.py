@@ -78,7 +78,7 @@ def trace_model(
         tracer_cls: the tracer to build on.
 
     Raises:
-        ValueError: `forward` does not take an input, or the model cannot be traced so.
+        ValueError: `forward` does not take an input, or the model cannot be traced this way.
     """
     parameters = inspect.signature(module.forward).parameters
     if input_names is None:
@@ -111,7 +111,7 @@ def methods_kept_whole(methods: Mapping[Any, Sequence[str]]) -> Iterator[None]:
             through another call, or the methods must need none.
 
     Raises:
-        ValueError: an object lacks a method, or the names are no list.
+        ValueError: an object lacks a method, or the names are not a list.
     """
     for owner, names in methods.items():
         if isinstance(names, str):

@@ -57,7 +57,7 @@ class Executor:
         """Takes the modules of this rank's stages and the wiring of all.
 
         Raises:
-            ValueError: the schedule cannot be played.
+            ValueError: the schedule cannot be executed.
         """
         verify_schedule(schedule, wiring.edges)
         self._modules = modules

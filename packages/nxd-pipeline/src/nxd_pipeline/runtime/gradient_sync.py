@@ -70,7 +70,7 @@ class GradientSyncs:
         return scales.pop() if scales else 1.0
 
     def are_missing(self) -> bool:
-        """Whether the next run is to average gradients, and there is none to do it."""
+        """Whether the next run must average gradients but no optimizer does."""
         return self._is_on and not self.active()
 
 

@@ -42,7 +42,7 @@ def check_loss_spec(spec: LossSpec) -> None:
 
 
 def pick_loss(output: Any, spec: LossSpec) -> Any:
-    """The part of `output` at the place where `spec` has True; `output` itself where it is True or there is none.
+    """Return the part of `output` where `spec` has True; `output` itself if `spec` is True or None.
 
     A place in a tuple also counts the values of a dict: transformers' outputs are taken so, and a trace makes dicts of
     them.
@@ -68,7 +68,7 @@ def check_loss(loss: Any) -> Tensor:
     """The loss itself, if it is one.
 
     Raises:
-        ValueError: it is no scalar tensor that needs gradients.
+        ValueError: it is not a scalar tensor that needs gradients.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
@@ -118,7 +118,7 @@ class LossReport:
         """The loss in what the model returned for a microbatch.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the output has no loss.
         """
         return check_loss(pick_loss(output, self.spec))
 

@@ -12,7 +12,7 @@ _under_way: ContextVar[int] = ContextVar("microbatch_under_way", default=0)
 
 
 def current_microbatch() -> int:
-    """The number of the microbatch whose forward is in flight, for hooks on modules; 0 outside `NxDPPModel`."""
+    """The number of the microbatch whose forward is running, for hooks on modules; 0 outside `NxDPPModel`."""
     return _under_way.get()
 
 

@@ -155,9 +155,9 @@ class Packing:
 
     Attributes:
         layouts: layouts of all the tensors.
-        alone: the indices of those that travel by themselves; tensors without elements do not travel.
+        alone: indices of the tensors that are sent separately; tensors without elements are not sent.
         together: indices of the tensors in the buffer.
-        buffer_bytes: its size.
+        buffer_bytes: size of the buffer.
     """
 
     layouts: tuple[TensorLayout, ...]

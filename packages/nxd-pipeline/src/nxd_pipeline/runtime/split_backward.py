@@ -34,7 +34,7 @@ class SplitBackward:
     (torch.compile). Hooks on activations that weights join are called in both halves, and count once.
 
     Attributes:
-        is_indivisible: whether the first half found that it had better be a plain backward.
+        is_indivisible: whether the first half had to run a plain backward.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SplitBackward:
 
         Args:
             roots: outputs of the stage and its loss, as far as they need gradients.
-            gradients: theirs.
+            gradients: gradients of the roots.
             inputs: inputs of the stage that need gradients.
         """
         self.is_indivisible = False

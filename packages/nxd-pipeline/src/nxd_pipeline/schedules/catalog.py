@@ -333,7 +333,7 @@ def make_schedule(
         virtual_pipeline_size: stages per rank; None for 2 with `interleaved`, `zb-v` and `dualpipe-v`, else 1.
 
     Raises:
-        ValueError: the name is not known, a size is not positive, or the method has another number of stages per rank.
+        ValueError: the name is unknown, a size is not positive, or the method has another number of stages per rank.
     """
     if name not in _CATALOG:
         raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULE_NAMES)}")

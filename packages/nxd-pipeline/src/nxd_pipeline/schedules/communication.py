@@ -34,7 +34,7 @@ def insert_communication(schedule: Schedule, edges: Iterable[Edge] | None = None
 
     Args:
         schedule: an order of computation; messages in it are replaced.
-        edges: who uses whose output; each stage that of the one before it, by default.
+        edges: which stage uses which stage's output; by default each uses that of the previous one.
 
     Raises:
         ValueError: the order waits for something that never comes.
@@ -70,7 +70,7 @@ def insert_blocking_communication(schedule: Schedule, edges: Iterable[Edge] | No
 
     Args:
         schedule: an order of computation; messages in it are replaced.
-        edges: who uses whose output; each stage that of the one before it, by default.
+        edges: which stage uses which stage's output; by default each uses that of the previous one.
 
     Raises:
         ValueError: the order waits for something that never comes.

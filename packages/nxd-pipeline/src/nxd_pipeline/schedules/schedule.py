@@ -106,8 +106,8 @@ class Schedule:
     """The actions of every pipeline rank in one step, in order.
 
     Attributes:
-        name: for messages and pictures.
-        num_microbatches: they are counted from 0.
+        name: name for errors and pictures.
+        num_microbatches: number of microbatches, counted from 0.
         rank_of_stage: the pipeline rank of each stage.
         actions: actions of each pipeline rank.
 
@@ -181,7 +181,7 @@ def custom_schedule(actions: Sequence[Sequence[Action | str]], *, name: str = "c
     Stages live where their actions stand. Messages may be omitted; `insert_communication` adds them.
 
     Raises:
-        ValueError: an action is not understood, a stage computes on two ranks or nowhere, or there is nothing to do.
+        ValueError: an action cannot be parsed, a stage computes on two ranks or nowhere, or there is nothing to do.
     """
     parsed = tuple(tuple(_parse(rank, action) for action in row) for rank, row in enumerate(actions))
     rank_of_stage: dict[int, int] = {}
@@ -222,7 +222,7 @@ def parse_schedule(text: str, *, name: str = "custom") -> Schedule:
     """The schedule that CSV text gives; stages live on the rank in whose line they stand. Blank lines mean nothing.
 
     Raises:
-        ValueError: the text is no CSV, a cell is no action, or the lines do not make a schedule; see
+        ValueError: the text is not CSV, a cell is not an action, or the lines do not make a schedule; see
             `custom_schedule`.
     """
     try:

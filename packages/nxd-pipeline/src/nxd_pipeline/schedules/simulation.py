@@ -116,7 +116,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, edges: Iterable[
     Args:
         schedule: with or without messages; see `insert_communication`.
         costs: forward and each half of a backward take 1 and messages no time, by default.
-        edges: who uses whose output; each stage that of the one before it, by default.
+        edges: which stage uses which stage's output; by default each uses that of the previous one.
 
     Raises:
         ValueError: the order waits for something that never comes, or costs and schedule do not fit together.

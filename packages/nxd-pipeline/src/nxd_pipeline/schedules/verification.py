@@ -64,14 +64,14 @@ def verify_schedule(
 
     Args:
         schedule: see `insert_communication` for one that only says what is computed.
-        edges: who uses whose output; each stage that of the one before it, by default.
+        edges: which stage uses which stage's output; by default each uses that of the previous one.
         max_in_flight: the most activations that any rank, or each rank, may keep, counted as `peak_in_flight` does.
 
     Returns:
-        How many activations each rank keeps at most.
+        The maximum number of activations on each rank.
 
     Raises:
-        ValueError: the schedule cannot be played or keeps too much; the message names rank, position and action.
+        ValueError: the schedule cannot be executed or keeps too much; the message names rank, position and action.
     """
     dataflow = Dataflow(schedule, edges)
     if dataflow.crosses_ranks and not schedule.has_communication:

@@ -10,7 +10,7 @@ from nxd_pipeline.timeline.chrome_trace import read_trace
 def main() -> None:
     """Takes a second, and leaves nothing behind."""
     parser = argparse.ArgumentParser(prog="python -m nxd_pipeline.timeline", description=__doc__)
-    parser.add_argument("file", help="what NxDPPModel wrote for trace_file_path")
+    parser.add_argument("file", help="a file that NxDPPModel wrote to trace_file_path")
     parser.add_argument("--columns", type=int, default=100, help="width of the picture (default: %(default)s)")
     options = parser.parse_args()
     try:

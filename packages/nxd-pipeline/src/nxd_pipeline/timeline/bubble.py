@@ -24,7 +24,7 @@ class BubbleReport:
     to the host's work between them; the simulated part is due to the schedule itself.
 
     Attributes:
-        schedule: its name.
+        schedule: name of the schedule.
         measured: the idle part of each pipeline rank's time.
         simulated: the same by `simulate`, for `costs` and messages that take no time.
         costs: durations of each stage's actions in seconds, medians over the microbatches.

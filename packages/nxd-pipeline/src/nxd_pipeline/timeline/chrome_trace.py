@@ -77,7 +77,7 @@ def read_trace(file: str | Path) -> tuple[TracedStep, ...]:
     """The steps in a file that `trace_file_path` names.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not such a file.
     """
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))

@@ -14,11 +14,11 @@ COMPILERS = {compiler.name: compiler for compiler in (EXPORT, INDUCTOR, NEURONX,
 
 
 def choose_compiler(name: str | None) -> Compiler:
-    """The compiler of this name; without one "neuronx" on an XLA device, "neuron" on torch's native device, else
-    "inductor" where a C++ compiler is present, else "export".
+    """Return the compiler of this name; by default "neuronx" on an XLA device, "neuron" on torch's native device,
+    otherwise "inductor" if a C++ compiler is present, else "export".
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no compiler of this name.
     """
     if name is None:
         name = NEURONX.name if records_graphs() else compile_backend()

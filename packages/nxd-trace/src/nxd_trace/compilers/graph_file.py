@@ -172,7 +172,7 @@ def _registered() -> frozenset[str]:
 
 
 def _operator(name: str) -> Any:
-    """The operator or function of this name; None if there is none on the list."""
+    """Return the operator or function of this name; None if it is not on the list."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     match name.split("."):

@@ -159,7 +159,7 @@ class Scheduler:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has ended, and nobody uses the engine any more."""
+        """Whether the thread has ended, so that the engine is no longer used."""
         return not self._thread.is_alive()
 
     def check_runs(self) -> None:
@@ -263,7 +263,7 @@ class Scheduler:
                 job = self._next_job()
                 try:
                     job.sequence = self._engine.add(job.prompt, job.settings, job.cache_salt)
-                except (TypeError, ValueError) as error:  # of a prompt that nobody has checked
+                except (TypeError, ValueError) as error:  # the prompt was not checked
                     job.deliver(error)
                 else:
                     self._running[job.sequence] = job
@@ -339,7 +339,7 @@ class Scheduler:
 
 
 def _with_parents(owners: tuple[Hashable, ...]) -> list[tuple[Hashable, ...]]:
-    """Each owner, told apart from those of the same name under others."""
+    """Return each owner with its parents, so that equal names under different parents differ."""
     return [owners[: number + 1] for number in range(len(owners))]
 
 

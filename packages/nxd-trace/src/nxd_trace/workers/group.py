@@ -149,7 +149,8 @@ class WorkerGroup:
     def __init__(self, size: int, replicas: int, expert_parallel_size: int) -> None:
         self.size = size
         self.memory = new_shared_file()
-        # A file without a name: whoever writes to the store can pose as a rank, and other users can reach every port.
+        # An unnamed file: anyone who can write to the store can impersonate a rank, and other users can reach every
+        # port.
         self._store = new_shared_file()
         self._selector = selectors.DefaultSelector()
         self._workers: list[WorkerProcess] = []

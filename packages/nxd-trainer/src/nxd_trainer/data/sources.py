@@ -301,7 +301,7 @@ def scan_files(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
 
 
 def _check_is_file(path: Path) -> None:
-    # Only files: to open a pipe is to wait for whoever writes to it, and a device need not end.
+    # Only files: opening a pipe waits for a writer, and a device may never end.
     if not path.is_file():
         raise OSError(f"{path} is not a file")
 

@@ -217,7 +217,7 @@ def _parts(marked: str) -> _Rendered:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """More than is in use already; where the system has no such limit, there is none."""
+    """Limit memory to this much beyond the current use, if the system supports such a limit."""
     with suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -232,7 +232,7 @@ def main(max_seconds: float, max_bytes: int) -> None:
         max_seconds: limit of processor time for a request; a request that exceeds it ends the process.
         max_bytes: limit of memory for a request.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     requests, answers = Connection(0, writable=False), Connection(1, readable=False)

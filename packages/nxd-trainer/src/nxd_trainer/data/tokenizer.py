@@ -207,7 +207,7 @@ class HuggingFaceTokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a prompt or a document, which begins as the tokenizer begins texts: once, if it says so itself."""
+    """Return the ids of a prompt or document, with the tokenizer's beginning-of-text token exactly once, if any."""
     ids: list[int] = tokenizer.encode(text).tolist()
     prefix = list(tokenizer.prefix)
     return ids if ids[: len(prefix)] == prefix else prefix + ids
@@ -222,7 +222,7 @@ def load_tokenizer_of_transformers(folder: Path) -> Any:
     """The tokenizer in a folder, as transformers reads it; a tokenizer with code of its own is refused.
 
     Raises:
-        ValueError: there is none, or transformers is not installed.
+        ValueError: there is no tokenizer, or transformers is not installed.
     """
     transformers = _import_reader("transformers", folder)
     try:
@@ -271,7 +271,7 @@ def _import_reader(package: str, path: Path) -> Any:
 
 _MOST_GROWTH = 32  # of a text in a pipeline of steps; the largest that Unicode's own rules have is 18
 _MOST_STEPS = 64
-_GROWTH = {"ByteLevel": 4, "BertNormalizer": 3}  # by type of step: the characters that it makes of one
+_GROWTH = {"ByteLevel": 4, "BertNormalizer": 3}  # by type of step: the number of characters that one may become
 
 
 def _check_growth(file: Path) -> None:

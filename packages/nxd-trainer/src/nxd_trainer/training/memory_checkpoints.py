@@ -49,7 +49,7 @@ class MemorySaver:
         write_checkpoint(
             url,
             run_tag(self._state),
-            run_contents(self._state, stands_alone=False),  # nobody else reads it
+            run_contents(self._state, stands_alone=False),  # only this run reads it
             finish=lambda: _keep_newest(url),
             in_background=True,
         )
