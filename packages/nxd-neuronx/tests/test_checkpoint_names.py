@@ -116,7 +116,7 @@ def test_checkpoint_of_other_sizes_than_its_config_says_is_refused(converted, tm
     state["model.layers.0.self_attn.qkv_proj.weight"] = torch.zeros(30, HIDDEN)
     save_checkpoint(tmp_path / "runs", "step_1", Layers(state))
 
-    with pytest.raises(ValueError, match=r"qkv_proj.weight \[30, 16\] needs \[16, 4, 4\] rows by --config"):
+    with pytest.raises(ValueError, match=r"qkv_proj.weight \[30, 16\] needs \[16, 4, 4\] rows according to --config"):
         converted("runs/step_1/model", "back", "--convert_to_full_state")
 
 

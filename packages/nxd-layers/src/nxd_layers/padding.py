@@ -59,7 +59,7 @@ def generate_padding_mask(
         tp_degree: tensor-parallel ranks.
         tp_rank: whose heads.
         hardware_type: a member of the enum `hardware` of scripts for NeuronX Distributed. On "TRN1" copies of a key
-            and value head are spread over the ranks; on others, and if None, they are neighbours.
+            and value head are spread over the ranks; on others, and if None, they are neighbors.
 
     Returns:
         bool `[num_heads_with_pad / tp_degree]`, true for heads of the model.

@@ -143,7 +143,7 @@ TRANSPOSED_LINEAR = LayerKind(
 )
 
 
-# Features of parallel layers that a branch beside the layer carries. What a forward of its own does is looked at by
+# Features of parallel layers that a branch beside the layer carries. What a forward of its own does is inspected by
 # `subclasses`.
 _SUPPORTED = (
     "padding",

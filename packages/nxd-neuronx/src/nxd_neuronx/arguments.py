@@ -90,5 +90,5 @@ def fifth_is_dtype(args: tuple[Any, ...]) -> bool:
 
 @cache  # once for each argument, not for each layer
 def say_without_effect(argument: str, why: str) -> None:
-    """Log that an argument is taken and changes nothing."""
+    """Log that an argument is taken and has no effect."""
     _logger.info("%s has no effect here: %s", argument, why)
