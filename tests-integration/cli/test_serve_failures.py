@@ -133,7 +133,7 @@ def test_worker_that_is_killed_or_stopped_is_named_and_replaced(serve, transport
 
     begun = time.time()
     os.kill(before[1], number)
-    server.wait_for(lambda: "the new workers run" in server.log)
+    server.wait_for(lambda: "the new workers are running" in server.log)
     seconds = time.time() - begun
 
     assert server.text() == text

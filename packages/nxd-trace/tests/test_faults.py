@@ -105,7 +105,7 @@ def test_look_at_the_workers_names_one_that_is_gone_or_stopped(trace, number, ho
         while True:  # a killed process may take a moment to end
             model.check_workers()
 
-    with pytest.raises(nxd_trace.WorkerError, match=f"rank 1 of 2 in a look at the workers: the worker.* {how}"):
+    with pytest.raises(nxd_trace.WorkerError, match=f"rank 1 of 2 in checking the workers: the worker.* {how}"):
         look_until_it_is_seen()
 
 

@@ -101,7 +101,9 @@ def test_a_fused_parameter_asks_for_a_function():
     model.fused = nn.Parameter(torch.zeros(2, 2))
     set_shard_spec(model.fused, shard_along((4, 2), 0, rank=0, size=2, name="q_proj.weight"))
 
-    with pytest.raises(ValueError, match=r"fused is fused or repeated.*a function that builds the model on each rank"):
+    with pytest.raises(
+        ValueError, match=r"fused is fused or replicated.*a function that builds the model on each rank"
+    ):
         rank_weights({"fused": torch.zeros(4, 2)}, model, [1])
 
 

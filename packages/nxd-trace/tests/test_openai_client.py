@@ -327,7 +327,7 @@ def test_models_are_listed_and_found_by_name(client):
     ("change", "param", "text"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format", "response_format='json_object' is not supp"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice='required' is not supported; leave it out"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice='required' is not supported; remove it"),
         ({"messages": []}, "messages", "messages must be a list of at least one message"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages", "the chat template refuses the messages: who"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "messages[0] has 5 as its content; expected text"),
@@ -354,7 +354,7 @@ def test_models_are_listed_and_found_by_name(client):
             "reasoning_effort",
             "reasoning_effort='low' is 'high' in chat_template_kwargs; remove one of them",
         ),
-        ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json={} is not supported; leave it out"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json={} is not supported; remove it"),
         ({"extra_body": {"temprature": 1}}, "temprature", "temprature=1 is not supported; use temperature, or remove"),
         (
             {"extra_body": {"stop_token_ids": [32]}},

@@ -104,7 +104,7 @@ def test_all_that_is_wrong_with_new_weights_is_said_at_once_and_the_model_keeps_
 
     assert sorted(str(raised.value).splitlines()[1:-1]) == [
         "  down.weight is missing",
-        "  up.bias is of int64, the model needs float64",
+        "  up.bias has dtype int64, the model needs float64",
         "  up.wait is not in the model",
         "  up.weight has shape [3], the model needs [8, 6]",
     ]
@@ -244,7 +244,9 @@ def test_weights_of_a_dict_may_be_views_and_are_named_if_they_cannot_be_stored(s
     with nxd_trace.parallel_model_load(saved) as model:
         model.replace_weights(strided)
         torch.testing.assert_close(model(X), models.plain_mlp(weights, X))
-        with pytest.raises(ValueError, match=r"weights\['up.bias'\] is of complex128, which safetensors does not hold"):
+        with pytest.raises(
+            ValueError, match=r"weights\['up.bias'\] has dtype complex128, which safetensors does not support"
+        ):
             model.replace_weights(weights | {"up.bias": weights["up.bias"].to(torch.complex128)})
         with pytest.raises(TypeError, match=r"weights\['up.bias'\] is a int; expected a tensor"):
             model.replace_weights(weights | {"up.bias": 3})

@@ -181,7 +181,7 @@ def test_requests_of_several_clients_share_the_batch(client):
         ({"logit_bias": {"32": 1}}, 400, "logit_bias has '32': 1; expected a token id up to 31"),
         ({"logit_bias": {"1": 101}}, 400, "a number from -100 to 100"),
         ({"presence_penalty": 3}, 400, "presence_penalty=3 must be from -2 to 2"),
-        ({"suffix": "!"}, 400, "suffix='!' is not supported; leave it out"),
+        ({"suffix": "!"}, 400, "suffix='!' is not supported; remove it"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options must be an object, and needs stream"),
         ({"stop": [""]}, 400, "stop must be a text or up to 4 texts"),
         ({"prompt": "a" * 600}, 413, "more than 500 bytes"),

@@ -201,7 +201,7 @@ def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definiti
         raise ValueError(f"label_smoothing={definition.label_smoothing} is outside [0, 1]")
     vocab, ignore_index = definition.vocab_size, definition.ignore_index
     if not 0 < vocab <= logits_shape[-1]:
-        raise ValueError(f"vocab_size={vocab} does not match {logits_shape[-1]} logits; use 1..{logits_shape[-1]}")
+        raise ValueError(f"vocab_size={vocab} does not fit {logits_shape[-1]} logits; use 1..{logits_shape[-1]}")
     # Elsewhere a inspect the values would stall the device.
     if labels.is_cpu and not torch.compiler.is_compiling():
         wrong = ((labels < 0) | (labels >= vocab)) & (labels != ignore_index)

@@ -58,7 +58,7 @@ def entropy(parallel_logits: Tensor, *, vocab_size: int | None = None) -> Tensor
     num_logits = parallel_logits.shape[-1] * group.size
     vocab = num_logits if vocab_size is None else vocab_size
     if not 0 < vocab <= num_logits:
-        raise ValueError(f"vocab_size={vocab} does not match {num_logits} logits; use 1..{num_logits}")
+        raise ValueError(f"vocab_size={vocab} does not fit {num_logits} logits; use 1..{num_logits}")
     result: Tensor = _Entropy.apply(parallel_logits, LossDefinition(0.0, -100, vocab, group))
     return result
 

@@ -91,8 +91,7 @@ def _without_padding(logits: Tensor, vocab_size: int | None, group: Group) -> Te
     local_vocab = logits.shape[-1]
     if not 0 < vocab_size <= local_vocab * group.size:
         raise ValueError(
-            f"vocab_size={vocab_size} does not match {local_vocab * group.size} logits; use "
-            f"1..{local_vocab * group.size}"
+            f"vocab_size={vocab_size} does not fit {local_vocab * group.size} logits; use 1..{local_vocab * group.size}"
         )
     if vocab_size == local_vocab * group.size:
         return logits

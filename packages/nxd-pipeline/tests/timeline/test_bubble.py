@@ -67,5 +67,5 @@ def test_every_rank_of_a_model_has_the_report_that_the_file_gives(trace_files):
 
 
 def test_report_of_a_model_without_a_traced_step_raises(make_pipeline):
-    with pytest.raises(RuntimeError, match="give trace_file_path"):
+    with pytest.raises(RuntimeError, match="pass trace_file_path"):
         make_pipeline().bubble_report()
