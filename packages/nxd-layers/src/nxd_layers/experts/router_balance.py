@@ -271,8 +271,8 @@ class RouterBalance:
         used = next((place for place, it in enumerate(outputs) if place and getattr(it, "requires_grad", False)), None)
         if used is None:
             raise ValueError(
-                f"{type(router).__name__} returns no weights of experts beside its logits, through which a router's "
-                "loss could reach it; set the coefficients of router losses to 0"
+                f"{type(router).__name__} returns no expert weights beside its logits, which a router's loss needs "
+                "for its gradient; set the coefficients of router losses to 0"
             )
         outputs[used] = _AddGradients.apply(outputs[used], logits, self, rows)
         return type(output)(outputs)
@@ -318,9 +318,9 @@ class RouterBalance:
         is_filled = given.numel() != num_rows and active_group("cp").size > 1
         if is_filled or (whole is not None and not bool(whole.all())):
             raise ValueError(
-                f"{type(router).__name__} is given {num_rows} tokens, and which of them are padding is not known: the "
+                f"{type(router).__name__} gets {num_rows} tokens, but it is unknown which of them are padding: the "
                 f"batch has {tuple(given.shape)} positions here, and routers of nxd_layers take them in any order; "
-                "give batches without padding, or do not balance experts"
+                "pass batches without padding, or do not balance experts"
             )
 
     @torch.no_grad()
@@ -397,19 +397,19 @@ def _check(layers: Mapping[str, RouterLayer], config: BalanceConfig) -> None:
         if getattr(config, name)
     ]
     if asked and not layers:
-        raise ValueError(f"{', '.join(asked)} is for models with routers that are known, and this one has none")
+        raise ValueError(f"{', '.join(asked)} needs a model with supported routers, and this one has none")
     if config.bias_update_rate and not all(layer.bias for layer in layers.values()):
         raise ValueError(
-            f"bias_update_rate={config.bias_update_rate:g} is for models whose routers have an "
-            "e_score_correction_bias, as DeepSeek-V3's; set it to 0, and aux_loss_coef in its place"
+            f"bias_update_rate={config.bias_update_rate:g} needs routers with an "
+            "e_score_correction_bias, as in DeepSeek-V3; set it to 0, and use aux_loss_coef instead"
         )
     if len({layer.num_experts for layer in layers.values()}) > 1 and config.aux_loss_coef:
         raise ValueError(
-            f"aux_loss_coef={config.aux_loss_coef:g} adds up the experts of all layers, and this model's layers have "
+            f"aux_loss_coef={config.aux_loss_coef:g} sums over the experts of all layers, but this model's layers have "
             "different numbers of them; set it to 0"
         )
     if config.aux_loss_scope == "sequence" and not all(layer.keeps_order for layer in layers.values()):
         raise ValueError(
-            "aux_loss_scope='sequence' needs to know which tokens are a sequence's, and routers of nxd_layers take "
-            "them in any order; use 'global'"
+            "aux_loss_scope='sequence' needs the sequence of each token, but routers of nxd_layers take "
+            "tokens in any order; use 'global'"
         )
