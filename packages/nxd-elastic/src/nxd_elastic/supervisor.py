@@ -22,8 +22,7 @@ import time
 from types import FrameType
 
 from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID
-from nxd_state.processes import Process, die_with_parent
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.processes import Process, die_with_parent, hold_standard_streams
 
 from nxd_elastic.memory import HostMemory
 

@@ -39,7 +39,9 @@ from nxd_state.device import (
     has_uneven_all_to_all,
     is_host,
     peak_memory_bytes,
+    read_later,
     records_graphs,
+    send_to_device,
     static_shapes,
     step_boundary,
     torch_xla_module,
@@ -48,7 +50,6 @@ from nxd_state.device import (
 from nxd_state.every_rank import Attempt, attempt_on_every_rank, on_every_rank
 from nxd_state.group import Group
 from nxd_state.heartbeat import report_step
-from nxd_state.host_device_copies import read_later, send_to_device
 from nxd_state.mesh import Mesh
 from nxd_state.mesh_getters import (
     get_context_parallel_rank,
@@ -69,8 +70,7 @@ from nxd_state.mesh_getters import (
     get_tensor_model_parallel_size,
     get_tensor_parallel_size,
 )
-from nxd_state.meta_init import allocate_meta_tensor, seed_of_module
-from nxd_state.move_model import move_model_to_device
+from nxd_state.move_model import allocate_meta_tensor, move_model_to_device, seed_of_module
 from nxd_state.neuron import extracting_graphs, neuron_settings, prepare_neuron
 from nxd_state.neuron_errors import DeviceError
 from nxd_state.parallel_state import (

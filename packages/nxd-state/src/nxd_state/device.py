@@ -2,7 +2,7 @@
 
 A device is the CPU, an accelerator of torch (CUDA, or the native `neuron` device), or one of torch-xla. Accelerators
 are asked through torch's generic interface. Code outside this file asks for traits (`records_graphs`, `is_host`, ...),
-not for names.
+not for names. Copies between host and device for which the host does not wait are here as well.
 
 The choice: `NXD_DEVICE` if set (`NXD_CPU_MODE=1` is the older spelling of `NXD_DEVICE=cpu`), else XLA when
 `PJRT_DEVICE` or a Neuron device says so, else the accelerator, else the CPU.
@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -25,7 +25,10 @@ from torch import Tensor
 from nxd_state.neuron_errors import device_errors
 
 ACCELERATORS = ("cuda", "neuron")
+
+
 DEVICE_TYPES = ("cpu", "xla", *ACCELERATORS)
+
 
 _static_shapes: ContextVar[bool] = ContextVar("static_shapes", default=False)
 
@@ -291,3 +294,34 @@ def _has_pinned_memory_and_events(kind: str) -> bool:
     except RuntimeError:  # NotImplementedError is one
         return False
     return True
+
+
+def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to `device` without waiting for the copy; on the CPU, return the tensor itself.
+
+    On XLA the copy is data and no part of the graph being recorded, so another thread may call this.
+    """
+    pinned = tensor.pin_memory() if has_streams(device) else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def read_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Request a tensor's values before the device has computed them, so that more work can be queued meanwhile.
+
+    Args:
+        tensor: a device tensor; on XLA, one of a step that has ended, see `step_boundary`.
+
+    Returns:
+        A function that waits for the values, but not for later work, and returns them on the CPU.
+    """
+    if not has_streams(tensor):
+        return tensor.detach().cpu
+    values = tensor.detach().to("cpu", non_blocking=True)  # queued on the device before any later work
+    copied = torch.Event(tensor.device)
+    copied.record(torch.accelerator.current_stream(tensor.device))
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return values
+
+    return wait

@@ -1,9 +1,10 @@
-"""Moving a model to a device without losing its parameters' attributes and ties.
+"""Moving a model to a device, or from the meta device, without losing its parameters' attributes and ties.
 
 `Module.to` replaces parameters by new ones, without their attributes and unties shared ones, whenever old and new
 tensor are of different kinds (away from meta, to XLA). `move_model_to_device` keeps both.
 """
 
+import hashlib
 from typing import TypeVar, cast
 
 import torch
@@ -59,3 +60,25 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == "meta" and device.type != "meta":
         return torch.empty_like(tensor, device=device)
     return tensor.to(device)
+
+
+@torch.no_grad()
+def allocate_meta_tensor(tensor: Tensor) -> None:
+    """Give a tensor on the meta device memory on the CPU; it stays the same object, with its attributes.
+
+    Floating-point numbers begin as `nan`, so that an unset value is noticed; others as zero.
+    """
+    made = torch.empty_like(tensor, device="cpu")
+    made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    if made.is_floating_point():
+        made.fill_(torch.nan)
+    else:
+        made.zero_()
+    made.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, made)
+
+
+def seed_of_module(seed: int, name: str) -> int:
+    """A seed for the initial values of the module `name`, which depends on nothing else: below 2**63."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -18,7 +18,6 @@ from nxd_state.collectives import debug
 from nxd_state.collectives.abort import abort_group
 from nxd_state.degrees import ParallelDegrees
 from nxd_state.device import records_graphs
-from nxd_state.first_steps import compare_at_first_steps
 from nxd_state.group import Group
 from nxd_state.heartbeat import start_heartbeat, stop_heartbeat
 from nxd_state.mesh import Mesh, RankGroups
@@ -29,9 +28,10 @@ from nxd_state.process_groups import (
     start_torch_distributed,
     world_barrier,
 )
+from nxd_state.processes import hold_standard_streams
 from nxd_state.rank_failure import report_uncaught_failures
-from nxd_state.shared_groups import share_memory
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.same_values import compare_at_first_steps
+from nxd_state.shared_memory import share_memory
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     ("tp",),

@@ -1,4 +1,4 @@
-"""Processes of this machine: which one it is, whether it still runs, and dying with its parent.
+"""Processes of this machine: which one it is, whether it still runs, dying with its parent, its streams.
 
 Identities need Linux's /proc. nxd-ckpt, which imports no other package, and `nxd_cli.launch`, whose ranks must watch
 for their launcher's death before they spend seconds on importing torch, have a `prctl` of their own.
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -86,3 +88,21 @@ def die_with_parent(parent: int) -> None:
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above
         os._exit(128 + signal.SIGKILL)
+
+
+def hold_standard_streams() -> None:
+    """Open the null device for those of descriptors 0 to 2 that are closed.
+
+    Otherwise the next file, socket or shared memory that is opened becomes standard input, output or error: a child
+    process replaces it by its own, and libraries print into it. nxd-ckpt, which imports no other package, has the same
+    in its `files.py`.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            if opened > 2:  # another thread was faster
+                os.close(opened)
+            else:
+                os.set_inheritable(opened, True)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from multiprocessing.connection import Connection
 
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.processes import hold_standard_streams
 
 from nxd_testing.deadlines import deadline
 from nxd_testing.failure import describe_exit

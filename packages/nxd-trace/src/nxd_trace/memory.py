@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 
 import torch
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.processes import hold_standard_streams
 from torch import Tensor
 
 from nxd_trace.signature import Signature, TensorSpec

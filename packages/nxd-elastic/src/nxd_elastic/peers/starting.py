@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.processes import hold_standard_streams
 
 from nxd_elastic.peers import server
 

@@ -33,8 +33,7 @@ _Row = TypeVar("_Row", bound=RowParallelLinear)
 def part_of(full: Tensor, spec: ShardSpec) -> Tensor:
     """Copy the shard that `spec` describes; padding is zero. The copy is on the device of `full`, meta included."""
     part = full.new_zeros(spec.local_shape)
-    for piece in spec.pieces:
-        part[piece.local.slices] = full[piece.logical.slices]
+    spec.copy_from_logical(full, part)
     return part
 
 

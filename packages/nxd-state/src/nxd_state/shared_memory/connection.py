@@ -7,22 +7,28 @@ whether that succeeded; a group whose memory some rank could not map does withou
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from nxd_state.group import Group
 from nxd_state.processes import Process
 from nxd_state.shared_memory.channel import Channel, Peer
 from nxd_state.shared_memory.memory import LAYOUT_FORMAT, OwnSegment, SegmentLayout, host_identity, map_segment
 from nxd_state.shared_memory.progress import Progress
-from nxd_state.shared_memory.transport import SharedMemoryTransport
+from nxd_state.shared_memory.transport import SharedMemoryTransport, serve_graphs
 from nxd_state.shared_memory.wakeups import EventCount, PeerEventCount
 from nxd_state.store_messages import read_message
 
 T = TypeVar("T")
 
+
 logger = logging.getLogger(__name__)
+
 
 _MOST_RANKS = 64  # no host has more ranks; larger groups are not tried
 
@@ -176,3 +182,43 @@ def _map_all(
     if errors:  # of one cause, as a rule
         _go_without(errors[0])
     return channels
+
+
+def share_memory(
+    groups: Iterable[Group], rank: int, members: str, timeout: timedelta | None
+) -> dict[str, SharedMemoryTransport]:
+    """Connect groups through shared memory; all their ranks call this, in the same order.
+
+    Args:
+        groups: groups over gloo get shared memory if their ranks can; several with one process group share its memory.
+        rank: the global rank of this process.
+        members: a name for the ranks that call this together.
+        timeout: how long a collective may wait for a peer; that of the process group if None.
+
+    Returns:
+        The transports of the groups that share memory, by the name of the process group.
+    """
+    memberships: dict[str, Membership] = {}
+    process_groups: dict[str, dist.ProcessGroup] = {}
+    for group in groups:
+        process_group = group.process_group
+        if process_group is None or group.size == 1 or dist.get_backend(process_group) != "gloo":
+            continue
+        if group.name not in memberships:
+            seconds = (timeout or _timeout(process_group)).total_seconds()
+            memberships[group.name] = Membership(group.axis, group.ranks, seconds)
+            process_groups[group.name] = process_group
+    if not memberships:
+        return {}
+    store = _get_default_store()
+    # Counted in the store because keys of earlier calls remain there.
+    count = store.add(f"nxd_state/shared_memory/{members}/times_of_rank_{rank}", 1)
+    transports = connect(memberships, rank, dist.PrefixStore(f"nxd_state/shared_memory/{members}/{count}", store))
+    for name, transport in transports.items():
+        serve_graphs(transport, process_groups[name])
+    return transports
+
+
+def _timeout(process_group: dist.ProcessGroup) -> timedelta:
+    timeout: timedelta = process_group._get_backend(torch.device("cpu")).options._timeout
+    return timeout

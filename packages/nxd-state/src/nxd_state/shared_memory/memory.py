@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_state.processes import pid_namespace
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.processes import hold_standard_streams, pid_namespace
 
 _WORD = 8  # bytes
 _PAGE = 4096

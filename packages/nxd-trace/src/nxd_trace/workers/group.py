@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.processes import hold_standard_streams
 
 from nxd_trace.errors import MissingMainGuardError, WorkerError
 from nxd_trace.memory import new_shared_file

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from nxd_state.standard_streams import hold_standard_streams
+from nxd_state.processes import hold_standard_streams
 
 from nxd_trace.workers.fork_server import DESCRIPTORS, EXIT_CODE, LENGTH, PROCESS_ID
 
