@@ -12,8 +12,8 @@ from nxd_layers import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from nxd_state import get_tensor_model_parallel_group, initialize_model_parallel
 from nxd_state import get_tensor_model_parallel_rank as tp_rank
+from nxd_state import initialize_model_parallel
 
 SHAPE = (12, 12, 12)  # each dim splits over 2, 3 and 4 ranks
 
@@ -287,21 +287,10 @@ def test_region_over_a_given_process_group_is_that_over_a_mesh_of_its_ranks(run_
         assert_same(grad, expected_grad)
 
 
-@pytest.mark.parametrize("region", [scatter_to_tensor_model_parallel_region, gather_from_tensor_model_parallel_region])
-def test_second_positional_argument_of_a_region_is_a_dim_or_a_process_group(on_tp, region):
-    def job():
-        input_ = of_rank(0)
-        assert torch.equal(region(input_, get_tensor_model_parallel_group()), region(input_, -1))
-        assert torch.equal(region(input_, None), region(input_))
-        assert not torch.equal(region(input_, 0), region(input_, -1))
-
-    on_tp(2, job)
-
-
 def test_region_over_what_is_no_process_group_says_what_to_give(on_tp):
     def job():
         with pytest.raises(ValueError, match=r"process_group='tp' is a str, no process group.*new_group"):
-            gather_from_tensor_model_parallel_region(of_rank(0), "tp")
+            gather_from_tensor_model_parallel_region(of_rank(0), process_group="tp")
 
     on_tp(2, job)
 

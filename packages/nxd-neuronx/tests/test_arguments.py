@@ -5,10 +5,17 @@ import logging
 import pytest
 import torch
 from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
-from neuronx_distributed.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from neuronx_distributed.parallel_layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    mappings,
+)
 from neuronx_distributed.parallel_layers.checkpointing import load, save
+from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_group
 from neuronx_distributed.trainer import load_checkpoint, save_checkpoint
 from nxd_neuronx.arguments import say_without_effect
+from nxd_state import initialize_model_parallel
 from torch import nn
 
 IN, OUT, VOCAB, HIDDEN = 8, 12, 12, 8
@@ -76,3 +83,19 @@ def test_files_of_ranks_are_saved_and_loaded_under_the_other_names(tmp_path):
     save(checkpoint={"a": torch.ones(2)}, output_dir=tmp_path)
 
     assert torch.equal(load(chkpt_path=tmp_path)["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "region", [mappings.scatter_to_tensor_model_parallel_region, mappings.gather_from_tensor_model_parallel_region]
+)
+def test_second_positional_argument_of_a_region_is_a_dim_or_a_process_group(run_ranks, region):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        input_ = torch.arange(8.0).view(2, 4)
+        assert torch.equal(region(input_, get_tensor_model_parallel_group()), region(input_, -1))
+        assert torch.equal(region(input_, None), region(input_))
+        assert not torch.equal(region(input_, 0), region(input_, -1))
+        gathered = mappings.gather_from_sequence_parallel_region(input_, tile_cc=True)
+        assert torch.equal(gathered, torch.cat([input_, input_]))
+
+    run_ranks(job, 2)

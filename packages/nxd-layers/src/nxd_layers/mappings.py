@@ -123,13 +123,6 @@ def process_group_as(given: GivenGroup) -> Group:
     return given if isinstance(given, Group) else group_of(given)
 
 
-def _dim_and_group(dim: int | GivenGroup, process_group: GivenGroup) -> tuple[int, Group]:
-    """Scripts for NeuronX Distributed give the process group where `dim` is."""
-    if isinstance(dim, int):
-        return dim, process_group_as(process_group)
-    return -1, process_group_as(dim if process_group is None else process_group)
-
-
 @leaf_of_traces
 def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
     """Whole to whole, used by split weights: identity forward, gradients summed over the ranks."""
@@ -165,20 +158,16 @@ def reductions_out_of_place() -> Iterator[None]:
 
 
 @leaf_of_traces
-def scatter_to_tensor_model_parallel_region(
-    input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
-) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1, process_group: GivenGroup = None) -> Tensor:
     """Whole to split along `dim` (the last one unless said otherwise); gradients are gathered."""
-    dim, group = _dim_and_group(dim, process_group)
+    group = process_group_as(process_group)
     return input_ if group.size == 1 else _Split.apply(input_, group, checked_dim(dim, input_.shape))
 
 
 @leaf_of_traces
-def gather_from_tensor_model_parallel_region(
-    input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
-) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, dim: int = -1, process_group: GivenGroup = None) -> Tensor:
     """Split along `dim` to whole; each rank keeps its part of the gradient, which must be whole and equal."""
-    dim, group = _dim_and_group(dim, process_group)
+    group = process_group_as(process_group)
     return input_ if group.size == 1 else _Gather.apply(input_, group, checked_dim(dim, input_.shape), False)
 
 
@@ -197,7 +186,6 @@ def gather_from_sequence_parallel_region(
     sequence_dimension: int = 0,
     to_model_parallel: bool = True,
     process_group: GivenGroup = None,
-    tile_cc: bool = False,
 ) -> Tensor:
     """`[seq/tp, batch, hidden]` to whole `[seq, batch, hidden]`.
 
@@ -208,7 +196,6 @@ def gather_from_sequence_parallel_region(
             are reduce-scattered. False where what follows is the same on all ranks, as at the end of a model: each
             rank keeps its part of the gradient.
         process_group: the ranks that share the sequence; the tensor-parallel ones if None.
-        tile_cc: accepted without effect; it asked another compiler to cut collectives into pieces.
     """
     group = process_group_as(process_group)
     if group.size == 1:

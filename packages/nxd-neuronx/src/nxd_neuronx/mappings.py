@@ -1,16 +1,50 @@
-"""Further borders between the regions of a parallel model, which scripts for NeuronX Distributed import."""
+"""The autograd regions of a parallel model with the arguments of NeuronX Distributed, and further ones of it."""
 
 from typing import Literal
 
+import nxd_layers
 import torch
-from nxd_layers import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
+from nxd_layers import reduce_scatter_to_sequence_parallel_region
 from nxd_layers.mappings import GivenGroup, process_group_as
 from nxd_state import reduce_scatter
 from torch import Tensor
+
+
+def scatter_to_tensor_model_parallel_region(
+    input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
+) -> Tensor:
+    """See `nxd_layers.scatter_to_tensor_model_parallel_region`; the process group may stand in the place of `dim`."""
+    dim, process_group = _dim_and_group(dim, process_group)
+    return nxd_layers.scatter_to_tensor_model_parallel_region(input_, dim, process_group)
+
+
+def gather_from_tensor_model_parallel_region(
+    input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
+) -> Tensor:
+    """See `nxd_layers.gather_from_tensor_model_parallel_region`; the process group may stand in the place of `dim`."""
+    dim, process_group = _dim_and_group(dim, process_group)
+    return nxd_layers.gather_from_tensor_model_parallel_region(input_, dim, process_group)
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor,
+    sequence_dimension: int = 0,
+    to_model_parallel: bool = True,
+    process_group: GivenGroup = None,
+    tile_cc: bool = False,
+) -> Tensor:
+    """See `nxd_layers.gather_from_sequence_parallel_region`.
+
+    Args:
+        tile_cc: accepted without effect: this library chooses how collectives are cut.
+    """
+    return nxd_layers.gather_from_sequence_parallel_region(input_, sequence_dimension, to_model_parallel, process_group)
+
+
+def _dim_and_group(dim: int | GivenGroup, process_group: GivenGroup) -> tuple[int, GivenGroup]:
+    if isinstance(dim, int):
+        return dim, process_group
+    return -1, dim if process_group is None else process_group
 
 
 def reduce_scatter_to_tensor_model_parallel_region_with_dim(
