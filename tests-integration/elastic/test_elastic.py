@@ -211,14 +211,14 @@ class TestDisturbedRun:
         assert len(killed) == len(measures.recoveries) == kills
         assert max(measures.steps_lost) <= 1
         assert run.log.count("; the run resumes from") == run.log.count("in the memory of the hosts") == kills
-        assert run.log.count("another process takes its place") == kills  # and no survivor was given up
+        assert run.log.count("another process replaces it") == kills  # and no survivor was given up
         assert not list(Path("/dev/shm").glob(f"nxd-memory-{os.getuid()}-*-{run.process.pid}-*"))
 
     @pytest.mark.parametrize(
         ("number", "said"),
         [
             (signal.SIGKILL, "was killed by SIGKILL"),
-            pytest.param(signal.SIGSTOP, "has not answered for 3 s and is killed", marks=pytest.mark.slow),
+            pytest.param(signal.SIGSTOP, "has not answered for 3 s and was killed", marks=pytest.mark.slow),
         ],
     )
     def test_lost_memory_server_of_memory_is_replaced_and_the_next_loss_costs_one_step_at_most(
@@ -227,7 +227,7 @@ class TestDisturbedRun:
         run = start("run", *LAYOUTS["tp2-dp2"], "train.steps=300", *ELASTIC, "--elastic-silence", "3")
         run.wait_for_step(3)
         os.kill(run.server(), number)
-        run.wait_for_log(f"the memory server of this host {said}; another one serves what it kept")
+        run.wait_for_log(f"the memory server of this host {said}; it was restarted with its contents")
         step = run.records()[-1].step + 5
         run.wait_for_step(step)  # checkpoints in memory are complete again
         os.kill(run.trainers()[2], signal.SIGKILL)
@@ -249,7 +249,7 @@ class TestDisturbedRun:
         os.kill(run.trainers()[1], signal.SIGSTOP)
 
         assert_ended_alike(run, alone)
-        assert "has said nothing for 2 s and is killed" in run.log
+        assert "has been silent for 2 s and was killed" in run.log
 
     def test_error_of_the_program_ends_the_run_and_does_not_loop(self, start, tmp_path, monkeypatch):
         (tmp_path / "broken.py").write_text(
@@ -267,7 +267,7 @@ class TestDisturbedRun:
 
         assert run.end() not in (0, None)
         assert "ZeroDivisionError: the third call" in run.log
-        assert "takes its place" not in run.log
+        assert "replaces it" not in run.log
 
     def test_stop_of_a_run_is_a_checkpoint_from_which_another_start_goes_on(self, start):
         alone = start("alone", "train.steps=40", nproc=2, python=QUICKLY)

@@ -90,12 +90,12 @@ def weights_of_both_ranks(process, folder):
 def test_script_ends_with_the_same_weights_where_a_rank_is_killed(torchrun, tmp_path):
     process = torchrun("alone", "../script.py", "6", "nobody")
     alone, said = weights_of_both_ranks(process, tmp_path / "alone")
-    assert "torchrun's --max-restarts is 0; give it some" in said
+    assert "torchrun's --max-restarts is 0; set it to 100" in said
 
     process = torchrun("killed", "--max-restarts", "3", "../script.py", "6", "rank")
     killed, said = weights_of_both_ranks(process, tmp_path / "killed")
 
-    assert "was killed by SIGKILL; another process takes its place" in said
+    assert "was killed by SIGKILL; another process replaces it" in said
     assert killed == alone
 
 
@@ -110,4 +110,4 @@ def test_script_that_handles_no_signal_is_ended_by_it_at_once(torchrun, number):
     _, errors = process.communicate(timeout=deadline(120))
     assert process.returncode != 0
     # A peer may fail first, before its own supervisor has the signal: only ranks that the signal ended are looked at.
-    assert f"killed by {number.name}; another process takes its place" not in errors
+    assert f"killed by {number.name}; another process replaces it" not in errors

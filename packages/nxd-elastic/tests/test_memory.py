@@ -55,14 +55,14 @@ def test_stopped_memory_server_is_killed_and_replaced_and_the_log_says_so(memory
         upload.send(b"kept")
         upload.finish()
     os.kill(process_of(memory_folder), signal.SIGSTOP)
-    while "serves" not in log:
+    while "restarted" not in log:
         memory.revive()
         log += capfd.readouterr().err
         assert time.monotonic() < give_up
 
     assert log == (
-        "nxd elastic: the memory server of this host has not answered for 1 s and is killed; another one serves what "
-        "it kept\n"
+        "nxd elastic: the memory server of this host has not answered for 1 s and was killed; it was restarted with "
+        "its contents\n"
     )
     assert client.content("t/data/x", 10) == b"kept"
     memory.close(forget=True)

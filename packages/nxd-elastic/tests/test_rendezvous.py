@@ -67,7 +67,7 @@ def test_another_start_goes_on_with_a_stopped_training(deadline):
     ("key", "forged", "said"),
     [
         ("1/over", "{", "Expecting property name"),
-        ("1/over", '["over and out", "bye"]', "no generation ends as 'over and out'"),
+        ("1/over", '["over and out", "bye"]', "unknown end of a generation: 'over and out'"),
         ("1/closed", "[]", "TypeError"),
         ("1/closed", '{"members": [{"slot": "0"}]}', "KeyError"),
         ("latest", "\x1b[2Jtwo", r"\\x1b\[2Jtwo"),

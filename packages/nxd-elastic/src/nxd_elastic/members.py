@@ -84,7 +84,7 @@ class Over:
         """Of a list of both; raises ValueError or TypeError for anything else."""
         ending, reason = content
         if ending not in get_args(Ending):
-            raise ValueError(f"no generation ends as {ending!r}")
+            raise ValueError(f"unknown end of a generation: {ending!r}")
         return cls(ending, printable(str(reason)))
 
 

@@ -66,16 +66,16 @@ class HostMemory:
         death, now = self._server.death(), time.monotonic()
         if death is None and self._server.silence() > self._silence:
             self._server.kill()
-            death = f"has not answered for {self._silence:g} s and is killed"
+            death = f"has not answered for {self._silence:g} s and was killed"
         if death is None or now < self._next_start:
             return
         self._pause = 1.0 if now - self._next_start > _LONGEST_PAUSE else min(2 * self._pause, _LONGEST_PAUSE)
         self._next_start = now + self._pause
         try:
             self._server.restart()
-            outcome = "another one serves what it kept"
+            outcome = "it was restarted with its contents"
         except OSError as error:
-            outcome = f"another one could not be started: {error}; the next attempt is in {self._pause:g} s"
+            outcome = f"it could not be restarted: {error}; the next attempt is in {self._pause:g} s"
         print(f"nxd elastic: the memory server of this host {death}; {outcome}", file=sys.stderr, flush=True)
 
     def close(self, *, forget: bool) -> None:

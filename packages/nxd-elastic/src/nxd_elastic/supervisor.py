@@ -121,7 +121,7 @@ class _Supervisor:
 
     def run(self) -> SupervisorPipe | int:
         if self._most_restarts() == 0:
-            self._say("is not replaced if it is lost, as torchrun's --max-restarts is 0; give it some, such as 100")
+            self._say("will not be replaced if it is lost, because torchrun's --max-restarts is 0; set it to 100, say")
         while True:
             hold_standard_streams()
             reading, writing = os.pipe()
@@ -172,7 +172,7 @@ class _Supervisor:
                 self._trainer = None
                 return status
             if time.monotonic() - heard > silence:
-                self._say(f"has said nothing for {silence:g} s and is killed")
+                self._say(f"has been silent for {silence:g} s and was killed")
                 os.kill(pid, signal.SIGKILL)
                 heard = time.monotonic()
 
@@ -189,7 +189,7 @@ class _Supervisor:
         if self._deaths_without_a_step >= DEATHS_WITHOUT_A_STEP:
             self._say(f"was killed by {name}, {DEATHS_WITHOUT_A_STEP} times in a row without taking a step")
             return 1
-        self._say(f"was killed by {name}; another process takes its place")
+        self._say(f"was killed by {name}; another process replaces it")
         return None
 
     def _most_restarts(self) -> int | None:

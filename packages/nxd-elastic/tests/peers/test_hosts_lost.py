@@ -223,7 +223,7 @@ def test_memory_server_ends_with_the_process_that_started_it(tmp_path):
 
 @pytest.mark.parametrize(("servers", "own", "copies"), [([], "a:1", 1), (["a:1"], "b:1", 1), (["a:1"], "a:1", -1)])
 def test_url_of_hosts_that_do_not_fit_is_refused(servers, own, copies):
-    with pytest.raises(ValueError, match="do not fit the memory servers"):
+    with pytest.raises(ValueError, match="do not match the memory servers"):
         peers_url(servers, own, copies)
 
 
@@ -236,5 +236,5 @@ def test_url_without_memory_servers_is_refused(url):
 def test_incremental_saves_are_refused(hosts):
     save(hosts.url(0, 1), "step-1", {"w": whole(1)}, incremental=True)
 
-    with pytest.raises(CheckpointError, match="leave out incremental=True"):
+    with pytest.raises(CheckpointError, match="remove incremental=True"):
         save(hosts.url(0, 1), "step-2", {"w": whole(1)}, incremental=True)

@@ -51,7 +51,7 @@ class MemoryServerClient:
         with self._answer_to(do="get", name=name, pieces=None) as (answer, connection):
             size = int(answer["bytes"])
             if not 0 <= size <= most_bytes:
-                raise OSError(f"{name} at the memory server {self.address} has {size} bytes, of at most {most_bytes}")
+                raise OSError(f"{name} at memory server {self.address} has {size} bytes; expected at most {most_bytes}")
             content = bytearray(size)
             connection.read_into(memoryview(content))
         return bytes(content)
@@ -138,10 +138,10 @@ class _Connection:
         try:
             answer: dict[str, Any] = dict(json.loads(line))
         except (ValueError, TypeError):
-            raise OSError(f"what listens at {self._address} is no memory server of this job") from None
+            raise OSError(f"{self._address} is not a memory server of this job") from None
         if "refused" in answer:
             kind = FileNotFoundError if answer.get("missing") else OSError
-            raise kind(f"the memory server at {self._address}: {answer['refused']}")
+            raise kind(f"memory server {self._address}: {answer['refused']}")
         return answer
 
     def _prove(self, secret: str, port: int) -> None:
@@ -152,7 +152,7 @@ class _Connection:
         self.send(f"{nonces[1]} {proof(secret, CLIENT, nonces, port)}\n".encode())
         found = self.answer(MOST_GREETING_BYTES).get("proof")
         if not hmac.compare_digest(str(found).encode(), proof(secret, SERVER, nonces, port).encode()):
-            raise OSError(f"what listens at {self._address} is no memory server of this job")
+            raise OSError(f"{self._address} is not a memory server of this job")
 
     def read_into(self, memory: memoryview) -> None:
         left = memory
@@ -172,14 +172,14 @@ class _Connection:
         try:
             yield
         except OSError as error:
-            raise OSError(f"the memory server at {self._address} cannot be reached: {error}") from error
+            raise OSError(f"memory server {self._address} cannot be reached: {error}") from error
 
     def _gone(self) -> OSError:
-        return OSError(f"the memory server at {self._address} ended its connection")
+        return OSError(f"memory server {self._address} closed the connection")
 
 
 def _secret() -> str:
     secret = os.environ.get(SECRET)
     if not secret:
-        raise CheckpointError(f"{SECRET} is not set; all ranks and memory servers of a job need the same one")
+        raise CheckpointError(f"{SECRET} is not set; all ranks and memory servers of a job need the same value")
     return secret

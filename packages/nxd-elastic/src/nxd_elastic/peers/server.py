@@ -166,7 +166,7 @@ def _locked(path: Path) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise OSError(f"{path.parent} is served by another memory server; use another folder") from None
+                raise OSError(f"{path.parent} is used by another memory server; use another folder") from None
             time.sleep(0.05)
 
 
@@ -179,7 +179,7 @@ class _Conversation(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         if not self._is_of_this_job():
-            self._answer({"refused": "the secret is not that of this job"})
+            self._answer({"refused": "wrong secret for this job"})
             return
         self.server.greeted(self.connection)
         self.connection.settimeout(self.server.silence)
@@ -260,7 +260,7 @@ class _Conversation(socketserver.StreamRequestHandler):
                     missing -= len(content)
                     problem = problem or _written(file, content)
         if missing:
-            problem = problem or OSError(f"it was to have {num_bytes} bytes, and {num_bytes - missing} came")
+            problem = problem or OSError(f"expected {num_bytes} bytes, got {num_bytes - missing}")
         return problem
 
     def _get(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -270,11 +270,11 @@ class _Conversation(socketserver.StreamRequestHandler):
             size = os.fstat(file.fileno()).st_size
             pieces = request["pieces"] if request["pieces"] is not None else [[0, size]]
             if any(min(start, length) < 0 or start + length > size for start, length in pieces):
-                raise Refused(f"{request['name']} has {size} bytes, fewer than are asked for")
+                raise Refused(f"{request['name']} has {size} bytes, fewer than requested")
             self._answer({"bytes": sum(length for _, length in pieces)})
             for start, length in pieces:
                 if length and self._send(file, start, length) != length:
-                    raise ConnectionError("the file has become shorter")
+                    raise ConnectionError("the file was truncated")
         return {}
 
     def _send(self, file: IO[bytes], start: int, length: int) -> int:

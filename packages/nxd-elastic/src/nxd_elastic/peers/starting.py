@@ -114,7 +114,7 @@ class MemoryServerProcess:
         address = process.stdout.readline().decode().strip()
         if not address:
             code = process.wait()
-            raise OSError(f"the memory server of {self._folder} ended with code {code}; see its output")
+            raise OSError(f"the memory server of {self._folder} exited with code {code}; see its output")
         return process, address
 
     def _close_pipes(self) -> None:

@@ -43,7 +43,7 @@ def peers_url(servers: Sequence[str], own: str | None = None, copies: int = 1) -
     """
     if not servers or (own is not None and own not in servers) or copies < 0:
         raise ValueError(
-            f"own={own!r} and copies={copies} do not fit the memory servers {', '.join(servers) or '(none)'}; set "
+            f"own={own!r} and copies={copies} do not match the memory servers {', '.join(servers) or '(none)'}; set "
             "own to one of them, and copies to 0 or more"
         )
     return f"{SCHEME}{','.join(servers)}/?copies={copies}" + (f"&own={own}" if own else "")
@@ -121,7 +121,7 @@ class PeerStore:
                 if content not in found:
                     found.append(content)
         if not found:
-            raise FileNotFoundError(f"{self.where(tag)} is on no host that can be reached")
+            raise FileNotFoundError(f"{self.where(tag)} is on no reachable host")
         if len(found) == 1:
             return found[0]
         return max(found, key=lambda content: decode(content, self.where(tag)).committed_at)
@@ -134,7 +134,7 @@ class PeerStore:
                 size = server.size(name)
                 self._holders[name] = server
                 return size
-        raise FileNotFoundError(f"{self.where(tag, file)} is on no host that can be reached")
+        raise FileNotFoundError(f"{self.where(tag, file)} is on no reachable host")
 
     def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
         """See `Store.read_into`: from this host where it has the file, else from another."""
@@ -207,7 +207,7 @@ class PeerStore:
             with suppress(OSError):
                 found.append((server, server.files()))
         if not found:
-            raise OSError(f"none of the memory servers of {self.location} can be reached")
+            raise OSError(f"no memory server of {self.location} can be reached")
         return found
 
 
@@ -228,7 +228,7 @@ class PeerSave:
 
     def hold(self, files: Collection[str]) -> None:
         """See `SaveTransaction.hold`; here every checkpoint is whole."""
-        raise CheckpointError("checkpoints in host memory cannot be incremental; leave out incremental=True")
+        raise CheckpointError("checkpoints in host memory cannot be incremental; remove incremental=True")
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
         """See `SaveTransaction.write_file`: on this rank's host, and on the next ones at the same time."""
