@@ -59,7 +59,7 @@ def test_bloom_that_multiplies_slices_of_weights_is_refused(run_ranks):
     def job():
         initialize_model_parallel(tensor_model_parallel_size=2)
         config = transformers.BloomConfig(**SIZES, pretraining_tp=2, slow_but_exact=True)
-        with pytest.raises(ValueError, match=r"set config\.slow_but_exact=False before the model is made"):
+        with pytest.raises(ValueError, match=r"set config\.slow_but_exact=False before the model is built"):
             parallelize(transformers.BloomForCausalLM(config))
 
     run_ranks(job, 2)

@@ -190,10 +190,10 @@ def refuse():
         model(labels=batch["labels"])
     with pytest.raises(RuntimeError, match="call the model itself"):
         model.model(ids)
-    with pytest.raises(ValueError, match="models of type 'bloom' are not cut"):
+    with pytest.raises(ValueError, match="models of type 'bloom' are not split"):
         parallelize(transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4)))
     config = transformers.LlamaConfig(**SIZES)
-    with pytest.raises(ValueError, match="no causal language model"):
+    with pytest.raises(ValueError, match="is not a causal language model"):
         parallelize(transformers.LlamaForSequenceClassification(config))
     first, second = (transformers.LlamaForCausalLM(config) for _ in range(2))
     parallelize(first)

@@ -1,8 +1,8 @@
-"""Tensor parallelism for models of Hugging Face's transformers, without changes to their code.
+"""Tensor, sequence, context and expert parallelism for models of Hugging Face's transformers, with their own code.
 
 `parallelize` follows the model's own plan (or one given by the user) and replaces linears and embeddings by parallel
 layers, so that every parameter keeps the name and, as a logical tensor, the shape that it has in the unsharded model.
-A table gives the meaning of each style of a plan; `register_style` extends it.
+The styles of a plan are in a table, to which `register_style` adds.
 """
 
 from nxd_layers.hf.context_parallel import cuts_sequences

@@ -1,8 +1,8 @@
 """Initial values for a parallelized model on the meta device: those of the unsharded model, at any degree.
 
 A model of transformers initialises a plain module's own parameters in its `_init_weights(module)`. For a parallel
-layer a plain module is made temporarily and filled, and this rank keeps its part: only one layer is whole at a time.
-A function that knows parallel layers, and has them draw their own initial values, is called with them.
+layer a plain module is made temporarily and filled, and this rank keeps its shard: only one layer is full at a time.
+A function that supports parallel layers, and has them draw their own initial values, is called with them.
 """
 
 from collections.abc import Callable
@@ -23,31 +23,31 @@ _DRAWING_LAYERS = (ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, G
 
 
 def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None = None) -> Callable[[nn.Module], None]:
-    """The `param_init_fn` of `NxDPPModel` for a parallelized model.
+    """Return the `param_init_fn` of `NxDPPModel` for a parallelized model.
 
     Args:
-        model: of transformers.
-        fill_plain: fills the own parameters and buffers of a plain module, as those of the unsharded model are; the
-            model's own `_init_weights` if None. Or it has parallel layers draw by their `reset_parameters`. Experts
-            that it leaves alone draw their own initial values.
+        model: a model of transformers.
+        fill_plain: a function that fills the parameters and buffers of a plain module, without its submodules, as in
+            the unsharded model; the model's own `_init_weights` if None. It may instead call `reset_parameters` of
+            parallel layers. Experts that it leaves unset draw their own initial values.
 
     Returns:
-        A function that fills the own parameters and buffers of a module, at any tensor-parallel degree with parts of
-        the same whole tensors if torch is seeded alike.
+        A function that fills the parameters and buffers of a module, without its submodules. With the same seed, these
+        are shards of the same full tensors at any tensor-parallel degree.
     """
 
-    fill_whole = fill_plain or model._init_weights
+    fill_full = fill_plain or model._init_weights
 
     @torch.no_grad()
     def fill(module: nn.Module) -> None:
-        if _drawn_by_its_own_method(module, fill_whole):
+        if _drawn_by_its_own_method(module, fill_full):
             return
-        whole = _unsharded(module)
-        fill_whole(whole)
+        full = _unsharded(module)
+        fill_full(full)
         if _is_unset(module):
             _fill_from_outside(model, module)
-        if whole is not module:
-            _keep_parts(module, whole)
+        if full is not module:
+            _keep_parts(module, full)
         if isinstance(module, ExpertLinear) and _has_unset_values(module.weight):
             module.reset_parameters()
 
@@ -55,9 +55,9 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
 
 
 def initialize(model: Any) -> None:
-    """Give memory and values to everything of the model that is on the meta device.
+    """Allocate and initialise all parameters and buffers of the model that are on the meta device.
 
-    What is random depends on torch's seed and a module's name only.
+    Random values depend on torch's seed and a module's name only.
 
     Raises:
         ValueError: the model leaves a parameter or buffer unset.
@@ -76,16 +76,16 @@ def initialize(model: Any) -> None:
             for key, tensor in on_meta.items():
                 if _has_unset_values(tensor):
                     raise ValueError(
-                        f"{type(model).__name__}._init_weights leaves {name}.{key} unset; build the model itself, not "
-                        "on the meta device, and parallelize that"
+                        f"{type(model).__name__}._init_weights does not set {name}.{key}; build the model in memory, "
+                        "not from a config, and parallelize that"
                     )
 
 
 def _drawn_by_its_own_method(module: nn.Module, fill: Callable[[nn.Module], Any]) -> bool:
-    """Have a function fill a parallel layer itself; whether it did so by the layer's `reset_parameters`.
+    """Let a function fill a parallel layer, and return whether it called the layer's `reset_parameters`.
 
-    That draws whole tensors and keeps this rank's parts. What another function writes into the parts does not count,
-    and torch's random state is then as before.
+    That method draws full tensors and keeps this rank's shards. If the function fills the shards in another way, the
+    result does not count, and torch's random state is restored.
     """
     if not isinstance(module, _DRAWING_LAYERS):
         return False
@@ -116,29 +116,29 @@ def _is_unset(module: nn.Module) -> bool:
 
 
 def _fill_from_outside(model: Any, module: nn.Module) -> None:
-    """Have a model fill buffers of its layers that it sets itself, such as the multipliers of Falcon-H1."""
+    """Let a model fill buffers that it sets from an outer module, such as the multipliers of Falcon-H1."""
     for outer in reversed([it for it in model.modules() if any(module is inner for inner in it.modules())]):
         if outer is not module and _is_unset(module):
             model._init_weights(outer)
 
 
 def _unsharded(module: nn.Module) -> nn.Module:
-    """The module that this one stands for, with whole parameters where this one has parts; itself if it has none."""
+    """Return the module that this one has replaced, with full parameters; the module itself if it has no shards."""
     specs = {name: get_shard_spec(it) for name, it in module._parameters.items() if it is not None}
     shapes = {name: spec.pieces[0].logical_shape for name, spec in specs.items() if spec is not None}
     if not shapes:
         return module
     cls = _plain_class(module)
-    whole = cls.__new__(cls)
-    whole.__dict__.update(vars(module))
+    full = cls.__new__(cls)
+    full.__dict__.update(vars(module))
     parameters = {
         name: nn.Parameter(it.new_full(shapes[name], torch.nan, device="cpu"))
         if name in shapes and it is not None
         else it
         for name, it in module._parameters.items()
     }
-    whole.__dict__["_parameters"] = parameters
-    return whole
+    full.__dict__["_parameters"] = parameters
+    return full
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
@@ -149,8 +149,8 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     return type(module)
 
 
-def _keep_parts(module: nn.Module, whole: nn.Module) -> None:
+def _keep_parts(module: nn.Module, full: nn.Module) -> None:
     for name, parameter in module._parameters.items():
         spec = None if parameter is None else get_shard_spec(parameter)
         if parameter is not None and spec is not None:
-            parameter.copy_(part_of(whole.get_parameter(name), spec))
+            parameter.copy_(part_of(full.get_parameter(name), spec))

@@ -1,9 +1,9 @@
-"""Architectures whose split models have been compared with one process, and checks of plans.
+"""Architectures whose sharded models have been compared with one process, and the plans of a model.
 
-The list is the outcome of a survey of all causal language models of transformers 5.24 that have a tensor-parallel plan,
-and of all models with a plan of ours: tiny ones on two ranks in float64, the loss and all gradients equal to those of
-the unsplit model. Users compare
-others themselves (`nxd parity --hf FOLDER`), and what passes is remembered in their cache folder.
+The lists are the outcome of a survey of all causal language models of transformers 5.24 that have a tensor-parallel
+plan, and of all models with a plan of ours: tiny ones on two ranks in float64, with the loss and all gradients equal to
+those of the unsharded model. Users compare others themselves (`nxd parity --hf FOLDER`); those that pass are recorded
+in their cache folder.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ COMPARED = frozenset(
     ]
 )
 
-# Those whose experts were split as well, over expert-parallel ranks.
+# Model types whose experts were distributed over expert-parallel ranks as well.
 COMPARED_EXPERTS = frozenset(
     [
         "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
@@ -62,7 +62,7 @@ COMPARED_EXPERTS = frozenset(
     ]
 )
 
-# Those whose sequences were cut over context-parallel ranks.
+# Model types whose sequences were split over context-parallel ranks.
 COMPARED_CONTEXT = frozenset(
     [
         "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "bailing_hybrid", "bamba", "beam",
@@ -82,54 +82,49 @@ COMPARED_CONTEXT = frozenset(
 # fmt: on
 
 REFUSED = {
-    "doge": "its plan splits the heads, but not what each of them multiplies (A, q_norm, k_norm)",
+    "doge": "its plan splits the heads, but not the parameters that each head has of its own (A, q_norm, k_norm)",
     **dict.fromkeys(
         ("inkling2_text", "inkling2_loop_text"),
-        "its plan cuts the fused gate and up matrices of the experts as if they were one",
+        "its plan shards the fused gate and up matrices of the experts as if they were one",
     ),
 }
 
-_CHOOSES_KEYS = "its attention chooses keys among those of the whole sequence"
+_CHOOSES_KEYS = "its attention chooses among the keys of the full sequence"
 _ADDS_BIAS = "it adds a bias of positions to the scores of its attention"
-_OWN_LOSS = "it computes its loss in its own way, which would be that of the positions of each rank"
+_OWN_LOSS = "it has a loss function of its own, which would see the positions of one rank only"
 REFUSED_CONTEXT = {
     **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _CHOOSES_KEYS),
     **dict.fromkeys(("minimax_m3_vl_text", "qwen4_exp_text"), _CHOOSES_KEYS),
     **dict.fromkeys(("bert", "roberta"), _OWN_LOSS),
-    **dict.fromkeys(
-        ("inkling_text", "inkling2_text", "inkling2_loop_text"),
-        "it adds a bias of positions to the scores of its attention",
-    ),
-    **dict.fromkeys(("t5", "whisper"), "it has two sequences, of an encoder and of a decoder"),
+    **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"), _ADDS_BIAS),
+    **dict.fromkeys(("t5", "whisper"), "it has two sequences, those of an encoder and of a decoder"),
     "bloom": "its attention does not go through transformers' registry of attention functions",
     "doge": "its attention makes a mask of its own",
-    "llama4_text": "it scales queries by their places among those of the rank",
+    "llama4_text": "it scales queries by their positions, which it counts on each rank",
     "vit": "it has no sequence of tokens",
     "zaya": "its attention has convolutions along the sequence",
 }
 
 
 def checked_plan(model: Any) -> dict[str, str]:
-    """The model's plan, if models of its type have been compared.
+    """Return the model's own plan, if models of its type have been compared.
 
     Raises:
-        ValueError: models of this type, split by their own plan, have not been compared with one process.
+        ValueError: models of this type have not been compared with one process.
     """
     model_type = model_type_of(model)
     if model_type in COMPARED or _is_remembered(model):
         return plan_of(model)
-    reason = REFUSED.get(
-        model_type, "loss and gradients of its split models have not been compared with those of one process"
-    )
+    reason = REFUSED.get(model_type, "its loss and gradients have not been compared with those of one process")
     raise ValueError(
-        f"models of type {model_type!r} are not split by their own plan: {reason}. Compare them in a minute by "
-        "nxd parity --hf FOLDER, with its config.json, which lets them through if they are equal; or give another plan "
-        "(plan=...)"
+        f"models of type {model_type!r} are not split by their own plan: {reason}. Run "
+        "nxd parity --hf FOLDER with its config.json, which compares them in a minute and, if they are equal, records "
+        "that they may be split; or pass another plan (plan=...)"
     )
 
 
 def plan_of(model: Any) -> dict[str, str]:
-    """The plan that transformers has for the model, with what ours adds to it; empty if there is neither."""
+    """Return the plan that transformers has for the model, with our additions; empty if there is neither."""
     ours = OWN_PLANS.get(model_type_of(model))
     if ours is None:
         return dict(own_plan(model))
@@ -138,25 +133,25 @@ def plan_of(model: Any) -> dict[str, str]:
 
 
 def checked_expert_plan(model: Any) -> dict[str, str]:
-    """The plan of the model's experts, if models of its type have been compared with their experts split.
+    """Return the plan of the model's experts, if models of its type have been compared.
 
     Raises:
-        ValueError: they have not been.
+        ValueError: experts of this type have not been compared with one process.
     """
     plan, model_type = expert_plan_of(model), model_type_of(model)
     if plan and model_type not in COMPARED_EXPERTS:
         raise ValueError(
-            f"experts of models of type {model_type!r} are not split by their own plan: loss and gradients were not "
-            "compared with one process. To split them all the same, give a plan (plan=... or plan='own'), and "
-            "compare the numbers"
+            f"experts of models of type {model_type!r} are not split by their own plan: their loss and gradients have "
+            "not been compared with those of one process. To split them anyway, pass a plan (plan=... or plan='own'), "
+            "and compare the numbers"
         )
     return plan
 
 
 def number_of_experts(model: nn.Module) -> int:
-    """Experts of each layer of a whole model that its own expert-parallel plan can distribute over ranks.
+    """Return the number of experts per layer that the model's own expert-parallel plan can distribute over ranks.
 
-    Layers of different numbers count as what is common to them; 0 without a plan, or where it finds no experts.
+    It is the greatest common divisor of the layers' numbers; 0 without a plan, or if it matches no experts.
     """
     plan = {pattern: style for pattern, style in expert_plan_of(model).items() if style == SPLIT_EXPERTS}
     paths = named_styles(model, plan, must_match=False)
@@ -164,51 +159,53 @@ def number_of_experts(model: nn.Module) -> int:
 
 
 def check_context(model: Any, *, has_known_loss: bool) -> None:
-    """Raise a ValueError if no models of this type have been compared with their sequences cut.
+    """Raise a ValueError if models of this type have not been compared with their sequences split.
 
     Args:
-        model: of transformers.
-        has_known_loss: whether it is a causal language model; a model without a head is let through as well.
+        model: a model of transformers.
+        has_known_loss: whether it is a causal language model; a model without a head is accepted as well.
     """
     model_type = model_type_of(model)
-    refused = f"sequences of models of type {model_type!r} are not cut over context-parallel ranks: "
+    refused = f"sequences of models of type {model_type!r} are not split over context-parallel ranks: "
     if model_type in REFUSED_CONTEXT:
         raise ValueError(f"{refused}{REFUSED_CONTEXT[model_type]}; use context_parallel_size=1")
     if model_type not in COMPARED_CONTEXT:
         raise ValueError(
-            f"{refused}loss and gradients were not compared with one process. To cut them all the same, give "
-            "plan='own', and compare the numbers"
+            f"{refused}their loss and gradients have not been compared with those of one process. To split them "
+            "anyway, pass plan='own', and compare the numbers"
         )
     if not has_known_loss and base_model_path(model):
         raise ValueError(
-            f"{type(model).__name__} is no causal language model: what its head makes of whole sequences it would make "
-            "of each rank's positions; use context_parallel_size=1, or the model without the head"
+            f"{type(model).__name__} is not a causal language model: its head would see the positions of one rank "
+            "instead of full sequences; use context_parallel_size=1, or the model without the head"
         )
 
 
 def expert_plan_of(model: Any) -> dict[str, str]:
-    """The plan that transformers has for the model's experts; empty if there is none."""
+    """Return the plan that transformers has for the model's experts; empty if there is none."""
     return {pattern: style for pattern, style in own_expert_plan(model).items() if style in EXPERT_STYLES}
 
 
 def remember_as_compared(model: nn.Module) -> Path:
-    """Record that models of this type may be split by their own plan for this user, as those of the survey may.
+    """Record that models of this type may be sharded by their own plan for this user, as those of the survey may.
 
-    That holds for this plan, this source of the model, and these versions of transformers and of nxd-layers. It is an
-    empty file in `$NXD_COMPARED_MODELS`, or in the user's cache folder; each host of a job needs to see it.
+    The record holds for this plan, this source of the model, and these versions of transformers and of nxd-layers. It
+    is an empty file in `$NXD_COMPARED_MODELS`, or in the user's cache folder; each host of a job needs to see it.
 
     Args:
-        model: one of the type, which has been compared with one process.
+        model: a model of the type, which has been compared with one process.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        ValueError: its class has no source file, by which a change of it would be seen.
+        ValueError: the model's class has no source file, so that a change to it would go unnoticed.
     """
     source = _source_of(model)
     if source is None:
-        raise ValueError(f"{type(model).__name__} has no source file; remember a class of transformers or of a module")
+        raise ValueError(
+            f"{type(model).__name__} has no source file; define the class in a module, or use one of transformers"
+        )
     record = _record_of(model, source)
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
@@ -216,9 +213,9 @@ def remember_as_compared(model: nn.Module) -> Path:
 
 
 def has_plan(model: Any) -> bool:
-    """Whether transformers or this package has a tensor-parallel plan for the layers of models of this type.
+    """Return whether transformers or this package has a tensor-parallel plan for the layers of models of this type.
 
-    A class of transformers may have one of its head alone, which says nothing of the layers.
+    A class of transformers may have a plan of its head alone, which does not count.
     """
     return bool(getattr(model.config, "base_model_tp_plan", None)) or model_type_of(model) in OWN_PLANS
 
@@ -237,7 +234,7 @@ def _source_of(model: Any) -> bytes | None:
 
 
 def _record_of(model: Any, source: bytes) -> Path:
-    """Where it is remembered that models like this one have been compared."""
+    """Return the path of the record that models like this one have been compared."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(os.environ.get("NXD_COMPARED_MODELS") or cache / "nxd_layers" / "compared_models")
     made_of = [

@@ -1,4 +1,4 @@
-"""The only module that depends on the transformers library: its configs, its models, and the metadata they provide."""
+"""The only module that imports the transformers library: its configs, its models, and the metadata they provide."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -10,12 +10,12 @@ from torch import nn
 
 
 def is_transformers_model(model: object) -> bool:
-    """Whether it is a model of transformers, which is not imported for the question."""
+    """Return whether an object is a model of transformers, without importing transformers."""
     return _has_base(model, "PreTrainedModel")
 
 
 def is_transformers_config(config: object) -> bool:
-    """Whether it is a config of transformers."""
+    """Return whether an object is a config of transformers."""
     return _has_base(config, "PreTrainedConfig") or _has_base(config, "PretrainedConfig")
 
 
@@ -25,7 +25,7 @@ def model_type_of(model: Any) -> str:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the linear layer of transformers that stores its weight as `[in, out]`."""
+    """Return whether a module is the linear layer of transformers that stores its weight as `[in, out]`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
@@ -42,10 +42,10 @@ def is_activation(module: nn.Module) -> bool:
 
 
 def look_for_documents_by(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the look for documents in rows, by which transformers makes masks, on devices that read no values.
+    """Replace the search for documents in rows, from which transformers makes masks, on devices of static shapes.
 
     Args:
-        look: gives the number of the document that each position is in, `[batch, seq]`, of position ids.
+        look: a function that returns the number of each position's document, `[batch, seq]`, from position ids.
     """
     from transformers import masking_utils  # noqa: PLC0415 - optional
 
@@ -58,10 +58,10 @@ def look_for_documents_by(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def intercept_document_search(is_taken_over: Callable[[], bool]) -> None:
-    """Have models that look for documents in the positions of their tokens, to keep them apart, ask this before.
+    """Call a function before a model searches its positions for documents to separate.
 
     Args:
-        is_taken_over: called when a model looks; if it says true, the model finds none.
+        is_taken_over: the function; if it returns true, the model finds no documents.
     """
     from transformers import masking_utils  # noqa: PLC0415 - optional
 
@@ -74,7 +74,7 @@ def intercept_document_search(is_taken_over: Callable[[], bool]) -> None:
 
 
 def _replace_search(ours: Any, theirs: Any) -> None:
-    """Each function once, in front of those that are there."""
+    """Put a function before those that are there, unless it is one of them."""
     from transformers import masking_utils  # noqa: PLC0415 - optional
 
     ours.replaced, there = theirs, theirs
@@ -86,14 +86,14 @@ def _replace_search(ours: Any, theirs: Any) -> None:
 
 
 def register_experts(name: str, forward: Callable[..., torch.Tensor]) -> None:
-    """Make known a way to compute experts, which a config then can name; of a model, so that transformers is there."""
+    """Register an implementation of experts, which a config can then name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - optional
 
     ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
 
 def build_on_meta(config: Any) -> nn.Module:
-    """The causal language model of a config, in the config's dtype, without memory.
+    """Build the causal language model of a config on the meta device, in the config's dtype.
 
     Raises:
         ImportError: transformers is not installed.
@@ -102,24 +102,26 @@ def build_on_meta(config: Any) -> nn.Module:
     try:
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ImportError("a model of a config needs transformers: pip install 'nxd-layers[transformers]'") from error
+        raise ImportError(
+            "building a model from a config needs transformers: pip install 'nxd-layers[transformers]'"
+        ) from error
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model
 
 
 def rope_frequencies(sizes: Mapping[str, Any], length: int) -> tuple[tuple[float, ...], float]:
-    """Rotary frequencies by the `ROPE_INIT_FUNCTIONS` of transformers.
+    """Return rotary frequencies from the `ROPE_INIT_FUNCTIONS` of transformers.
 
     Args:
-        sizes: of a `LlamaConfig` of transformers; `rope_parameters` names the type.
-        length: of the sequence, on which the types "dynamic" and "longrope" depend.
+        sizes: arguments of a `LlamaConfig` of transformers; `rope_parameters` names the type.
+        length: length of the sequence, on which the types "dynamic" and "longrope" depend.
 
     Returns:
         Radians per position, `head/2` of them, and the factor of cosines and sines.
 
     Raises:
-        ValueError: transformers is not installed, does not know the type, or does not take its settings.
+        ValueError: transformers is not installed, or refuses the type or its settings.
     """
     rope = dict(sizes["rope_parameters"])
     named = f"rope_scaling={ {name: value for name, value in rope.items() if name != 'rope_theta'} }"
@@ -127,12 +129,12 @@ def rope_frequencies(sizes: Mapping[str, Any], length: int) -> tuple[tuple[float
         from transformers import LlamaConfig  # noqa: PLC0415 - optional
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
     except ImportError as error:
-        raise ValueError(f"{named} is computed by transformers: pip install 'nxd-layers[transformers]'") from error
+        raise ValueError(f"{named} needs transformers: pip install 'nxd-layers[transformers]'") from error
     try:
         with torch.device("cpu"):
             make = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
             config = LlamaConfig(**{**sizes, "rope_parameters": rope})
-            # Its models give the lengths of long sequences as tensors, and so round in float32.
+            # Its models pass the lengths of long sequences as tensors, and so round in float32.
             given = torch.tensor(length) if length > config.max_position_embeddings else length
             frequencies, scaling = make(config, "cpu", seq_len=given)
     except Exception as error:  # a table may hold anything
@@ -141,7 +143,7 @@ def rope_frequencies(sizes: Mapping[str, Any], length: int) -> tuple[tuple[float
 
 
 def register_attention(name: str, attend: Callable[..., Any], make_mask: Callable[..., Any]) -> None:
-    """Have models of transformers know an attention and its masks under a name; see `AttentionInterface` there."""
+    """Register an attention and its masks under a name; see `AttentionInterface` of transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 - optional
 
     AttentionInterface.register(name, attend)
@@ -149,52 +151,52 @@ def register_attention(name: str, attend: Callable[..., Any], make_mask: Callabl
 
 
 def empty_cache() -> Any:
-    """A cache of transformers for the keys and values of as many layers as come."""
+    """Return a cache of transformers for the keys and values of any number of layers."""
     from transformers import DynamicCache  # noqa: PLC0415 - optional
 
     return DynamicCache()
 
 
 def own_plan(model: Any) -> Mapping[str, str]:
-    """The tensor-parallel plan that the model brings along, head and embeddings included; empty if it has none."""
+    """Return the model's own tensor-parallel plan, head and embeddings included; empty if it has none."""
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
 def own_expert_plan(model: Any) -> Mapping[str, str]:
-    """The expert-parallel plan that the model brings along; empty if it has none."""
+    """Return the model's own expert-parallel plan; empty if it has none."""
     return dict(getattr(model, "_ep_plan", None) or {})
 
 
 def router_class(model: Any) -> type[nn.Module] | None:
-    """The class of the modules whose first output is a router's logits; None if the model does not say."""
+    """Return the class of the modules whose first output is a router's logits; None if the model names none."""
     spec = (getattr(getattr(model, "base_model", None), "_can_record_outputs", None) or {}).get("router_logits")
     target = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
     return None if getattr(spec, "index", 0) != 0 else target
 
 
 def base_model_path(model: Any) -> str:
-    """The path of the model without its head; "" if it has none itself."""
+    """Return the path of the model without its head; "" for a model without a head."""
     return "" if model.base_model is model else str(model.base_model_prefix)
 
 
 def text_config(model: Any) -> Any:
-    """The part of the model's config that describes its decoder of text; None for a model without config."""
+    """Return the part of the model's config that describes its text decoder; None for a model without a config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def input_embeddings(model: Any) -> nn.Module | None:
-    """The table of the model's tokens."""
+    """Return the model's token embeddings, or None."""
     return _asked(model, "get_input_embeddings")
 
 
 def output_embeddings(model: Any) -> nn.Module | None:
-    """The model's head."""
+    """Return the model's head, or None."""
     return _asked(model, "get_output_embeddings")
 
 
 def adds_z_loss(model: Any) -> bool:
-    """Whether the model's forward adds a loss of the logits of all its positions to that of `loss_function` (Bamba)."""
+    """Return whether the forward adds a loss of the logits of all positions to that of `loss_function` (Bamba)."""
     return bool(getattr(model.config, "z_loss_coefficient", 0))
 
 
