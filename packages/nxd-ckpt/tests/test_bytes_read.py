@@ -4,7 +4,7 @@ import os
 import threading
 
 import nxd_ckpt.checksums
-import nxd_ckpt.read_pieces
+import nxd_ckpt.chunk_reads
 import nxd_ckpt.reader
 import nxd_ckpt.tensor_bytes
 import pytest
@@ -58,7 +58,7 @@ def test_next_request_to_an_object_store_is_under_way_while_one_is_verified(monk
 
 def test_blocks_pass_in_pieces_also_where_these_cut_rows_and_types(tmp_path, monkeypatch):
     monkeypatch.setattr(nxd_ckpt.checksums, "BLOCK_BYTES", 2**12)
-    monkeypatch.setattr(nxd_ckpt.read_pieces, "_PIECE_BYTES", 2**8)
+    monkeypatch.setattr(nxd_ckpt.chunk_reads, "_PIECE_BYTES", 2**8)
     saved = {"w": torch.randn(7, 5, 123), "half": torch.randn(999).to(torch.bfloat16), "z": torch.randn(33, 33) + 1j}
     save(tmp_path, "t", saved)
     middle, double = torch.zeros(3, 5, 40), torch.zeros(999, dtype=torch.float64)

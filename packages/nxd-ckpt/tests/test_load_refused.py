@@ -8,7 +8,7 @@ import pytest
 import torch
 import xxhash
 from nxd_ckpt import CheckpointError, Shard, ShardedTensor, list_checkpoints, load, manifest, open_checkpoint, save
-from nxd_ckpt.manifest import decode, encode
+from nxd_ckpt.manifest_text import decode, encode
 from nxd_ckpt.testing import outcomes_on_threads
 
 STATE = {"a": torch.ones(4, 2), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(1)}

@@ -7,7 +7,8 @@ import torch
 from nxd_ckpt import load, open_checkpoint, save
 from nxd_ckpt.boxes import Box, uncovered
 from nxd_ckpt.checksums import hashes_of, num_blocks
-from nxd_ckpt.manifest import Chunk, HeaderEntry, Manifest, TensorEntry, data_file_name, decode, encode
+from nxd_ckpt.manifest import Chunk, HeaderEntry, Manifest, TensorEntry, data_file_name
+from nxd_ckpt.manifest_text import decode, encode
 from nxd_ckpt.plan import TensorDescription, plan_read, plan_save
 from nxd_ckpt.safetensors_file import lay_out
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import nxd_ckpt
 import torch
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.manifest import Chunk, Manifest, TensorEntry, data_file_name, encode
+from nxd_ckpt.manifest import Chunk, Manifest, TensorEntry, data_file_name
+from nxd_ckpt.manifest_text import encode
 
 NUM_TENSORS, WORLD_SIZE = 2000, 32
 

@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead, check_digest
-from nxd_ckpt.stores import Store, check_tag, heads, open_store
+from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead
+from nxd_ckpt.manifest_text import check_digest
+from nxd_ckpt.stores import Store, check_tag, manifests, open_store
 
 _LATEST_TIME = math.nextafter(2.0**63, 0)  # the largest time that a manifest can hold
 
@@ -69,16 +70,16 @@ def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
 
 def newest_readable(store: Store) -> tuple[str, Manifest] | None:
     """Return the tag and manifest of the newest checkpoint with a readable manifest, or None if there are none."""
-    found, _ = heads.read_heads(store)
+    found, _ = manifests.read_heads(store)
     for tag, _ in reversed(found):
         with suppress(CheckpointError, FileNotFoundError):
-            return tag, heads.read_manifest(store, tag)
+            return tag, manifests.read_manifest(store, tag)
     return None
 
 
 def next_commit_time(store: Store) -> float:
     """Return the time for a commit: now, but later than every commit in the folder, even if the clock was set back."""
-    found, _ = heads.read_heads(store)
+    found, _ = manifests.read_heads(store)
     last = max((head.committed_at for _, head in found), default=-math.inf)
     now = time.time()
     return now if now > last else min(math.nextafter(last, math.inf), _LATEST_TIME)
@@ -91,7 +92,7 @@ def read_manifest(store: Store, tag: str) -> Manifest:
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
     try:
-        return heads.read_manifest(store, tag)
+        return manifests.read_manifest(store, tag)
     except FileNotFoundError:
         raise _is_not_there(store, tag) from None
 
@@ -99,7 +100,7 @@ def read_manifest(store: Store, tag: str) -> Manifest:
 def read_head(store: Store, tag: str) -> ManifestHead:
     """Reads and checks the first line of one checkpoint's manifest; raises the errors of `read_manifest`."""
     try:
-        return heads.read_head(store, tag)
+        return manifests.read_head(store, tag)
     except FileNotFoundError:
         raise _is_not_there(store, tag) from None
 
@@ -165,11 +166,11 @@ def _list(store: Store) -> list[CheckpointInfo]:
 
 def _survey(store: Store) -> tuple[list[CheckpointInfo], list[str]]:
     """Return the complete checkpoints, oldest first, and the problems of others; verifies the newest manifest fully."""
-    found, problems = heads.read_heads(store)
+    found, problems = manifests.read_heads(store)
     while found:
         tag = found[-1][0]
         try:
-            check_digest(heads.read_text(store, tag), store.where(tag))
+            check_digest(manifests.read_text(store, tag), store.where(tag))
             break
         except FileNotFoundError:  # deleted meanwhile
             pass

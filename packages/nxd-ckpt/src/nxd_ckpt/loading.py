@@ -27,9 +27,10 @@ from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
 from nxd_ckpt.shared_reads import SharedBox, pass_on, share_out_reads, wants_from, wants_of, without_others
+from nxd_ckpt.state_walk import take_apart
 from nxd_ckpt.stores import check_processes, check_tag, open_store, process_of
 from nxd_ckpt.tensor_bytes import lies_apart
-from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, Stored, TrainingState, read_values, take_apart
+from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, Stored, TrainingState, read_values
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.catalog import find_tag, read_manifest
 from nxd_ckpt.checksums import BlockCheck, blocks_with_hashes
+from nxd_ckpt.chunk_reads import Read, Transfer, reads_of_chunk, reads_to_verify, with_overlaps
 from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest
 from nxd_ckpt.plan import PlannedRead, plan_read
-from nxd_ckpt.read_pieces import Read, Transfer, reads_of_chunk, reads_to_verify, with_overlaps
 from nxd_ckpt.sharded_tensor import Shard
-from nxd_ckpt.stores import Piece, Store, open_store
-from nxd_ckpt.stores.heads import check_files
+from nxd_ckpt.stores import ReadRange, Store, open_store
+from nxd_ckpt.stores.manifests import check_files
 
 # Small reads are batched until they are worth a system call or a request; a batch is held in memory.
 _CALL_BYTES = 2**21  # fits into a processor's cache until it is hashed
@@ -273,7 +273,7 @@ class Checkpoint:
         """Yield reads once they are done; in a remote store, the next batch is read in the meantime."""
 
         def read(batch: list[Read]) -> list[Read]:
-            self._store.read_into(tag, file, [Piece(read.offset, read.memory) for read in batch])
+            self._store.read_into(tag, file, [ReadRange(read.offset, read.memory) for read in batch])
             return batch
 
         if not self._store.capabilities.remote:  # the system reads ahead

@@ -14,9 +14,9 @@ from typing import Literal
 from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.catalog import CheckpointInfo, list_checkpoints, read_head
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import check_digest
+from nxd_ckpt.manifest_text import check_digest
 from nxd_ckpt.stores import Garbage, Store, check_tag, open_store
-from nxd_ckpt.stores.heads import check_files, read_text
+from nxd_ckpt.stores.manifests import check_files, read_text
 
 DEAD_AFTER = 86_400.0
 

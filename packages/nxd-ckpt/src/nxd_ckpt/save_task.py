@@ -30,8 +30,9 @@ from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
 from nxd_ckpt.replicas import ReplicaHashes, check_replicas, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state, tensors_of
+from nxd_ckpt.state_walk import take_apart
 from nxd_ckpt.stores import SaveTransaction, check_processes, check_tag, open_store, process_of
-from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, take_apart, values_file
+from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, values_file
 
 # Parts of tensors are stored as the name followed by the box, so tensor names must not have that form.
 _RESERVED_NAME = re.compile(r"|__metadata__|.*\[\d+:\d+(,\d+:\d+)*\]", re.DOTALL)

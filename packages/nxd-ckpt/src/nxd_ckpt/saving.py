@@ -22,16 +22,8 @@ from nxd_ckpt.coordinator import (
     on_rank_zero,
 )
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import (
-    Chunk,
-    ExtraEntry,
-    HeaderEntry,
-    Manifest,
-    TensorEntry,
-    data_file_name,
-    encode,
-    extra_file_name,
-)
+from nxd_ckpt.manifest import Chunk, ExtraEntry, HeaderEntry, Manifest, TensorEntry, data_file_name, extra_file_name
+from nxd_ckpt.manifest_text import encode
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.safetensors_file import Hashes, file_parts, lay_out
 from nxd_ckpt.save_task import SaveOptions, SaveTask, prepare_save

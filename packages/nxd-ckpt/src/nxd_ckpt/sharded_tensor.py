@@ -11,7 +11,8 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE
-from nxd_ckpt.manifest import MAX_DIMS, is_possible_shape
+from nxd_ckpt.manifest import is_possible_shape
+from nxd_ckpt.manifest_text import MAX_DIMS
 
 
 @dataclass(frozen=True, eq=False)

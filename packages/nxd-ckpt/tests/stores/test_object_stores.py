@@ -10,7 +10,7 @@ import pytest
 import torch
 from nxd_ckpt import CheckpointError, gc, list_checkpoints, load, open_checkpoint, save
 from nxd_ckpt.manifest import data_file_name
-from nxd_ckpt.stores import GROUP, Piece, open_store
+from nxd_ckpt.stores import GROUP, ReadRange, open_store
 
 STATE = {"w": torch.arange(1000.0)}
 A, B = "a" * 32, "b" * 32
@@ -174,7 +174,7 @@ def test_upload_of_more_than_one_part_and_reads_of_ranges_are_exact(object_root)
 
     assert transaction.file_size(data_file_name(A, 0)) == len(content) + 8
     ranges = [(0, 10), (5000, 17 * 2**20), (17 * 2**20 + 5001, 3), (len(content), 8)]
-    pieces = [Piece(offset, memoryview(bytearray(size))) for offset, size in ranges]
+    pieces = [ReadRange(offset, memoryview(bytearray(size))) for offset, size in ranges]
     open_store(object_root).read_into("t", data_file_name(A, 0), pieces)
     whole = b"head" + content + b"tail"
     assert [bytes(piece.destination) for piece in pieces] == [whole[offset : offset + size] for offset, size in ranges]
@@ -182,7 +182,7 @@ def test_upload_of_more_than_one_part_and_reads_of_ranges_are_exact(object_root)
 
 def test_read_beyond_the_end_of_a_file_is_refused(object_root):
     begun(object_root, A)
-    piece = Piece(5, memoryview(bytearray(10)))
+    piece = ReadRange(5, memoryview(bytearray(10)))
 
     with pytest.raises(CheckpointError, match="the file ends at byte 10, 5 bytes early"):
         open_store(object_root).read_into("t", data_file_name(A, 0), [piece])

@@ -1,4 +1,4 @@
-"""The command line: arguments in, a report out. The work is in the other files of this folder."""
+"""The command line: arguments in, a report out. `retain`, `delete`, `gc`, `pin` and `unpin` are here, too."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,12 +17,14 @@ from nxd_ckpt.cli.difference import diff
 from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, read_parameter_names, read_sharding, read_stages
 from nxd_ckpt.cli.inspection import inspect_checkpoint, list_folder
 from nxd_ckpt.cli.page import write_page
-from nxd_ckpt.cli.report import EXIT_TROUBLE, Report
-from nxd_ckpt.cli.upkeep import collect_garbage, delete_one, retain_newest, set_pinned
+from nxd_ckpt.cli.report import EXIT_TROUBLE, Report, check_folder, human_size, table
 from nxd_ckpt.cli.verification import verify
 from nxd_ckpt.errors import CheckpointError, printable
+from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 
 _EXIT_CODES = "exit codes: 0 success, 1 damaged (verify) or different (diff), 2 bad arguments or unreadable checkpoint"
+
+
 _EXIT_INTERRUPTED = 130
 
 
@@ -176,11 +179,11 @@ def _add_upkeep(commands: Any) -> None:
     parser = commands.add_parser("gc", help="delete the remains of failed saves and deletions")
     parser.add_argument("path", help="folder of checkpoints, or a URL")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
-    parser.set_defaults(run=lambda options: collect_garbage(options.path, dry_run=options.dry_run))
+    parser.set_defaults(run=lambda options: _collect_garbage(options.path, dry_run=options.dry_run))
     for name, text, run in (
-        ("delete", "delete a checkpoint", delete_one),
-        ("pin", "protect a checkpoint from deletion", partial(set_pinned, to=True)),
-        ("unpin", "allow a pinned checkpoint to be deleted", partial(set_pinned, to=False)),
+        ("delete", "delete a checkpoint", _delete),
+        ("pin", "protect a checkpoint from deletion", partial(_set_pinned, to=True)),
+        ("unpin", "allow a pinned checkpoint to be deleted", partial(_set_pinned, to=False)),
     ):
         parser = commands.add_parser(name, help=text)
         parser.add_argument("path", help="folder of checkpoints, or a URL")
@@ -201,7 +204,7 @@ def _add_removal(commands: Any) -> None:
     parser.add_argument("--metric", metavar="NAME", help="name of a saved metric, such as loss")
     parser.add_argument("--best", choices=("lowest", "highest"), default="lowest", help="which --metric is best")
     rules = ("keep_last", "keep_every", "keep_best", "metric", "best")
-    parser.set_defaults(run=lambda it: retain_newest(it.path, **{name: getattr(it, name) for name in rules}))
+    parser.set_defaults(run=lambda it: _retain(it.path, **{name: getattr(it, name) for name in rules}))
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
@@ -275,3 +278,31 @@ def _convert(options: argparse.Namespace) -> Report:
         xser=options.xser,
     )
     return convert(place, target, include=options.include, exclude=options.exclude)
+
+
+def _collect_garbage(path: str, *, dry_run: bool) -> Report:
+    """Removes, or only lists, the remains of failed saves and deletions."""
+    check_folder(path)
+    found = gc(path, dry_run=dry_run)
+    total = sum(item.num_bytes for item in found)
+    lines = list(table([(item.path, human_size(item.num_bytes)) for item in found])) if found else []
+    lines.append(f"{'would free' if dry_run else 'freed'} {human_size(total)} in {len(found)} places")
+    return Report({"dry_run": dry_run, "bytes": total, "garbage": [asdict(item) for item in found]}, lines)
+
+
+def _set_pinned(path: str, tag: str, *, to: bool) -> Report:
+    check_folder(path)
+    (pin if to else unpin)(path, tag)
+    return Report({"tag": tag, "pinned": to}, [f"{tag} is {'pinned' if to else 'not pinned'}"])
+
+
+def _retain(path: str, **rules: Any) -> Report:
+    check_folder(path)
+    removed = retain(path, **rules)
+    return Report({"removed": removed}, [f"removed {', '.join(removed)}" if removed else "removed nothing"])
+
+
+def _delete(path: str, tag: str) -> Report:
+    check_folder(path)
+    delete(path, tag)
+    return Report({"removed": [tag]}, [f"removed {tag}"])

@@ -9,14 +9,14 @@ import socket
 from collections.abc import Callable, Collection
 from importlib.metadata import entry_points
 
-from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece, SaveTransaction, Store
+from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange, SaveTransaction, Store
 from nxd_ckpt.stores.posix import PosixStore
 from nxd_ckpt.tags import check_tag
 
 __all__ = [
     "Capabilities",
     "Garbage",
-    "Piece",
+    "ReadRange",
     "SaveTransaction",
     "Store",
     "check_processes",

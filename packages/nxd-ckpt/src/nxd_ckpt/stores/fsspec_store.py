@@ -19,9 +19,8 @@ import fsspec
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
 from nxd_ckpt.stores.fsspec_objects import os_errors, protocols_of, put_if_unchanged, upload, version_of
-from nxd_ckpt.stores.heads import read_head
-from nxd_ckpt.stores.in_use import by_place, files_in_use, places_of
-from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
+from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange
+from nxd_ckpt.stores.manifests import by_place, files_in_use, places_of, read_head
 from nxd_ckpt.tags import is_tag
 
 _PINS_FOLDER = ".pins"
@@ -108,9 +107,9 @@ class FsspecStore:
         with os_errors():
             return int(self.fs.info(self.key(tag, file))["size"])
 
-    def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
+    def read_into(self, tag: str, file: str, ranges: Sequence[ReadRange]) -> None:
         """See `Store.read_into`: by ranges, several at a time."""
-        key, spans = self.key(tag, file), list(_spans(pieces))
+        key, spans = self.key(tag, file), list(_spans(ranges))
         for first in range(0, len(spans), _PARALLEL_REQUESTS):
             group = spans[first : first + _PARALLEL_REQUESTS]
             starts, ends = [span[0].offset for span in group], [_end(span[-1]) for span in group]
@@ -265,16 +264,16 @@ def _last_part(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-def _end(piece: Piece) -> int:
+def _end(piece: ReadRange) -> int:
     return piece.offset + piece.destination.nbytes
 
 
-def _spans(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Groups pieces by request, splitting those that are too large for one."""
-    span: list[Piece] = []
-    for piece in pieces:
+def _spans(ranges: Sequence[ReadRange]) -> Iterator[list[ReadRange]]:
+    """Groups ranges by request, splitting those that are too large for one."""
+    span: list[ReadRange] = []
+    for piece in ranges:
         for start in range(0, piece.destination.nbytes, _REQUEST_BYTES):
-            part = Piece(piece.offset + start, piece.destination[start : start + _REQUEST_BYTES])
+            part = ReadRange(piece.offset + start, piece.destination[start : start + _REQUEST_BYTES])
             if span and (part.offset - _end(span[-1]) > _MAX_GAP or _end(part) - span[0].offset > _REQUEST_BYTES):
                 yield span
                 span = []

@@ -26,7 +26,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReadRange:
     """A range of a file, `destination.nbytes` bytes starting at byte `offset`, and the writable memory to fill."""
 
     offset: int
@@ -57,7 +57,7 @@ class SaveTransaction(Protocol):
         """
 
     def hold(self, files: Collection[str]) -> None:
-        """Protects data files of other checkpoints from removal until `end`; see `in_use.py`.
+        """Protects data files of other checkpoints from removal until `end`; see `manifests.py`.
 
         Raises:
             OSError: the hold cannot be recorded.
@@ -129,11 +129,11 @@ class Store(Protocol):
             FileNotFoundError: there is no such file.
         """
 
-    def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
-        """Fills the memory of all pieces, which must have ascending offsets and not overlap.
+    def read_into(self, tag: str, file: str, ranges: Sequence[ReadRange]) -> None:
+        """Fills the memory of all ranges, which must have ascending offsets and not overlap.
 
         Raises:
-            CheckpointError: the file ends inside or before a piece.
+            CheckpointError: the file ends inside or before a range.
         """
 
     def delete(self, tag: str) -> None:

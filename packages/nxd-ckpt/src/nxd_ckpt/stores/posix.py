@@ -2,15 +2,14 @@
 
     <root>/<tag>/manifest.json, <root>/<tag>/data/...   a checkpoint
     <root>/.staging/lock, <root>/.staging/<save_id>/    a save that is not committed yet
-    <root>/.staging/<save_id>.holds                     the data of other checkpoints that it is about to reference
+    <root>/.staging/<save_id>.holds                     the data of other checkpoints that it will reference
     <root>/<tag>/retired.json, <root>/<tag>/data/...    a deleted checkpoint whose data is partly still referenced
     <root>/.trash/                                      checkpoints being removed
     <root>/.pins/<tag>                                  marks this tag as pinned
     <root>/LATEST                                       the tag committed last, for people; nothing here reads it
 
 A new checkpoint appears by one rename of its folder. Overwriting one takes one rename of its manifest: the new data
-files, whose names are unique to the save, are moved next to the old ones first. This module does not know the contents
-of the files, except for the names above.
+files, whose names are unique to the save, are moved next to the old ones first.
 """
 
 import contextlib
@@ -34,9 +33,8 @@ from nxd_ckpt.files import (
     write_fully,
 )
 from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
-from nxd_ckpt.stores.heads import read_head
-from nxd_ckpt.stores.in_use import by_place, files_in_manifests, files_in_use, places_of
-from nxd_ckpt.stores.interface import Capabilities, Garbage, Piece
+from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange
+from nxd_ckpt.stores.manifests import by_place, files_in_manifests, files_in_use, places_of, read_head
 from nxd_ckpt.tags import is_tag
 
 _STAGING_FOLDER = ".staging"
@@ -96,10 +94,10 @@ class PosixStore:
         with existing_file(os.path.join(self.location, tag), file) as fd:
             return os.fstat(fd).st_size
 
-    def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
+    def read_into(self, tag: str, file: str, ranges: Sequence[ReadRange]) -> None:
         """See `Store.read_into`."""
         with existing_file(os.path.join(self.location, tag), file) as fd:
-            read_vectored(fd, [(piece.offset, piece.destination) for piece in pieces])
+            read_vectored(fd, [(piece.offset, piece.destination) for piece in ranges])
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`: the manifest is renamed, then unreferenced files are removed."""
@@ -252,9 +250,7 @@ class PosixSave:
             self._begun, self._lock = False, None
 
     def _check_target(self) -> None:
-        if not os.path.lexists(self._target):
-            return
-        if _is_retired(self._target):
+        if not os.path.lexists(self._target) or _is_retired(self._target):
             return
         if not os.path.isfile(os.path.join(self._target, MANIFEST_NAME)):
             raise CheckpointError(f"{self._target} exists and is not a checkpoint; move it or choose another tag")
@@ -318,8 +314,8 @@ def _data_files(checkpoint: str) -> set[str]:
 
 def _is_retired(checkpoint: str) -> bool:
     """Whether this is a deleted checkpoint that others still reference."""
-    there = {name: os.path.isfile(os.path.join(checkpoint, name)) for name in (_RETIRED_NAME, MANIFEST_NAME)}
-    return there[_RETIRED_NAME] and not there[MANIFEST_NAME]
+    is_retired, is_there = (os.path.isfile(os.path.join(checkpoint, it)) for it in (_RETIRED_NAME, MANIFEST_NAME))
+    return is_retired and not is_there
 
 
 def _clear(folder: str, keep: str = "") -> None:

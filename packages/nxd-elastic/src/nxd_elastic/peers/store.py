@@ -14,8 +14,9 @@ from contextlib import ExitStack, closing, suppress
 from urllib.parse import parse_qs
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, decode, file_names_in
-from nxd_ckpt.stores import Capabilities, Garbage, Piece
+from nxd_ckpt.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in
+from nxd_ckpt.manifest_text import decode
+from nxd_ckpt.stores import Capabilities, Garbage, ReadRange
 from nxd_ckpt.tags import is_tag
 
 from nxd_elastic.peers.client import MemoryServerClient, Upload
@@ -136,10 +137,10 @@ class PeerStore:
                 return size
         raise FileNotFoundError(f"{self.where(tag, file)} is on no reachable host")
 
-    def read_into(self, tag: str, file: str, pieces: Sequence[Piece]) -> None:
+    def read_into(self, tag: str, file: str, ranges: Sequence[ReadRange]) -> None:
         """See `Store.read_into`: from this host where it has the file, else from another."""
         name = f"{tag}/{file}"
-        wanted = [(piece.offset, piece.destination) for piece in pieces]
+        wanted = [(piece.offset, piece.destination) for piece in ranges]
         problem: OSError | None = None
         for server in [self._holders[name]] * (name in self._holders) + self.servers:
             try:

@@ -16,7 +16,7 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE, in_safetensors
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import regular_file
-from nxd_ckpt.manifest import without_repeats
+from nxd_ckpt.manifest_text import without_repeats
 from nxd_ckpt.objects import is_unicode
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.safetensors_file import as_header

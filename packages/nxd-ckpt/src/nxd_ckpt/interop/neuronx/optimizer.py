@@ -15,9 +15,8 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, check_storable, placements_of
 from nxd_ckpt.interop.neuronx.rank_files import Rank
-from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
+from nxd_ckpt.interop.neuronx.sharding import Degrees, LocalTensor, SavedBox, Sharding, check_storable, placements_of
 from nxd_ckpt.interop.source import TensorSource, read_whole
 
 OPTIMIZER_PREFIX = "optimizer/"
@@ -49,7 +48,7 @@ def placed_optimizer_tensors(
     sharding: Mapping[str, Sharding],
     degrees: Degrees,
     parameter_names: ParameterNames,
-) -> dict[str, list[Part]]:
+) -> dict[str, list[SavedBox]]:
     """Return the parts of each whole tensor of the optimizer state.
 
     Args:
@@ -74,7 +73,7 @@ def placed_optimizer_tensors(
 
 def placed_dcp_tensors(
     saved: TensorSource, model: Sequence[LocalTensor], sharding: Mapping[str, Sharding], degrees: Degrees
-) -> dict[str, list[Part]]:
+) -> dict[str, list[SavedBox]]:
     """Return the parts of each tensor that `save_checkpoint(use_zero1_dcp=True)` wrote to the folder `optim`.
 
     Args:
@@ -120,9 +119,9 @@ def _placed(
     model: Sequence[LocalTensor],
     sharding: Mapping[str, Sharding],
     degrees: Degrees,
-) -> dict[str, list[Part]]:
+) -> dict[str, list[SavedBox]]:
     shapes = {(local.name, local.rank.pp, local.rank.ep, local.rank.tp): tuple(local.tensor.shape) for local in model}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[SavedBox]] = {}
     for rank, entry in entries:
         shape = shapes.get((entry.parameter, rank.pp, rank.ep, rank.tp))
         if shape is None:
@@ -173,13 +172,13 @@ def _state_tensors(state: Any, names: Sequence[str], rank: Rank) -> Iterator[_St
 
 def _place(
     entry: _StateTensor, shape: tuple[int, ...], rank: Rank, sharding: Mapping[str, Sharding], degrees: Degrees
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, SavedBox]]:
     """Yield the parts of an entry. Scalars such as step counts are copied to each whole tensor of a fused parameter."""
     tensor, local_shape = entry.tensor, tuple(entry.tensor.shape)
     found = placements_of(entry.parameter, shape, rank, sharding, degrees)
     if not local_shape:
         for name in {placement.name: None for placement in found}:
-            yield name, Part(rank, tensor, (), Box.whole(()))
+            yield name, SavedBox(rank, tensor, (), Box.whole(()))
         return
     held = Box.whole(local_shape)
     if entry.is_row_shard:
@@ -195,4 +194,4 @@ def _place(
             begin = common.relative_to(placement.local).offsets
             offsets = tuple(a + b for a, b in zip(placement.offsets, begin, strict=True))
             part = tensor[common.relative_to(held).slices()]
-            yield placement.name, Part(rank, part, placement.global_shape, Box(offsets, common.shape))
+            yield placement.name, SavedBox(rank, part, placement.global_shape, Box(offsets, common.shape))

@@ -20,9 +20,8 @@ from nxd_ckpt.interop.neuronx.optimizer import (
     placed_dcp_tensors,
     placed_optimizer_tensors,
 )
-from nxd_ckpt.interop.neuronx.parts import LocalTensor, Part, check_storable, place
 from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, USER_CONTENT, Rank, v1_files, v2_files
-from nxd_ckpt.interop.neuronx.sharding import Degrees, Sharding
+from nxd_ckpt.interop.neuronx.sharding import Degrees, LocalTensor, SavedBox, Sharding, check_storable, place
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file, load_trusted_torch_file
 from nxd_ckpt.interop.source import TensorSource, same_bits
@@ -38,13 +37,13 @@ _V1_OPTIMIZER_KEY = "optimizer"
 class _NeuronxCheckpoint:
     is_mapped = True
 
-    def __init__(self, parts: Mapping[str, Sequence[Part]], objects: dict[str, Any]) -> None:
+    def __init__(self, parts: Mapping[str, Sequence[SavedBox]], objects: dict[str, Any]) -> None:
         self._parts = parts
         self.objects = objects
         self.tensors: Mapping[str, TensorInfo] = {name: _agreed_info(name, found) for name, found in parts.items()}
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        first: dict[Box, Part] = {}
+        first: dict[Box, SavedBox] = {}
         for part in self._parts[name]:
             known = first.setdefault(part.box, part)
             if known is not part and not same_bits(known.tensor, part.tensor):
@@ -234,7 +233,7 @@ def _degrees(ranks: Mapping[Rank, Any]) -> Degrees:
     )
 
 
-def _agreed_info(name: str, parts: Sequence[Part]) -> TensorInfo:
+def _agreed_info(name: str, parts: Sequence[SavedBox]) -> TensorInfo:
     first = parts[0]
     for part in parts:
         found, expected = (part.tensor.dtype, part.global_shape), (first.tensor.dtype, first.global_shape)

@@ -1,13 +1,19 @@
 """Describes how the tensors of tensor-parallel (and expert-parallel) ranks form the tensors of the whole model.
 
-Only integer arithmetic; files and memory are in `reading.py` and `writing.py`.
+Files are in `reading.py` and `writing.py`.
 """
 
+import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.interop.neuronx.rank_files import Rank
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Pieces:
 
 Sharding = Split | Pieces
 
+
 # Hugging Face names, with gate and up fused as in the library's Llama examples.
 LLAMA: Mapping[str, Split] = {
     "*embed_tokens.weight": Split(0),
@@ -78,6 +85,7 @@ LLAMA: Mapping[str, Split] = {
     "*.gate_up_proj.weight": Split(0, stride=2),
     "*.down_proj.weight": Split(1),
 }
+
 
 _EVERYWHERE = Split(None)
 
@@ -191,3 +199,57 @@ def _check_dim(name: str, shape: tuple[int, ...], dim: int | None) -> int:
     if dim is None or not 0 <= dim < len(shape):
         raise ValueError(f"{name!r} {list(shape)} has no dimension {dim}; use 0 to {len(shape) - 1}")
     return dim
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor as one rank saved it."""
+
+    name: str
+    rank: Rank
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBox:
+    """A box of a whole tensor, as one rank saved it."""
+
+    rank: Rank
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    box: Box
+
+
+def check_storable(what: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors that a checkpoint cannot hold.
+
+    Raises:
+        CheckpointError: the tensor cannot be stored; names it with `what`.
+    """
+    if tensor.dtype not in CODE_OF_DTYPE or tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(f"{what} is {tensor.dtype}, {tensor.layout} on {tensor.device}, and cannot be stored")
+
+
+def place(
+    tensors: Iterable[LocalTensor], sharding: Mapping[str, Sharding], degrees: Degrees
+) -> dict[str, list[SavedBox]]:
+    """Return the parts of each whole tensor, as views of the ranks' tensors.
+
+    Raises:
+        ValueError: the sharding does not match a tensor.
+    """
+    parts: dict[str, list[SavedBox]] = {}
+    for local in tensors:
+        for placement in placements_of(local.name, tuple(local.tensor.shape), local.rank, sharding, degrees):
+            box = Box(placement.offsets, placement.local.shape)
+            part = SavedBox(local.rank, local.tensor[placement.local.slices()], placement.global_shape, box)
+            parts.setdefault(placement.name, []).append(part)
+    return parts
+
+
+def placements_of(
+    name: str, shape: tuple[int, ...], rank: Rank, sharding: Mapping[str, Sharding], degrees: Degrees
+) -> list[Placement]:
+    """Return the positions of one rank's tensor in whole tensors."""
+    at = dataclasses.replace(degrees, tp_rank=rank.tp, ep_rank=rank.ep)
+    return placements(name, shape, sharding_of(name, sharding), at)

@@ -1,16 +1,23 @@
-"""Folders of torch's file system writer: `.metadata`, and files with each part of each tensor saved by torch.save."""
+"""Folders of torch's file system writer: `.metadata`, and files with each box of each tensor, saved by torch.save.
+
+`.metadata` is a pickle, which may only contain torch's plain classes here.
+"""
 
 import gc
 import io
 import os
+import pathlib
+import pickle
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -21,17 +28,81 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import regular_file
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
 from nxd_ckpt.interop.source import Progress, TensorSource, converted, ignore_progress, num_bytes, read_whole
-from nxd_ckpt.interop.torch_dcp.metadata import METADATA_FILE, read_metadata
 from nxd_ckpt.manifest import is_possible_shape
 from nxd_ckpt.objects import check_json
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
 
+METADATA_FILE = ".metadata"
+
+
+MAX_METADATA_BYTES = 2**30
+
+
+_CLASSES = (
+    "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+    "StorageMeta _MEM_FORMAT_ENCODING"
+)
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _CLASSES.split()},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+# A checkpoint_id that was a Path is unpickled as a pure path; it is neither used nor opened here.
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return pathlib.PurePosixPath
+        raise pickle.UnpicklingError(f"asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("asks for another file")
+
+
+def read_metadata(folder: str) -> Metadata:
+    """Reads `.metadata` without running any code in it.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or asks for something that is not allowed.
+    """
+    path = os.path.join(folder, METADATA_FILE)
+    if not os.path.isfile(path):
+        raise CheckpointError(
+            f"{folder} holds no {METADATA_FILE}; torch writes it last, so there is no complete checkpoint"
+        )
+    if os.path.getsize(path) > MAX_METADATA_BYTES:
+        raise CheckpointError(f"{path} has more than {MAX_METADATA_BYTES} bytes")
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        found = _MetadataUnpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} {error}, and is refused or damaged; none of its code was run") from error
+    except Exception as error:  # a damaged pickle can make its classes raise anything
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, expected torch's Metadata")
+    return found
+
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StoredItem:
     """A box of a tensor (None: a pickled object), and the bytes of the file that hold it, written by torch.save."""
 
     box: Box | None
@@ -43,7 +114,9 @@ class _Part:
 class _TorchDcpFolder:
     is_mapped = False
 
-    def __init__(self, folder: str, tensors: Mapping[str, TensorInfo], parts: Mapping[str, Sequence[_Part]]) -> None:
+    def __init__(
+        self, folder: str, tensors: Mapping[str, TensorInfo], parts: Mapping[str, Sequence[_StoredItem]]
+    ) -> None:
         self._folder = folder
         self._parts = parts
         self.tensors = tensors
@@ -56,7 +129,7 @@ class _TorchDcpFolder:
             if part.box is not None and part.box.intersect(box) is not None
         ]
 
-    def _load_tensor(self, name: str, part: _Part, box: Box) -> torch.Tensor:
+    def _load_tensor(self, name: str, part: _StoredItem, box: Box) -> torch.Tensor:
         tensor = self._load(name, part)
         expected = (self.tensors[name].dtype, box.shape)
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta
@@ -68,7 +141,7 @@ class _TorchDcpFolder:
             )
         return tensor
 
-    def _load(self, name: str, part: _Part) -> Any:
+    def _load(self, name: str, part: _StoredItem) -> Any:
         path = os.path.join(self._folder, part.file)
         try:
             with regular_file(path) as file:
@@ -165,15 +238,15 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _describe(metadata: Metadata) -> tuple[dict[str, TensorInfo], dict[str, list[_Part]]]:
+def _describe(metadata: Metadata) -> tuple[dict[str, TensorInfo], dict[str, list[_StoredItem]]]:
     tensors: dict[str, TensorInfo] = {}
-    parts: dict[str, list[_Part]] = {}
+    parts: dict[str, list[_StoredItem]] = {}
     places: Mapping[MetadataIndex, Any] = metadata.storage_data
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
             raise TypeError(f"a name is {name!r}, expected text")
         if isinstance(entry, BytesStorageMetadata):
-            parts[name] = [_part(name, None, places[MetadataIndex(name)])]
+            parts[name] = [_stored_item(name, None, places[MetadataIndex(name)])]
         elif isinstance(entry, TensorStorageMetadata):
             tensors[name] = info = TensorInfo(entry.properties.dtype, tuple(entry.size))
             if info.dtype not in CODE_OF_DTYPE:
@@ -186,13 +259,13 @@ def _describe(metadata: Metadata) -> tuple[dict[str, TensorInfo], dict[str, list
                 raise ValueError(f"{name!r} has the shape {list(info.global_shape)}, which is too large")
             if not all(box.fits_in(info.global_shape) for box in boxes):
                 raise ValueError(f"{name!r} {list(info.global_shape)} has a part outside of it")
-            parts[name] = [_part(name, box, places[MetadataIndex(name, box.offsets)]) for box in boxes]
+            parts[name] = [_stored_item(name, box, places[MetadataIndex(name, box.offsets)]) for box in boxes]
         else:
             raise TypeError(f"{name!r} is described by a {type(entry).__name__}")
     return tensors, parts
 
 
-def _part(name: str, box: Box | None, place: Any) -> _Part:
+def _stored_item(name: str, box: Box | None, place: Any) -> _StoredItem:
     file, offset, length = place.relative_path, place.offset, place.length
     if getattr(place, "transform_descriptors", None):
         raise ValueError(
@@ -202,4 +275,4 @@ def _part(name: str, box: Box | None, place: Any) -> _Part:
         raise ValueError(f"{name!r} is listed in {file!r}, which is not the plain name of a .distcp file")
     if not all(type(number) is int and number >= 0 for number in (offset, length)):
         raise ValueError(f"{name!r} is listed as {length!r} bytes starting at byte {offset!r}")
-    return _Part(box, file, offset, length)
+    return _StoredItem(box, file, offset, length)

@@ -1,17 +1,29 @@
-"""Reads the first lines of manifests, which hold a checkpoint's age and the files that it needs.
+"""Reads the manifests in a store, and finds the data files that they need.
 
-They are small no matter how large the checkpoint is, so listing a folder is cheap. If the first line is not enough, as
-with a damaged manifest or one of an earlier version, the whole text is read.
+The first line of a manifest holds the age of the checkpoint and the files that it needs. It is small no matter how
+large the checkpoint is, so listing a folder is cheap. If it is not enough, as in a damaged manifest or one of an
+earlier version, the whole text is read.
+
+A file's name is unique to the save that wrote it, so a file is in use if its name appears in any manifest. The text is
+searched, since a damaged manifest may be repaired. A deletion first removes its own manifest and then checks here. An
+incremental save first records which files it holds and then checks that their checkpoint still exists. So one of the
+two sees the other, and no file is removed that a save goes on to reference.
 """
 
-from collections.abc import Iterable
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead, decode, decode_head
-from nxd_ckpt.stores.interface import Piece, Store
+from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead, file_names_in
+from nxd_ckpt.manifest_text import VERSION_ALONE, decode, decode_head
+from nxd_ckpt.stores.interface import ReadRange, Store
 
 HEAD_BYTES = 2**16  # holds the first line of a manifest of 900 files
+
 _LONG_HEAD_BYTES = 2**24
+_VERSION_BYTES = 128
+_VERSION = re.compile(rb'"format":"nxd-ckpt","version":(\d+),')
 
 
 def read_heads(store: Store) -> tuple[list[tuple[str, ManifestHead]], list[str]]:
@@ -103,5 +115,64 @@ def _head_of(store: Store, tag: str, beginning: bytes, num_bytes: int | None) ->
 
 def _beginning(store: Store, tag: str, num_bytes: int) -> bytes:
     text = bytearray(num_bytes)
-    store.read_into(tag, MANIFEST_NAME, [Piece(0, memoryview(text))])
+    store.read_into(tag, MANIFEST_NAME, [ReadRange(0, memoryview(text))])
     return bytes(text)
+
+
+def places_of(head: ManifestHead, tag: str) -> dict[str, str]:
+    """Return the tag under which each file of a checkpoint is stored."""
+    return {file: head.references.get(file, tag) for file in head.files}
+
+
+def files_in_use(store: Store, places: Mapping[str, str]) -> set[str]:
+    """Return the files that a save in progress holds or a checkpoint needs.
+
+    Args:
+        store: the root.
+        places: the tag under which each file is stored, by file.
+
+    Raises:
+        OSError: the storage fails.
+    """
+    held = store.held() if places else set()  # before the manifests, as a save drops its hold once its own exists
+    return (held & places.keys()) | files_in_manifests(store, places)
+
+
+def files_in_manifests(store: Store, places: Mapping[str, str]) -> set[str]:
+    """Return the files that a manifest lists; takes the arguments of `files_in_use`.
+
+    An unreadable manifest may list all of them; a warning names it.
+
+    Raises:
+        OSError: the storage fails.
+    """
+    found: set[str] = set()
+    here = set(places.values())
+    for tag, beginning, num_bytes in store.beginnings(HEAD_BYTES) if places else ():
+        try:
+            if (head := decode_head(beginning, num_bytes)) is not None:
+                found |= head.files.keys() & places.keys()
+            elif tag in here or _can_reference(beginning):
+                found |= file_names_in(store.read_manifest(tag)) & places.keys()
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except (OSError, CheckpointError) as error:
+            warnings.warn(
+                f"{store.where(tag)} cannot be read, so no data is removed that it may reference: {error}", stacklevel=2
+            )
+            return set(places)
+    return found
+
+
+def by_place(files: Collection[str], places: Mapping[str, str]) -> dict[str, list[str]]:
+    """Group the files by tag."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        found.setdefault(places[file], []).append(file)
+    return found
+
+
+def _can_reference(beginning: bytes) -> bool:
+    """Whether a manifest's version allows references: most manifests need not be read further."""
+    version = _VERSION.search(beginning, 0, _VERSION_BYTES)
+    return version is None or int(version[1]) != VERSION_ALONE
