@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, delete, gc, latest, list_checkpoints, load, open_checkpoint, retain, save
-from nxd_ckpt.stores import heads
+from nxd_ckpt.stores import manifests
 from nxd_ckpt.stores.posix import PosixStore
 
 
@@ -90,7 +90,7 @@ def test_manifests_whose_beginning_does_not_suffice_are_listed_alike(tmp_path, m
             text = json.dumps(content, separators=(",", ":")).encode()
             path.write_bytes(text.replace(b"0" * 64, hashlib.sha256(text).hexdigest().encode(), 1))
     if kind == "with a long first line":
-        monkeypatch.setattr(heads, "HEAD_BYTES", 300)
+        monkeypatch.setattr(manifests, "HEAD_BYTES", 300)
 
     assert tags(tmp_path) == ["step-1", "step-2", "step-3"]
     assert retain(tmp_path, keep_last=1) == ["step-1", "step-2"]
