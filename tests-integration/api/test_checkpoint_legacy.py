@@ -7,9 +7,9 @@ import pickle
 import pytest
 import torch
 from nxd_ckpt import CheckpointError
-from nxd_engine.checkpoints.loading import load_checkpoint
-from nxd_engine.checkpoints.state import optimizer_state
-from nxd_engine.checkpoints.tags import has_checkpoint
+from nxd_engine.checkpoints.find import has_checkpoint
+from nxd_engine.checkpoints.load import load_checkpoint
+from nxd_engine.checkpoints.optimizer_state import optimizer_state
 from nxd_layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_optim import NeuronZero1Optimizer
 from nxd_pipeline import NxDPPModel

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 from nxd_ckpt import CheckpointError
-from nxd_engine.checkpoints.loading import load_checkpoint
-from nxd_engine.checkpoints.state import optimizer_state
+from nxd_engine.checkpoints.load import load_checkpoint
+from nxd_engine.checkpoints.optimizer_state import optimizer_state
 from nxd_layers import ColumnParallelLinear
 from nxd_layers.experts import ExpertMLPs
 from nxd_state import active_group, destroy_model_parallel, initialize_model_parallel

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from nxd_engine.checkpoints.find import open_own
 from nxd_engine.checkpoints.state import kind_of, model_state
-from nxd_engine.checkpoints.tags import open_own
 from nxd_engine.models import LlamaForCausalLM
 from nxd_testing import RankFailure
 from nxd_trainer.compiled_generation import open_for_compilation

@@ -6,8 +6,8 @@ from pathlib import Path
 import nxd_ckpt
 import pytest
 import torch
+from nxd_engine.checkpoints.find import open_own
 from nxd_engine.checkpoints.state import kind_of, model_state
-from nxd_engine.checkpoints.tags import open_own
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.generate import load_for_generation

@@ -12,8 +12,9 @@ from neuronx_distributed.trainer import (
     save_checkpoint,
 )
 from nxd_ckpt.sharded_tensor import as_sharded
-from nxd_engine.checkpoints.state import model_state, optimizer_state
-from nxd_engine.checkpoints.tags import open_own
+from nxd_engine.checkpoints.find import open_own
+from nxd_engine.checkpoints.optimizer_state import optimizer_state
+from nxd_engine.checkpoints.state import model_state
 from nxd_engine.hugging_face import import_hugging_face
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_engine.unwrap import plain_model, plain_optimizer

@@ -3,7 +3,8 @@
 import nxd_ckpt
 import pytest
 import torch
-from nxd_engine.checkpoints.state import allocate_optimizer_state, model_state, optimizer_state
+from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state
+from nxd_engine.checkpoints.state import model_state
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, parallel_cross_entropy
 from nxd_layers.head_padding import pad_model
 from nxd_state import initialize_model_parallel

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from nxd_ckpt import load, open_checkpoint, save
-from nxd_engine.checkpoints.state import allocate_optimizer_state, model_state, optimizer_state
+from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state
+from nxd_engine.checkpoints.state import model_state
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_optim import MASTER_KEY, NeuronZero1Optimizer
 from nxd_state import active_group, all_reduce, initialize_model_parallel

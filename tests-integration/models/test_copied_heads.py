@@ -6,7 +6,8 @@ import dataclasses
 import nxd_ckpt
 import pytest
 import torch
-from nxd_engine.checkpoints.state import allocate_optimizer_state, model_state, optimizer_state
+from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state
+from nxd_engine.checkpoints.state import model_state
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_optim import grad_norm
 from nxd_state import get_group, initialize_model_parallel

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import nxd_ckpt
 import pytest
 import torch
-from nxd_engine.checkpoints.state import allocate_optimizer_state, model_state, optimizer_state, saved_here
+from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state
+from nxd_engine.checkpoints.state import model_state, saved_here
 from nxd_engine.models import LlamaDecoderLayer, LlamaForCausalLM
 from nxd_optim import GradientReducer, NeuronZero1Optimizer, clip_grad_norm
 from nxd_pipeline import NxDPPModel

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from nxd_ckpt import ShardedTensor
-from nxd_engine.checkpoints.state import allocate_optimizer_state, logical_name, model_state, optimizer_state
+from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state
+from nxd_engine.checkpoints.state import logical_name, model_state
 from nxd_state import fuse_along, set_shard_spec, shard_along
 from torch import nn
 

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, list_checkpoints, open_checkpoint, pin, save
-from nxd_engine.checkpoints.loading import load_checkpoint
-from nxd_engine.checkpoints.saving import save_checkpoint
-from nxd_engine.checkpoints.tags import has_checkpoint
+from nxd_engine.checkpoints.find import has_checkpoint
+from nxd_engine.checkpoints.load import load_checkpoint
+from nxd_engine.checkpoints.save import save_checkpoint
 from torch import nn
 
 

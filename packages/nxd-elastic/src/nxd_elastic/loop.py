@@ -16,7 +16,7 @@ from typing import TypeVar
 import nxd_ckpt
 import torch.distributed as dist
 from nxd_ckpt.errors import RanksLostError
-from nxd_engine.checkpoints.saving import abandon_checkpoint
+from nxd_engine.checkpoints.save import abandon_checkpoint
 from nxd_state import (
     ParallelDegrees,
     PeerError,

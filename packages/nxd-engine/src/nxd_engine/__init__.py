@@ -1,9 +1,9 @@
 """The documented training API: a config, and a model, optimizer and checkpoints that follow it."""
 
 from nxd_engine.build import initialize_parallel_model
-from nxd_engine.checkpoints.loading import checkpoint_parts, load_checkpoint
-from nxd_engine.checkpoints.saving import finalize_checkpoint, save_checkpoint
-from nxd_engine.checkpoints.tags import delete_checkpoint, has_checkpoint
+from nxd_engine.checkpoints.find import delete_checkpoint, has_checkpoint
+from nxd_engine.checkpoints.load import checkpoint_parts, load_checkpoint
+from nxd_engine.checkpoints.save import finalize_checkpoint, save_checkpoint
 from nxd_engine.config import complete_config, ensure_model_parallel, neuronx_distributed_config
 from nxd_engine.model import NxDModel
 from nxd_engine.optimizer import NxDOptimizer, initialize_parallel_optimizer

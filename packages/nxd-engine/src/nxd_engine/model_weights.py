@@ -20,15 +20,8 @@ from nxd_lora import check_tensors, config_from_adapter_config
 from nxd_state import active_group, get_device, move_model_to_device, splits_experts
 from torch import Tensor, nn
 
-from nxd_engine.checkpoints.state import (
-    OPTIMIZER_PREFIX,
-    check_names,
-    check_ties,
-    fill_state,
-    kind_of,
-    model_state,
-    weights_kept_as_masters,
-)
+from nxd_engine.checkpoints.fill import check_names, check_ties, fill_state
+from nxd_engine.checkpoints.state import OPTIMIZER_PREFIX, kind_of, model_state, weights_kept_as_masters
 from nxd_engine.hugging_face.conversion import model_on_meta, reference_model
 from nxd_engine.hugging_face.loading import make_room
 from nxd_engine.model_description import ModelDescription, adapter_in, holds_adapter_alone

@@ -21,9 +21,9 @@ from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, v1_fi
 from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
+from nxd_engine.checkpoints.find import find_checkpoint
 from nxd_engine.checkpoints.legacy_heads import HeadOrder, stacked
 from nxd_engine.checkpoints.shard_files import write_file, write_xser
-from nxd_engine.checkpoints.tags import find_checkpoint
 from nxd_engine.model_weights import ModelTensors
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nxd_engine.checkpoints.tags import has_checkpoint, open_own
+from nxd_engine.checkpoints.find import has_checkpoint, open_own
 from nxd_engine.hugging_face import CONFIG_FILE, check_keys, with_architecture
 from nxd_engine.model_description import description_of, rope_of
 from nxd_engine.models import LlamaConfig

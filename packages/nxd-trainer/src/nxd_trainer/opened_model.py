@@ -22,7 +22,7 @@ from nxd_ckpt.interop import (
     open_hugging_face,
     write_companions,
 )
-from nxd_engine.checkpoints.tags import open_own, open_own_together
+from nxd_engine.checkpoints.find import open_own, open_own_together
 from nxd_engine.hugging_face.folder import (
     CONFIG_FILE,
     parse_json_object,

@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_engine.adapters import saved_tensors
-from nxd_engine.checkpoints.state import (
-    CheckpointState,
-    optimizer_state,
-    other_optimizer_state,
-    saved_here,
-    weights_of_wider_masters,
-)
+from nxd_engine.checkpoints.optimizer_state import optimizer_state, other_optimizer_state, weights_of_wider_masters
+from nxd_engine.checkpoints.state import CheckpointState, saved_here
 from nxd_engine.checkpoints.stored_values import (
     EXTRA_STATES,
     METRICS,

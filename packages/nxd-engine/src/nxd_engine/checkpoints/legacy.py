@@ -28,21 +28,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxd_engine.adapters import settle_adapters, wanted_tensors
+from nxd_engine.checkpoints.fill import check_names, check_shapes, fill_state
+from nxd_engine.checkpoints.find import Found
 from nxd_engine.checkpoints.legacy_heads import CopiedHeads, copied_heads
-from nxd_engine.checkpoints.state import (
-    CheckpointState,
-    allocate_optimizer_state,
-    check_names,
-    check_shapes,
-    fill_state,
-    logical_name,
-    model_state,
-    named_parameters,
-    optimizer_state,
-    settle_optimizer_state,
-)
+from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state, settle_optimizer_state
+from nxd_engine.checkpoints.state import CheckpointState, logical_name, model_state, named_parameters
 from nxd_engine.checkpoints.stored_values import apply_settings, group_names
-from nxd_engine.checkpoints.tags import Found
 from nxd_engine.unwrap import further_names
 
 _Value = TypeVar("_Value")

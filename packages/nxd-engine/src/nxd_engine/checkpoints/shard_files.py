@@ -21,7 +21,8 @@ from nxd_state import active_group, splits_experts
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_engine.checkpoints.state import CheckpointState, check_names, model_state
+from nxd_engine.checkpoints.fill import check_names
+from nxd_engine.checkpoints.state import CheckpointState, model_state
 from nxd_engine.checkpoints.stored_values import check_readable
 from nxd_engine.rank_sync import agree, is_first_replica
 from nxd_engine.unwrap import further_names, plain_model

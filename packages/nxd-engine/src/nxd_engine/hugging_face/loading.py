@@ -23,7 +23,8 @@ from nxd_state import (
 )
 from torch import nn
 
-from nxd_engine.checkpoints.state import CheckpointState, fill_state, model_state, same_values
+from nxd_engine.checkpoints.fill import fill_state, same_values
+from nxd_engine.checkpoints.state import CheckpointState, model_state
 from nxd_engine.hugging_face.conversion import Shapes, reference_model
 from nxd_engine.hugging_face.folder import PathLike, read_config
 from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource

@@ -14,8 +14,8 @@ import nxd_ckpt
 import torch
 from nxd_ckpt import Checkpoint, CheckpointError, CheckpointInfo, ShardedTensor
 from nxd_engine.checkpoints.contents import Contents
-from nxd_engine.checkpoints.loading import load_checkpoint
-from nxd_engine.checkpoints.saving import finalize_checkpoint, is_saving, write_checkpoint
+from nxd_engine.checkpoints.load import load_checkpoint
+from nxd_engine.checkpoints.save import finalize_checkpoint, is_saving, write_checkpoint
 from nxd_engine.checkpoints.state import RNG_PREFIX
 from nxd_engine.checkpoints.stored_values import USER_CONTENT, unpack_value
 from nxd_engine.logs import get_logger

@@ -7,7 +7,7 @@ from typing import Any
 
 import nxd_ckpt
 from nxd_engine import NxDModel, NxDOptimizer, load_checkpoint
-from nxd_engine.checkpoints.tags import Found, find_checkpoint
+from nxd_engine.checkpoints.find import Found, find_checkpoint
 from nxd_engine.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_model_config
 from nxd_engine.hugging_face.loading import weights_fingerprint
 from nxd_engine.model_description import (

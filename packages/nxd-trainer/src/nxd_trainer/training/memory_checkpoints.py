@@ -9,7 +9,7 @@ import nxd_ckpt
 from nxd_ckpt import CheckpointError, CheckpointInfo
 from nxd_ckpt.errors import RanksLostError
 from nxd_elastic.peers.store import job_url
-from nxd_engine.checkpoints.saving import finalize_checkpoint, write_checkpoint
+from nxd_engine.checkpoints.save import finalize_checkpoint, write_checkpoint
 from nxd_engine.logs import get_logger
 from nxd_state import all_gather_object, get_world_group
 

@@ -13,7 +13,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import CheckpointError
 from nxd_ckpt.interop import GENERATION_CONFIG_FILE, is_of_tokenizer, read_companions
-from nxd_engine.checkpoints.tags import find_checkpoint
+from nxd_engine.checkpoints.find import find_checkpoint
 from nxd_engine.hugging_face import CONFIG_FILE
 from nxd_engine.hugging_face.folder import parse_json_object
 from nxd_engine.hugging_face.loading import weights_fingerprint

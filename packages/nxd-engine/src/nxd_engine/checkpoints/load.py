@@ -17,18 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nxd_engine.adapters import settle_adapters, wanted_tensors
+from nxd_engine.checkpoints.fill import check_names, check_ties
+from nxd_engine.checkpoints.find import Found, NothingSavedError, find_checkpoint, on_every_host
 from nxd_engine.checkpoints.legacy import load_legacy_checkpoint
-from nxd_engine.checkpoints.saving import finalize_checkpoint
-from nxd_engine.checkpoints.state import (
-    CheckpointState,
-    allocate_optimizer_state,
-    check_names,
-    check_ties,
-    kind_of,
-    optimizer_state,
-    settle_optimizer_state,
-    weights_kept_as_masters,
-)
+from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state, settle_optimizer_state
+from nxd_engine.checkpoints.save import finalize_checkpoint
+from nxd_engine.checkpoints.state import CheckpointState, kind_of, weights_kept_as_masters
 from nxd_engine.checkpoints.stored_values import (
     EXTRA_STATES,
     OTHER_STATE,
@@ -44,7 +38,6 @@ from nxd_engine.checkpoints.stored_values import (
     set_extra_states,
     unpack_value,
 )
-from nxd_engine.checkpoints.tags import Found, NothingSavedError, find_checkpoint, on_every_host
 from nxd_engine.rank_sync import agree
 from nxd_engine.unwrap import Subjects, describe_subjects, subjects_of, tied_names
 
