@@ -1,6 +1,6 @@
 """Arithmetic on boxes of a global tensor: intersection, difference and coverage.
 
-A box is an axis-aligned block of elements. Everything here is integers; tensors, files and ranks live elsewhere.
+A box is an axis-aligned block of elements. This file only has integer arithmetic; tensors and files are elsewhere.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Box(NamedTuple):
     """The elements `offsets[d] <= i < offsets[d] + shape[d]` of a global tensor; a 0-d box holds one element.
 
-    A tuple, since plans of large models hash, compare and send hundreds of thousands of them.
+    It is a tuple, since plans of large models hash, compare and send hundreds of thousands of boxes.
     """
 
     offsets: tuple[int, ...]
@@ -19,21 +19,21 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Box":
-        """The box that is all of a tensor of this shape."""
+        """Return the box of a whole tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
     @property
     def num_elements(self) -> int:
-        """How many elements lie in the box."""
+        """The number of elements in the box."""
         return math.prod(self.shape)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """One past the last index, per dimension."""
+        """One past the last index in each dimension."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.shape, strict=True))
 
     def fits_in(self, global_shape: tuple[int, ...]) -> bool:
-        """Whether the box lies inside a tensor of this shape."""
+        """Whether the box is inside a tensor of this shape."""
         return len(self.shape) == len(global_shape) and all(
             offset >= 0 and size >= 0 and offset + size <= whole
             for offset, size, whole in zip(self.offsets, self.shape, global_shape, strict=True)
@@ -47,7 +47,7 @@ class Box(NamedTuple):
         )
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The elements in both boxes, or None if there are none."""
+        """Return the elements in both boxes, or None if there are none."""
         offsets, shape = [], []
         for a, a_size, b, b_size in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True):
             start, end = max(a, b), min(a + a_size, b + b_size)
@@ -58,11 +58,11 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(shape))
 
     def relative_to(self, outer: "Box") -> "Box":
-        """The same elements, counted from the first element of `outer`."""
+        """Return the same elements, counted from the first element of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that picks this box out of a tensor."""
+        """Return the index that selects this box from a tensor."""
         return tuple(map(slice, self.offsets, self.ends))
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Box(NamedTuple):
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that together hold the elements of `box` that are not in `hole`."""
+    """Return disjoint boxes that hold the elements of `box` outside of `hole`."""
     if box == hole:
         return []
     common = box.intersect(hole)
@@ -90,7 +90,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """The parts of `box` outside of all `covers`; empty if they cover it."""
+    """Return the parts of `box` outside of all `covers`; empty if they cover it."""
     covers = list(covers)
     if _covered_by_slabs(box, covers):
         return []
@@ -103,7 +103,7 @@ def uncovered(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def _covered_by_slabs(box: Box, covers: "list[Box]") -> bool:
-    """Quickly says yes to the usual case: slabs along dim 0, in order, that leave no gap."""
+    """Whether the covers are the usual case, which is fast to check: slabs along dim 0, in order, without a gap."""
     if not box.shape:
         return bool(covers)
     reached, end = box.offsets[0], box.offsets[0] + box.shape[0]
@@ -115,7 +115,7 @@ def _covered_by_slabs(box: Box, covers: "list[Box]") -> bool:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Disjoint boxes that together are elements number `start` to `stop` - 1 of a row-major array, in that order."""
+    """Yield disjoint boxes that make up the elements `start` to `stop` - 1 of a row-major array, in order."""
     if start >= stop:
         return
     if not shape:

@@ -1,4 +1,4 @@
-"""xxh3 checksums of bytes, one per block, so that a part can be read and verified without the rest."""
+"""xxh3 checksums, one per block of bytes, so that a part of a file can be verified without the rest."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +10,7 @@ BLOCK_BYTES = 16 * 2**20
 
 
 class BlockHasher:
-    """Hashes bytes given in order, in parts of any size."""
+    """Hashes bytes in order, in parts of any size."""
 
     def __init__(self) -> None:
         self._done: list[str] = []
@@ -18,7 +18,7 @@ class BlockHasher:
         self._left_in_block = BLOCK_BYTES
 
     def update(self, part: "bytes | memoryview") -> None:
-        """Goes on with the next bytes."""
+        """Hashes the next bytes."""
         rest = memoryview(part)
         while len(rest) >= self._left_in_block:
             self._state.update(rest[: self._left_in_block])
@@ -28,7 +28,7 @@ class BlockHasher:
         self._left_in_block -= len(rest)
 
     def hashes(self) -> tuple[str, ...]:
-        """The xxh3-64 of each block, of 16 hex digits; called once, at the end."""
+        """Return the xxh3-64 of each block as 16 hex digits. Called once, at the end."""
         if self._left_in_block < BLOCK_BYTES:
             self._end_block()
         return tuple(self._done)
@@ -40,7 +40,7 @@ class BlockHasher:
 
 
 def hashes_of(parts: "Iterable[bytes | memoryview]") -> tuple[str, ...]:
-    """The hashes of bytes that come in these parts."""
+    """Return the block hashes of bytes given in parts."""
     hasher = BlockHasher()
     for part in parts:
         hasher.update(part)
@@ -48,12 +48,12 @@ def hashes_of(parts: "Iterable[bytes | memoryview]") -> tuple[str, ...]:
 
 
 class BlockCheck:
-    """Compares one block of a file with its hash, in parts of any size that come in order.
+    """Compares one block of a file with its hash; the bytes come in order, in parts of any size.
 
     Args:
-        offset: the block's first byte in the file, for messages.
-        num_bytes: of the block.
-        expected: its hash.
+        offset: the index of the block's first byte in the file, for messages.
+        num_bytes: the size of the block.
+        expected: the hash of the block.
     """
 
     def __init__(self, offset: int, num_bytes: int, expected: str) -> None:
@@ -63,10 +63,10 @@ class BlockCheck:
         self._state = xxhash.xxh3_64()
 
     def update(self, part: memoryview) -> None:
-        """Goes on with the next bytes.
+        """Hashes the next bytes, and compares the hash after the last ones.
 
         Raises:
-            CheckpointError: they are the last ones, and the block is damaged.
+            CheckpointError: the block is damaged.
         """
         self._state.update(part)
         self._left -= len(part)
@@ -78,11 +78,11 @@ class BlockCheck:
 
 
 def num_blocks(num_bytes: int) -> int:
-    """How many hashes so many bytes have."""
+    """Return the number of blocks, and so of hashes, of a number of bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
 def blocks_with_hashes(num_bytes: int, hashes: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
-    """First byte, end and hash of each block."""
+    """Yield the first byte, end and hash of each block."""
     for number, expected in enumerate(hashes):
         yield number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, num_bytes), expected

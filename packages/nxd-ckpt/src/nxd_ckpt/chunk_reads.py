@@ -1,9 +1,8 @@
-"""Turns wanted boxes into reads of files: the bytes, their destination, their check, and the step after reading.
+"""Plans the reads that fill wanted boxes: the bytes, their destination, their check, and the step after reading.
 
-Verified, blocks that have a checksum are read as a whole, in pieces that fit into a processor's cache: there they are
-hashed and copied before the next ones come. A piece that is wanted as a whole and lies together in the destination is
-read straight into it. Unverified, only the wanted bytes are read, run by run. Either way the memory beside the
-destinations is bounded.
+To verify, blocks with a checksum are read as a whole, in pieces that fit into a processor's cache, where they are
+hashed and copied. A piece that is wanted as a whole and contiguous in the destination is read directly into it. Without
+verification, only the wanted bytes are read, run by run. In both cases the extra memory is bounded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +23,13 @@ _PIECE_BYTES = 2**21  # a multiple of all types' sizes
 
 
 class Read(NamedTuple):
-    """One stretch of a file.
+    """A read of consecutive bytes of a file.
 
     Attributes:
-        offset: its first byte.
-        memory: takes the bytes.
-        check: of their block, if that has to be verified; takes all of it, in order.
-        finish: to be called once the memory is filled and checked.
+        offset: the index of the first byte.
+        memory: the memory to fill.
+        check: the check of the block, if it has to be verified; it receives all bytes of the block, in order.
+        finish: function to call when the memory is filled and checked.
     """
 
     offset: int
@@ -40,10 +39,14 @@ class Read(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A box of one chunk, counted from the chunk's first element, and the memory that it goes to.
+    """A box of one chunk and its destination.
 
-    `dtype` is the safetensors name of what is stored; the destination's may differ and is then converted to. `alone` is
-    whether no other transfer fills any of its memory, so that bytes may be verified where they are to stay.
+    Attributes:
+        chunk: the stored chunk.
+        dtype: the stored dtype's name in safetensors; elements are converted if the destination has another.
+        box: the box, counted from the chunk's first element.
+        destination: the tensor to fill.
+        alone: whether no other transfer fills any of its memory, so that bytes can be verified in place.
     """
 
     chunk: Chunk
@@ -54,10 +57,10 @@ class Transfer(NamedTuple):
 
 
 def with_overlaps(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """The same, of which those are not alone that share memory, as tied weights do; two columns of it look so, too."""
+    """Return the transfers, with `alone` unset where memory spans overlap: tied weights, or columns of one tensor."""
     spans = [(*_span(it.destination), number) for number, it in enumerate(transfers) if it.destination.is_cpu]
     found = list(transfers)
-    reached, last = 0, 0  # the farthest end so far, and whose it is
+    reached, last = 0, 0  # the farthest end so far, and its transfer
     for start, end, number in sorted(spans):
         if start < min(end, reached):
             found[last], found[number] = (found[it]._replace(alone=False) for it in (last, number))
@@ -67,7 +70,7 @@ def with_overlaps(transfers: Sequence[Transfer]) -> list[Transfer]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of the first element, and of the end of the last one."""
+    """Return the address of the first element, and of the end of the last one."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
@@ -76,10 +79,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[Read]:
-    """The reads that fill the destinations of all transfers from one chunk, by ascending offset within each transfer.
+    """Yield the reads that fill all destinations from one chunk, by ascending offset within each transfer.
 
-    Accelerators' destinations are filled on the CPU first, as a whole: cut up there they would cost a launch, or on XLA
-    a compilation, per block.
+    Destinations on accelerators are filled on the CPU first, and copied as a whole: block by block, each would cost a
+    launch, or on XLA a compilation.
     """
     on_cpu = [transfer for transfer in transfers if transfer.destination.is_cpu]
     late: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -94,7 +97,7 @@ def reads_of_chunk(transfers: Sequence[Transfer], *, verify: bool) -> Iterator[R
 
 
 def reads_to_verify(offset: int, num_bytes: int, hashes: tuple[str, ...]) -> Iterator[Read]:
-    """Reads bytes from `offset` on only to compare them with their checksums."""
+    """Yield reads that only compare the bytes from `offset` on with their checksums."""
     for first, end, expected in blocks_with_hashes(num_bytes, hashes):
         check = BlockCheck(offset + first, end - first, expected)
         for start, stop in _pieces(first, end):
@@ -125,7 +128,7 @@ def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
 
 
 def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int, stop: int) -> memoryview | None:
-    """The destination's memory for the elements from `start` to `stop` of the chunk, if they are one piece in both."""
+    """Return the destination's memory for elements `start` to `stop` of the chunk, if contiguous in both; else None."""
     if len(transfers) != 1:
         return None
     (transfer,) = transfers
@@ -146,13 +149,13 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
 
 
 def _deliveries(wanted: Sequence[tuple[Transfer, Box]], start: int, stop: int) -> list[tuple[Transfer, Box]]:
-    """What of these boxes of a chunk lies among its elements from `start` to `stop`."""
+    """Return the parts of these boxes of a chunk that are among its elements `start` to `stop`."""
     parts = list(boxes_of_range(wanted[0][0].chunk.box.shape, start, stop))
     return [(transfer, common) for transfer, box in wanted for part in parts if (common := part.intersect(box))]
 
 
 def _deliver(piece: torch.Tensor, start: int, deliveries: Sequence[tuple[Transfer, Box]]) -> None:
-    """Copies boxes of a chunk out of its elements from `start` on."""
+    """Copies boxes of a chunk from a piece that begins at its element `start`."""
     for transfer, common in deliveries:
         strides = row_major_strides(transfer.chunk.box.shape)
         source = piece.as_strided(common.shape, strides, element_number(common.offsets, strides) - start)
@@ -172,10 +175,10 @@ def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
 def _reads_of_runs(
     offset: int, dtype: torch.dtype, strides: tuple[int, ...], destination: torch.Tensor
 ) -> Iterator[Read]:
-    """Reads one block, whose first element lies at byte `offset`, run by run.
+    """Yield the reads of one block, whose first element is at byte `offset`, run by run.
 
-    A run is a stretch of the file that is read in one go: as many of the inner dimensions as lie together there, but
-    for gaps of less than a page.
+    A run is read at once. It covers as many of the inner dimensions as are contiguous in the file, except for gaps of
+    less than a page.
     """
     shape = tuple(destination.shape)
     run_length, wanted_in_run, num_outer_dims = 1, 1, len(shape)

@@ -1,4 +1,4 @@
-"""torch's own sharded tensors, DTensors and ShardedTensors, as boxes of global tensors."""
+"""Converts torch's own sharded tensors, DTensors and ShardedTensors, to boxes of global tensors."""
 
 import sys
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def as_boxes(value: Any) -> Any:
-    """A DTensor or a ShardedTensor of torch as one of ours, on the same memory; anything else as it is.
+    """Return a DTensor or torch's ShardedTensor as a ShardedTensor of ours that shares its memory; others unchanged.
 
     Raises:
-        ValueError: ranks hold addends of the tensor, or shards that are no boxes.
+        ValueError: the tensor is a sum over ranks, or its shards are not boxes.
     """
     if is_dtensor(value):
         return _boxes_of_dtensor(value)
@@ -28,27 +28,27 @@ def as_boxes(value: Any) -> Any:
 
 
 def is_sharded_tensor_of_torch(value: Any) -> bool:
-    """Whether it is a `torch.distributed` ShardedTensor, which is older than DTensors."""
+    """Whether a value is a ShardedTensor of `torch.distributed`, which is older than DTensor."""
     return hasattr(value, "local_shards") and hasattr(value, "sharding_spec")
 
 
 def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor, whose module takes as long to import as torch; nobody has one without it."""
+    """Whether a value is a DTensor. Does not import its module, which is slow: without it there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_box(tensor: "DTensor") -> Box | None:
-    """Which elements of a DTensor this rank holds; None if it is not in the tensor's mesh.
+    """Return the box of a DTensor that this rank holds; None if the rank is not in the tensor's mesh.
 
     Raises:
-        ValueError: ranks hold addends of the tensor, or no box of it.
+        ValueError: the tensor is a sum over ranks, or this rank's elements are not a box.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
     ranges = [(0, size) for size in tensor.shape]
-    for axis in _in_order_of_cutting(tensor.placements, tensor.device_mesh.shape):
+    for axis in _splitting_order(tensor.placements, tensor.device_mesh.shape):
         dim = _dim_of(tensor.placements[axis]) % tensor.ndim
         begin, end = ranges[dim]
         length = -(-(end - begin) // tensor.device_mesh.shape[axis])  # as torch.chunk cuts
@@ -65,7 +65,7 @@ def local_box(tensor: "DTensor") -> Box | None:
 
 
 def local_tensor(tensor: "DTensor") -> torch.Tensor:
-    """What this rank holds of a DTensor: the very tensor, no view of it."""
+    """Return this rank's local tensor of a DTensor itself, not a view."""
     with torch.no_grad():
         return tensor.to_local()
 
@@ -77,14 +77,14 @@ def _boxes_of_dtensor(tensor: "DTensor") -> ShardedTensor:
     return ShardedTensor(tensor.shape, [Shard(local, box.offsets)], tensor.dtype)
 
 
-def _in_order_of_cutting(placements: "Sequence[Placement]", mesh_shape: Sequence[int]) -> list[int]:
-    """Mesh axes that shard, the one that cuts first in front.
+def _splitting_order(placements: "Sequence[Placement]", mesh_shape: Sequence[int]) -> list[int]:
+    """Return the mesh axes that shard, in the order in which they split.
 
-    That is the order of the mesh, but for placements with a `split_factor`, which FSDP2 makes over tensor parallelism:
-    these cut what as many parts of later axes have cut already.
+    This is the order of the mesh, except for placements with a `split_factor`, as FSDP2 makes them over tensor
+    parallelism: these split after later axes have split the dimension into that many parts.
     """
     order: list[int] = []
-    waiting: list[tuple[int, int, int]] = []  # axis, dim, parts that others still have to cut
+    waiting: list[tuple[int, int, int]] = []  # axis, dim, parts into which others still have to split
     for axis, placement in enumerate(placements):
         if placement.is_partial():
             raise ValueError(f"a DTensor with {tuple(placements)} is a sum over ranks; redistribute it to Replicate()")

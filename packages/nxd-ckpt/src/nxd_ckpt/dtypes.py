@@ -1,7 +1,7 @@
-"""The tensor types that a checkpoint can hold, under the names that the safetensors format gives them.
+"""The dtypes that a checkpoint can hold, and their names in the safetensors format.
 
-Of scales and of pairs of four bits no conversion makes sense, so they are passed on bit by bit. An element of "F4" is
-such a pair, as in torch; "C128" is a name of ours.
+Scales and pairs of 4-bit numbers are never converted to another dtype. An element of "F4" is such a pair, as in torch.
+"C128" is our own name.
 """
 
 import torch
@@ -27,7 +27,7 @@ CODE_OF_DTYPE: dict[torch.dtype, str] = {
     torch.complex64: "C64",
     torch.complex128: "C128",
 }
-# Types of today's quantised models, which only newer versions of torch have.
+# Dtypes of quantized models, which only newer versions of torch have.
 _NEWER = {"float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4"}
 CODE_OF_DTYPE |= {getattr(torch, name): code for name, code in _NEWER.items() if hasattr(torch, name)}
 DTYPE_OF_CODE: dict[str, torch.dtype] = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
@@ -35,7 +35,7 @@ OPAQUE = frozenset({"F8_E8M0", "F4"})
 
 
 def in_safetensors(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Type and shape under which the header of a safetensors file has a tensor: of pairs it counts the halves."""
+    """Return dtype and shape for the header of a safetensors file, which counts the numbers in a pair."""
     if code == "C128":
         return "F64", (*shape, 2)
     if code == "F4":

@@ -1,6 +1,6 @@
-"""Pauses Python's garbage collector while hundreds of thousands of small tuples are made.
+"""Pauses Python's garbage collector while hundreds of thousands of small tuples are created.
 
-None of them can be part of a cycle, but the collector walks through all of them again and again: half of the time.
+They cannot be part of a cycle, but the collector would walk through all of them repeatedly, which takes half the time.
 """
 
 import contextlib

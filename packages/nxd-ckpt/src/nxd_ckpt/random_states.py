@@ -1,4 +1,4 @@
-"""The states of a process's random generators, as a part of what a trainer saves: `PerRank(RandomStates())`."""
+"""The states of a process's random generators, to save with a trainer's state: `PerRank(RandomStates())`."""
 
 import random
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 
 
 class RandomStates:
-    """Python's, NumPy's and torch's generators of this process, on the CPU and its accelerator. Holds none itself."""
+    """The generators of Python, NumPy and torch in this process, on the CPU and its accelerator."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as they are now."""
+        """Return the current states."""
         version, numbers, gauss = random.getstate()
         numpy: Any = np.random.get_state(legacy=True)
         kind, keys, position, has_gauss, cached_gaussian = numpy
@@ -25,7 +25,7 @@ class RandomStates:
         return states
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        """Sets the generators; that of an accelerator only if it is of the kind it was saved of."""
+        """Sets the generators; an accelerator's only if its state was saved on the same kind of accelerator."""
         version, numbers, gauss = states["python"]
         random.setstate((version, tuple(numbers), gauss))
         kind, keys, position, has_gauss, cached_gaussian = states["numpy"]

@@ -1,7 +1,7 @@
 """Data files in the safetensors format: an 8-byte little-endian length, a JSON header of that length, the payload.
 
-Not written by the safetensors library, which neither fsyncs nor streams nor computes checksums. Where a chunk
-lies in its file follows from the list of writes alone, so the rank that writes the manifest need not ask the others.
+The safetensors library is not used, since it does not sync, stream or compute checksums. The positions of chunks in a
+file follow from the list of writes, so the rank that writes the manifest need not ask the others.
 """
 
 import json
@@ -22,7 +22,7 @@ Hashes = list[tuple[str, ...]]
 
 
 class PlacedWrite(NamedTuple):
-    """One box of one tensor and where it lies in its file."""
+    """One box of one tensor, and its position in a file."""
 
     name: str
     box: Box
@@ -31,7 +31,7 @@ class PlacedWrite(NamedTuple):
 
 
 class FileLayout(NamedTuple):
-    """One data file: its first bytes, then the boxes of `placed` one after another without holes."""
+    """One data file: a header, then the boxes of `placed` one after another without gaps."""
 
     header: bytes
     placed: tuple[PlacedWrite, ...]
@@ -39,15 +39,15 @@ class FileLayout(NamedTuple):
 
 
 def in_file_order(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> list[PlannedWrite]:
-    """One rank's writes as they follow one another in its file: large element sizes first."""
+    """Return a rank's writes in the order of its file: large element sizes first."""
     return sorted(writes, key=lambda write: -DTYPE_OF_CODE[tensors[write.name].dtype].itemsize)
 
 
 def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> FileLayout:
-    """Places one rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own.
+    """Places a rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own.
 
     Args:
-        writes: what the rank writes.
+        writes: the rank's writes.
         tensors: dtype and global shape of every tensor.
     """
     ordered = in_file_order(writes, tensors)
@@ -72,7 +72,7 @@ def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescript
 
 
 def as_header(entries: Mapping[str, object]) -> bytes:
-    """The first bytes of a file, before its payload."""
+    """Return the first bytes of a file, before its payload."""
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % PAYLOAD_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
@@ -81,12 +81,12 @@ def as_header(entries: Mapping[str, object]) -> bytes:
 def file_parts(
     layout: FileLayout, tensor_of: Callable[[str, Box], torch.Tensor], hashes: Hashes
 ) -> "Iterator[bytes | memoryview]":
-    """The bytes of a file, each part valid until the next is asked for.
+    """Yield the bytes of a file; each part is valid until the next is requested.
 
     Args:
-        layout: what the file holds.
-        tensor_of: this rank's elements of a name and box.
-        hashes: takes each box's hashes, in the layout's order, as its bytes have gone by.
+        layout: the layout of the file.
+        tensor_of: function that returns this rank's elements of a name and box.
+        hashes: list that receives the hashes of each box, in the order of the file, after its bytes.
     """
     yield layout.header
     for write in layout.placed:
@@ -98,5 +98,5 @@ def file_parts(
 
 
 def stored_name(name: str, box: Box, global_shape: tuple[int, ...]) -> str:
-    """A box's name in its file: a whole tensor keeps its own, a part has its box behind it, as in `w[0:4,8:16]`."""
+    """Return the name of a box in its file: the tensor's own if whole, otherwise followed by the box: `w[0:4,8:16]`."""
     return name if box.shape == global_shape else f"{name}{box}"

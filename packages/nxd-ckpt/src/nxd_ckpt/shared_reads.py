@@ -25,7 +25,7 @@ Wants = Mapping[str, tuple[torch.dtype, Sequence[Box]]]
 
 
 class SharedBox(NamedTuple):
-    """A box of a tensor that all of `ranks` want in the same type; `reader`, one of them, reads it."""
+    """A box of a tensor that several ranks want in the same dtype, and the one of them that reads it."""
 
     reader: int
     ranks: tuple[int, ...]
@@ -35,22 +35,22 @@ class SharedBox(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """The size of its elements."""
         return self.box.num_elements * self.dtype.itemsize
 
 
 def wants_of(wanted: Mapping[str, ShardedTensor]) -> dict[str, tuple[str, list[Box]]]:
-    """One rank's wanted boxes, as a message to the other ranks."""
+    """Return a rank's wanted boxes as a message to the other ranks."""
     return {
         name: (CODE_OF_DTYPE[tensor.dtype], [shard.box for shard in tensor.shards]) for name, tensor in wanted.items()
     }
 
 
 def wants_from(message: Any) -> Wants:
-    """What such a message says.
+    """Read the message of `wants_of`.
 
     Raises:
-        ValueError, TypeError, KeyError or AttributeError: it is none.
+        ValueError, TypeError, KeyError or AttributeError: the message is malformed.
     """
     wants: dict[str, tuple[torch.dtype, list[Box]]] = {}
     for name, (code, boxes) in message.items():
@@ -62,13 +62,13 @@ def wants_from(message: Any) -> Wants:
 
 
 def share_out_reads(wants: Sequence[Wants]) -> list[SharedBox]:
-    """Assigns each box that several ranks want to the one of them with least to read, largest first.
+    """Assigns each box that several ranks want to the one with the least to read, largest boxes first.
 
     Args:
-        wants: of each rank, in rank order.
+        wants: the boxes that each rank wants, in rank order.
 
     Returns:
-        These boxes, those of the same reader and ranks together and by descending element size.
+        The shared boxes, grouped by reader and ranks, then by descending element size.
     """
     with gc_paused():
         return _share_out(wants)
@@ -99,7 +99,7 @@ def _share_out(wants: Sequence[Wants]) -> list[SharedBox]:
 def without_others(
     wanted: Mapping[str, ShardedTensor], shared: Iterable[SharedBox], rank: int
 ) -> dict[str, list[Shard]]:
-    """The shards that this rank has to read itself."""
+    """Return the shards that this rank reads itself."""
     by_others = {(one.name, one.box) for one in shared if rank in one.ranks and one.reader != rank}
     return {
         name: [shard for shard in tensor.shards if (name, shard.box) not in by_others]
@@ -113,9 +113,9 @@ def pass_on(
     """Sends the boxes that this rank has read to the others that want them, and receives theirs. Called by all ranks.
 
     Args:
-        shared: from `share_out_reads`.
-        wanted: this rank's destinations; those that it reads itself are filled.
-        process_group: of a backend that can send and receive.
+        shared: the result of `share_out_reads`.
+        wanted: this rank's destinations; the ones that it reads itself are filled already.
+        process_group: a process group whose backend can send and receive.
         timeout: seconds that each message may take.
 
     Raises:
@@ -157,7 +157,7 @@ def _send_or_receive(
 
 
 def _pieces_of_all(tensor: ShardedTensor, box: Box) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views that make up a box, of at most a message each; all those of this rank that show the same elements."""
+    """Yield views that make up a box, at most a message each, with this rank's other views of the same elements."""
     destinations = [shard.tensor.detach() for shard in tensor.shards if shard.box == box]
     return zip(*(pieces_of(destination, _MESSAGE_BYTES) for destination in destinations), strict=True)
 
@@ -176,7 +176,7 @@ def _messages(pieces: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[list[tuple
 
 
 def _laid_out(pieces: Sequence[tuple[torch.Tensor, ...]], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """The buffer's first bytes as tensors like these, one behind the other; large elements come first, so all align."""
+    """Return consecutive views of the buffer with these shapes; larger elements come first, so all are aligned."""
     views, start = [], 0
     for piece, *_ in pieces:
         views.append(buffer[start : start + piece.nbytes].view(piece.dtype).view(piece.shape))
@@ -185,7 +185,7 @@ def _laid_out(pieces: Sequence[tuple[torch.Tensor, ...]], buffer: torch.Tensor) 
 
 
 def _device_of(process_group: dist.ProcessGroup) -> torch.device:
-    """Where messages of the group have to lie: on the CPU if it can, else on this process's accelerator."""
+    """Return the device for a group's messages: the CPU if the backend supports it, else this process's accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or "cpu:" in dist.get_backend_config(process_group):
         return torch.device("cpu")

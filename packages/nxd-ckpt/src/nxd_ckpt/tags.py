@@ -1,10 +1,10 @@
-"""Names of checkpoints: a tag is the name of a folder in every kind of store."""
+"""Tags, the names of checkpoints: a tag must be a valid folder name in every kind of store."""
 
 import re
 
 from nxd_ckpt.objects import is_unicode
 
-# File systems take names of 255 bytes; LATEST is the hint beside the checkpoints.
+# File systems support names of 255 bytes; LATEST is the hint file beside the checkpoints.
 _TAG = re.compile(r"(?!\.|LATEST\Z)[^/\\\x00-\x1f\x7f]+")
 _MAX_BYTES = 200
 
@@ -20,10 +20,10 @@ def is_tag(name: object) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """Returns the tag if it can be the name of a folder.
+    """Return the tag.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it cannot be the name of a checkpoint.
     """
     if not is_tag(tag):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Tensor memory as bytes, without a copy where the memory is one piece on the CPU.
+"""Tensor memory as bytes, without a copy if the memory is contiguous on the CPU.
 
-Strided views are cut into blocks of at most `SCRATCH_BYTES`, so that they need no second tensor of their size. Tensors
-of accelerators pass through CPU memory one at a time, as a whole: cutting them up there would cost a launch, or on XLA
-a compilation, per block.
+Strided views are split into blocks of at most `SCRATCH_BYTES`, so that they need no second tensor of their size.
+Tensors of accelerators are copied to the CPU one at a time, as a whole: splitting them on the device would cost a
+launch, or on XLA a compilation, per block.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ from nxd_ckpt.boxes import Box
 
 SCRATCH_BYTES = 16 * 2**20
 
-# Bytes hashed and written in one go: small enough to be still in the processor's cache when written.
+# Bytes hashed and written at a time: they are still in the processor's cache when written.
 PART_BYTES = 2**20
 
 
 def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's elements in row-major order, each part valid until the next is asked for."""
+    """Yield the bytes of a tensor in row-major order; each part is valid until the next is requested."""
     tensor = tensor.detach().cpu()
     if is_one_piece(tensor):
         whole = memory_of(tensor)
@@ -35,11 +35,11 @@ def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def blocks_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Cuts a box of a row-major array into blocks that each span at most `SCRATCH_BYTES` of it, in that order.
+    """Yield the blocks of a box of a row-major array, in order; each spans at most `SCRATCH_BYTES` of the array.
 
     Args:
-        shape: of the box.
-        strides: of the array, in elements.
+        shape: the shape of the box.
+        strides: the strides of the array, in elements.
         itemsize: bytes per element.
     """
     limit = max(1, SCRATCH_BYTES // itemsize)
@@ -57,7 +57,7 @@ def blocks_of(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
 
 
 def pieces_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Views that make up the tensor in row-major order, each of at most `limit` bytes."""
+    """Yield views of at most `limit` bytes that make up a tensor in row-major order."""
     if tensor.nbytes <= limit:
         yield tensor
         return
@@ -70,22 +70,22 @@ def pieces_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def element_number(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Place of an element among all of an array."""
+    """Return the position of an element among all elements of an array."""
     return sum(i * stride for i, stride in zip(index, strides, strict=True))
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of an array whose elements lie in row-major order without gaps."""
+    """Return the strides, in elements, of a contiguous row-major array."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def is_one_piece(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are its memory, in row-major order."""
+    """Whether a tensor's memory holds its values in row-major order."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def lies_apart(tensor: torch.Tensor) -> bool:
-    """Whether each element has memory of its own, as far as nested strides can tell: no expanded or unfolded view."""
+    """Whether each element has its own memory, judging by nested strides: it is no expanded or unfolded view."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return True
     reach = 0  # of the dimensions so far, in elements
@@ -98,7 +98,7 @@ def lies_apart(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, valid as long as the tensor is."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     memory._tensor = tensor  # type: ignore[attr-defined]  # the view keeps its tensor alive
     return memoryview(memory).cast("B")

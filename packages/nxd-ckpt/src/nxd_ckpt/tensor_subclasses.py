@@ -1,7 +1,7 @@
-"""Tensors that are made of others, such as 8-bit states of optimizers: their parts, as boxes of global parts.
+"""Tensor subclasses made of inner tensors, such as 8-bit optimizer states, as boxes of global inner tensors.
 
-The parts are what torch asks such a class for (`__tensor_flatten__`). Where a DTensor holds one that is cut by rows,
-the class's own slicing says how each part is cut: codes and block scales shrink with the rows, a table does not.
+The inner tensors are those of `__tensor_flatten__`. If such a tensor is split by rows in a DTensor, slicing it shows
+how each inner tensor is split: codes and block scales shrink with the rows, a lookup table does not.
 """
 
 from fractions import Fraction
@@ -14,16 +14,16 @@ from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 
 
 def is_subclass(value: Any) -> bool:
-    """Whether it is a tensor made of others; also a DTensor whose local tensors are."""
+    """Whether a value is a tensor made of inner tensors, or a DTensor of such tensors."""
     local = local_tensor(value) if is_dtensor(value) else value
     return isinstance(local, torch.Tensor) and hasattr(type(local), "__tensor_flatten__")
 
 
 def parts_of(value: Any) -> dict[str, Any]:
-    """Its parts by name, on the same memory: tensors, or boxes of them.
+    """Return the inner tensors by name, as tensors or boxes that share their memory.
 
     Raises:
-        ValueError: it is cut in a way that its parts are not.
+        ValueError: the tensor is split in a way in which its inner tensors cannot be split.
     """
     if not is_dtensor(value):
         return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
@@ -46,7 +46,7 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 
 def _cut_along_rows(tensor: torch.Tensor) -> set[str]:
-    """The parts that shrink when rows are taken away."""
+    """Return the names of the inner tensors that shrink when rows are removed."""
     rows = tensor.shape[0]
     for fewer in dict.fromkeys((rows // 2, *(rows // divisor for divisor in (3, 5, 7)), 1)):
         if not 0 < fewer < rows:
@@ -55,7 +55,7 @@ def _cut_along_rows(tensor: torch.Tensor) -> set[str]:
             with torch.no_grad():
                 sliced = tensor[:fewer]
         except (ValueError, RuntimeError, NotImplementedError):
-            continue  # not on a border of blocks
+            continue  # not at a block boundary
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return {name for name in names if getattr(sliced, name).shape != getattr(tensor, name).shape}
     raise ValueError(
@@ -65,7 +65,7 @@ def _cut_along_rows(tensor: torch.Tensor) -> set[str]:
 
 
 def _rows(part: torch.Tensor, first: int, count: int, of: int) -> ShardedTensor:
-    """A part whose dimension 0 grows with the rows, as a box."""
+    """Return an inner tensor that grows with the rows as a box of the global one."""
     each = Fraction(part.shape[0], count)
     begin, total = first * each, of * each
     if begin.denominator != 1 or total.denominator != 1:

@@ -1,6 +1,6 @@
-"""Several ranks in one process, to try or test a layout without a launcher, and the tests that every store passes.
+"""Runs several ranks in one process, to try or test a layout without a launcher; and tests for any store.
 
-Each rank is a thread; they exchange messages through a barrier, encoded as they would be between processes.
+Each rank is a thread. Ranks exchange messages through a barrier, encoded as they would be between processes.
 """
 
 import re
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Killed(BaseException):
-    """Raised by a rank, it ends that rank as a kill would: nothing catches it, and the others lose contact."""
+    """Ends a rank that raises it as a kill would: nothing catches it, and the other ranks lose contact."""
 
 
 class _Meeting:
@@ -50,10 +50,10 @@ class _ThreadCoordinator:
 def outcomes_on_threads(
     function: Callable[[Coordinator], Result], world_size: int, *, timeout: float = 60.0
 ) -> list[Result | BaseException]:
-    """Calls `function(coordinator)` once per rank, at the same time; give the coordinator on as `process_group`.
+    """Calls `function(coordinator)` for each rank at the same time; pass the coordinator as `process_group`.
 
     Returns:
-        What each rank returned or raised, in rank order.
+        The result or exception of each rank, in rank order.
     """
     meeting = _Meeting(world_size, timeout)
     outcomes: list[Result | BaseException] = [RuntimeError("did not run")] * world_size
@@ -78,7 +78,7 @@ def outcomes_on_threads(
 def run_on_threads(
     function: Callable[[Coordinator], Result], world_size: int, *, timeout: float = 60.0
 ) -> list[Result]:
-    """As `outcomes_on_threads`, but raises what the first failed rank raised."""
+    """Like `outcomes_on_threads`, but raises the exception of the first rank that failed."""
     results: list[Result] = []
     for outcome in outcomes_on_threads(function, world_size, timeout=timeout):
         if isinstance(outcome, BaseException):
@@ -88,10 +88,10 @@ def run_on_threads(
 
 
 class StoreTests:
-    """The tests of any store, for pytest: inherit from it, beside a fixture `root` that is an empty place there."""
+    """Tests for any store: inherit from this class, and define a pytest fixture `root`, the path of an empty store."""
 
     def test_save_by_rows_loads_by_columns(self, root: str) -> None:
-        """Any layout loads."""
+        """Checkpoints load at any layout."""
         whole = torch.arange(48.0).reshape(6, 8)
 
         def save_rows(ranks: Coordinator) -> None:
@@ -109,7 +109,7 @@ class StoreTests:
         assert torch.equal(torch.cat(run_on_threads(load_columns, 2), dim=1), whole)
 
     def test_list_checkpoints_orders_by_step_and_finds_nothing_in_an_empty_place(self, root: str) -> None:
-        """The newest is the last one."""
+        """The newest checkpoint comes last."""
         assert nxd_ckpt.latest(root) is None
         for step in (10, 9, 100):
             _save_value(root, f"s{step}", step)
@@ -118,7 +118,7 @@ class StoreTests:
         assert nxd_ckpt.open_checkpoint(root).tag == "s100"
 
     def test_save_under_a_taken_tag_is_refused_and_overwrites_if_asked_to(self, root: str) -> None:
-        """Nothing of the checkpoint before stays."""
+        """Nothing of the replaced checkpoint remains."""
         _save_value(root, "t", 1)
 
         _expect_refusal("t exists; choose another tag or pass overwrite=True", lambda: _save_value(root, "t", 2))
@@ -129,7 +129,7 @@ class StoreTests:
         assert nxd_ckpt.gc(root, dead_after=0, dry_run=True) == []
 
     def test_save_that_fails_on_one_rank_leaves_nothing(self, root: str) -> None:
-        """All ranks hear why."""
+        """All ranks raise the reason."""
 
         def parts_of_rank_zero(*args: Any, **options: Any) -> "Iterator[bytes | memoryview]":
             for part in file_parts(*args, **options):
@@ -150,14 +150,14 @@ class StoreTests:
         assert nxd_ckpt.gc(root, dead_after=0) == []
 
     def test_tag_that_is_not_there_is_refused_with_those_that_are(self, root: str) -> None:
-        """To load it or to pin it."""
+        """Loading and pinning raise an error that lists the existing tags."""
         _expect_refusal("no checkpoint 'x' in .*; available: none", lambda: nxd_ckpt.pin(root, "x"))
         _save_value(root, "t", 1)
 
         _expect_refusal("no checkpoint 'x' in .*; available: t", lambda: nxd_ckpt.load(root, "x", into={}))
 
     def test_delete_takes_a_checkpoint_away_and_its_data(self, root: str) -> None:
-        """The others stay."""
+        """Other checkpoints remain."""
         _save_value(root, "a", 1)
         _save_value(root, "b", 2)
 
@@ -168,7 +168,7 @@ class StoreTests:
         assert nxd_ckpt.gc(root, dead_after=0) == []
 
     def test_pin_survives_an_overwrite_and_keeps_from_delete_until_unpin(self, root: str) -> None:
-        """To end it twice is no error."""
+        """Unpinning twice is not an error."""
         _save_value(root, "a", 1)
         nxd_ckpt.pin(root, "a")
         _save_value(root, "a", 2, overwrite=True)

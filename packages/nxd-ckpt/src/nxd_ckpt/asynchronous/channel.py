@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nxd_ckpt.coordinator import Coordinator
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.messages import expect, parsed
-from nxd_ckpt.store_coordinator import StoreCoordinator, own_life
+from nxd_ckpt.store_coordinator import StoreCoordinator, own_identity
 
 _LEAVE_SECONDS = 10.0
 
@@ -46,9 +46,9 @@ class Channel:
                 f"another: {error}"
             ) from error
         self._store = dist.PrefixStore(f"nxd_ckpt/{save_id}", own)
-        lives = coordinator.lives if isinstance(coordinator, StoreCoordinator) else None
+        processes = coordinator.processes if isinstance(coordinator, StoreCoordinator) else None
         self._coordinator = StoreCoordinator(
-            self._store, self.rank, self.world_size, prefix="gather", timeout=timeout, lives=lives
+            self._store, self.rank, self.world_size, prefix="gather", timeout=timeout, processes=processes
         )
 
     def all_gather_object(self, value: object) -> list[object]:
@@ -97,8 +97,8 @@ def _store_of(coordinator: Coordinator, timeout: float, channel: Channel) -> dis
         sent = coordinator.all_gather_object(own)
         return parsed(sent, _address_from, "connecting the ranks of a background save")
 
-    life = own_life()
-    sent = gather(("", 0) if life is None else (life.place, life.pid))
+    process = own_identity()
+    sent = gather(("", 0) if process is None else (process.place, process.pid))
     if "" not in (places := {place for place, _ in sent}) and len(places) == 1:
         memory = 0
         if coordinator.rank == 0:
