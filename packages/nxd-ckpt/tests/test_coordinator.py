@@ -157,7 +157,7 @@ def test_gather_what_a_stranger_put_into_the_store_is_an_error_and_not_run(tmp_p
     [
         ("test/0/0/outcome", b"\x1b[2Jgone", r"^\\x1b\[2Jgone$"),
         ("test/0/0/1", b"\x1b[2J", r"the store holds an invalid number of message parts, b'\\x1b\[2J'$"),
-        ("test/left", b"{", "the store holds an invalid farewell: Expecting property name"),
+        ("test/left", b"{", "the store holds an invalid leave message: Expecting property name"),
     ],
 )
 def test_gather_text_of_a_stranger_is_told_as_such_and_cannot_steer_a_terminal(monkeypatch, key, forged, said):
