@@ -161,7 +161,7 @@ def test_gather_what_a_stranger_put_into_the_store_is_an_error_and_not_run(tmp_p
     ],
 )
 def test_gather_text_of_a_stranger_is_told_as_such_and_cannot_steer_a_terminal(monkeypatch, key, forged, said):
-    monkeypatch.setattr("nxd_ckpt.store_coordinator._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("nxd_ckpt.store_coordinator._CHECK_SECONDS", 0.0)
     store = dist.HashStore()
     store.set(key, forged)
     ranks = StoreCoordinator(store, 1 if key.endswith("outcome") else 0, 2, prefix="test", timeout=5.0)

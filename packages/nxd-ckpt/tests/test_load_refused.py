@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import xxhash
-from nxd_ckpt import CheckpointError, Shard, ShardedTensor, list_checkpoints, load, manifest, open_checkpoint, save
+from nxd_ckpt import CheckpointError, Shard, ShardedTensor, list_checkpoints, load, manifest_text, open_checkpoint, save
 from nxd_ckpt.manifest_text import decode, encode
 from nxd_ckpt.testing import outcomes_on_threads
 
@@ -246,7 +246,7 @@ def test_load_tensors_that_lie_in_the_same_bytes_each_get_their_own_type_and_sha
 
 
 def test_save_of_a_manifest_larger_than_readers_take_leaves_the_old_one(root, monkeypatch):
-    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 2000)
+    monkeypatch.setattr(manifest_text, "MAX_MANIFEST_BYTES", 2000)
 
     with pytest.raises(CheckpointError, match="bytes, the limit is 2000; pass large objects as extra files"):
         save(root, "t", STATE, objects="x" * 2000, overwrite=True)
