@@ -85,7 +85,7 @@ def test_text_is_read_back():
 
 @pytest.mark.parametrize("text", ["tp=0", "tp=2,tp=2", "dp=2", "tp", "tp=-1", "xp=2"])
 def test_text_that_is_no_layout_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="is no degree; write such as tp=2,pp=2"):
+    with pytest.raises(ValueError, match="is not a degree; write it like tp=2,pp=2"):
         ParallelDegrees.parse(text)
 
 

@@ -61,7 +61,7 @@ def test_device_type_follows_environment_then_what_is_there(machine, has, enviro
 @pytest.mark.parametrize(
     ("environment", "error", "message"),
     [
-        ({"NXD_DEVICE": "tpu"}, ValueError, "NXD_DEVICE='tpu' is not known; use one of cpu, cuda, neuron, xla"),
+        ({"NXD_DEVICE": "tpu"}, ValueError, "unknown NXD_DEVICE='tpu'; use one of cpu, cuda, neuron, xla"),
         ({"NXD_DEVICE": "cuda"}, RuntimeError, "torch sees no CUDA device; check the driver or use NXD_DEVICE=cpu"),
         ({"NXD_DEVICE": "neuron"}, RuntimeError, "NXD_DEVICE=neuron needs the native torch-neuronx .*NXD_DEVICE=cpu"),
         ({"NXD_DEVICE": "xla"}, RuntimeError, "NXD_DEVICE=xla needs torch-xla; install torch_xla"),

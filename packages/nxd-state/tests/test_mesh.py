@@ -160,7 +160,7 @@ def _dense(coordinates: dict[str, int]) -> dict[str, int]:
         ({"world_size": 8, "tp": 2, "ep": 3}, "ep=3 x etp=2 = 6 does not divide dp x cp x tp = 8; use ep=1, 2 or 4"),
         (
             {"world_size": 8, "order": "spiral"},
-            "order='spiral' is not known; use one of row_major, row_paired, strided",
+            "unknown order='spiral'; use one of row_major, row_paired, strided",
         ),
         ({"world_size": 8, "order": "strided"}, "whole nodes of 32 ranks .* world_size=8, tp=1: use order='row_major'"),
         ({"world_size": 192, "tp": 3, "order": "row_paired"}, "a tp that divides 64; world_size=192, tp=3"),

@@ -97,9 +97,9 @@ def test_compiler_flags_are_added_and_never_replaced(given, flags):
     [
         ({"PJRT_DEVICE": "CPU"}, "PJRT_DEVICE=CPU asks for another device"),
         ({"MASTER_ADDR": ""}, "WORLD_SIZE=64 without MASTER_ADDR; start the ranks with torchrun"),
-        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many must be a whole number"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE=many must be an integer above 0"),
         ({"NEURON_RT_VISIBLE_CORES": "0-3"}, "are 4 cores for LOCAL_WORLD_SIZE=32 ranks"),
-        ({"NEURON_RT_VISIBLE_CORES": "0-7,4-11"}, "has a core twice"),
+        ({"NEURON_RT_VISIBLE_CORES": "0-7,4-11"}, "lists a core twice"),
         ({"NEURON_RT_VISIBLE_CORES": "all"}, "is not a list of cores"),
         ({"NEURONCORE_NUM_DEVICES": "32"}, "NEURONCORE_NUM_DEVICES=32 is not for processes that a launcher starts"),
         ({"NEURON_RT_ROOT_COMM_ID": "10.0.0.7"}, "is not host:port"),

@@ -222,7 +222,7 @@ WHOLE = Box((0, 0), (2, 2))
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        ([ShardPiece(WHOLE, Box((0, 0), (2, 1)), (2, 2))], "must have one shape"),
+        ([ShardPiece(WHOLE, Box((0, 0), (2, 1)), (2, 2))], "must have the same shape"),
         ([ShardPiece(WHOLE, Box((1, 0), (2, 2)), (2, 2))], "does not fit"),
         ([ShardPiece(Box((0, 1), (2, 2)), WHOLE, (2, 2))], "does not fit"),
         ([ShardPiece(Box((-1, 0), (2, 2)), WHOLE, (2, 2))], "does not fit"),

@@ -18,7 +18,7 @@ def takes_causal_lm_loss(model: Any) -> bool:
 
 
 def use_loss_over_labels(model: Any) -> None:
-    """Have a model's causal language modeling loss be 0 where there are no labels; other models are left alone."""
+    """Make a model's causal language modeling loss 0 if no token has a label; other models are unchanged."""
     if takes_causal_lm_loss(model):
         model.loss_function = LossOverLabels(model.loss_function)
 
@@ -45,7 +45,7 @@ class LossOverLabels:
             logits: `[batch, seq, vocab]`.
             labels: `[batch, seq]`, not shifted; may be None if `shift_labels` is given.
             vocab_size: number of tokens.
-            num_items_in_batch: what the sum is divided by, instead of the number of tokens with a label.
+            num_items_in_batch: the divisor of the sum; the number of tokens with a label if None.
             ignore_index: the label of tokens that do not count.
             shift_labels: `[batch, seq]`, at each place the token that comes next.
             **kwargs: passed on.

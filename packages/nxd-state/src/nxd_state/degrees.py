@@ -82,7 +82,10 @@ class ParallelDegrees:
             name = name.strip()
             if name not in SIZES or name in degrees or not value.strip().isdecimal() or int(value) < 1:
                 known = list(SIZES)
-                raise ValueError(f"{part!r} in the layout {text!r} is no degree; write such as tp=2,pp=2 (of {known})")
+                raise ValueError(
+                    f"{part!r} in the layout {text!r} is not a degree; write it like tp=2,pp=2, "
+                    f"with degrees among {known}"
+                )
             degrees[name] = int(value)
         return cls(**degrees)
 
@@ -104,7 +107,7 @@ class ParallelDegrees:
 
     @property
     def least_ranks(self) -> int:
-        """The fewest ranks that these degrees fit, and of which every other fitting number is a multiple."""
+        """The smallest number of ranks that these degrees fit; every number that fits is a multiple of it."""
         return self.pp * math.lcm(self.tp * self.cp, self.ep * self.etp)
 
     @property

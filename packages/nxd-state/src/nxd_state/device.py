@@ -80,7 +80,7 @@ def backend_of_device() -> str:
 
 
 def set_current_device() -> None:
-    """Make this process's device the current one of its accelerator; elsewhere nothing happens."""
+    """Make this process's device the current one of its accelerator; elsewhere it does nothing."""
     device = get_device()
     if device.type in ACCELERATORS:
         torch.accelerator.set_device_index(device.index)
@@ -100,19 +100,19 @@ def records_graphs(what: Tensor | torch.device | str | None = None) -> bool:
 
 
 def is_host(what: Tensor | torch.device | str | None = None) -> bool:
-    """Whether a device is the CPU: its values are at hand, and an operation that has returned is done.
+    """Whether a device is the CPU: values can be read at once, and an operation that has returned is done.
 
     Args:
-        what: as for `records_graphs`.
+        what: a tensor or device, see `records_graphs`.
     """
     return _type_of(what) == "cpu"
 
 
 def has_streams(what: Tensor | torch.device | str | None = None) -> bool:
-    """Whether a device has streams: copies between it and the host, by pinned memory, run while both go on.
+    """Whether a device has streams: copies from and to pinned host memory run in the background.
 
     Args:
-        what: as for `records_graphs`.
+        what: a tensor or device, see `records_graphs`.
     """
     kind = _type_of(what)
     return kind in ACCELERATORS and kind == _accelerator() and _has_pinned_memory_and_events(kind)
@@ -122,7 +122,7 @@ def has_fused_optimizers(what: Tensor | torch.device | str | None = None) -> boo
     """Whether torch's optimizers have kernels there that update all parameters at once (`fused=True`).
 
     Args:
-        what: as for `records_graphs`.
+        what: a tensor or device, see `records_graphs`.
     """
     return _type_of(what) in ("cpu", "cuda")
 
@@ -131,7 +131,7 @@ def has_uneven_all_to_all(what: Tensor | torch.device | str | None = None) -> bo
     """Whether one all-to-all of a process group takes chunks of several sizes there.
 
     Args:
-        what: as for `records_graphs`.
+        what: a tensor or device, see `records_graphs`.
     """
     return _type_of(what) in ("cuda", "meta")  # of meta tensors nothing is sent
 
@@ -140,14 +140,14 @@ def has_dynamic_shapes(what: Tensor | torch.device | str | None = None) -> bool:
     """Whether shapes may depend on values there, as that of `nonzero` does; Neuron devices have graphs without them.
 
     Args:
-        what: as for `records_graphs`.
+        what: a tensor or device, see `records_graphs`.
     """
     return not _static_shapes.get() and _type_of(what) not in ("xla", "neuron")
 
 
 @contextmanager
 def static_shapes() -> Iterator[None]:
-    """Inside, no shape may depend on values on any device: to plan or to try what a Neuron device is to compute."""
+    """Context in which shapes may not depend on values on any device, to plan or try code for Neuron devices."""
     token = _static_shapes.set(True)
     try:
         yield
@@ -161,15 +161,15 @@ def has_float64(device: torch.device) -> bool:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """In which long sums are best kept on a device: float64, or float32 where it has none."""
+    """The dtype for long sums on a device: float64, or float32 if it has no float64."""
     return torch.float64 if has_float64(device) else torch.float32
 
 
 def compile_backend(what: Tensor | torch.device | str | None = None) -> str:
-    """The backend of torch.compile for a device: its own where it has one, as `neuron` does, else "inductor".
+    """The backend of torch.compile for a device: its own if it has one, like `neuron`, else "inductor".
 
     Args:
-        what: as for `records_graphs`.
+        what: a tensor or device, see `records_graphs`.
     """
     return "neuron" if _type_of(what) == "neuron" else "inductor"
 
@@ -182,7 +182,7 @@ def autocast_devices() -> tuple[str, ...]:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory of a device that tensors of this process have taken; None where torch does not count it."""
+    """The peak memory of a device used by tensors of this process; None if torch does not count it."""
     if device.type not in ACCELERATORS:
         return None
     try:
@@ -207,7 +207,7 @@ def device_rng_state() -> dict[str, Tensor]:
 
 
 def set_device_rng_state(states: dict[str, Tensor]) -> None:
-    """Set the device's random numbers back to what `device_rng_state` returned; other types' states are left alone."""
+    """Set the device's random numbers back to what `device_rng_state` returned; other types' states are ignored."""
     kind = device_type()
     if kind not in states or kind == "cpu":
         return
@@ -218,7 +218,7 @@ def set_device_rng_state(states: dict[str, Tensor]) -> None:
 
 
 def step_boundary() -> None:
-    """End of a training step: hands the graph recorded so far to the XLA compiler; elsewhere nothing happens.
+    """End of a training step: hands the graph recorded so far to the XLA compiler; elsewhere it does nothing.
 
     Raises:
         DeviceError: the compiler refused a graph or the device's memory did not suffice, for this step or one before.
@@ -249,7 +249,7 @@ def torch_xla_module(name: str = "") -> Any:
 
 def _check_asked(asked: str) -> str:
     if asked not in DEVICE_TYPES:
-        raise ValueError(f"NXD_DEVICE={asked!r} is not known; use one of {', '.join(sorted(DEVICE_TYPES))}")
+        raise ValueError(f"unknown NXD_DEVICE={asked!r}; use one of {', '.join(sorted(DEVICE_TYPES))}")
     if asked == "xla" and not has_torch_xla():
         raise RuntimeError("NXD_DEVICE=xla needs torch-xla; install torch_xla of the same version as torch")
     if asked == "neuron":
@@ -279,7 +279,7 @@ def _accelerator() -> str | None:
 
 
 def _load_torch_neuronx() -> None:
-    """Import torch-neuronx, which registers its device with torch; where it has not been done, and it is installed."""
+    """Import torch-neuronx, which registers its device with torch, if it is installed and not imported yet."""
     if _accelerator() is None and importlib.util.find_spec("torch_neuronx") is not None:
         importlib.import_module("torch_neuronx")
 

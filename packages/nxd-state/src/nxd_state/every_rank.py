@@ -16,9 +16,9 @@ class Attempt(Generic[T]):
     """The outcome of the same work on the ranks of a group.
 
     Attributes:
-        results: what it returned here; empty if it raised.
-        error: what it raised here.
-        failures: by rank of the job, the text of what it raised there; the same on every rank.
+        results: the result on this rank; empty if it raised.
+        error: the error on this rank.
+        failures: the texts of the errors, by global rank; the same on every rank.
     """
 
     results: tuple[T, ...]
@@ -51,7 +51,7 @@ def on_every_rank(doing: str, act: Callable[[], T], group: Group) -> T:
     """Call `act`; return its result here once it has returned on every rank of the group.
 
     Args:
-        doing: for the message, such as "writing /tmp/adapter".
+        doing: the activity, for the message, such as "writing /tmp/adapter".
         act: see `attempt_on_every_rank`.
         group: its ranks all call this.
 

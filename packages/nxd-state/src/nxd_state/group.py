@@ -28,7 +28,7 @@ class Group:
         replica_groups: the ranks of every group of this axis; one of them is `ranks`.
         process_group: the torch process group behind it; None where nobody else is in it.
         name: the process group's registered name, which compiled graphs refer to.
-        shared_memory: what carries CPU tensors where all its ranks are on one host; None where they are not.
+        shared_memory: the transport of CPU tensors if all its ranks are on one host; else None.
         crosses_stages: whether it has ranks of several pipeline stages, which compute different things.
     """
 
@@ -52,7 +52,7 @@ class Group:
         return len(self.ranks)
 
     def rank_tensor(self, like: Tensor) -> Tensor:
-        """`rank` as data, for computations whose graph is to be the same on every rank.
+        """`rank` as data, for computations whose graph must be the same on every rank.
 
         A Python number would be a constant of the graph, so each rank would record and compile a different one.
 

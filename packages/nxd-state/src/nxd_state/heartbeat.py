@@ -1,4 +1,4 @@
-"""Every second each rank tells the others what it is doing: one that is stopped later cannot be asked.
+"""Heartbeats: every second each rank tells the others what it is doing, since a stopped rank cannot be asked.
 
 A thread of its own looks at the main thread and sets one key of the job's store. So it costs the same however often a
 rank communicates, and works over every transport.
@@ -25,7 +25,7 @@ _step: int | None = None
 
 
 def report_step(step: int) -> None:
-    """Say that this rank begins a step of its training, for `last_heartbeat`. It costs nothing.
+    """Record that this rank begins a training step, for `last_heartbeat`. It costs nothing.
 
     Args:
         step: counted from 1.
@@ -46,7 +46,7 @@ def start_heartbeat(rank: int, store: dist.Store) -> None:
 
 
 def stop_heartbeat() -> None:
-    """End what `start_heartbeat` started."""
+    """Stop the heartbeat."""
     global _heartbeat, _step  # noqa: PLW0603
     if _heartbeat is not None:
         _heartbeat.end()
@@ -54,7 +54,7 @@ def stop_heartbeat() -> None:
 
 
 def last_heartbeat(rank: int, store: dist.Store) -> str | None:
-    """When a rank last told what it was doing, and what that was: step, collective, modules and line of code.
+    """The time and text of a rank's last heartbeat: step, collective, modules and line of code.
 
     None if it never did, as in its first second.
 
@@ -74,7 +74,7 @@ def is_collective(frame: FrameType) -> bool:
 
 
 def call_site(frames: Iterable[FrameType]) -> str | None:
-    """The innermost line of code that is not of this package, torch.distributed or threading."""
+    """The innermost line of code outside this package, torch.distributed and threading."""
     sites = [frame for frame in frames if not frame.f_code.co_filename.startswith(_NOT_CALL_SITES)]
     if not sites:
         return None

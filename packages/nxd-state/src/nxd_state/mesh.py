@@ -90,7 +90,7 @@ class Mesh:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether expert layers lie on the ranks in another way than dense ones."""
+        """Whether expert layers are laid out differently from dense ones."""
         return self.ep > 1 or self.etp != self.tp
 
     def size(self, *axes: str) -> int:
@@ -176,12 +176,12 @@ def _groups(mesh: Mesh, axes: tuple[str, ...]) -> RankGroups:
 
 
 def _stride(mesh: Mesh, view: tuple[str, ...], axis: str) -> int:
-    """How many positions lie between neighbours along an axis."""
+    """The number of positions between neighbours along an axis."""
     return math.prod(getattr(mesh, inner) for inner in view[view.index(axis) + 1 :])
 
 
 def _offsets(mesh: Mesh, view: tuple[str, ...], axes: tuple[str, ...]) -> list[int]:
-    """How far from the first position are those that differ from it only along these axes, in mesh order."""
+    """Offsets from the first position of those that differ from it only along these axes, in mesh order."""
     offsets = [0]
     for axis in view:
         if axis in axes:

@@ -1,4 +1,4 @@
-"""Getters of this rank's place in the mesh and of its process groups: those of the documents come first.
+"""Getters of this rank's place in the mesh and of its process groups; the documented ones come first.
 
 The others are what scripts for NeuronX Distributed import besides. They raise a RuntimeError without a mesh.
 """
@@ -122,7 +122,7 @@ def get_context_model_parallel_replica_groups() -> list[list[int]]:
 
 
 def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
-    """Who sends to whom in this rank's context-parallel ring: each rank to the next."""
+    """The (source, target) pairs of this rank's context-parallel ring: each rank sends to the next."""
     ranks = get_group("cp").ranks
     return [[source, target] for source, target in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
 
@@ -227,7 +227,7 @@ def create_pg_with_ranks(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """A process group of some stages of this rank's pipeline; None on the other stages. Called by these stages.
 
     Args:
-        ranks: of the stages, the same on all ranks.
+        ranks: indices of the stages, the same on all ranks.
 
     Raises:
         ValueError: there is no such stage.
@@ -235,14 +235,14 @@ def create_pg_with_ranks(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     pipeline = get_group("pp")
     wrong = [stage for stage in ranks if not 0 <= stage < pipeline.size]
     if wrong:
-        raise ValueError(f"ranks={list(ranks)}: there is no stage {wrong[0]}; use 0..{pipeline.size - 1}")
+        raise ValueError(f"ranks={list(ranks)}: stage {wrong[0]} does not exist; use 0..{pipeline.size - 1}")
     if pipeline.rank not in ranks:
         return None
     return _process_group(group_among([[group[stage] for stage in ranks] for group in pipeline.replica_groups]))
 
 
 def rmsg(msg: str) -> str:
-    """A message with this rank's place before it: `[rank_3_pp1_tp1_dp0_cp0] msg`; -1 along all axes without a mesh."""
+    """Prefix a message with this rank's place: `[rank_3_pp1_tp1_dp0_cp0] msg`; -1 along all axes without a mesh."""
     axes = ("pp", "tp", "dp", "cp")
     place = {axis: get_group(axis).rank if model_parallel_is_initialized() else -1 for axis in axes}
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
@@ -250,13 +250,13 @@ def rmsg(msg: str) -> str:
 
 
 def rmsg_ep(msg: str) -> str:
-    """A message with this rank's place before it, experts included: `[pp1|ep0|tp1|dp0] msg`."""
+    """Prefix a message with this rank's place, experts included: `[pp1|ep0|tp1|dp0] msg`."""
     place = "|".join(f"{axis}{get_group(axis).rank}" for axis in ("pp", "ep", "tp", "dp"))
     return f"[{place}] {msg}"
 
 
 def get_rank_info_str() -> str:
-    """This rank's place for names of files: `DP_0_TP_1_PP_1`."""
+    """This rank's place, for file names: `DP_0_TP_1_PP_1`."""
     if not model_parallel_is_initialized():
         return "model_parallel_uninitialized"
     return "_".join(f"{axis.upper()}_{get_group(axis).rank}" for axis in ("dp", "tp", "pp"))
@@ -285,5 +285,7 @@ def _replica_groups(*axes: str) -> list[list[int]]:
 
 def _process_group(group: Group) -> dist.ProcessGroup:
     if group.process_group is None:
-        raise RuntimeError(f"{group} has no process group behind it: nobody else is in it")
+        raise RuntimeError(
+            f"{group} has no process group because this rank is its only member; check group.size > 1 first"
+        )
     return group.process_group

@@ -59,7 +59,7 @@ def neuron_settings(
     """The variables to add to the environment of a rank; sets nothing.
 
     Args:
-        environment: as the launcher made it: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`.
+        environment: the launcher's variables `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`.
         model_type: the compiler's `--model-type`; None leaves it out.
         compile_cache: folder or `s3://` URL in which compiled graphs are kept; Neuron's default if None.
         async_requests: graphs that may be under way at once (`NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS`); left to
@@ -89,7 +89,7 @@ def neuron_settings(
 
 
 def compiler_flags(given: str, *, model_type: str | None = None, compile_cache: str | None = None) -> str:
-    """`NEURON_CC_FLAGS` with what is not in it yet added at its end.
+    """`NEURON_CC_FLAGS` with the missing flags appended.
 
     Args:
         given: the flags that a user has set, which stay as they are.
@@ -155,16 +155,16 @@ def visible_cores(text: str) -> tuple[int, ...]:
     """The NeuronCores of `NEURON_RT_VISIBLE_CORES`, such as "0-3,8".
 
     Raises:
-        ValueError: it is not of that form, or has a core twice.
+        ValueError: the text is not of that form, or lists a core twice.
     """
     cores: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) < int(first):
-            raise ValueError(f"NEURON_RT_VISIBLE_CORES={text} is not a list of cores and ranges, as 0-3,8")
+            raise ValueError(f"NEURON_RT_VISIBLE_CORES={text} is not a list of cores and ranges; write it like 0-3,8")
         cores += range(int(first), int(last or first) + 1)
     if len(set(cores)) < len(cores):
-        raise ValueError(f"NEURON_RT_VISIBLE_CORES={text} has a core twice")
+        raise ValueError(f"NEURON_RT_VISIBLE_CORES={text} lists a core twice; list each core once")
     return tuple(cores)
 
 
@@ -194,7 +194,7 @@ def _wrong_cores(environment: Mapping[str, str]) -> list[str]:
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{name}={text} must be a whole number above 0, as torchrun sets it")
+        raise ValueError(f"{name}={text} must be an integer above 0; start the ranks with torchrun, which sets it")
     return int(text)
 
 

@@ -33,11 +33,11 @@ _GET_NAMES = (
 
 
 class DeviceError(RuntimeError):
-    """The device's compiler refused a graph, or its memory did not suffice. The cause is the original error."""
+    """The device's compiler refused a graph, or the device ran out of memory. The cause is the original error."""
 
 
 class RecordedGraphs(Protocol):
-    """The graphs that were handed to the device before an error."""
+    """The graphs submitted to the device before an error."""
 
     def place_of(self, instruction: str) -> str | None:
         """Module and source line of an instruction of that name; None if no graph has it."""
@@ -50,14 +50,14 @@ _recorded: RecordedGraphs | None = None
 
 
 def explain_by(recorded: RecordedGraphs) -> None:
-    """From now on, explain errors of devices by these graphs."""
+    """Use these graphs to explain device errors from now on."""
     global _recorded  # noqa: PLW0603 - one process, one device
     _recorded = recorded
 
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turn errors of the device's compiler and memory into `DeviceError`, which says where they are from."""
+    """Turn errors of the device's compiler and memory into `DeviceError`, which names the module."""
     try:
         yield
     except RuntimeError as error:
@@ -68,10 +68,10 @@ def device_errors() -> Iterator[None]:
 
 
 def explain_device_error(message: str, recorded: RecordedGraphs | None = None) -> str | None:
-    """An explanation: the error, its place in the model, and advice; None if the message is of another kind.
+    """An explanation: the error, its place in the model, and advice; None for other messages.
 
     Args:
-        message: of the compiler or the runtime.
+        message: the message of the compiler or the runtime.
         recorded: graphs from before it; they run while the program continues, so it need not be the last.
     """
     out_of_memory = _OUT_OF_MEMORY.search(message) is not None

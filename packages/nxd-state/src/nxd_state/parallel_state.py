@@ -65,7 +65,7 @@ class _ParallelState:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the caller has ended torch.distributed since, and our groups with it."""
+        """Whether the caller has destroyed torch.distributed, and our groups with it."""
         return self.world is not None and dist.group.WORLD is not self.world
 
 
@@ -175,7 +175,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def ranks_run() -> bool:
-    """Whether the ranks of a mesh could be sent anything: not inside `planned_world`."""
+    """Whether the ranks of the mesh run: not inside `planned_world`."""
     return _planned is None
 
 
@@ -225,13 +225,13 @@ def _end(state: _ParallelState) -> None:
 
 @contextmanager
 def planned_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, `initialize_model_parallel` lays out ranks that do not run, of which this process acts as one.
+    """Context in which `initialize_model_parallel` lays out ranks that do not run; this process acts as one of them.
 
     Layers are made with that rank's shapes and shard metadata. Nothing can be sent, so a model cannot be called. The
     mesh ends with the block.
 
     Args:
-        world_size: of the job that is planned.
+        world_size: number of ranks of the planned job.
         rank: to act as.
 
     Raises:
@@ -257,7 +257,7 @@ def get_mesh() -> Mesh:
 
 
 def splits_experts() -> bool:
-    """Whether expert layers lie on the ranks in another way than dense ones; False where no mesh is initialised."""
+    """Whether expert layers lie on the ranks in another way than dense ones; False without an initialised mesh."""
     return model_parallel_is_initialized() and get_mesh().splits_experts
 
 
@@ -279,7 +279,7 @@ def get_group(*axes: str) -> Group:
 
 
 def active_group(*axes: str) -> Group:
-    """`get_group(*axes)`, or a group of one where no mesh is initialised: layers then act as ordinary ones."""
+    """`get_group(*axes)`, or a group of one without an initialised mesh: layers then act as ordinary ones."""
     return get_group(*axes) if model_parallel_is_initialized() else Group.solo("+".join(axes))
 
 
@@ -311,7 +311,7 @@ def subgroup(axis: str, size: int) -> Group:
 
 
 def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
-    """This rank's group among given ones, in which each rank is once at most; the same object at each call.
+    """This rank's group among given ones, each rank in at most one of them; the same object at each call.
 
     The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
 
@@ -328,7 +328,10 @@ def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
         if group.replica_groups == wanted:
             return group
     if not any(state.rank in ranks for ranks in wanted):
-        raise ValueError(f"rank {state.rank} is in none of the groups {list(map(list, wanted))}; leave it out there")
+        raise ValueError(
+            f"rank {state.rank} is in none of the groups {list(map(list, wanted))}; "
+            "do not call this on ranks outside them"
+        )
     made = state.subgroups[wanted] = _make_group_of_members(state, "given", wanted)
     return made
 
@@ -341,8 +344,8 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
     """
     if not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(
-            f"process_group={process_group!r} is a {type(process_group).__name__}, no process group that this rank is "
-            "in; give one of torch.distributed.new_group or of get_tensor_model_parallel_group()"
+            f"process_group={process_group!r} is a {type(process_group).__name__}, not a process group of this rank; "
+            "pass one from torch.distributed.new_group or get_tensor_model_parallel_group()"
         )
     state = _state
     known = (*state.groups.values(), *state.subgroups.values()) if state is not None else ()
@@ -441,7 +444,7 @@ def _process_group_of_axis(axis: str) -> dist.ProcessGroup | None:
 
 
 def _planned_groups(mesh: Mesh, rank: int) -> dict[str, Group]:
-    """The groups of a rank that does not run."""
+    """The groups of a planned rank."""
     partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES} | {"embedding": mesh.embedding_groups()}
     groups = {}
     for axis, replica_groups in partitions.items():

@@ -1,4 +1,4 @@
-"""Folders of this user alone, for files that are run when they are read, such as compiled code.
+"""Folders that only this user can write, for files that are executed, such as compiled code.
 
 A name in a shared place that others can guess is theirs to take first: whatever they put there would run as this user.
 """
@@ -15,7 +15,7 @@ _NAMED_BY_VARIABLES = (_COMPILED, "TRITON_CACHE_DIR")
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder for this user alone, or check that the one that is there is.
+    """Create a folder that only this user can write, or check that an existing one is.
 
     Returns:
         The folder, as an absolute path without links.
@@ -41,7 +41,7 @@ def private_folder(path: Path) -> Path:
 
 
 def keep_compiled_code_private() -> None:
-    """Have torch's compiler keep what it compiles in a folder of this user; call it before anything is compiled.
+    """Make torch's compiler keep compiled code in a private folder; call it before anything is compiled.
 
     A folder that a variable names is checked and used. Otherwise it is one in the user's cache folder; where that is
     not possible, one that is removed when this process ends. It becomes `TORCHINDUCTOR_CACHE_DIR` of this process.

@@ -25,7 +25,7 @@ _launcher_stores: dict[tuple[str | None, ...], dist.Store] = {}
 
 def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None, store: dist.Store | None) -> None:
     """Start torch.distributed on this process's device: a world of one by itself, else over the store, or over the
-    launcher's if there is none."""
+    launcher's if `store` is None."""
     backend = backend_of_device()
     set_current_device()
     # A world of one needs no rendezvous, hence no free port and no launcher.
@@ -70,7 +70,7 @@ def launcher_store() -> dist.Store | None:
 
 
 def job_store() -> dist.Store:
-    """The launcher's store; where there is none, the one that torch.distributed was started with."""
+    """The launcher's store; without a launcher, the store that torch.distributed was started with."""
     return launcher_store() or distributed_c10d._get_default_store()
 
 
@@ -102,7 +102,7 @@ def new_process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist
 
 
 def new_process_group_of_members(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup:
-    """A process group that only its members make, each as often as the others: the rest of the world does not know.
+    """Create a process group on its members only; each must call this equally often.
 
     So its name cannot be a count of the world's groups. It is made of the ranks, and of how often they made one.
     """

@@ -1,4 +1,4 @@
-"""What a rank shows when it cannot continue: its own failure in full, the failure of another rank in one line.
+"""The report of a rank that cannot continue: its own failure in full, the failure of another rank in one line.
 
 A disk that is full or gone is one line as well: no line of the program is wrong.
 
@@ -125,7 +125,7 @@ def _report_uncaught(rank: int, kind: type[BaseException], error: BaseException,
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what it was raised from, or while handling, outermost first."""
+    """The exception and its causes and contexts, outermost first."""
     link: BaseException | None = error
     seen: set[int] = set()  # an exception that is kept and raised again can be its own cause
     while link is not None and id(link) not in seen:
@@ -147,7 +147,7 @@ def _is_forward(frame: FrameType) -> bool:
 
 
 def _name_silent_ranks(rank: int) -> None:
-    """After a timeout: the first rank that hears of it names those that do not, and what these said last."""
+    """After a timeout, the first rank to notice names the silent ranks and their last heartbeats."""
     lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(dist.get_world_size())}
     _await(*lines.values())
     with suppress(*_STORE_HAS_ENDED):

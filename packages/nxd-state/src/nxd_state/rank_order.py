@@ -69,5 +69,5 @@ def rank_order(order: str, world_size: int, tp: int) -> list[int]:
         ValueError: an unknown order, or one that the sizes do not allow.
     """
     if order not in RANK_ORDERS:
-        raise ValueError(f"order={order!r} is not known; use one of {', '.join(sorted(RANK_ORDERS))}")
+        raise ValueError(f"unknown order={order!r}; use one of {', '.join(sorted(RANK_ORDERS))}")
     return RANK_ORDERS[order](world_size, tp)

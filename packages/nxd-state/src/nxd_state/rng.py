@@ -1,4 +1,4 @@
-"""Random numbers under model parallelism: one stream that all tensor-parallel ranks share, one of each rank's own.
+"""Random numbers under model parallelism: one stream shared by all tensor-parallel ranks, one of each rank's own.
 
 The default generator is the shared stream: dropout on activations that every tensor-parallel rank holds must drop
 the same elements everywhere. Inside `rng_stream("tp")` each tensor-parallel rank draws from a stream of its own, for
@@ -50,7 +50,7 @@ def seed_model_parallel(seed: int) -> None:
 
 @contextmanager
 def rng_stream(name: str) -> Iterator[None]:
-    """Draw from another stream inside the `with` block, where it left off the last time.
+    """Draw from another stream inside the `with` block, from where it left off.
 
     Raises:
         RuntimeError: `seed_model_parallel` has not been called since the mesh was made.
@@ -74,7 +74,7 @@ def rng_stream(name: str) -> Iterator[None]:
 
 @contextmanager
 def one_random_state() -> Iterator[None]:
-    """Inside, all ranks draw the same numbers, however they were seeded, so that models start alike. On all ranks.
+    """Context in which all ranks draw the same numbers, however seeded, so that models start alike. Call on all ranks.
 
     Ranks that were seeded alike go on as they are. Otherwise all draw as rank 0 would have, and afterwards replicas
     have their own streams again; the ranks of a replica, which need one stream, are given one if they had several.
@@ -137,7 +137,7 @@ def set_rng_state(state: dict[str, dict[str, Tensor]]) -> None:
 
 
 def _current_streams() -> dict[str, dict[str, Tensor]]:
-    """None of them if they are for another mesh than the current one."""
+    """The streams; none if they belong to another mesh than the current one."""
     mesh = get_mesh() if model_parallel_is_initialized() else None
     if _streams.mesh is not mesh:
         _streams.mesh, _streams.states = mesh, {}

@@ -51,7 +51,7 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
 
 
 def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[Claim]:
-    """What data- and context-parallel ranks, or those of a group, hold alike."""
+    """Claims of data- and context-parallel ranks, or of those of a group."""
     replicas = group or active_group("dp", "cp")
     for index, tensor in enumerate(tensors):
         if not has_values(tensor):

@@ -34,7 +34,7 @@ _CHUNK_BYTES = 2**24
 
 @dataclass(frozen=True)
 class Claim:
-    """Some ranks hold the same values.
+    """A claim that some ranks hold the same values.
 
     Attributes:
         held_by: the axis, and the first rank of those ranks.
@@ -51,7 +51,7 @@ Details = dict[str, tuple[str, int, tuple[int, ...], int]]  # by claim: axis, pa
 
 
 def claims_of_split(tensors: Sequence[Tensor], split: Group, *, splits_experts: bool) -> Iterator[Claim]:
-    """What tensor-parallel ranks hold alike: whole parameters, and copies of shards; not of experts that are split."""
+    """Claims of tensor-parallel ranks: whole parameters, and copies of shards; without experts that are split."""
     held_by = (split.axis, split.ranks[0])
     for index, tensor in enumerate(tensors):
         if split.size == 1 or not has_values(tensor) or (splits_experts and is_of_experts(tensor)):
@@ -65,22 +65,22 @@ def claims_of_split(tensors: Sequence[Tensor], split: Group, *, splits_experts: 
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there are bits to compare."""
+    """Whether the tensor has values to compare."""
     return not (tensor.is_meta or is_traceable_wrapper_subclass(tensor))
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether ranks hold parts of it."""
+    """Whether ranks hold parts of the tensor."""
     return get_shard_spec(tensor) is not None or bool(getattr(tensor, "tensor_model_parallel", False))
 
 
 def is_of_experts(tensor: Tensor) -> bool:
-    """Whether it is a weight of experts that may be split over ranks."""
+    """Whether the tensor is a weight of experts, which may be split over ranks."""
     return bool(getattr(tensor, "expert_model_parallel", False))
 
 
 def fingerprints_of(tensors: Sequence[Tensor], claims: Iterable[Claim]) -> list[tuple[Claim, int]]:
-    """What this rank has of each claim, as a number."""
+    """A number for this rank's values of each claim."""
     return [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in claims]
 
 
@@ -94,13 +94,13 @@ def summary_of(fingerprints: Iterable[tuple[Claim, int]]) -> dict[str, str]:
 
 
 def agree(summaries: Iterable[Mapping[str, str]]) -> bool:
-    """Whether summaries that name the same have the same."""
+    """Whether the summaries have equal hashes under equal names."""
     first: dict[str, str] = {}
     return all(first.setdefault(key, value) == value for summary in summaries for key, value in summary.items())
 
 
 def details_of(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[Claim, int]]) -> Details:
-    """What names the first parameter that differs."""
+    """The details from which `check_details` finds the first parameter that differs."""
     return {
         f"{claim.held_by}{claim.what}": (claim.held_by[0], claim.what[0], tuple(tensors[claim.what[0]].shape), value)
         for claim, value in fingerprints
@@ -108,7 +108,7 @@ def details_of(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[Claim, in
 
 
 def details_from(fields: Any) -> Details:
-    """Those that JSON has brought."""
+    """Details parsed from JSON."""
     return {
         claim: (str(axis), int(index), tuple(shape), int(value))
         for claim, (axis, index, shape, value) in fields.items()
@@ -116,7 +116,7 @@ def details_from(fields: Any) -> Details:
 
 
 def check_details(ranks: Group, details: Sequence[Details]) -> None:
-    """Raise the same error on every rank of a group unless they claim the same."""
+    """Raise the same error on every rank of a group unless their fingerprints are equal."""
     held: dict[str, tuple[int, int]] = {}
     for rank, claims in zip(ranks.ranks, details, strict=True):
         for claim, (axis, index, shape, value) in claims.items():
@@ -127,7 +127,7 @@ def check_details(ranks: Group, details: Sequence[Details]) -> None:
 
 @torch.no_grad()
 def _fingerprint(tensor: Tensor, box: Box | None) -> int:
-    """A number of 64 bits that depends on each bit of the values; the same on every device."""
+    """A 64-bit number that depends on each bit of the values; the same on every device."""
     values = tensor.detach() if box is None else tensor.detach()[box.slices]
     data = values.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros(_WORDS, dtype=torch.int64)
@@ -215,5 +215,5 @@ class _FirstSteps:
 
 
 def _changes_weights(optimizer: Optimizer) -> bool:
-    """Whether its step does; those at a rate of zero begin a warm-up, or make states that a checkpoint is to fill."""
+    """Whether its step changes weights; at a rate of zero (a warm-up, or making states to load) it does not."""
     return any(group.get("lr", 1) != 0 for group in optimizer.param_groups)

@@ -70,7 +70,7 @@ class ShardPiece:
         logical_shape: shape of the whole logical tensor.
         name: "" where the logical tensor has the parameter's own name; otherwise its name relative to the parent
             of the module that owns the parameter, such as "q_proj.weight" for a fused `attention.qkv_proj`.
-        copies: how many ranks of the axis hold this same box; "ep" counts those of "etp" as well.
+        copies: number of ranks of the axis that hold this same box; "ep" counts those of "etp" as well.
     """
 
     local: Box
@@ -102,7 +102,7 @@ class ShardSpec:
 
     @property
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the logical tensors by `ShardPiece.name`; those of which this rank holds nothing are missing."""
+        """Shapes of the logical tensors of which this rank holds a part, by `ShardPiece.name`."""
         return {piece.name: piece.logical_shape for piece in self.pieces}
 
     @classmethod
@@ -140,7 +140,7 @@ class ShardSpec:
     def __post_init__(self) -> None:
         for piece in self.pieces:
             if piece.local.shape != piece.logical.shape:
-                raise ValueError(f"{piece}: local and logical box must have one shape")
+                raise ValueError(f"{piece}: the local and the logical box must have the same shape")
             if not piece.local.fits(self.local_shape) or not piece.logical.fits(piece.logical_shape):
                 raise ValueError(f"{piece} does not fit local shape {self.local_shape}, logical {piece.logical_shape}")
         for index, piece in enumerate(self.pieces):
@@ -191,7 +191,7 @@ def shard_along(
     if odd:
         raise ValueError(
             f"dim {dim} of shape {tuple(logical_shape)} cannot be {stride} fused matrices of equal length; "
-            f"give it a length that {stride} divides"
+            f"use a length that {stride} divides"
         )
     if length % (size * stride):
         parts = f"{size} shards" if stride == 1 else f"{size} shards of {stride} fused matrices"
@@ -221,7 +221,7 @@ def fuse_along(specs: Sequence[ShardSpec], dim: int) -> ShardSpec:
         ValueError: there are no specs, or they differ in axis or in a local length other than that of `dim`.
     """
     if not specs:
-        raise ValueError("no specs to fuse; give at least one")
+        raise ValueError("no specs to fuse; pass at least one")
     dim = checked_dim(dim, specs[0].local_shape)
     start, pieces = 0, []
     for spec in specs:
@@ -330,7 +330,8 @@ def _check_cover(name: str, pieces: Sequence[ShardPiece]) -> None:
         element = tuple(cuts[index] for cuts, index in zip(edges, cell, strict=True))
         raise ValueError(
             f"element {element} of logical tensor {name!r} {shape} is held by {int(holders[cell])} ranks, "
-            f"but its spec says {int(promised[cell])}; give each rank its own part, and say how many copies there are"
+            f"but its spec says {int(promised[cell])}; give each rank its own part, and set "
+            "copies to the number of ranks that hold it"
         )
 
 

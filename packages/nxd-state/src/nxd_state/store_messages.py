@@ -1,4 +1,4 @@
-"""What ranks tell one another through the job's key-value store: data, which is checked before it is used or shown.
+"""Messages between ranks through the job's key-value store: data, which is checked before it is used or shown.
 
 Over several hosts the store is torch's own, which answers whoever reaches its port.
 """
@@ -17,21 +17,21 @@ class PeerError(RuntimeError):
 
 
 def printable(text: str) -> str:
-    """A text in which whatever would steer a terminal is escaped; line breaks and tabs stay."""
+    """Escape a text's control characters, except line breaks and tabs."""
     return "".join(it if it.isprintable() or it in "\n\t" else repr(it)[1:-1] for it in text)
 
 
 def read_message(key: str, data: bytes, parse: Callable[[Any], T]) -> T:
-    """What a rank has written into the store as JSON.
+    """Parse a value that a rank has written into the store as JSON.
 
     Args:
-        key: under which it was found.
-        data: what was found.
-        parse: makes it of plain values; raises ValueError, TypeError, KeyError, IndexError or AttributeError where
-            these are not as they should be.
+        key: the key of the value.
+        data: the value found.
+        parse: builds the message from plain values; raises ValueError, TypeError, KeyError, IndexError or
+            AttributeError if they are invalid.
 
     Raises:
-        PeerError: it is no such message.
+        PeerError: the value is not such a message.
     """
     try:
         return parse(json.loads(data))

@@ -45,10 +45,10 @@ class StoreServer:
         listener: a listening socket on the loopback interface, which the server takes over.
 
     Attributes:
-        port: where it listens.
+        port: the port that it listens on.
 
     Raises:
-        ValueError: other machines could reach the listener, whose users nobody here can tell.
+        ValueError: other machines, whose users cannot be checked, could reach the listener.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -79,7 +79,7 @@ class StoreServer:
             self._set(b"/" + key.encode(), value.encode())  # a prefix that torch's clients put before all keys
 
     def close(self) -> None:
-        """End all connections, and listen no more."""
+        """Close all connections and stop listening."""
         with self._lock:
             self._is_closed = True
             for connection in (self._listener, *self._connections):
@@ -107,7 +107,7 @@ class StoreServer:
             threading.Thread(target=self._serve, args=(connection,), name="nxd_state store", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer one client, request by request, until it ends the connection or sends what is no request."""
+        """Answer one client's requests until it closes the connection or sends an invalid request."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError, EOFError, ValueError), connection, connection.makefile("rb") as stream:
             arguments = _Arguments(stream)
@@ -144,7 +144,7 @@ class StoreServer:
         self._wake(key)
 
     def _wake(self, key: bytes) -> None:
-        """Answer those that wait for a key that is there now, and for no other any more."""
+        """Answer the clients all of whose awaited keys are now set."""
         for connection, keys in list(self._awaited.items()):
             if key in keys and self._has(keys):
                 del self._awaited[connection]
@@ -256,7 +256,7 @@ _ANSWERS: dict[int, Callable[[StoreServer, "_Arguments"], bytes]] = {
 
 
 class _Arguments:
-    """What follows in a client's stream; EOFError where it ends, ValueError where it cannot be."""
+    """Parses arguments from a client's stream; raises EOFError at its end, ValueError for invalid ones."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -272,7 +272,7 @@ class _Arguments:
 
     def magic(self) -> None:
         if int.from_bytes(self.exactly(4), sys.byteorder) != _MAGIC:
-            raise ValueError("this is no client of a store")
+            raise ValueError("the client does not speak the protocol of torch's store")
 
     def number(self) -> int:
         return int.from_bytes(self.exactly(8), sys.byteorder, signed=True)
@@ -280,7 +280,7 @@ class _Arguments:
     def count(self, most: int = _MOST_KEYS) -> int:
         count = self.number()
         if not 0 <= count <= most:
-            raise ValueError(f"{count} is more than {most}")
+            raise ValueError(f"a client sent a count of {count}; expected 0..{most}")
         return count
 
     def key(self) -> bytes:
@@ -304,7 +304,7 @@ def _bytes(value: bytes) -> bytes:
 def _is_of_this_user(connection: socket.socket) -> bool:
     """Whether a process of this user holds the other end of a connection within this machine.
 
-    False also where it has let go of it already: the kernel then says that it is root's.
+    False also if the process has closed it already: the kernel then reports root as the owner.
     """
     if sys.platform != "linux":
         return True
@@ -340,7 +340,7 @@ def start_store_process(listener: socket.socket) -> "subprocess.Popen[bytes]":
     torch's does, would keep the server from giving it.
 
     Args:
-        listener: as for a `StoreServer`; closed here.
+        listener: the listening socket, see `StoreServer`; closed here.
 
     Returns:
         A process that ends when this one has ended, for whatever reason, or its `stdin` is closed.

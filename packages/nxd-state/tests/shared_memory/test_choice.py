@@ -48,7 +48,9 @@ def test_memory_is_shared_unless_switched_off(switch, is_shared):
 
 def test_switch_of_another_value_raises_and_says_which_there_are():
     def job():
-        with pytest.raises(ValueError, match=r"NXD_SHM='off' is not known; use 1 or 0"):
+        with pytest.raises(
+            ValueError, match=r"unknown NXD_SHM='off'; use 1 to let ranks of one host share memory, or 0"
+        ):
             nxd_state.initialize_model_parallel(2)
 
     run_on_ranks(job, 2, env={"NXD_SHM": "off"})

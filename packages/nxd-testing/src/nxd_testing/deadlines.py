@@ -1,10 +1,10 @@
-"""Deadlines of tests: given for an idle machine of today, and scaled to the one that the tests run on."""
+"""Deadlines of tests: given for an idle current machine, and scaled to the machine that runs the tests."""
 
 import os
 
 
 def deadline(seconds: float) -> float:
-    """`seconds` times the environment variable NXD_TESTING_SLOWNESS, which is 1 where it is not set.
+    """`seconds` times the environment variable NXD_TESTING_SLOWNESS, by default 1.
 
     A session that measures its machine sets it; all timeouts of `nxd_testing` are scaled by it.
     """

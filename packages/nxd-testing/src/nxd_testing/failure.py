@@ -42,7 +42,7 @@ class FailedRank:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this rank only failed because another one was gone."""
+        """Whether this rank failed only because another one had failed."""
         return self.stopped or any(phrase in self.summary for phrase in _PEER_IS_GONE)
 
 
@@ -52,7 +52,7 @@ class RankFailure(RuntimeError):
     Attributes:
         failures: the failed ranks, root cause first: the earliest failure, then the later ones, then the
             ranks that only failed because a peer was gone.
-        outputs: what each rank that printed wrote to stdout and stderr.
+        outputs: stdout and stderr of each rank that printed.
     """
 
     failures: dict[int, FailedRank]

@@ -25,7 +25,7 @@ class JobRun:
 
     Attributes:
         results: the pickled result of each rank whose function returned.
-        failures: how each failed rank failed.
+        failures: the failure of each failed rank.
         dead: the ranks whose process is gone and must be replaced.
     """
 
@@ -38,7 +38,7 @@ class JobRun:
         self.dead: set[int] = set()
 
     def collect(self) -> None:
-        """Waits until every rank has returned, raised, died or had its time."""
+        """Waits until every rank has returned, raised, died or timed out."""
         end = time.monotonic() + self._timeout
         waiting = dict(self._workers)
         while waiting and (remaining := end - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Whole tensors out of what the ranks of a test return, so that a layout can be compared with one process."""
+"""Assembles whole tensors from the parts that ranks of a test return, to compare a layout with one process."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def logical_pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]]) -> list[Lo
     """This rank's pieces of some tensors (weights, gradients, ...), each split as its parameter is.
 
     Args:
-        named: name, parameter, and the tensor of the parameter's shape.
+        named: name, parameter, and a tensor of the parameter's shape.
     """
     pieces = []
     for name, parameter, tensor in named:
@@ -36,14 +36,14 @@ def logical_pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]]) -> list[Lo
 
 
 def assemble_logical(pieces_by_rank: Sequence[Sequence[LogicalPiece]], *, rtol: float = 1e-12) -> dict[str, Tensor]:
-    """The whole tensors by name.
+    """Assemble the whole tensors by name.
 
     Args:
-        pieces_by_rank: what `logical_pieces` gave on each rank.
-        rtol: how far ranks that hold the same box may differ.
+        pieces_by_rank: the result of `logical_pieces` on each rank.
+        rtol: the relative tolerance between ranks that hold the same box.
 
     Raises:
-        AssertionError: an element that no rank holds, or that ranks disagree about.
+        AssertionError: no rank holds some element, or ranks disagree about its value.
     """
     wholes: dict[str, Tensor] = {}
     held: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ RELEASE = "release"
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's share of a job, with everything of the parent's state that it is to see."""
+    """One rank's share of a job, with the parent's state that it needs."""
 
     number: int
     rank: int
@@ -48,7 +48,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class TornDown:
-    """The process groups are gone; `error` is the traceback if taking them down raised."""
+    """The process groups are destroyed; `error` is the traceback if destroying them raised."""
 
     error: str | None
 

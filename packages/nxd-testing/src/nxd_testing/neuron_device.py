@@ -92,12 +92,12 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def is_on_device(value: object) -> bool:
-    """Whether it is a tensor of the device."""
+    """Whether the value is a tensor on the device."""
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A tensor of the CPU in the memory of one of the device."""
+    """A CPU tensor that shares the memory of a device tensor."""
     memory = tensor.untyped_storage().memory  # type: ignore[attr-defined]
     host = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return host.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -129,7 +129,7 @@ def _set_storage(tensor: Tensor, storage: torch.UntypedStorage, like: Tensor) ->
 
 
 def _run_on_host(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Any operation that has no kernel below, and is not made of others."""
+    """Run an operation that has no kernel below and is not composed of others."""
     _check_operation(operation, tree_leaves((args, kwargs)))
     originals: dict[int, tuple[Tensor, Tensor]] = {}  # by the host's tensor's id, which holds while that is here
     storages: dict[int, torch.UntypedStorage] = {}
@@ -213,7 +213,7 @@ def _register_autocast(name: str, dtype: Callable[[], torch.dtype]) -> None:
 
 @contextmanager
 def _generator_of_device() -> Iterator[None]:
-    """Random numbers come from the device's generator, and leave the CPU's alone."""
+    """Draw random numbers from the device's generator, and leave the CPU's unchanged."""
     host = torch.get_rng_state()
     torch.set_rng_state(_generator.get_state())
     try:
@@ -250,7 +250,7 @@ class _DeviceModule:
         return 0
 
     def synchronize(self, device: object = None) -> None:
-        """Nothing is under way."""
+        """Do nothing: operations run synchronously."""
 
     def manual_seed_all(self, seed: int) -> None:
         _generator.manual_seed(seed)

@@ -36,7 +36,7 @@ def run_on_neuron(fn: Callable[..., T], world_size: int, *args: Any, timeout: fl
 
 @functools.cache
 def _pool_of_neuron() -> RankPool:
-    """Processes of their own, since a process has one accelerator for good."""
+    """A pool with its own processes, since a process cannot change its accelerator."""
     pool = RankPool()
     atexit.register(pool.shutdown)
     return pool
@@ -127,7 +127,7 @@ class NeuronProcessGroup(dist.ProcessGroup):
         self._name = ""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Its backend's name, as `torch.distributed` gives it."""
+        """The name of the backend in `torch.distributed`."""
         return NAME
 
     def _set_group_name(self, name: str) -> None:
@@ -135,7 +135,7 @@ class NeuronProcessGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        """Under which compiled graphs know it."""
+        """The name of the group in compiled graphs."""
         return self._name
 
     def _get_backend(self, device: torch.device) -> Any:

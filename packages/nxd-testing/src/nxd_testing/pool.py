@@ -170,7 +170,7 @@ class RankPool:
                 send(worker.connection, job)
 
     def _environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """What torchrun sets."""
+        """The variables that torchrun sets."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

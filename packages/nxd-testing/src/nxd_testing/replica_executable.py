@@ -18,7 +18,7 @@ class ReplicaExecutable:
 
     Args:
         proto: a serialised `HloModuleProto`, such as torch-xla gives.
-        num_replicas: how many run it at once; those of its replica groups.
+        num_replicas: number of replicas that run it at once, those of its replica groups.
 
     Raises:
         RuntimeError: jaxlib is not installed, or the compiler does not take the graph.
@@ -74,7 +74,9 @@ def _jaxlib(module: str) -> Any:
     try:
         return importlib.import_module(f"jaxlib.{module}")
     except ImportError as error:
-        raise RuntimeError("to run a graph on replicas jaxlib is needed; install it") from error
+        raise RuntimeError(
+            "running a graph on replicas needs jaxlib, which is not installed; install jaxlib"
+        ) from error
 
 
 def _device_list(devices: Sequence[Any]) -> Any:

@@ -32,7 +32,7 @@ class _Announcement:
 
 
 class Meetings:
-    """Those of one rank in one job."""
+    """The meetings of one rank in one job."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = dist.PrefixStore("meetings", store)
@@ -60,14 +60,14 @@ class Meetings:
         return names[ranks[0]]
 
     def gather(self, name: str, ranks: tuple[int, ...], value: Any) -> list[Any] | None:
-        """The values of all ranks, on the first of them."""
+        """Gather the values of all ranks on the first of them."""
         if self._rank != ranks[0]:
             self._put(f"{name}/input/{self._rank}", value)
             return None
         return [value, *(self._take(f"{name}/input/{rank}") for rank in ranks[1:])]
 
     def scatter(self, name: str, ranks: tuple[int, ...], values: list[Any] | None) -> Any:
-        """To each rank its value, from the first of them."""
+        """Send each rank its value from the first of them."""
         if values is None:
             return self._take(f"{name}/result/{self._rank}")
         for rank, value in zip(ranks[1:], values[1:], strict=True):
@@ -75,7 +75,7 @@ class Meetings:
         return values[0]
 
     def end(self) -> None:
-        """Tell those who wait for this rank, now or later, that it does not come any more."""
+        """Tell the ranks that wait for this one, now or later, that it has ended."""
         self._announce(_Announcement(()))
 
     def _announce(self, announcement: _Announcement) -> str:

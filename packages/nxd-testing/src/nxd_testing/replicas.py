@@ -51,7 +51,7 @@ XLA_ON_THE_CPU = {"NXD_DEVICE": "xla", "PJRT_DEVICE": "CPU"}
 
 @functools.cache
 def _pool_of_replicas() -> RankPool:
-    """Processes of their own: torch's autograd knows no device that came after its first backward."""
+    """A pool with its own processes: torch's autograd ignores devices registered after its first backward."""
     pool = RankPool()
     atexit.register(pool.shutdown)
     return pool
@@ -84,7 +84,7 @@ _job = _Job()
 
 
 def executed_graphs() -> list[ExecutedGraph]:
-    """Those of the job under way so far, in order."""
+    """The graphs that the current job has run so far, in order."""
     return list(_job.executed)
 
 
@@ -111,7 +111,7 @@ def _boundaries_on_replicas() -> Iterator[None]:
 
 
 def _run_pending_graph() -> None:
-    """In place of `torch_xla.sync`."""
+    """Replaces `torch_xla.sync`."""
     graph = pending_graph()
     if graph is None:
         return
@@ -124,7 +124,7 @@ def _run_pending_graph() -> None:
 
 
 def _execute(graph: PendingGraph, ranks: tuple[int, ...]) -> list[Tensor]:
-    """What the graph gives on this rank; the first of the ranks runs it for all."""
+    """The graph's results on this rank; the first of the ranks runs it for all."""
     assert _job.meetings is not None
     if len(ranks) == 1:
         return _compiled(graph, 1).run([graph.inputs])[0]

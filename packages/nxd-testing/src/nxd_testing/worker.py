@@ -35,7 +35,7 @@ def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
     Args:
         connection_fd: the socket to the pool.
         stacks_fd: a file for the Python stacks of all threads, written when a signal ends this process.
-        store_port: where the pool's store is served.
+        store_port: the port of the pool's store.
     """
     _die_with_the_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -95,7 +95,7 @@ def _run(job: Job, store_port: int) -> Success | Raised:
 
 
 def _enter(job: Job) -> None:
-    """Gives every job the same start, whatever the one before it left behind."""
+    """Resets the state of the process, so that every job starts alike."""
     os.chdir(job.working_directory)
     sys.path[:] = job.import_path
     os.environ.update(job.env)

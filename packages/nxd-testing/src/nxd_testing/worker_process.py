@@ -81,8 +81,8 @@ class WorkerProcess:
         return "".join(line for line in output.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
 
     def stacks(self) -> str:
-        """Returns the Python stacks that the process wrote when a signal ended it, empty if it wrote none."""
-        # Paragraphs: one per thread; the watchdog's and the list of extension modules tell nobody anything.
+        """Returns the Python stacks that the process wrote when a signal ended it, or an empty text."""
+        # One paragraph per thread; the watchdog's and the list of extension modules are of no use.
         paragraphs = _read(self._stacks.fileno()).split("\n\n")
         return "\n\n".join(
             text for text in paragraphs if "in watch\n" not in text and not text.startswith("Extension modules")
@@ -94,7 +94,7 @@ class WorkerProcess:
             os.kill(self._process.pid, signal.SIGABRT)  # on which faulthandler writes them
 
     def end(self) -> str:
-        """Waits until a process on its way out is gone, kills what is left of it, and says how it ended."""
+        """Waits until an ending process is gone, kills its remaining children, and returns how it ended."""
         try:
             returncode = self._process.wait(deadline(_SECONDS_TO_DIE))
         except subprocess.TimeoutExpired:
@@ -116,7 +116,7 @@ class WorkerProcess:
         self.connection.close()
 
     def forget(self) -> None:
-        """Close the files that hold what an ended process has printed."""
+        """Close the files with the output of an ended process."""
         self._output.close()
         self._stacks.close()
 

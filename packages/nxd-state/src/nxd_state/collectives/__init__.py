@@ -60,7 +60,7 @@ __all__ = [
 
 
 def _transport(name: str, tensor: Tensor, group: Group, **details: Any) -> Transport:
-    """The tensor's transport; in debug mode, once all ranks have announced the same, except while recording a graph."""
+    """The tensor's transport; in debug mode, waits until all ranks have announced the same, except in graphs."""
     if debug.enabled() and not torch.compiler.is_compiling():
         debug.agree(name, group, tensor, details)
     return transport_of(tensor, group)

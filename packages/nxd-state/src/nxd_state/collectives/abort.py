@@ -1,4 +1,4 @@
-"""Ending a group's communication: a rank that fails releases those that wait for it, and tells them why."""
+"""Ends a group's communication: a rank that fails releases the ranks that wait for it, and tells them why."""
 
 from contextlib import suppress
 from datetime import timedelta

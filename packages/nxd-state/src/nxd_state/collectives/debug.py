@@ -50,11 +50,11 @@ class Announcement:
 
     @property
     def key(self) -> str:
-        """Where it is posted for the peers of this turn."""
+        """The store key under which the peers of this turn find it."""
         return self.key_of(self.rank)
 
     def key_of(self, rank: int) -> str:
-        """Where `rank` posts its announcement of this turn of this group."""
+        """The store key of the announcement of `rank` in this turn of this group."""
         return f"nxd_debug/{self.group_name}/{self.turn}/{rank}"
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ def agree(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any
 
 
 def announce(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any]) -> Announcement:
-    """Say what this rank begins to do in its next turn of `group`, without waiting for the others."""
+    """Announce this rank's next operation in `group` without waiting for the others."""
     store = _get_default_store()
     mine = Announcement(
         rank=group.ranks[group.rank],
@@ -190,7 +190,7 @@ def _has_come(store: dist.Store, mine: Announcement, rank: int) -> bool:
 
 
 def _find_cycle(store: dist.Store, mine: Announcement) -> list[Announcement]:
-    """Ranks that wait for each other in a circle that this rank is part of; empty if there is none."""
+    """The ranks of a cycle of waits that includes this rank; empty if there is no cycle."""
     paths = [[mine]]
     visited = {mine.rank}
     while paths:
@@ -206,7 +206,7 @@ def _find_cycle(store: dist.Store, mine: Announcement) -> list[Announcement]:
 
 
 def _all_still_wait(store: dist.Store, cycle: list[Announcement]) -> bool:
-    """A second look at what was read one after the other: what is unchanged was true of all at the same time."""
+    """Read the announcements again: those that are unchanged all held at the same time."""
     followers = [*cycle[1:], cycle[0]]
     return all(
         _last(store, waiting.rank) == waiting and follower.rank in _missing(store, waiting)
@@ -215,7 +215,7 @@ def _all_still_wait(store: dist.Store, cycle: list[Announcement]) -> bool:
 
 
 def _missing(store: dist.Store, waiting: Announcement) -> Iterator[int]:
-    """Ranks that have not come to the turn at which `waiting` waits."""
+    """The ranks that have not reached the turn at which `waiting` waits."""
     return (rank for rank in set(waiting.ranks) - {waiting.rank} if not store.check([waiting.key_of(rank)]))
 
 

@@ -25,7 +25,7 @@ class FunctionalTransport(Transport):
         self._group = group
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
-        """Sum, or what `op` says."""
+        """Combine by `op`."""
         return ready(self._all_reduced(tensor, op), async_op=async_op)
 
     def all_reduce_(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:

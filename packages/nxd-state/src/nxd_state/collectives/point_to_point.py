@@ -54,7 +54,7 @@ def isend(tensor: Tensor, group: Group, *, destination: int) -> Pending[Tensor]:
 
 
 def irecv(tensor: Tensor, group: Group, *, source: int) -> Pending[Tensor]:
-    """Begin to receive into `tensor`, see `recv`; `wait()` gives it once it is there. Leave it alone until then.
+    """Begin to receive into `tensor`, see `recv`; `wait()` returns it once received. Do not touch it before.
 
     Raises:
         ValueError: the group has no such index, or it is this rank's own; or `tensor` is not contiguous.
@@ -91,7 +91,7 @@ def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[
 
 
 def check_index(name: str, index: int, group: Group) -> None:
-    """Raises ValueError where the group has no rank of that index."""
+    """Raise a ValueError if the group has no rank with that index."""
     if not 0 <= index < group.size:
         raise ValueError(f"{name}={index} is outside {group}; use an index in the group, 0..{group.size - 1}")
 
@@ -113,7 +113,7 @@ def _check(name: str, peer: int, tensor: Tensor, group: Group) -> None:
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory in order, as they are: what others send can be written there."""
+    """Whether the elements are contiguous and unconjugated, so that received bytes can be written there."""
     return tensor.is_contiguous() and not (tensor.is_complex() and tensor.is_conj())
 
 

@@ -22,15 +22,15 @@ class Work(Protocol):
     """Work that a `Pending` waits for: a `torch.distributed.Work`, another `Pending`, ..."""
 
     def wait(self) -> Any:
-        """Return when it is done."""
+        """Wait until it is done."""
 
 
 class Pending(Generic[T]):
     """Collectives or messages under way. `wait()` may be called more than once.
 
     Args:
-        result: what `wait` gives, or what `finish` makes it of. It is kept until then, and so is its memory.
-        works: what is under way; waited for in this order.
+        result: the result of `wait`, or the input of `finish`; kept alive until then.
+        works: the operations under way, waited for in this order.
         finish: makes the result, once, after all works are done: casts, unflattens, adds.
     """
 
@@ -55,7 +55,7 @@ class Pending(Generic[T]):
         return self._result
 
     def then(self, finish: Callable[[T], T]) -> "Pending[T]":
-        """The same, with `finish` of the result as the result."""
+        """The same work, with `finish` applied to the result."""
         return Pending(self._result, self, finish=lambda _: finish(self.wait()))
 
 
@@ -145,7 +145,7 @@ class MessageTransport(Transport):
     def _exchange_by_messages(
         self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], rank: int
     ) -> Tensor:
-        """`all_to_all_v` in which each rank sends to every other what there is for it; nothing takes no message."""
+        """`all_to_all_v` in which each rank sends every other its rows; no rows take no message."""
         received = tensor.new_empty((sum(receive_counts), *tensor.shape[1:]))
         outgoing, incoming = tensor.split(list(send_counts)), received.split(list(receive_counts))
         others = [index for index in range(len(send_counts)) if index != rank]

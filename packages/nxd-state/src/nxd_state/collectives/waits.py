@@ -1,4 +1,4 @@
-"""How long this process has waited for other ranks: what is left of a step is its own work, or its own slowness.
+"""How long this process has waited for other ranks; the rest of a step is its own work.
 
 The main thread alone is counted: backward runs in it on the CPU. On an accelerator a caller does not wait, its queue
 does, so nothing is counted there.
@@ -17,7 +17,7 @@ def wait_seconds() -> float:
 
 
 def begin_wait() -> float | None:
-    """Begin to wait; what it returns is for `end_wait`. May be nested."""
+    """Begin to wait; pass the result to `end_wait`. Waits may be nested."""
     global _depth  # noqa: PLW0603 - the process has one main thread
     if threading.get_ident() != threading.main_thread().ident:
         return None
@@ -26,7 +26,7 @@ def begin_wait() -> float | None:
 
 
 def end_wait(began: float | None) -> None:
-    """End what `begin_wait` began."""
+    """End the wait that `begin_wait` began."""
     global _depth, _seconds  # noqa: PLW0603
     if began is None:
         return

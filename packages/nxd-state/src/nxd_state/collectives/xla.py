@@ -30,7 +30,7 @@ class XlaTransport(MessageTransport):
         self._groups = [list(ranks) for ranks in group.replica_groups]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, *, async_op: bool = False) -> Result:
-        """Sum, or what `op` says."""
+        """Combine by `op`."""
         return ready(self._all_reduced(tensor, op), async_op=async_op)
 
     @torch.no_grad()

@@ -61,12 +61,12 @@ def in_pieces(
     """Go through as many rounds as `size` bytes need.
 
     Args:
-        rounds: of the group.
+        rounds: the rounds of the group.
         what: the signature.
-        size: bytes of what is cut into pieces.
-        largest: how many of them a round can carry.
+        size: number of bytes to cut into pieces.
+        largest: number of bytes that a round can carry.
         write: puts a piece into this rank's slot.
-        read: takes the same piece of what all ranks have posted.
+        read: takes the same piece from the slots of all ranks.
     """
     piece = piece_of(size, largest)
     number = -(-size // piece)
@@ -205,7 +205,7 @@ def _gather_stack(rounds: Rounds, tensor: Tensor, what: int) -> Steps:
 
 
 def reduce_scatter(rounds: Rounds, tensor: Tensor, dim: int, op: str) -> Steps:
-    """Combine the ranks' tensors, of which this rank gets its part along `dim`."""
+    """Combine the ranks' tensors, and keep this rank's part along `dim`."""
     what = encode_signature("reduce_scatter", tensor.numel(), tensor.dtype, op)
     shape = part_shape(tensor, rounds.size, dim)
     parts = cut(tensor, rounds.size, dim)

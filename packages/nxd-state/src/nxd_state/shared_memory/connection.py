@@ -64,15 +64,15 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store) -> dict[str, SharedMemoryTransport]:
-    """Share memory with the members of this rank's groups; every member calls this, with the same groups in mind.
+    """Share memory with the members of this rank's groups; every member calls this with the same groups.
 
     Args:
-        memberships: by name, which is the same on all its ranks.
-        rank: this global rank.
-        store: where the members meet, under keys that are used for nothing else.
+        memberships: the groups, by a name that is the same on all their ranks.
+        rank: the global rank of this process.
+        store: the store in which the members meet, with keys that nothing else uses.
 
     Returns:
-        By name, the transports of those groups that share memory.
+        The transports of the groups that share memory, by name.
     """
     asked = {name: group for name, group in memberships.items() if 1 < len(group.ranks) <= _MOST_RANKS}
     own, process = _share(asked)

@@ -29,14 +29,14 @@ _MACHINES = ("x86_64", "AMD64")
 
 
 def host_identity() -> str | None:
-    """The same text for two processes that can map each other's memory; None where no process can, or none shall.
+    """A text that is the same for processes that can map each other's memory; None if none can, or if switched off.
 
     Raises:
         ValueError: `NXD_SHM` is neither 0 nor 1.
     """
     switch = os.environ.get("NXD_SHM", "1")
     if switch not in ("0", "1"):
-        raise ValueError(f"NXD_SHM={switch!r} is not known; use 1 or 0: whether ranks of one host share memory")
+        raise ValueError(f"unknown NXD_SHM={switch!r}; use 1 to let ranks of one host share memory, or 0")
     if switch == "0" or sys.platform != "linux" or platform.machine() not in _MACHINES:
         return None
     try:
@@ -155,7 +155,7 @@ def map_segment(handle: Any) -> Segment:
     finally:
         os.close(descriptor)
     if segment.words[_TOKEN_AT // _WORD] != wanted.token:
-        raise OSError(f"descriptor {wanted.descriptor} of process {wanted.pid} is another segment than announced")
+        raise OSError(f"descriptor {wanted.descriptor} of process {wanted.pid} is not the segment announced")
     return segment
 
 
