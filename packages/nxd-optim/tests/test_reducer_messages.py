@@ -243,7 +243,7 @@ def test_reducer_given_different_parameters_on_the_ranks_raises_on_all(run_ranks
 
     summaries = [failed.summary for failed in failure.value.failures.values()]
     assert len(summaries) == 2
-    assert all("rank 1 gave" in summary and "in the same order on every rank" in summary for summary in summaries)
+    assert all("rank 1 passed" in summary and "in the same order on every rank" in summary for summary in summaries)
 
 
 def test_reducer_given_no_room_for_a_bucket_raises():

@@ -23,7 +23,7 @@ from nxd_layers.tracing import is_traced
 
 
 @dataclass(eq=False)
-class JointCall:
+class SharedCall:
     """A call of several layers with one input, which goes with it as an argument: a graph must not change a module.
 
     Attributes:
@@ -67,9 +67,9 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
         raise ValueError("no layers given; expected at least one ColumnParallelLinear")
     if is_traced(input_):  # a graph has no place for a call that knows layers
         return tuple([layer(input_) for layer in layers])
-    joint = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and _has_own_forward(layer)]
-    call = JointCall(input_, joint, column_outputs(input_, joint) if joint else ())
-    return tuple([layer(input_, call=call) if layer in joint else layer(input_) for layer in layers])
+    called_together = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and _has_own_forward(layer)]
+    call = SharedCall(input_, called_together, column_outputs(input_, called_together) if called_together else ())
+    return tuple([layer(input_, call=call) if layer in called_together else layer(input_) for layer in layers])
 
 
 def _has_own_forward(layer: ColumnParallelLinear) -> bool:

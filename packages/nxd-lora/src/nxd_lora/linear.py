@@ -21,7 +21,7 @@ from nxd_layers.mappings import (
 )
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.sharded_linear import ShardedLinear
-from nxd_layers.shared_input import JointCall
+from nxd_layers.shared_input import SharedCall
 from nxd_state import active_group, get_shard_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -206,7 +206,7 @@ def _rows_for_output(layer: ColumnParallelLinear) -> Tensor:
     return gathered_output(rows.t(), layer).t() if layer.gather_output and layer.tensor_parallel_size > 1 else rows
 
 
-def _column_delta(layer: ColumnParallelLinear, input_: Tensor, call: JointCall | None = None) -> Tensor:
+def _column_delta(layer: ColumnParallelLinear, input_: Tensor, call: SharedCall | None = None) -> Tensor:
     if call is None or input_ is not call.input_:
         return column_deltas(input_, [layer])[0]
     if not call.branches:

@@ -57,13 +57,13 @@ def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
 
 def _die_with_the_parent() -> None:
     """Kills this process group when the parent's end of standard input closes, which its death does."""
-    lifeline = os.dup(0)
+    parent_pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
     def watch() -> None:
-        os.read(lifeline, 1)
+        os.read(parent_pipe, 1)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent watchdog", daemon=True).start()

@@ -1,10 +1,10 @@
 """A backward in two halves: gradients of a stage's inputs, and later those of its weights.
 
 The idea is that of Qi et al. 2023, "Zero Bubble Pipeline Parallelism": other stages wait for the first half only. The
-graph is cut at the *joints*, where weights meet values that depend on the inputs. The first half keeps the gradient
-that each joint got, the second continues from there to the weights. So every operation runs in one half, except the
-joints, which compute one part of their gradients in each. A custom `torch.autograd.Function` among them learns from
-`ctx.needs_input_grad` which part is requested.
+graph is cut at the *split points*, where weights meet values that depend on the inputs. The first half keeps the
+gradient of each split point, and the second continues from there to the weights. So every operation runs in one half,
+except the split points, which compute one part of their gradients in each. A custom `torch.autograd.Function` among
+them learns from `ctx.needs_input_grad` which part is requested.
 """
 
 from collections import Counter
@@ -50,14 +50,14 @@ class SplitBackward:
         self.is_indivisible = False
         self._roots, self._gradients = list(roots), list(gradients)  # of what does not depend on the inputs
         self._weights_of_roots: list[Tensor] | None = None  # all, if None
-        self._joints: list[_Joint] = []
+        self._split_points: list[_SplitPoint] = []
         if inputs and roots:
             self._run_first_half(inputs)
 
     def compute_weights(self) -> None:
         """Run the second half, which adds to the gradients of weights; once."""
-        while self._joints:  # each lets its gradients go
-            self._joints.pop().compute_weights()
+        while self._split_points:  # each lets its gradients go
+            self._split_points.pop().compute_weights()
         if self._roots:
             torch.autograd.backward(self._roots, self._gradients, inputs=self._weights_of_roots)
         self._roots, self._gradients = [], []
@@ -75,13 +75,15 @@ class SplitBackward:
         places = Counter(weight for weights in (*found.values(), roots_weights) for weight in weights)
         several = [weight for weight, number in places.items() if number > 1]
         once = places.keys() - set(several)
-        self._joints = [
-            _Joint(node, owners.get(node), weights & once, reach) for node, weights in found.items() if weights & once
+        self._split_points = [
+            _SplitPoint(node, owners.get(node), weights & once, reach)
+            for node, weights in found.items()
+            if weights & once
         ]
         with ExitStack() as stack:
             ran = stack.enter_context(_modules_that_run())
-            for joint in self._joints:
-                stack.enter_context(joint.gradients_kept())
+            for split_point in self._split_points:
+                stack.enter_context(split_point.gradients_kept())
             torch.autograd.backward(self._roots, self._gradients, inputs=[*inputs, *several], retain_graph=True)
         self.is_indivisible = bool(ran)
         self._weights_of_roots = list(roots_weights & once)
@@ -148,7 +150,7 @@ def _reach_over(behind: Sequence[_Reach]) -> _Reach:
     return _Reach(any(it.inputs for it in behind), frozenset[Tensor]().union(*weights))
 
 
-class _Joint:
+class _SplitPoint:
     """A node that leads to inputs, and to weights that nothing else leads to."""
 
     def __init__(self, node: Node, owner: Node | None, weights: frozenset[Tensor], reach: dict[Node, _Reach]) -> None:
