@@ -289,7 +289,9 @@ def test_region_over_a_given_process_group_is_that_over_a_mesh_of_its_ranks(run_
 
 def test_region_over_what_is_no_process_group_says_what_to_give(on_tp):
     def job():
-        with pytest.raises(ValueError, match=r"process_group='tp' is a str, no process group.*new_group"):
+        with pytest.raises(
+            ValueError, match=r"process_group='tp' is a str, not a process group of this rank.*new_group"
+        ):
             gather_from_tensor_model_parallel_region(of_rank(0), process_group="tp")
 
     on_tp(2, job)

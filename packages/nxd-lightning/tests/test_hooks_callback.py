@@ -27,7 +27,7 @@ def test_each_class_has_its_import_path(module):
     found = importlib.import_module(f"neuronx_distributed.lightning.{module}")
 
     assert getattr(found, PATHS[module]) is getattr(nxd_lightning, PATHS[module])
-    with pytest.raises(AttributeError, match=f"there are {PATHS[module]}"):
+    with pytest.raises(AttributeError, match=f"it has {PATHS[module]}"):
         _ = found.something_else
 
 

@@ -67,5 +67,5 @@ def test_pages_of_an_allowed_origin_may_call_the_server_by_an_allowed_host(ask, 
     "wrong", [{"origins": ("chat.example",)}, {"origins": ("https://chat.example/",)}, {"hosts": ("http://a",)}]
 )
 def test_sites_that_no_header_would_name_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"is not (a name|scheme://host)"):
+    with pytest.raises(ValueError, match=r"is not (a host name|scheme://host)"):
         AllowedSites(**wrong)

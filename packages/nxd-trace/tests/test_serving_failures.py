@@ -114,7 +114,7 @@ def test_a_full_queue_refuses_and_a_failure_ends_all_that_wait():
         engine.go_on.set()
 
         assert [str(delivered.get(timeout=60)) for _ in range(2)] == ["a worker died"] * 2
-        with pytest.raises(RequestError, match="is down: a worker died; try again later") as refused:
+        with pytest.raises(RequestError, match="is not running: a worker died; try again later") as refused:
             scheduler.submit([job_for(delivered)])
         assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "8"})
 
@@ -168,7 +168,7 @@ def test_a_model_that_fails_too_often_is_given_up(caplog):
 
     assert scheduler.has_given_up
     assert "a worker died; giving up after 2 restarts in 600 s" in caplog.text
-    with pytest.raises(RequestError, match="is down: a worker died"):
+    with pytest.raises(RequestError, match="is not running: a worker died"):
         scheduler.submit([job_for(queue.Queue())])
 
 

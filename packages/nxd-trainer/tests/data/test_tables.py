@@ -98,7 +98,7 @@ def test_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path):
 
 
 DAMAGED = {
-    "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON: .*; fix it"),
+    "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON: .*; fix or remove it"),
     "no object": ("a.jsonl", b"[1]\n", r"line 1 holds a list; expected an object on each line"),
     "no list": ("a.json", b'{"text": "a"}', r"a\.json holds a dict; expected a list of objects, or name it \.jsonl"),
     "list of numbers": ("a.json", b"[1]", r"a\.json, row 1 holds a int; expected a list of objects"),
