@@ -202,7 +202,7 @@ def test_a_server_whose_worker_dies_names_it_and_answers_again(deadline):
         os.kill(server.workers[0], signal.SIGKILL)
 
         line = server.log_until("starting new workers")
-        assert "rank 0 of 1 in a look at the workers: the worker was killed by SIGKILL" in line
+        assert "rank 0 of 1 in checking the workers: the worker was killed by SIGKILL" in line
         assert "(restart 1 of 5)" in line
         server.log_until("the new workers are running")
         with server.post(GREEDY, deadline(60)) as answer:
