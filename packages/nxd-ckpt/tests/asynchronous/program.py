@@ -46,6 +46,7 @@ elif way == "fork":
         os._exit(0)
     os.waitpid(child, 0)
     save(root, "t", state, overwrite=True)
+    dist.barrier()  # rank 0 has the store, which rank 1 may still read
     dist.destroy_process_group()
 elif way == "failure":
     save(root, "t", state)
