@@ -14,9 +14,11 @@ from torch import Tensor, nn
 InitMethod = Callable[[Tensor], object]
 
 
-def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
+def empty_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None, *, requires_grad: bool = True
+) -> nn.Parameter:
     """An uninitialised parameter; without a device it goes where torch's default device says."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=requires_grad)
 
 
 def empty_sharded_parameter(
@@ -27,9 +29,10 @@ def empty_sharded_parameter(
     stride: int = 1,
     dtype: torch.dtype,
     device: torch.device | str | None,
+    requires_grad: bool = True,
 ) -> nn.Parameter:
     """An uninitialised parameter that knows its shard metadata."""
-    parameter = empty_parameter(spec.local_shape, dtype, device)
+    parameter = empty_parameter(spec.local_shape, dtype, device, requires_grad=requires_grad)
     if num_partitions > 1:
         set_shard_spec(parameter, spec)
         set_partition_attributes(parameter, partition_dim=partition_dim, num_partitions=num_partitions, stride=stride)

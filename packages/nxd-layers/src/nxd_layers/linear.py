@@ -124,7 +124,7 @@ class ColumnParallelLinear(ShardedLinear):
         output = column_outputs(input_, [self])[0] if sharing is None else sharing.output(self, input_)
         if not self.skip_bias_add:
             return output
-        bias = self.weight_and_bias(input_.dtype)[1]
+        bias = self.read_bias()
         return output, bias if bias is None or not self.gather_output else gathered_output(bias, self)
 
     def features(self) -> dict[str, str]:

@@ -261,7 +261,7 @@ class GQAQKVColumnParallelLinear(ShardedLinear):
     def _read(self, kind: _Kind) -> list[Tensor | None]:
         """Return the parameters as the product reads them: padding gets no gradient."""
         held = self._held_of(kind)
-        if self.padded_length == self.q_size:
+        if not self._is_padded:
             return [*held]
         half = len(held)
         specs = self._specs[:half] if kind == "weight" else self._specs[half:]
@@ -322,7 +322,7 @@ class GQAQKVColumnParallelLinear(ShardedLinear):
                 part if name == "q" else part.unflatten(-1, copies)[..., 0, :].flatten(-2)
                 for name, part in zip(projections, parts, strict=True)
             ]
-        if self.padded_length == self.q_size:
+        if not self._is_padded:
             return parts
         return [
             part[..., : self.q_size if name == "q" else self.kv_size]

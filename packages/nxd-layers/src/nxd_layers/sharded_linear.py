@@ -77,28 +77,43 @@ class ShardedLinear(nn.Module):
 
     def _add_parameters(self, dtype: torch.dtype, device: torch.device | str | None, *, bias: bool) -> None:
         """Create weight and bias, and initialize them. Subclasses call it when they have set their attributes."""
-        size = self.tensor_parallel_size
         self._specs = self._specs_of(self.group().rank)
-        self.weight = empty_sharded_parameter(
-            self._specs[0],
-            partition_dim=self.partition_dim,
-            num_partitions=size,
+        self.weight = self.new_parameter(self.weight_spec, dtype, device, split_dim=self.partition_dim)
+        self.bias = self.new_parameter(self.bias_spec, dtype, device, split_dim=self.output_split_dim) if bias else None
+        self.reset_parameters()
+
+    def new_parameter(
+        self,
+        spec: ShardSpec,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        *,
+        split_dim: int | None,
+        requires_grad: bool = True,
+    ) -> nn.Parameter:
+        """Return an uninitialized parameter of this layer with its shard metadata.
+
+        Args:
+            spec: how this rank's part maps to the whole tensor.
+            dtype: dtype of the parameter.
+            device: device of the parameter; None: torch's default device.
+            split_dim: the dim that the ranks split; None: every rank holds the whole tensor.
+            requires_grad: whether the parameter is trained.
+        """
+        return empty_sharded_parameter(
+            spec,
+            partition_dim=split_dim or 0,
+            num_partitions=1 if split_dim is None else self.tensor_parallel_size,
             stride=self.num_matrices,
             dtype=dtype,
             device=device,
+            requires_grad=requires_grad,
         )
-        self.bias = None
-        if bias:
-            splits_bias = self.partition_dim == 0
-            self.bias = empty_sharded_parameter(
-                self._specs[1],
-                partition_dim=0,
-                num_partitions=size if splits_bias else 1,
-                stride=self.num_matrices if splits_bias else 1,
-                dtype=dtype,
-                device=device,
-            )
-        self.reset_parameters()
+
+    @property
+    def output_split_dim(self) -> int | None:
+        """The dim of a tensor `[out, ...]`, such as the bias, that ranks split; None if every rank holds it whole."""
+        return 0 if self.partition_dim == 0 else None
 
     # Where the parts lie.
 
@@ -129,10 +144,9 @@ class ShardedLinear(nn.Module):
     def _specs_of(self, rank: int) -> list[ShardSpec]:
         """Return the shard metadata of the parameters, weight and bias, on a rank of the group."""
         outputs = self.logical_shape[:1]
-        splits_bias = self.partition_dim == 0
         return [
             self._spec_along(self.logical_shape, self.partition_dim, rank),
-            self._spec_along(outputs, 0, rank) if splits_bias else ShardSpec.whole(outputs),
+            ShardSpec.whole(outputs) if self.output_split_dim is None else self._spec_along(outputs, 0, rank),
         ]
 
     def _held(self) -> list[nn.Parameter | None]:
@@ -159,11 +173,11 @@ class ShardedLinear(nn.Module):
         if self.scale is not None:
             _fill_quantized(self.weight, self.scale, self.bias)
             return
-        whole = fill_from_logical(self.weight, self._specs[0], self.logical_shape, self._init_whole_weight)
+        whole = fill_from_logical(self.weight, self.weight_spec, self.logical_shape, self._init_whole_weight)
         self.master_weight = self._kept(whole, self.weight.dtype)
         if self.bias is not None:
             init_bias = default_bias_init(math.prod(self.logical_shape[1:]))
-            whole = fill_from_logical(self.bias, self._specs[1], self.logical_shape[:1], init_bias)
+            whole = fill_from_logical(self.bias, self.bias_spec, self.logical_shape[:1], init_bias)
             self.master_bias = self._kept(whole, self.weight.dtype)
 
     def _init_whole_weight(self, weight: Tensor) -> None:
@@ -185,12 +199,18 @@ class ShardedLinear(nn.Module):
         """
         if self.scale is not None:
             return self.weight.to(dtype), self.bias
-        if self.padded_length == self.logical_shape[self.partition_dim]:
-            return self.weight, self.bias
-        weight = zero_padding_gradient(self.weight, self._specs[0])
-        if self.bias is None or self.partition_dim == 1:
-            return weight, self.bias
-        return weight, zero_padding_gradient(self.bias, self._specs[1])
+        weight = zero_padding_gradient(self.weight, self.weight_spec) if self._is_padded else self.weight
+        return weight, self.read_bias()
+
+    def read_bias(self) -> Tensor | None:
+        """Return the bias as the layer adds it: padding gets no gradient."""
+        if self.bias is None or self.output_split_dim is None or not self._is_padded:
+            return self.bias
+        return zero_padding_gradient(self.bias, self.bias_spec)
+
+    @property
+    def _is_padded(self) -> bool:
+        return self.padded_length != self.logical_shape[self.partition_dim]
 
     def scaled(self, output: Tensor) -> Tensor:
         """Return `output` `[..., out]` times the scales of a quantized weight.
@@ -244,7 +264,7 @@ class ShardedLinear(nn.Module):
         adapter = getattr(self, "lora", None)
         found = {
             "stride": (self.num_matrices > 1, f"stride={self.num_matrices}"),
-            "padding": (self.padded_length != self.logical_shape[self.partition_dim], "padding"),
+            "padding": (self._is_padded, "padding"),
             "rank_ordering": (self.rank_ordering is not None, f"rank_ordering={self.rank_ordering}"),
             "tensor_model_parallel_group": (self.given_group is not None, "a tensor_model_parallel_group"),
             "quantized": (self.scale is not None, "a quantized weight"),

@@ -2,14 +2,16 @@
 
 `quantize_weight` changes how a column- or row-parallel layer stores its weight; all else stays as the layer has it. The
 product is computed in the input's dtype with the values as they are, and its outputs are scaled: each scale belongs to
-one output, so that is the same as scaling the weight. Quantized weights do not learn; gradients of inputs are complete.
+one output, so that is the same as scaling the weight. Quantized weights are not trained; gradients of inputs are
+complete.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 import torch
-from nxd_state import Box, ShardSpec, set_partition_attributes, set_shard_spec
+from nxd_state import Box, ShardSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -53,19 +55,20 @@ def quantize_weight(layer: ParallelLinear, config: QuantizationConfig) -> None:
         ValueError: an unsupported way of quantizing, or the layer has an adapter or a forward of its own.
     """
     layer.check_features(_SUPPORTED, by="quantization", remedy="leave it out (modules_to_not_convert)")
-    way, dtype = checked_config(config)
+    way, dtype = _checked_config(config)
     per_channel = way is QuantizationType.PER_CHANNEL_SYMMETRIC
     weight, bias = layer.weight, layer.bias
-    use_quantized_weight(layer, config, weight.device)
-    if weight.is_meta or layer.scale is None:
+    _replace_parameters(layer, dtype, weight.device, per_channel=per_channel)
+    if weight.is_meta:
         return
-    shares_scale = not per_channel or layer.partition_dim == 1
+    shares_scale = not per_channel or layer.output_split_dim is None
     values, scale = quantize(
         weight,
         dtype.value,
         channel_axis=0 if per_channel else None,
         group=layer.group() if shares_scale else None,
     )
+    assert layer.scale is not None
     layer.weight.data.copy_(values)
     layer.scale.copy_(scale)
     if layer.bias is not None and bias is not None:
@@ -83,23 +86,27 @@ def use_quantized_weight(layer: ParallelLinear, config: QuantizationConfig, devi
     Raises:
         ValueError: an unsupported way of quantizing.
     """
-    way, dtype = checked_config(config)
-    size = layer.tensor_parallel_size
-    outputs_split = layer.partition_dim == 0
-    scale_spec = ShardSpec.whole((1,))
-    per_channel = way is QuantizationType.PER_CHANNEL_SYMMETRIC
-    if per_channel:
-        scale_spec = _scales_of_rows(layer.weight_spec, whole=not outputs_split)
+    way, dtype = _checked_config(config)
+    _replace_parameters(layer, dtype, device, per_channel=way is QuantizationType.PER_CHANNEL_SYMMETRIC)
+
+
+def _replace_parameters(
+    layer: ParallelLinear, dtype: QuantizedDtype, device: torch.device | str | None, *, per_channel: bool
+) -> None:
     bias_dtype = None if layer.bias is None else layer.bias.dtype
-    layer.weight = _frozen(layer.weight_spec, dtype.value, device, layer.partition_dim, size, layer.num_matrices)
-    stride = layer.num_matrices if outputs_split else 1
-    layer.scale = _frozen(scale_spec, torch.float32, device, 0, size if outputs_split and per_channel else 1, stride)
+    new_parameter = partial(layer.new_parameter, device=device, requires_grad=False)
+    layer.weight = new_parameter(layer.weight_spec, dtype.value, split_dim=layer.partition_dim)
+    if per_channel:
+        spec = _with_dim_of_one(layer.bias_spec)
+        layer.scale = new_parameter(spec, torch.float32, split_dim=layer.output_split_dim)
+    else:
+        layer.scale = new_parameter(ShardSpec.whole((1,)), torch.float32, split_dim=None)
     if bias_dtype is not None:
-        layer.bias = _frozen(layer.bias_spec, bias_dtype, device, 0, size if outputs_split else 1, stride)
+        layer.bias = new_parameter(layer.bias_spec, bias_dtype, split_dim=layer.output_split_dim)
     layer.reset_parameters()
 
 
-def checked_config(config: QuantizationConfig) -> tuple[QuantizationType, QuantizedDtype]:
+def _checked_config(config: QuantizationConfig) -> tuple[QuantizationType, QuantizedDtype]:
     """Return the way of quantizing and the dtype of the values.
 
     Raises:
@@ -154,33 +161,14 @@ class QuantizedLinear(nn.Module):
         return cls(values, scale, mod.bias)
 
 
-def _scales_of_rows(weight: ShardSpec, *, whole: bool) -> ShardSpec:
-    """Return the shard metadata of one scale for each row `[out, 1]` of a weight; `whole`: on every rank."""
-    logical_rows = weight.pieces[0].logical_shape[0]
-    if whole:
-        return ShardSpec.whole((logical_rows, 1))
+def _with_dim_of_one(spec: ShardSpec) -> ShardSpec:
+    """Return the shard metadata of `[out, 1]` for that of `[out]`."""
 
     def column(box: Box) -> Box:
-        return Box((box.offset[0], 0), (box.shape[0], 1))
+        return Box((*box.offset, 0), (*box.shape, 1))
 
     pieces = tuple(
-        replace(piece, local=column(piece.local), logical=column(piece.logical), logical_shape=(logical_rows, 1))
-        for piece in weight.pieces
+        replace(it, local=column(it.local), logical=column(it.logical), logical_shape=(*it.logical_shape, 1))
+        for it in spec.pieces
     )
-    return replace(weight, local_shape=(weight.local_shape[0], 1), pieces=pieces)
-
-
-def _frozen(
-    spec: ShardSpec,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-    partition_dim: int,
-    num_partitions: int,
-    stride: int,
-) -> nn.Parameter:
-    """Return a parameter of zeros that does not learn, with its shard metadata."""
-    parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=dtype, device=device), requires_grad=False)
-    if num_partitions > 1:
-        set_shard_spec(parameter, spec)
-        set_partition_attributes(parameter, partition_dim=partition_dim, num_partitions=num_partitions, stride=stride)
-    return parameter
+    return replace(spec, local_shape=(*spec.local_shape, 1), pieces=pieces)
