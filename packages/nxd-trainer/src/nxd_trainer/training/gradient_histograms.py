@@ -20,7 +20,6 @@ def report_gradients(state: RunState) -> None:
         return
     if records_graphs():
         raise ValueError(f"train.gradient_histograms_every={every} does not support XLA; set it to 0")
-    named = [(name, it) for name, it in state.model.named_parameters() if it.requires_grad]
     trackers = [it for it in state.trackers if isinstance(it, TensorBoardTracker)]
     run = ref(state)  # the optimizer's hooks would keep the run, and its lock, alive
 
@@ -29,7 +28,8 @@ def report_gradients(state: RunState) -> None:
         assert state is not None  # it takes the step
         return state.step + 1
 
-    own = [(name, it) for name, it in named if not getattr(it, "shared", False)]
+    trained = [(name, it) for name, it in state.model.named_parameters() if it.requires_grad]
+    own = [(name, it) for name, it in trained if not getattr(it, "shared", False)]  # not copies of tied weights
 
     def report(number: int, of_stage: dict[str, GradientHistogram]) -> None:
         stages = all_gather_object(of_stage, get_group("pp"))

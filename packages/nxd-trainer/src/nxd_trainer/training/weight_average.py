@@ -62,8 +62,7 @@ def load_average(average: WeightAverage, model: NxDModel, checkpoint: Checkpoint
         Whether the checkpoint has an average.
     """
     average.restart()
-    into = average_tensors(average, model, with_copies=True)
     if not holds_average(checkpoint):
         return False
-    nxd_ckpt.load(root, checkpoint.tag, into=into, strict=False)
+    nxd_ckpt.load(root, checkpoint.tag, into=average_tensors(average, model, with_copies=True), strict=False)
     return True
