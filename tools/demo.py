@@ -33,7 +33,7 @@ def main() -> int:
     first_half = ["--train.stop_after", str(options.steps // 2)]
     nxd("train", str(RECIPE), "--nproc", "4", *layout, *pipeline, *first_half, *size)
 
-    say("2. Go on from that checkpoint at TP 1 x DP 2")
+    say("2. Resume from that checkpoint at TP 1 x DP 2")
     nxd("train", str(RECIPE), "--nproc", "2", *size)
 
     say("3. Write text, at TP 2")

@@ -27,6 +27,7 @@ from nxd_layers.mappings import copy_to_tensor_model_parallel_region, reduce_fro
 
 _Column = TypeVar("_Column", bound=ColumnParallelLinear)
 _Row = TypeVar("_Row", bound=RowParallelLinear)
+_Parallel = TypeVar("_Parallel", bound=ColumnParallelLinear | RowParallelLinear)
 
 
 @torch.no_grad()
@@ -96,18 +97,7 @@ def column_parallel(
     Raises:
         ValueError: the ranks do not divide the outputs.
     """
-    layer = cls(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        gather_output=gather_output,
-        dtype=linear.weight.dtype,
-        device="meta",
-        stride=stride,
-        pad=pad,
-    )
-    _take_over(linear, layer)
-    return layer
+    return _take_over(linear, cls, gather_output=gather_output, stride=stride, pad=pad)
 
 
 def row_parallel(
@@ -122,26 +112,19 @@ def row_parallel(
     Raises:
         ValueError: the ranks do not divide the inputs.
     """
-    layer = cls(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        input_is_parallel=input_is_parallel,
-        dtype=linear.weight.dtype,
-        device="meta",
-        pad=pad,
-    )
-    _take_over(linear, layer)
-    return layer
+    return _take_over(linear, cls, input_is_parallel=input_is_parallel, pad=pad)
 
 
-def _take_over(linear: nn.Linear, layer: ColumnParallelLinear | RowParallelLinear) -> None:
-    """Give a layer its shard of the linear's parameters, and the attributes that models ask a linear for."""
+def _take_over(linear: nn.Linear, cls: type[_Parallel], **options: Any) -> _Parallel:
+    """Return a layer with its shard of the linear's parameters, and the attributes that models ask a linear for."""
+    sizes, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
+    layer = cls(*sizes, bias=has_bias, dtype=linear.weight.dtype, device="meta", **options)
     layer.weight = take_part(layer.weight, linear.weight)
     if layer.bias is not None:
         layer.bias = take_part(layer.bias, linear.bias)
     layer.in_features, layer.out_features = linear.in_features, linear.out_features  # type: ignore[assignment]
     layer.training = linear.training
+    return layer
 
 
 def on_meta(module: Any) -> Any:

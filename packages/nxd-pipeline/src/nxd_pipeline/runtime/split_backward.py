@@ -173,7 +173,7 @@ class _SplitPoint:
             handle.remove()
 
     def compute_weights(self) -> None:
-        """Go on from the gradients that were kept."""
+        """Continue from the kept gradients to the weights."""
         edges = [GradientEdge(self._node, index) for index, it in enumerate(self._gradients) if it is not None]
         if not edges:
             return
