@@ -52,6 +52,17 @@ def test_parallel_conv_equals_conv(on_tp, check_against_conv, tp, kind, shape):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parallel_conv_of_one_image_without_a_batch_equals_conv(on_tp, assert_same, tp, kind):
+    def job():
+        plain, layer = pair(kind, 4, 6, kernel_size=3)
+        image = torch.randn(4, 8, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        assert_same(layer(image), plain(image))
+
+    on_tp(tp, job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_parallel_conv_of_channels_that_do_not_divide_is_padded(on_tp, check_against_conv, kind):
     on_tp(2, lambda: check_against_conv(*pair(kind, 3, 5, kernel_size=3, partition_pad=True)))
 

@@ -143,6 +143,17 @@ def test_rank_ordering_that_leaves_a_rank_out_raises(on_tp):
     on_tp(2, job)
 
 
+@pytest.mark.parametrize("wrong", [{"stride": 0}, {"stride": -1}, {"pad": True, "pad_alignment_size_per_rank": 0}])
+def test_sizes_of_parts_below_one_raise(wrong):
+    with pytest.raises(ValueError, match="both must be 1 or more"):
+        ColumnParallelLinear(IN, OUT, **wrong)
+
+
+def test_rank_ordering_that_is_a_number_raises():
+    with pytest.raises(ValueError, match="rank_ordering=3 is not a sequence of ranks"):
+        ColumnParallelLinear(IN, OUT, rank_ordering=3)
+
+
 def test_layers_of_a_given_process_group_are_split_over_its_ranks(run_ranks, assert_same):
     def job():
         initialize_model_parallel()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from nxd_layers import (
     ColumnParallelLinear,
+    OutputChannelParallelConv2d,
     ParallelEmbedding,
     RowParallelLinear,
     column_parallel_linears,
@@ -25,6 +26,8 @@ from nxd_layers.quantization import (
     quantize,
     quantize_linears,
     quantize_to_qint8,
+    quantize_weight,
+    use_quantized_weight,
 )
 from nxd_state import get_group, get_shard_spec, initialize_model_parallel
 from torch import nn
@@ -273,6 +276,42 @@ class Doubled(ColumnParallelLinear):
 def test_a_layer_with_a_forward_of_its_own_is_not_quantized():
     with pytest.raises(ValueError, match="has a forward of its own, which quantization does not support"):
         convert(Doubled(4, 4))
+
+
+def test_a_quantized_layer_is_not_padded():
+    model = nn.ModuleDict({"up": ColumnParallelLinear(8, 4, gather_output=False)})
+    quantized = convert(model, default_config(PER_CHANNEL))
+
+    with pytest.raises(ValueError, match="has a quantized weight, which cannot be padded; call pad_model before"):
+        quantized["up"].check_pad_heads(4, 6)
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: ParallelEmbedding(8, 4), lambda: OutputChannelParallelConv2d(2, 2, 1), lambda: nn.Linear(2, 2)]
+)
+def test_other_layers_are_refused_before_anything_changes(layer):
+    layer = layer()
+    before = layer.weight
+
+    for quantize_it in (quantize_weight, lambda it, config: use_quantized_weight(it, config, "cpu")):
+        with pytest.raises(ValueError, match="does not support a quantized weight"):
+            quantize_it(layer, default_config())
+    assert layer.weight is before
+
+
+def test_a_layer_of_two_names_stays_one_layer():
+    layer = ColumnParallelLinear(4, 8)
+
+    quantized = convert(nn.ModuleDict({"a": layer, "b": layer}), mapping={ColumnParallelLinear: exchanged})
+
+    assert quantized["a"] is quantized["b"]
+    assert quantized["a"].scale is not None
+
+
+def exchanged(layer, config):
+    made = copy.deepcopy(layer)
+    quantize_weight(made, config)
+    return made
 
 
 def test_a_quantized_head_is_refused_by_the_chunked_loss():

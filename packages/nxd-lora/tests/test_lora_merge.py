@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_layers.quantization import convert
 from nxd_lora import LoraConfig, LoraModel
 from torch import nn
 
@@ -115,3 +116,17 @@ def test_merge_into_a_tied_weight_is_refused_and_changes_nothing(fill_adapter):
 
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not model.is_merged
+
+
+def test_unmerge_of_a_layer_that_was_quantized_is_refused(fill_adapter):
+    model = LoraModel(nn.Sequential(ColumnParallelLinear(8, 8)), LoraConfig(target_modules=["0"]))
+    fill_adapter(model)
+    model.merge()
+    quantized = convert(model)
+    values = quantized.module[0].weight.clone()
+
+    with pytest.raises(ValueError, match="0 was quantized with its adapter merged, which cannot be undone"):
+        quantized.unmerge()
+
+    assert torch.equal(quantized.module[0].weight, values)
+    model.unmerge()

@@ -13,6 +13,7 @@ from neuronx_distributed.parallel_layers import (
 )
 from neuronx_distributed.parallel_layers.checkpointing import load, save
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_group
+from neuronx_distributed.quantization.quantization_layers import QuantizedColumnParallel
 from neuronx_distributed.trainer import load_checkpoint, save_checkpoint
 from nxd_neuronx.arguments import say_without_effect
 from nxd_state import initialize_model_parallel
@@ -99,3 +100,9 @@ def test_second_positional_argument_of_a_region_is_a_dim_or_a_process_group(run_
         assert torch.equal(gathered, torch.cat([input_, input_]))
 
     run_ranks(job, 2)
+
+
+def test_quantized_layers_are_made_from_their_float_ones_only():
+    with pytest.raises(ValueError, match="from_float takes a ColumnParallelLinear; got a RowParallelLinear"):
+        QuantizedColumnParallel.from_float(RowParallelLinear(IN, OUT))
+    assert QuantizedColumnParallel.from_float(ColumnParallelLinear(IN, OUT)).weight.dtype == torch.int8

@@ -135,7 +135,7 @@ class OutputChannelParallelConv2d(_ShardedConv2d):
         output = self._convolved(copy_to_tensor_model_parallel_region(in_tensor, group), weight, bias)
         if not self.gather_output:
             return output
-        return gather_from_tensor_model_parallel_region(output, 1, group)[:, : self.out_channels]
+        return gather_from_tensor_model_parallel_region(output, -3, group)[..., : self.out_channels, :, :]
 
     def features(self) -> dict[str, str]:
         """See `ShardedLinear.features`."""
@@ -209,7 +209,7 @@ class InputChannelParallelConv2d(_ShardedConv2d):
         padding = self.padded_length - self.in_channels
         if not self.input_is_parallel:
             padded = F.pad(in_tensor, (0, 0, 0, 0, 0, padding)) if padding else in_tensor
-            in_tensor = scatter_to_tensor_model_parallel_region(padded, 1, group)
+            in_tensor = scatter_to_tensor_model_parallel_region(padded, -3, group)
         weight, bias = self.weight_and_bias(in_tensor.dtype)
         output = reduce_from_tensor_model_parallel_region_(self._convolved(in_tensor, weight, None), group)
         return output if bias is None else output + bias[:, None, None]

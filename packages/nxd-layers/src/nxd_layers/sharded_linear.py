@@ -63,6 +63,8 @@ class ShardedLinear(nn.Module):
         rank_ordering: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
+        if num_matrices < 1 or (pad_multiple is not None and pad_multiple < 1):
+            raise ValueError(f"stride={num_matrices}, padding to multiples of {pad_multiple}: both must be 1 or more")
         self.register_parameter("scale", None)
         self._has_own_forward = not _forward_owner(type(self)).__module__.startswith("nxd_layers.")
         group = process_group_as(tensor_model_parallel_group)
@@ -222,6 +224,8 @@ class ShardedLinear(nn.Module):
     # Padding of attention heads, for `pad_model`.
 
     def _length_for_heads(self, num_heads: int, padded_num_heads: int) -> int:
+        if self.scale is not None:
+            raise ValueError(f"{self} has a quantized weight, which cannot be padded; call pad_model before convert")
         length = self.logical_shape[self.partition_dim]
         num_parts = self.group().size * self.num_matrices
         return length_for_heads(length, num_heads, padded_num_heads, num_parts=num_parts)
@@ -320,6 +324,8 @@ def round_up(length: int, multiple: int) -> int:
 def _checked_rank_ordering(rank_ordering: Sequence[int] | None, size: int) -> tuple[int, ...] | None:
     if rank_ordering is None:
         return None
+    if not isinstance(rank_ordering, Sequence):
+        raise ValueError(f"rank_ordering={rank_ordering!r} is not a sequence of ranks; pass one, such as [1, 0]")
     if sorted(rank_ordering) != list(range(size)):
         raise ValueError(f"rank_ordering={list(rank_ordering)} must name each of the ranks 0..{size - 1} once")
     return tuple(rank_ordering)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from nxd_layers.sharded_linear import ShardedLinear
 from nxd_state import (
     active_group,
     all_gather_object,
@@ -224,7 +225,17 @@ def merge_adapters(module: nn.Module) -> None:
 
 @torch.no_grad()
 def unmerge_adapters(module: nn.Module) -> None:
-    """Restore the weights of all merged layers, bit for bit."""
+    """Restore the weights of all merged layers, bit for bit.
+
+    Raises:
+        ValueError: a merged layer's weight was quantized since, so the restored one would not fit its scales.
+    """
+    for name, layer in adapted_layers(module).items():
+        is_quantized = isinstance(layer, ShardedLinear) and layer.scale is not None
+        if require_adapter(layer).is_merged and is_quantized:
+            raise ValueError(
+                f"{name} was quantized with its adapter merged, which cannot be undone; keep the float model"
+            )
     for layer in adapted_layers(module).values():
         adapter = require_adapter(layer)
         for name, weight in adapter.unmerged_weights.items():

@@ -86,7 +86,7 @@ class QuantizedColumnParallel(nxd_layers.ColumnParallelLinear):
         Raises:
             ValueError: an unsupported way of quantizing, or a layer that cannot be quantized.
         """
-        return _from_float(cls, mod, q_config)
+        return _from_float(cls, nxd_layers.ColumnParallelLinear, mod, q_config)
 
 
 class QuantizedRowParallel(nxd_layers.RowParallelLinear):
@@ -140,7 +140,7 @@ class QuantizedRowParallel(nxd_layers.RowParallelLinear):
     @classmethod
     def from_float(cls, mod: nxd_layers.RowParallelLinear, q_config: QuantizationConfig | None = None) -> Self:
         """See `QuantizedColumnParallel.from_float`."""
-        return _from_float(cls, mod, q_config)
+        return _from_float(cls, nxd_layers.RowParallelLinear, mod, q_config)
 
 
 BaseQuantizeParallelLinear.register(QuantizedColumnParallel)
@@ -183,7 +183,9 @@ def _config(
     )
 
 
-def _from_float(cls: type[Any], layer: Any, config: QuantizationConfig | None) -> Any:
+def _from_float(cls: type[Any], plain: type[nn.Module], layer: Any, config: QuantizationConfig | None) -> Any:
+    if not isinstance(layer, plain):
+        raise ValueError(f"{cls.__name__}.from_float takes a {plain.__name__}; got a {type(layer).__name__}")
     made: Any = quantization.copy_model(layer)
     quantization.quantize_weight(made, config or quantization.default_config())
     made.__class__ = cls  # which adds no state: every flag of the layer is kept

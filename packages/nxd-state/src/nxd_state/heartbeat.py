@@ -117,7 +117,7 @@ def _describe_main_thread() -> str:
 
 def _frames_of_main_thread() -> Iterator[FrameType]:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
+    while isinstance(frame, FrameType):  # anything else was seen while another thread compiled
         yield frame
         frame = frame.f_back
 

@@ -52,8 +52,10 @@ def quantize_weight(layer: ParallelLinear, config: QuantizationConfig) -> None:
         config: which values and scales; see `default_config`.
 
     Raises:
-        ValueError: an unsupported way of quantizing, or the layer has an adapter or a forward of its own.
+        ValueError: an unsupported way of quantizing, a layer of another class, or one with an adapter or a forward of
+            its own.
     """
+    _check_class(layer)
     layer.check_features(_SUPPORTED, by="quantization", remedy="leave it out (modules_to_not_convert)")
     way, dtype = _checked_config(config)
     per_channel = way is QuantizationType.PER_CHANNEL_SYMMETRIC
@@ -86,8 +88,17 @@ def use_quantized_weight(layer: ParallelLinear, config: QuantizationConfig, devi
     Raises:
         ValueError: an unsupported way of quantizing.
     """
+    _check_class(layer)
     way, dtype = _checked_config(config)
     _replace_parameters(layer, dtype, device, per_channel=way is QuantizationType.PER_CHANNEL_SYMMETRIC)
+
+
+def _check_class(layer: object) -> None:
+    if not isinstance(layer, ParallelLinear):
+        raise ValueError(
+            f"a {type(layer).__name__} does not support a quantized weight; only ColumnParallelLinear and "
+            "RowParallelLinear do"
+        )
 
 
 def _replace_parameters(

@@ -71,14 +71,17 @@ def convert(
         module = copy_model(module)
     if (function := _function_for(module, functions)) is not None:
         return function(module, config)
-    for name, layer in list(module.named_modules()):
+    converted: dict[nn.Module, nn.Module] = {}  # a layer may have several names
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
         function = _function_for(layer, functions)
         if function is None or any(part in name for part in modules_to_not_convert or ()):
             continue
         if patterns is not None and not _is_included(name, patterns):
             continue
         owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, function(layer, config))
+        if layer not in converted:
+            converted[layer] = function(layer, config)
+        setattr(module.get_submodule(owner), attribute, converted[layer])
     return module
 
 
