@@ -70,8 +70,8 @@ def full(session: nox.Session) -> None:
 @nox.parametrize("package", [nox.param(name, id=name) for name in PYPROJECTS])
 def unit(session: nox.Session, package: str) -> None:
     """One package's tests against its built wheel, with only what it declares installed."""
-    session.install(*wheels_for(session, package), *dependency_groups(PYPROJECTS[package], "test"))
-    test_wheel(session, package, ANYWHERE)
+    session.install(*wheels_for(session, package), *dependency_groups(PYPROJECTS[package], "test"), "pytest-xdist>=3.6")
+    test_wheel(session, package, ANYWHERE, *IN_PARALLEL)
 
 
 @nox.session(venv_backend="uv", reuse_venv=False)
@@ -97,7 +97,7 @@ def integration(session: nox.Session, backend: str) -> None:
         session.skip("no Neuron device here (/dev/neuron0 does not exist)")
     session.install(*SOURCES, *TEST_REQUIREMENTS, *BACKENDS[backend])
     if backend == "cpu":
-        session.run("pytest", "-m", ANYWHERE, "tests-integration", "tools/tests", *session.posargs)
+        session.run("pytest", "-m", ANYWHERE, *IN_PARALLEL, "tests-integration", "tools/tests", *session.posargs)
     else:
         env = {"PJRT_DEVICE": {"xla": "CPU", "neuron": "NEURON"}[backend]}
         session.run("pytest", "-m", backend, *session.posargs, env=env)
@@ -188,8 +188,8 @@ def wheels_for(session: nox.Session, package: str) -> list[str]:
     return [WHEELS[name] for name in sorted(with_siblings(package, "test"))]
 
 
-def test_wheel(session: nox.Session, package: str, marks: str) -> None:
+def test_wheel(session: nox.Session, package: str, marks: str, *options: str) -> None:
     """Run the package's tests away from src/, so that the wheel is what gets imported."""
     config, tests = str(ROOT / "pyproject.toml"), str(ROOT / "packages" / package / "tests")
     with session.chdir(session.create_tmp()):
-        session.run("pytest", "-c", config, "-m", marks, tests, *session.posargs)
+        session.run("pytest", "-c", config, "-m", marks, tests, *options, *session.posargs)
