@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from nxd_testing import deadline
-from nxd_trace.compilers.inductor import has_cpp_compiler
+from nxd_trace.compilers.builtin import has_cpp_compiler
 
 pytestmark = pytest.mark.sample(1)  # each takes its time
 

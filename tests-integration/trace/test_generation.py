@@ -5,7 +5,7 @@ from dataclasses import replace
 import generating_llama
 import pytest
 import torch
-from nxd_trace.compilers.inductor import has_cpp_compiler
+from nxd_trace.compilers.builtin import has_cpp_compiler
 from nxd_trace.generation import compile_generator
 from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trainer.compiled_generation import BuildLlamaDecoder

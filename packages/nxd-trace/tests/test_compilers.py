@@ -11,9 +11,8 @@ import traced_models as models
 from nxd_state import get_device
 from nxd_testing import run_on_neuron
 from nxd_testing.neuron_device import register_neuron_compiler
-from nxd_trace.aliases import read_aliases
 from nxd_trace.compilers import COMPILERS, CompileJob, choose_compiler
-from nxd_trace.exporting import export_model
+from nxd_trace.exporting import export_model, read_aliases
 
 ROW, AT_ZERO = torch.arange(8, dtype=torch.float64).unsqueeze(0), torch.tensor([0])
 
@@ -57,7 +56,7 @@ def test_inductor_uses_no_folder_that_others_can_write_to(job, monkeypatch, tmp_
     (tmp_path / "planted").mkdir()
     (tmp_path / "planted").chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "planted"))
-    monkeypatch.setattr("nxd_trace.compilers.inductor.has_cpp_compiler", lambda: True)
+    monkeypatch.setattr("nxd_trace.compilers.builtin.has_cpp_compiler", lambda: True)
     steps = {
         "compile": lambda: COMPILERS["inductor"].compile(CompileJob(**{**vars(job), "arguments": ()})),
         "load": lambda: COMPILERS["inductor"].load(tmp_path, torch.device("cpu")),

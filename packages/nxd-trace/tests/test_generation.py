@@ -7,7 +7,7 @@ import tiny_decoder
 import torch
 from nxd_trace import parallel_model_load, parallel_model_save
 from nxd_trace.generation import Generator, SamplingSettings, compile_generator, unpad_prompts
-from nxd_trace.generation.blocks import BlockPool
+from nxd_trace.generation.cache import BlockPool
 
 pytestmark = pytest.mark.sample(25)  # each takes its time
 

@@ -96,7 +96,7 @@ def test_two_programs_of_one_name_are_refused():
     ],
 )
 def test_aliases_that_name_no_state_are_refused(aliases, error, text):
-    from nxd_trace.aliases import read_aliases
+    from nxd_trace.exporting import read_aliases
 
     with pytest.raises(error, match=text):
         read_aliases(models.Cache(), aliases)

@@ -8,7 +8,7 @@ from pathlib import Path
 PROGRAM = """
 import sys
 import tempfile
-from nxd_trace.temporary_model import TemporaryModelFolder
+from nxd_trace.model import TemporaryModelFolder
 tempfile.tempdir = sys.argv[1]
 folder = TemporaryModelFolder()
 print(folder.name, flush=True)

@@ -1,16 +1,19 @@
 """Compile tensor-parallel models once, save them, load them, and call them like a function."""
 
 from nxd_trace.buckets import BucketModelConfig
-from nxd_trace.builder import ModelBuilder, shard_checkpoint
 from nxd_trace.caching import TraceContent, source_digest
 from nxd_trace.errors import MissingMainGuardError, ModelFolderError, WorkerError
 from nxd_trace.model import TensorParallelModel
-from nxd_trace.modules import rank_weights, trace_module, whole_weights, write_rank_weights
-from nxd_trace.parallel_model import parallel_model_trace
-from nxd_trace.program import Program
-from nxd_trace.saved_model import parallel_model_load, parallel_model_save
-from nxd_trace.signature import Signature, TensorSpec
-from nxd_trace.workers.launching import start_fork_server
+from nxd_trace.parallel_model import (
+    ModelBuilder,
+    parallel_model_load,
+    parallel_model_save,
+    parallel_model_trace,
+    trace_module,
+)
+from nxd_trace.programs import Program, Signature, TensorSpec
+from nxd_trace.sharding import rank_weights, shard_checkpoint, whole_weights, write_rank_weights
+from nxd_trace.workers.fork_server import start_fork_server
 from nxd_trace.workers.pickling import prepare_workers
 
 __version__ = "0.1.0"

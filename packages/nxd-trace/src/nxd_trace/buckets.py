@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nxd_trace.errors import ModelFolderError
-from nxd_trace.signature import Signature, TensorSpec
+from nxd_trace.programs import Signature, TensorSpec
 
 BucketKernel = Callable[[list[Tensor]], tuple[list[Tensor], Tensor | int]]
 StatePreprocessor = Callable[[list[list[int]], list[Tensor], Tensor], list[Tensor]]

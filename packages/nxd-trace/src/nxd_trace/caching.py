@@ -23,7 +23,7 @@ from nxd_state import private_folder
 
 from nxd_trace.errors import ModelFolderError
 from nxd_trace.manifest import KEPT, WEIGHTS, RankManifest, rank_folder, sha256_of, system_name, torch_version
-from nxd_trace.signature import Signature
+from nxd_trace.programs import Signature
 from nxd_trace.weights import WeightSource, open_safetensors, save_safetensors
 
 _HASHES, _PROGRAMS = "hashes.json", "programs.json"

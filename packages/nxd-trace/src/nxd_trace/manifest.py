@@ -25,7 +25,7 @@ from nxd_state import device_type
 
 from nxd_trace.compilers import COMPILERS, choose_compiler
 from nxd_trace.errors import ModelFolderError
-from nxd_trace.signature import Signature, TensorSpec, shape_from_json
+from nxd_trace.programs import Signature, TensorSpec, shape_from_json
 from nxd_trace.weights import Weight, stored_tensors
 
 FORMAT = 3  # since the generation cache has heads first

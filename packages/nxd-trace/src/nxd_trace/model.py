@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import stat
 import threading
+import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,13 +23,10 @@ from nxd_trace.compilers import choose_compiler
 from nxd_trace.errors import WorkerError
 from nxd_trace.exporting import RANK_WEIGHTS
 from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest, RankManifest, rank_folder
-from nxd_trace.memory import SharedTensors
-from nxd_trace.signature import Signature, TensorSpec
-from nxd_trace.structure import flatten
-from nxd_trace.temporary_model import TemporaryModelFolder
-from nxd_trace.weights import WeightSource, as_source, check_fit, find_misfits, open_safetensors, tied_names
+from nxd_trace.programs import Signature, TensorSpec, flatten
+from nxd_trace.weights import Weights, WeightSource, as_source, check_fit, find_misfits, open_safetensors, tied_names
+from nxd_trace.workers.communication import ReadState, ReplaceWeights, ResetState, Serve, SharedTensors, WriteState
 from nxd_trace.workers.group import WorkerGroup
-from nxd_trace.workers.messages import ReadState, ReplaceWeights, ResetState, Serve, WriteState
 from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
 
 
@@ -167,7 +169,7 @@ class TensorParallelModel(nn.Module):
             names = set(stored.keys()) - RANK_WEIGHTS.keys()  # those are ours
             return {name: stored.get_tensor(name).clone() for name in sorted(names)}
 
-    def replace_weights(self, weights: str | Path | Mapping[str, Tensor] | WeightSource) -> None:
+    def replace_weights(self, weights: Weights) -> None:
         """Replace the weights, without compiling; each rank reads only its part.
 
         Args:
@@ -255,7 +257,7 @@ class TensorParallelModel(nn.Module):
                 "accessed; restart() resets the state, and another trace can use other weights"
             )
 
-    def _check_fit(self, weights: str | Path | Mapping[str, Tensor] | WeightSource, source: WeightSource) -> None:
+    def _check_fit(self, weights: Weights, source: WeightSource) -> None:
         ranks = [RankManifest.read(self.folder / rank_folder(rank)) for rank in range(self.num_ranks)]
         misfits = [misfit for rank in ranks for misfit in find_misfits(rank.weights, source)]
         if isinstance(weights, str | Path | Mapping):
@@ -356,3 +358,41 @@ def _release(workers: WorkerGroup, temporary: TemporaryDirectory[str] | None) ->
     workers.close()
     if temporary is not None:
         temporary.cleanup()
+
+
+_PREFIX = "nxd_trace_model_"
+
+
+_SECONDS_TO_LOCK = 60.0  # a younger folder may be about to be locked
+
+
+class TemporaryModelFolder(TemporaryDirectory[str]):
+    """A new folder, removed with this object, or by a later one if this process is killed."""
+
+    def __init__(self) -> None:
+        _remove_left_over()
+        super().__init__(prefix=_PREFIX)
+        descriptor = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
+        self._unlock = weakref.finalize(self, os.close, descriptor)
+        with suppress(OSError):  # a file system without locks: then no other process can lock it either
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def cleanup(self) -> None:
+        """Remove the folder now."""
+        self._unlock()
+        super().cleanup()
+
+
+def _remove_left_over() -> None:
+    for folder in Path(gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # locked, another user's, or gone by now
+            status = folder.lstat()
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+            if not is_own or time.time() - status.st_mtime < _SECONDS_TO_LOCK:
+                continue
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -1,14 +1,25 @@
 """`parallel_model_trace`: the documented call, for one program or for buckets of one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import torch
+from nxd_state import active_group, set_shard_spec
+from torch import Tensor, nn
 
 from nxd_trace.buckets import BucketModelConfig
 from nxd_trace.caching import TraceContent
-from nxd_trace.model import TensorParallelModel
-from nxd_trace.program import Program
-from nxd_trace.tracing import TraceSettings, Weights, trace_programs
+from nxd_trace.errors import ModelFolderError
+from nxd_trace.exporting import named_tensors
+from nxd_trace.manifest import MANIFEST, Manifest
+from nxd_trace.model import TensorParallelModel, copy_model
+from nxd_trace.programs import Program
+from nxd_trace.sharding import rank_spec
+from nxd_trace.tracing import TraceSettings, trace_programs
+from nxd_trace.weights import Weights
 
 
 def parallel_model_trace(
@@ -92,3 +103,213 @@ def parallel_model_trace(
         for index, inputs_of_bucket in enumerate(example_inputs)
     ]
     return trace_programs(func, programs, settings, bucket_config)
+
+
+def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> None:
+    """Save a traced model: a folder with a manifest, the compiled programs, and one subfolder per rank.
+
+    The save is atomic: the folder is written beside `save_dir` and renamed. A traced model at `save_dir` is replaced.
+    If `save_dir` is a link, the folder that it points to is written.
+
+    Args:
+        model: a traced or loaded model.
+        save_dir: the folder to write.
+
+    Raises:
+        TypeError: `model` is not a traced model.
+        ValueError: `save_dir` exists and is neither an empty folder nor a traced model without other files.
+        ModelFolderError: the model's own files have been changed or removed.
+    """
+    if not isinstance(model, TensorParallelModel):
+        raise TypeError(
+            f"parallel_model_save got a {type(model).__name__}; expected a TensorParallelModel, which "
+            "parallel_model_trace returns"
+        )
+    target = Path(save_dir).resolve()
+    _check_replaceable(target)
+    if target == model.folder.resolve():
+        return
+    manifest = Manifest.read(model.folder)
+    manifest.check(model.folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+        new, old = Path(beside) / "new", Path(beside) / "old"
+        new.mkdir()
+        copy_model(model.folder, new)
+        manifest.write(new)
+        if target.exists():
+            target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
+
+
+def _check_replaceable(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"save_dir={str(target)!r} is a file; pass a folder")
+    found = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
+    if not found:
+        return
+    try:
+        others = found - Manifest.read(target).files.keys() - {MANIFEST}
+    except ModelFolderError:
+        others = found
+    if others:
+        raise ValueError(
+            f"save_dir={str(target)!r} holds other files ({sorted(others)[0]!r} and {len(others) - 1} more); pass a "
+            "new folder, or that of a traced model"
+        )
+
+
+def parallel_model_load(
+    load_dir: str | Path, *, bucket_config: BucketModelConfig | None = None, trust_code: bool = True
+) -> TensorParallelModel:
+    """Load a traced model and start its worker processes.
+
+    Args:
+        load_dir: the folder that `parallel_model_save` wrote; it must exist while the model is in use.
+        bucket_config: the configuration that the model was traced with, if its functions are plain Python.
+        trust_code: whether to run code from the folder: programs of the compilers "inductor" and "neuronx", and
+            scripted bucket functions. Pass False for a folder from someone you do not trust; programs of the compiler
+            "export" hold no code.
+
+    Raises:
+        ModelFolderError: the folder is incomplete or damaged, was made for another platform, device, torch or
+            compiler, or holds untrusted code.
+        WorkerError: a worker could not load its part.
+    """
+    folder = Path(load_dir)
+    manifest = Manifest.read(folder)
+    if not trust_code:
+        manifest.check_is_data(folder)
+    manifest.check(folder)
+    return TensorParallelModel(folder, bucket_config=bucket_config)
+
+
+class ModelBuilder:
+    """Collects programs with `trace`, then makes a model from them with `compile`.
+
+    Example:
+        model = ModelBuilder(build_llama, tp_degree=2).trace(prompt, tag="prefill").trace(token, tag="decode").compile()
+        logits = model.run("decode", token)
+
+    Args:
+        func: the function that builds the model, as for `parallel_model_trace`.
+        tp_degree: ranks per replica.
+        replicas: number of replicas, which run every call together: ranks with equal parts of the model form a
+            data-parallel group, over which forward may share work. Callers get the result of rank 0.
+        expert_parallel_size: ranks that split the experts of a mixture, if `func` splits them: ranks with equal parts
+            of the model if there are enough replicas, otherwise ranks with any parts, which then hold whole experts.
+    """
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        tp_degree: int = 1,
+        *,
+        replicas: int = 1,
+        expert_parallel_size: int = 1,
+    ) -> None:
+        self._func = func
+        self._ranks = TraceSettings(tp_degree=tp_degree, replicas=replicas, expert_parallel_size=expert_parallel_size)
+        self._programs: list[Program] = []
+
+    def trace(self, inputs: Any, tag: str, func_kwargs: Mapping[str, Any] | None = None) -> Self:
+        """Add a program.
+
+        Args:
+            inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
+            tag: its name, for `TensorParallelModel.run`.
+            func_kwargs: arguments for `func`; programs with equal arguments are recorded from one model.
+
+        Returns:
+            The builder itself.
+
+        Raises:
+            TypeError: the inputs are not tensors.
+        """
+        self._programs.append(Program(tag, inputs, dict(func_kwargs or {})))
+        return self
+
+    def compile(self, **settings: Any) -> TensorParallelModel:
+        """Trace and compile all programs.
+
+        Args:
+            **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, weights, cache_dir,
+                inline_weights_to_neff, max_parallel_compilations, progress, content.
+
+        Raises:
+            As `parallel_model_trace`; ValueError if there are no programs or two have the same name.
+        """
+        return trace_programs(self._func, self._programs, replace(self._ranks, **settings))
+
+
+def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, **settings: Any) -> TensorParallelModel:
+    """Trace an existing model.
+
+    Args:
+        model: the model of one of `tp_degree` ranks; its class must be importable, or cloudpickle installed.
+        programs: programs with inputs of the shapes to record.
+        tp_degree: number of ranks.
+        **settings: settings of `parallel_model_trace`.
+
+    Returns:
+        A model whose weights can be replaced; with several ranks they must be.
+
+    Raises:
+        As `parallel_model_trace`.
+    """
+    wanted = TraceSettings(tp_degree=tp_degree, inline_weights_to_neff=False, **settings)
+    return trace_programs(ModuleOnRank(model, programs), programs, wanted)
+
+
+class ModuleOnRank:
+    """Provides each worker with its rank's model; tensors that its forward changes in place are state.
+
+    Args:
+        model: the model of one of the ranks. Other ranks' weights are wrong until they are replaced.
+        programs: programs whose inputs are used to find the buffers that forward changes.
+    """
+
+    def __init__(self, model: nn.Module, programs: Sequence[Program]) -> None:
+        self._model = model
+        self._calls = [program.call for program in programs]
+
+    def __call__(self) -> tuple[nn.Module, list[str]]:
+        """The model and the names of its state; called in a worker."""
+        rank = active_group("tp").rank
+        for name, tensor in named_tensors(self._model):
+            spec = rank_spec(name, tensor, rank)
+            if spec is not None:
+                set_shard_spec(tensor, spec)
+        self._model.eval()
+        return self._model, self._changed_by_forward()
+
+    @torch.no_grad()
+    def _changed_by_forward(self) -> list[str]:
+        tensors = dict(named_tensors(self._model))
+        before = {name: (tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
+        for args, kwargs in self._calls:
+            self._model(*args, **kwargs)
+        after = dict(named_tensors(self._model))
+        assigned = [name for name, tensor in tensors.items() if after.get(name) is not tensor]
+        for name in assigned:
+            _check_assigned(name, tensors[name], after.get(name))
+            module, _, buffer = name.rpartition(".")
+            setattr(self._model.get_submodule(module), buffer, tensors[name])
+        written = [name for name, tensor in tensors.items() if tensor._version != before[name][0]]
+        for name in written:
+            tensors[name].copy_(before[name][1])
+        return sorted({*assigned, *written}, key=list(tensors).index)
+
+
+def _check_assigned(name: str, before: Tensor, after: Tensor | None) -> None:
+    if after is None or isinstance(before, nn.Parameter) or (after.shape, after.dtype) != (before.shape, before.dtype):
+        found = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
+        raise ValueError(
+            f"forward replaces {name}, {before.dtype} {list(before.shape)}, by {found}; state must be a buffer that "
+            "keeps its shape and dtype"
+        )

@@ -17,24 +17,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nxd_state import device_type
-from torch import Tensor
 
 from nxd_trace.buckets import BucketModelConfig, save_functions
 from nxd_trace.caching import ArtifactCache, TraceContent, default_cache_folder, program_key, trace_key
 from nxd_trace.compilers import Compiler, choose_compiler
 from nxd_trace.manifest import Manifest, RankManifest, RankProgram, rank_folder
-from nxd_trace.model import TensorParallelModel
-from nxd_trace.program import Program
-from nxd_trace.signature import Signature, TensorSpec
-from nxd_trace.structure import flatten
-from nxd_trace.temporary_model import TemporaryModelFolder
-from nxd_trace.weights import WeightSource, as_source
+from nxd_trace.model import TemporaryModelFolder, TensorParallelModel
+from nxd_trace.programs import Program, Signature, TensorSpec, flatten
+from nxd_trace.weights import Weights, WeightSource, as_source
 from nxd_trace.workers.building import BuildCall, ProgramReport
+from nxd_trace.workers.communication import Build, Compile, Export, Fill
 from nxd_trace.workers.group import WorkerGroup
-from nxd_trace.workers.messages import Build, Compile, Export, Fill
 from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
-
-Weights = str | Path | Mapping[str, Tensor] | WeightSource
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_trace.errors import ModelFolderError
-from nxd_trace.signature import TensorSpec, dtype_name, shape_from_json
+from nxd_trace.programs import TensorSpec, dtype_name, shape_from_json
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -60,6 +60,10 @@ class WeightSource(Protocol):
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
         """The box of this shape that begins at `offsets`."""
+
+
+# Everything that weights can be read from: a safetensors file or a folder of them, tensors by name, or a checkpoint.
+Weights = str | Path | Mapping[str, Tensor] | WeightSource
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 @contextmanager
-def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iterator[WeightSource]:
+def as_source(weights: Weights) -> Iterator[WeightSource]:
     """A source that the workers can read; tensors in memory are written to a temporary file meanwhile.
 
     Raises:
@@ -162,7 +166,7 @@ def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iter
     elif isinstance(weights, Mapping):
         with TemporaryDirectory(prefix="nxd_trace_weights_") as folder:
             file = Path(folder) / "weights.safetensors"
-            save_safetensors({name: _for_file(name, tensor) for name, tensor in weights.items()}, file)
+            save_safetensors({name: _checked_copy(name, tensor) for name, tensor in weights.items()}, file)
             yield SafetensorsFiles(file)
     elif hasattr(weights, "read_box") and hasattr(weights, "tensors"):
         yield weights
@@ -173,14 +177,18 @@ def as_source(weights: str | Path | Mapping[str, Tensor] | WeightSource) -> Iter
         )
 
 
-def _for_file(name: str, tensor: Tensor) -> Tensor:
-    """Return a copy that shares no memory with other tensors, as safetensors requires."""
+def _checked_copy(name: str, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"weights[{name!r}] is a {type(tensor).__name__}; expected a tensor")
     if tensor.dtype not in _DTYPES.values():
         raise ValueError(
             f"weights[{name!r}] has dtype {dtype_name(tensor)}, which safetensors does not support; convert it"
         )
+    return copy_for_file(tensor)
+
+
+def copy_for_file(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU; safetensors refuses tensors that share memory."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 

@@ -2,10 +2,7 @@
 
 from nxd_state import compile_backend, records_graphs
 
-from nxd_trace.compilers.base import CompileJob, Compiler, Run
-from nxd_trace.compilers.export import EXPORT
-from nxd_trace.compilers.hlo import HLO
-from nxd_trace.compilers.inductor import INDUCTOR, has_cpp_compiler
+from nxd_trace.compilers.builtin import EXPORT, HLO, INDUCTOR, CompileJob, Compiler, Run, has_cpp_compiler
 from nxd_trace.compilers.neuronx import NEURON, NEURONX
 
 __all__ = ["CompileJob", "Compiler", "Run", "COMPILERS", "choose_compiler"]

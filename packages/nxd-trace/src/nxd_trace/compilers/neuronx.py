@@ -17,8 +17,7 @@ from nxd_state import keep_compiled_code_private
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
-from nxd_trace.compilers.base import CompileJob, Compiler, Run
-from nxd_trace.compilers.export import EXPORT
+from nxd_trace.compilers.builtin import EXPORT, CompileJob, Compiler, Run
 
 _FILE = "program.pt"
 _DISTRIBUTIONS = ("torch-neuronx", "neuronx-cc")

@@ -1,11 +1,9 @@
 """Text generation with traced language models: a sharded cache, prefill and decode programs, sampling, and batching."""
 
 from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache
-from nxd_trace.generation.decoder import Decoder
+from nxd_trace.generation.decoder import Decoder, HuggingFaceDecoder
 from nxd_trace.generation.engine import GenerationEngine
 from nxd_trace.generation.generator import Completion, Generator, compile_generator
-from nxd_trace.generation.hugging_face import HuggingFaceDecoder
-from nxd_trace.generation.prompts import unpad_prompts
 from nxd_trace.generation.sampling import (
     SamplingSettings,
     TokenLogprobs,
@@ -13,7 +11,7 @@ from nxd_trace.generation.sampling import (
     next_token_probabilities,
     penalized_logits,
 )
-from nxd_trace.generation.sequence import RunningSequence
+from nxd_trace.generation.sequence import RunningSequence, unpad_prompts
 
 __all__ = [
     "compile_generator",

@@ -11,12 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nxd_trace.generation.blocks import BlockPool
-from nxd_trace.generation.programs import CachedModel, Row
-from nxd_trace.generation.prompts import read_prompt
+from nxd_trace.generation.cache import BlockPool
+from nxd_trace.generation.model_runner import CachedModel, Drafter, Row
 from nxd_trace.generation.sampling import SamplingSettings
-from nxd_trace.generation.sequence import RunningSequence
-from nxd_trace.generation.speculation import Drafter
+from nxd_trace.generation.sequence import RunningSequence, read_prompt
 from nxd_trace.model import TensorParallelModel
 
 _PARTS_PER_STEP = 2  # of prompts, of the largest size; of smaller ones as many as have its tokens

@@ -10,15 +10,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nxd_trace.builder import ModelBuilder
 from nxd_trace.caching import TraceContent
 from nxd_trace.generation.decoder import BuildCachedDecoder, Decoder
 from nxd_trace.generation.engine import GenerationEngine
 from nxd_trace.generation.sampling import SamplingSettings
 from nxd_trace.generation.sequence import FinishReason, RunningSequence
 from nxd_trace.model import TensorParallelModel
-from nxd_trace.tracing import Weights
-from nxd_trace.weights import LogicalTensor, WeightSource, as_source
+from nxd_trace.parallel_model import ModelBuilder
+from nxd_trace.weights import LogicalTensor, Weights, WeightSource, as_source
 
 OnToken = Callable[[int, int], None]
 

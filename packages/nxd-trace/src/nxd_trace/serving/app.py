@@ -6,18 +6,16 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any
 
+from nxd_trace.errors import RequestError, headline
 from nxd_trace.serving import protocol
-from nxd_trace.serving.browsers import AllowedSites, BrowserGuard, Message, Receive, Send
-from nxd_trace.serving.errors import RequestError, headline
-from nxd_trace.serving.headers import HeaderGuard
-from nxd_trace.serving.readers import Client
-from nxd_trace.serving.service import Completions, CompletionService, ReadRequest
+from nxd_trace.serving.middleware import AllowedSites, CloseAfterUnreadBody, RequestGuard
+from nxd_trace.serving.service import Client, Completions, CompletionService, ReadRequest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -29,7 +27,6 @@ _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 _LARGE_BODY_BYTES = 1 << 16
 _MAX_LARGE_BODIES = 64  # that are received or read at a time
-_SECONDS_TO_READ_ON = 1.0
 
 
 def check_installed() -> None:
@@ -78,8 +75,7 @@ def make_app(service: CompletionService, allowed: AllowedSites | None = None) ->
     allowed = allowed or AllowedSites()
     middleware = [
         Middleware(CloseAfterUnreadBody, max_bytes=service.limits.max_body_bytes),
-        Middleware(HeaderGuard),
-        Middleware(BrowserGuard, allowed=allowed),
+        Middleware(RequestGuard, allowed=allowed),
         Middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"], allow_headers=["*"]),
     ]
     errors = {404: _no_such_route, 405: _no_such_method, 500: _own_failure}
@@ -276,48 +272,3 @@ def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | Non
 
     # Not JSONResponse, which fails at half a pair of surrogates; json.dumps writes it as it may have come.
     return Response(json.dumps(body), status, headers, media_type="application/json")
-
-
-class CloseAfterUnreadBody:
-    """ASGI middleware: an answer to a request that has not been read to its end closes the connection.
-
-    The answer is sent at once. What the client still sends is thrown away for a second and up to a number of bytes,
-    since a connection that is closed with unread data may lose the answer.
-
-    Args:
-        app: the application.
-        max_bytes: to throw away.
-    """
-
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
-        names = {name for name, _ in scope.get("headers", ())}
-        is_unread = scope["type"] == "http" and not names.isdisjoint({b"content-length", b"transfer-encoding"})
-
-        async def receive_part() -> Message:
-            nonlocal is_unread
-            message = await receive()
-            is_unread = is_unread and message.get("more_body", False)
-            return message
-
-        async def send_part(message: Message) -> None:
-            if is_unread and message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            if is_unread and message["type"] == "http.response.body" and not message.get("more_body", False):
-                await send({**message, "more_body": True})
-                await read_on()
-                message = {"type": "http.response.body"}
-            await send(message)
-
-        async def read_on() -> None:
-            left = self._max_bytes
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_SECONDS_TO_READ_ON):
-                    while is_unread and left > 0:
-                        left -= len((await receive_part()).get("body", b""))
-
-        await self._app(scope, receive_part, send_part)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from reprlib import repr as short_repr
 from typing import Any
 
-from nxd_trace.serving.errors import RequestError
+from nxd_trace.errors import RequestError
 from nxd_trace.serving.text import StopText
 
 _MAX_STOPS = 4

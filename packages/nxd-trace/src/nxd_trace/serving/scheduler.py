@@ -11,10 +11,9 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Self
 
-from nxd_trace.errors import WorkerError
+from nxd_trace.errors import RequestError, WorkerError, headline
 from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSettings, TokenLogprobs
 from nxd_trace.generation.sequence import FinishReason
-from nxd_trace.serving.errors import RequestError, headline
 
 _log = logging.getLogger("nxd_trace.serving")
 

@@ -12,10 +12,9 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nxd_trace.errors import WorkerError
+from nxd_trace.errors import WorkerError, headline
 from nxd_trace.serving.app import check_installed, make_app
-from nxd_trace.serving.browsers import AllowedSites, Message, Receive, Send
-from nxd_trace.serving.errors import headline
+from nxd_trace.serving.middleware import AllowedSites, Message, Receive, Send
 from nxd_trace.serving.service import CompletionService, ServerLimits
 
 if TYPE_CHECKING:

@@ -17,15 +17,12 @@ from nxd_state import (
 )
 from torch import Tensor, nn
 
-from nxd_trace.aliases import Alias, named_tensors, read_aliases
 from nxd_trace.compilers import CompileJob, choose_compiler
-from nxd_trace.exporting import RANK_AXES, ExportedModel, export_model, rank_tensors
+from nxd_trace.exporting import RANK_AXES, Alias, ExportedModel, export_model, named_tensors, rank_tensors, read_aliases
 from nxd_trace.manifest import KEPT, STATE, WEIGHTS, RankManifest, StateTensor, rank_folder, sha256_of
-from nxd_trace.program import Program
-from nxd_trace.signature import Signature, TensorSpec, dtype_name
-from nxd_trace.structure import flatten, unflatten
-from nxd_trace.weights import WeightSource, open_safetensors, read_weights, save_safetensors, weight_of
-from nxd_trace.workers.messages import Build, Compile, Export, Fill
+from nxd_trace.programs import Program, Signature, TensorSpec, dtype_name, flatten, unflatten
+from nxd_trace.weights import WeightSource, copy_for_file, open_safetensors, read_weights, save_safetensors, weight_of
+from nxd_trace.workers.communication import Build, Compile, Export, Fill
 from nxd_trace.workers.pickling import loads_in_worker
 
 
@@ -147,11 +144,10 @@ class Builder:
         if shared_state is not None:
             states = dict(zip(states, shared_state, strict=True))
         zeros = {name for name, state in states.items() if not bool(state.count_nonzero())}
-        save_safetensors({name: _for_file(tensor) for name, tensor in tensors.items()}, self._folder / WEIGHTS)
-        if states.keys() - zeros:
-            save_safetensors(
-                {name: _for_file(state) for name, state in states.items() if name not in zeros}, self._folder / STATE
-            )
+        save_safetensors({name: copy_for_file(tensor) for name, tensor in tensors.items()}, self._folder / WEIGHTS)
+        nonzero = {name: copy_for_file(state) for name, state in states.items() if name not in zeros}
+        if nonzero:
+            save_safetensors(nonzero, self._folder / STATE)
         parameters = dict(built.model.named_parameters())
         RankManifest(
             weights={name: weight_of(name, tensor, name in parameters) for name, tensor in tensors.items()},
@@ -265,8 +261,3 @@ def _check_groups(exported: ExportedModel) -> None:
 def _on_device(value: Any) -> Any:
     tensors, structure = flatten(value, "inputs")
     return unflatten(structure, [tensor.to(get_device()) for tensor in tensors])
-
-
-def _for_file(tensor: Tensor) -> Tensor:
-    """A copy that shares no memory with other tensors, as safetensors wants it."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -16,9 +16,8 @@ from typing import Any
 from nxd_state.processes import hold_standard_streams
 
 from nxd_trace.errors import MissingMainGuardError, WorkerError
-from nxd_trace.memory import new_shared_file
-from nxd_trace.workers.launching import launch
-from nxd_trace.workers.messages import CALL, DONE, Answer, receive, send_header, send_object
+from nxd_trace.workers.communication import CALL, DONE, Answer, new_shared_file, receive, send_header, send_object
+from nxd_trace.workers.fork_server import launch
 from nxd_trace.workers.pickling import main_script
 
 _SECONDS_TO_LEAVE = 2.0

@@ -1,6 +1,7 @@
 """The inputs and outputs of a program: shapes, dtypes and nesting, all known before the first call."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import prod
 from reprlib import repr as shortened
@@ -9,7 +10,108 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nxd_trace.structure import Structure, check_structure, flatten, unflatten
+# An index into the flat list, None, or {"tuple" | "list": [...]} or {"dict": {...}}.
+Structure = Any
+
+
+def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
+    """Return the tensors in `value`, in order, and how they are nested.
+
+    Args:
+        value: a tensor, None, or tuples, lists and string-keyed mappings of these.
+        what: name of the value, for errors.
+
+    Raises:
+        TypeError: it contains something else.
+    """
+    tensors: list[Tensor] = []
+
+    def visit(part: Any, path: str) -> Structure:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            return len(tensors) - 1
+        if part is None:
+            return None
+        if isinstance(part, Mapping) and all(isinstance(key, str) for key in part):
+            return {"dict": {key: visit(inner, f"{path}[{key!r}]") for key, inner in part.items()}}
+        if isinstance(part, Sequence) and not isinstance(part, str | bytes):
+            kind = "list" if isinstance(part, list) else "tuple"
+            return {kind: [visit(inner, f"{path}[{index}]") for index, inner in enumerate(part)]}
+        raise TypeError(
+            f"{path} is a {type(part).__name__}; expected tensors, None, or tuples, lists and dicts of them: "
+            "other values are part of the program, so pass them to func"
+        )
+
+    return tensors, visit(value, what)
+
+
+def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `flatten`, with these tensors in place of the original ones."""
+    if structure is None:
+        return None
+    if isinstance(structure, int):
+        return tensors[structure]
+    ((kind, parts),) = structure.items()
+    if kind == "dict":
+        return {key: unflatten(part, tensors) for key, part in parts.items()}
+    inner = [unflatten(part, tensors) for part in parts]
+    return inner if kind == "list" else tuple(inner)
+
+
+def check_structure(structure: Structure, count: int) -> None:
+    """Raise ValueError unless `flatten` could have returned this structure with this number of tensors."""
+    stack, found = [structure], 0
+    while stack:
+        match stack.pop():
+            case None:
+                pass
+            case int(index) if index == found:
+                found += 1
+            case {"tuple": list(parts)} as nested if len(nested) == 1:
+                stack.extend(reversed(parts))
+            case {"list": list(parts)} as nested if len(nested) == 1:
+                stack.extend(reversed(parts))
+            case {"dict": dict(named)} as nested if len(nested) == 1:
+                stack.extend(reversed(named.values()))
+            case other:
+                raise ValueError(f"{shortened(other)} is not a nesting of tensors; expected the next index, {found}")
+    if found != count:
+        raise ValueError(f"{shortened(structure)} nests {found} tensors, but there are {count}")
+
+
+def without(structure: Structure, dropped: set[int]) -> Structure:
+    """The structure without the tensors at these indices; containers that held only these are removed too."""
+    count = _count(structure)
+    kept = {old: new for new, old in enumerate(index for index in range(count) if index not in dropped)}
+
+    def visit(part: Structure) -> Structure:
+        if part is None or isinstance(part, int):
+            return None if part is None else kept[part]
+        ((kind, parts),) = part.items()
+        if kind == "dict":
+            return {kind: {key: visit(inner) for key, inner in parts.items() if not _only(inner, dropped)}}
+        return {kind: [visit(inner) for inner in parts if not _only(inner, dropped)]}
+
+    return visit(structure)
+
+
+def _indices(structure: Structure) -> list[int]:
+    if structure is None:
+        return []
+    if isinstance(structure, int):
+        return [structure]
+    ((kind, parts),) = structure.items()
+    return [index for part in (parts.values() if kind == "dict" else parts) for index in _indices(part)]
+
+
+def _count(structure: Structure) -> int:
+    return len(_indices(structure))
+
+
+def _only(structure: Structure, dropped: set[int]) -> bool:
+    indices = _indices(structure)
+    return bool(indices) and dropped.issuperset(indices)
+
 
 _MOST_ELEMENTS = 1 << 48  # more bytes than any machine has
 
@@ -163,3 +265,38 @@ def describe(input_structure: Structure) -> str:
         if names
         else (f"{len(args['tuple'])} positional arguments")
     )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to record: a call, with these inputs, of the model that `func(**func_kwargs)` returns.
+
+    Programs of one trace share weights and state. Those with equal `func_kwargs` are recorded from one model.
+
+    Attributes:
+        name: the name it is called by.
+        inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs; the inputs may be nested tuples,
+            lists and dicts of tensors. Their shapes and dtypes are fixed, their values do not matter.
+        func_kwargs: arguments for `func`.
+    """
+
+    name: str
+    inputs: Any
+    func_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        flatten([*self.call], f"the inputs of program {self.name!r}")
+
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the call to record."""
+        if isinstance(self.inputs, Mapping):
+            return (), dict(self.inputs)
+        if isinstance(self.inputs, tuple | list):
+            return tuple(self.inputs), {}
+        if isinstance(self.inputs, Tensor):
+            return (self.inputs,), {}
+        raise TypeError(
+            f"example inputs of program {self.name!r} are a {type(self.inputs).__name__}; expected a tensor, a tuple "
+            "of tensors, or a dict of keyword inputs"
+        )

@@ -6,18 +6,15 @@ shard metadata. Those of the other ranks follow, as all ranks' shards are of one
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from nxd_state import ShardSpec, active_group, get_shard_spec, set_shard_spec, shard_along
+from nxd_state import ShardSpec, get_shard_spec, shard_along
 from torch import Tensor, nn
 
-from nxd_trace.aliases import named_tensors
+from nxd_trace.exporting import named_tensors
 from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trace.model import TensorParallelModel
-from nxd_trace.program import Program
-from nxd_trace.tracing import TraceSettings, trace_programs
-from nxd_trace.weights import save_safetensors
+from nxd_trace.weights import Weights, as_source, read_weights, save_safetensors
 
 
 def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
@@ -127,69 +124,26 @@ def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelM
     return wholes
 
 
-class ModuleOnRank:
-    """Provides each worker with its rank's model; tensors that its forward changes in place are state.
+def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[str, Tensor]]:
+    """Return each rank's shards of some weights, without passing them to the workers.
 
     Args:
-        model: the model of one of the ranks. Other ranks' weights are wrong until they are replaced.
-        programs: programs whose inputs are used to find the buffers that forward changes.
-    """
-
-    def __init__(self, model: nn.Module, programs: Sequence[Program]) -> None:
-        self._model = model
-        self._calls = [program.call for program in programs]
-
-    def __call__(self) -> tuple[nn.Module, list[str]]:
-        """The model and the names of its state; called in a worker."""
-        rank = active_group("tp").rank
-        for name, tensor in named_tensors(self._model):
-            spec = rank_spec(name, tensor, rank)
-            if spec is not None:
-                set_shard_spec(tensor, spec)
-        self._model.eval()
-        return self._model, self._changed_by_forward()
-
-    @torch.no_grad()
-    def _changed_by_forward(self) -> list[str]:
-        tensors = dict(named_tensors(self._model))
-        before = {name: (tensor._version, tensor.detach().clone()) for name, tensor in tensors.items()}
-        for args, kwargs in self._calls:
-            self._model(*args, **kwargs)
-        after = dict(named_tensors(self._model))
-        assigned = [name for name, tensor in tensors.items() if after.get(name) is not tensor]
-        for name in assigned:
-            _check_assigned(name, tensors[name], after.get(name))
-            module, _, buffer = name.rpartition(".")
-            setattr(self._model.get_submodule(module), buffer, tensors[name])
-        written = [name for name, tensor in tensors.items() if tensor._version != before[name][0]]
-        for name in written:
-            tensors[name].copy_(before[name][1])
-        return sorted({*assigned, *written}, key=list(tensors).index)
-
-
-def _check_assigned(name: str, before: Tensor, after: Tensor | None) -> None:
-    if after is None or isinstance(before, nn.Parameter) or (after.shape, after.dtype) != (before.shape, before.dtype):
-        found = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
-        raise ValueError(
-            f"forward replaces {name}, {before.dtype} {list(before.shape)}, by {found}; state must be a buffer that "
-            "keeps its shape and dtype"
-        )
-
-
-def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, **settings: Any) -> TensorParallelModel:
-    """Trace an existing model.
-
-    Args:
-        model: the model of one of `tp_degree` ranks; its class must be importable, or cloudpickle installed.
-        programs: programs with inputs of the shapes to record.
-        tp_degree: number of ranks.
-        **settings: settings of `parallel_model_trace`.
+        weights: as for `TensorParallelModel.replace_weights`.
+        model: a traced or loaded model; its workers need not run.
 
     Returns:
-        A model whose weights can be replaced; with several ranks they must be.
+        For each rank, tensors by their names in the model.
 
     Raises:
-        As `parallel_model_trace`.
+        ValueError: the weights do not fit the model.
     """
-    wanted = TraceSettings(tp_degree=tp_degree, inline_weights_to_neff=False, **settings)
-    return trace_programs(ModuleOnRank(model, programs), programs, wanted)
+    shards = []
+    with as_source(weights) as source:
+        for rank in range(model.num_ranks):
+            stored = RankManifest.read(model.folder / rank_folder(rank)).weights
+            tensors = {
+                name: torch.empty(weight.shape, dtype=getattr(torch, weight.dtype)) for name, weight in stored.items()
+            }
+            filled = read_weights(stored, source, tensors.__getitem__)
+            shards.append({name: tensors[name] for name in filled})
+    return shards
