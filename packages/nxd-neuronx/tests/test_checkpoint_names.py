@@ -1,6 +1,5 @@
 """Checkpoint commands that scripts import: the converter, and ZeRO-1 states."""
 
-import argparse
 import json
 
 import pytest
@@ -220,11 +219,9 @@ def test_zero1_states_go_to_another_number_of_replicas_and_back(tmp_path):
     three = run("two", "three", "--convert_to_sharded", "--dp_size", "3")
     again = run("whole", "again", "--convert_to_sharded", "--dp_size", "2")
 
-    args = argparse.Namespace(input_dir=str(tmp_path / "three"))
     last = torch.load(again / "dp_rank_01_tp_rank_00_pp_rank_00.pt")["base_state"][0]
     assert torch.equal(whole["base_state"][0]["exp_avg"], momentum)
-    assert len(list(three.iterdir())) == 3
-    assert convert_zero_checkpoints.get_parallel_info(args) == (3, 1, 1)
+    assert {file.name for file in three.iterdir()} == {f"dp_rank_0{it}_tp_rank_00_pp_rank_00.pt" for it in range(3)}
     assert torch.equal(last["exp_avg"], padded[1])
     assert last["step"] == 3
     with pytest.raises(ValueError, match="already holds whole states"):

@@ -6,8 +6,7 @@ import torch.distributed as dist
 from neuronx_distributed import parallel_state
 from neuronx_distributed.parallel_layers import grads, layers, loss_functions, mappings, pad, utils
 from neuronx_distributed.parallel_layers.checkpointing import _invoke_preshard_hook, load, save
-from nxd_neuronx.rank_groups import groups_of
-from nxd_state import Mesh, active_group, all_gather, all_reduce, get_group, get_shard_spec
+from nxd_state import active_group, all_gather, all_reduce, get_group, get_shard_spec
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,11 +73,9 @@ def test_replicas_that_shuffle_tokens_are_neighbours_along_the_replicas(on_mesh)
     assert on_mesh(job, 4)[0] == ([[0, 1], [2, 3]], 2)
 
 
-def test_arithmetic_of_copies_and_experts():
-    arrange, experts = parallel_state.arrange_kv_groups, parallel_state.get_experts_for_expert_parallel_rank
+def test_experts_of_a_rank_are_an_equal_part_or_those_of_a_distribution():
+    experts = parallel_state.get_experts_for_expert_parallel_rank
 
-    assert arrange(2, 4, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert arrange(2, 4, 2, True) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert experts(1, 4, 2) == [2, 3]
     assert experts(1, 4, 2, [[0, 3], [1, 2]]) == [1, 2]
     with pytest.raises(ValueError, match="name each expert"):
@@ -134,7 +131,8 @@ def test_log_probabilities_of_the_next_tokens(on_mesh):
         expected = F.log_softmax(logits, -1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
         torch.testing.assert_close(loss_functions.from_parallel_logits_to_logprobs(own, tokens), expected)
         losses = loss_functions.parallel_cross_entropy(vocab_parallel_logits=own, target=tokens)
-        torch.testing.assert_close(-loss_functions.DistributedLogprob.apply(own, tokens), losses)
+        all_tokens = F.log_softmax(logits, -1).gather(-1, tokens[..., None]).squeeze(-1)
+        torch.testing.assert_close(-losses, all_tokens)
 
     on_mesh(job, tensor_model_parallel_size=2)
 
@@ -218,16 +216,9 @@ def test_padding_heads_are_those_behind_each_key_and_value_heads():
         pad.generate_padding_mask(6, 8, 2, 4, 0, hardware_type="trn1")
 
 
-def test_tensors_are_cast_and_cut_as_scripts_ask():
+def test_small_functions_of_scripts():
     assert utils.get_padding_length(10, 4) == 2
     assert utils.EmbeddingUtility.range_from_global_vocab_size(12, 1, 3) == (4, 8)
-    assert utils.indices_split_along_dim(torch.ones(2, 6), 1, 1, 3).tolist() == [2, 3]
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = utils.cast_if_autocast_enabled(torch.ones(1), torch.ones(1).double(), 3)
-        with pytest.raises(ValueError, match=r"is torch\.float32 under autocast; cast it to torch\.bfloat16"):
-            utils.verify_casted_dtype([torch.ones(1)])
-        utils.verify_casted_dtype(cast)
-    assert [getattr(it, "dtype", it) for it in cast] == [torch.bfloat16, torch.float64, 3]
     tensor = torch.ones(1)
     assert utils.move_all_tensor_to_cpu([tensor], convert=False)[0] is tensor
 
@@ -248,27 +239,3 @@ def test_gathered_dim_and_reduced_dim_may_be_any(on_mesh):
         assert torch.equal(mappings._reduce_scatter_along_dim(part, 0, "max"), largest[:1])
 
     on_mesh(job, tensor_model_parallel_size=2)
-
-
-def test_groups_of_ranks_in_a_grid_follow_its_dims():
-    ranks = torch.arange(16)
-    grid = {"cluster_ranks_nonexp": ranks.view(2, 2, 2, 2), "cluster_ranks_exp": ranks.view(2, 1, 4, 2)}
-    degrees = {"tp": 2, "dp": 2, "pp": 2, "ep_model_degree": 4, "ep_data_degree": 1, "cp": 2}
-
-    groups = parallel_state.PG_Group_Logic.LOGIC1(lnc_size=1, **grid, **degrees)
-
-    assert groups == groups_of(Mesh(16, pp=2, cp=2, tp=2, ep=4))
-
-
-def test_paired_rows_are_grouped_as_their_rank_order_says():
-    ranks = torch.arange(128)
-    grid = {"cluster_ranks_nonexp": ranks.view(1, 4, 1, 32), "cluster_ranks_exp": ranks.view(1, 4, 1, 32)}
-
-    groups = parallel_state.ascending_descending_ring_PG_group(
-        2, **grid, tp=32, dp=4, pp=1, ep_model_degree=1, ep_data_degree=4
-    )
-
-    assert groups.tp_groups[0] == [*range(16), *range(48, 64)]
-    assert groups.dp_groups[0] == [0, 16, 64, 80]
-    assert groups.pp_groups == [[rank] for rank in range(128)]
-    assert groups.ep_data_groups[0] == [0, 32, 64, 96]

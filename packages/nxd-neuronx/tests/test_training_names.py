@@ -1,22 +1,16 @@
-"""What computes among the names that training scripts import: models, batches, values, stages, schedules."""
-
-from collections import namedtuple
+"""The names that training scripts import and that compute: models, batches, values, stages."""
 
 import neuronx_distributed as nxd
 import pytest
 import torch
 from neuronx_distributed.kernels import nki_flash_attn_func, nki_ring_attn_func
 from neuronx_distributed.modules.lora import LoraConfig, LoraModel, get_lora_model
-from neuronx_distributed.modules.lora.layer import LoraLinear
 from neuronx_distributed.operators import argmax
 from neuronx_distributed.operators.topk import topk
 from neuronx_distributed.overrides.transformer_overrides import apply_rotary_pos_emb
-from neuronx_distributed.pipeline import manual_pipe_stage, partition, scheduler, trace
-from neuronx_distributed.trainer import PostPartitionHooks
-from neuronx_distributed.trainer.trainer import filter_to_local_parameter_group
-from neuronx_distributed.utils import activation_checkpoint, model_utils, serialization
+from neuronx_distributed.pipeline import manual_pipe_stage, partition, trace
+from neuronx_distributed.utils import activation_checkpoint, model_utils
 from neuronx_distributed.utils.batch_utils import get_batch_on_this_context_parallel_rank, shift_labels
-from neuronx_distributed.utils.tensor_utils import cumsum
 from neuronx_distributed.utils.utils import hardware
 from nxd_pipeline import NxDPPModel
 from nxd_state import destroy_model_parallel, initialize_model_parallel
@@ -163,47 +157,6 @@ def test_shifted_labels_are_the_next_tokens():
     assert batch["labels"].tolist() == [[0, 1, 2, 3]]
 
 
-def test_running_sums_are_added_up_in_float64():
-    numbers = torch.full((4096, 1), 0.1, dtype=torch.bfloat16)
-
-    assert cumsum(numbers)[-1].item() == torch.tensor(4096 * numbers[0].double().item()).bfloat16().item()
-    with pytest.raises(NotImplementedError, match="dim=1"):
-        cumsum(numbers, dim=1)
-
-
-Pair = namedtuple("Pair", "left right")
-
-
-def test_a_value_taken_apart_and_put_together_again_is_the_same():
-    shared = torch.arange(3)
-    value = {"a": [shared, (shared, 1)], 2: Pair(torch.ones(2, requires_grad=True), None)}
-    manager = serialization.SerializationManager()
-
-    stripped, tensors, stubs = manager.serialize(value)
-    made = manager.deserialize(stripped, tensors)
-
-    assert [tuple(stub.shape) for stub in stubs] == [(3,), (2,)]
-    assert stubs[1].requires_grad
-    assert manager.extract_stubs(stripped)[0] == stubs[0]
-    assert made["a"][0] is made["a"][1][0] is shared
-    assert made[2].left is value[2].left
-
-
-def test_only_one_name_of_each_memory_is_left():
-    whole = torch.arange(6.0)
-    state = {"b": whole, "a": whole, "part": whole[:2], "other": torch.ones(2)}
-
-    found = serialization_names(state)
-
-    assert found == ["a", "other"]
-
-
-def serialization_names(state):
-    from neuronx_distributed.utils.safetensors_utils import check_for_duplicate_tensors
-
-    return sorted(check_for_duplicate_tensors(state, remove_duplicate_tensors=True))
-
-
 def test_instance_types_name_their_hardware(monkeypatch):
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
 
@@ -233,17 +186,6 @@ def test_layers_of_a_stage_share_weights_by_group():
 def test_cuts_leave_the_remainder_to_later_stages():
     assert partition.create_partitions(3, ["a", "b", "c", "d", "e"]) == ["a", "c"]
     assert partition.stage_to_pipeline_parallel_rank(5, pp_size=4) == 1
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 2), (4, 8)])
-def test_both_training_schedules_have_one_order_of_tasks(stages, microbatches):
-    for rank in range(stages):
-        by_step = scheduler.Train1F1BSchedule(microbatches, stages, rank)
-        by_tick = scheduler.TrainSchedule(microbatches, stages, rank)
-
-        tasks = [task for step in by_step for task in step]
-        assert tasks == [task for tick in by_tick for task in tick]
-        assert sum(isinstance(task, scheduler.BackwardStepTask) for task in tasks) == microbatches
 
 
 class Scaled(nn.Module):
@@ -289,20 +231,7 @@ def test_pipeline_keys_of_the_old_runtime_are_taken_and_named_once(one_rank, cap
         NxDPPModel(Scaled(), _no_such_flag=True)
 
 
-# Optimizers and adapters.
-
-
-def test_hooks_are_called_once_with_the_model_where_they_need_it():
-    model, hooks = nn.Linear(2, 2), PostPartitionHooks()
-    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
-    hooks.register_post_partition_hook(filter_to_local_parameter_group, [optimizer])
-    hooks.register_post_partition_hook(max, [1, 2])
-
-    with pytest.raises(ValueError, match="needs the model"):
-        hooks.execute_all_hooks()
-    assert hooks.execute_all_hooks(model) == [None, 2]
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
-    assert hooks.execute_all_hooks() == []
+# Adapters.
 
 
 def test_model_with_adapters_counts_what_trains_and_merges():
@@ -317,21 +246,14 @@ def test_model_with_adapters_counts_what_trains_and_merges():
     assert not model.is_merged
 
 
-def test_lora_adapts_a_model_or_a_single_layer():
-    config = LoraConfig(target_modules=["head"], lora_rank=2)
-    model, layer = Tied(), nn.Linear(4, 4)
+def test_lora_adapts_the_layers_that_a_config_selects():
+    layer = nn.Linear(4, 4)
 
-    adapted, single = get_lora_model(model, config), LoraLinear(layer, config)
+    adapted = get_lora_model(Tied(), LoraConfig(target_modules=["head"], lora_rank=2))
 
     assert isinstance(adapted, LoraModel)
     assert [name for name, it in adapted.named_parameters() if it.requires_grad] == [
         "module.head.lora_A",
         "module.head.lora_B",
     ]
-    assert torch.equal(single(torch.ones(4)), layer(torch.ones(4)))
-    assert single.base_layer is layer
     assert get_lora_model(layer, None) is layer
-    with pytest.raises(ValueError, match="already has an adapter"):
-        LoraLinear(layer, config)
-    with pytest.raises(ValueError, match="adapts Linear, not Embedding"):
-        LoraLinear(nn.Embedding(2, 2), config)

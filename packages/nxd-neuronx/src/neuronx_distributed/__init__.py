@@ -7,7 +7,7 @@ Submodules, and the training API of `neuronx_distributed.trainer`, are imported 
 import importlib
 from typing import Any
 
-from nxd_neuronx.import_name import warn_of_other_owner
+from nxd_neuronx.import_paths import warn_of_other_owner
 
 _SUBMODULES = (
     "parallel_state",
@@ -39,8 +39,6 @@ _ELSEWHERE = {
     "shard_checkpoint": "trace.functions",
     "BaseNxDModel": "trace.nxd_model",
     "NxDModel": "trace.nxd_model",
-    "TorchScriptNxDModel": "trace.nxd_model",
-    "convert_nxd_model_to_torchscript_model": "trace.nxd_model",
     "NxDParallelState": "trace.parallel_context",
 }
 

@@ -1,7 +1,7 @@
 """`neuronx_distributed.parallel_state`: the mesh and its getters, from nxd_state and nxd_neuronx."""
 
 from nxd_neuronx.mesh import (
-    arrange_kv_groups,
+    ParallelGroups,
     destroy_kv_group,
     destroy_token_shuffle_group,
     get_aot_mode,
@@ -18,18 +18,7 @@ from nxd_neuronx.mesh import (
     initialize_token_shuffle_group,
     set_aot_mode,
 )
-from nxd_neuronx.rank_groups import (
-    ParallelGroups,
-    PG_Group_Logic,
-    ascending_descending_ring_PG_group,
-    ascending_ring_PG_group,
-    get_logic_chosen,
-)
-from nxd_state import (
-    destroy_model_parallel,
-    model_parallel_is_initialized,
-    move_model_to_device,
-)
+from nxd_state import destroy_model_parallel, model_parallel_is_initialized, move_model_to_device
 from nxd_state.mesh_getters import (
     create_pg_with_ranks,
     get_context_model_parallel_group,
@@ -129,9 +118,6 @@ __all__ = [
     "get_tensor_parallel_size",
     "get_data_parallel_world_size",
     "ParallelGroups",
-    "PG_Group_Logic",
-    "ascending_ring_PG_group",
-    "ascending_descending_ring_PG_group",
     "initialize_model_parallel",
     "get_world_group",
     "initialize_kv_group",
@@ -143,10 +129,8 @@ __all__ = [
     "destroy_token_shuffle_group",
     "initialize_speculative_draft_group",
     "get_speculative_draft_group",
-    "arrange_kv_groups",
     "get_expert_parallel_rank_from_global_rank",
     "get_experts_for_expert_parallel_rank",
-    "get_logic_chosen",
     "set_aot_mode",
     "get_aot_mode",
 ]

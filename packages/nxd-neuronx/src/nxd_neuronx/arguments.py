@@ -6,7 +6,7 @@ which order it is. Arguments that could not change any number here are accepted,
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 def takes_order_too(
     init: Callable[..., None],
-    names: Sequence[str],
+    names: str,
     *,
     tells: Callable[[tuple[Any, ...]], bool],
     ignored: Mapping[str, str] | None = None,
@@ -29,18 +29,19 @@ def takes_order_too(
 
     Args:
         init: the layer's own `__init__`.
-        names: the arguments in the second order; the attribute `other_order` of the result.
+        names: the arguments in the second order, separated by spaces; the attribute `other_order` of the result.
         tells: whether positional arguments are in the second order, by their types.
         ignored: arguments that are accepted without effect, with the reason for the log.
     """
     ignored = ignored or {}
+    other_order = tuple(names.split())
     signature = inspect.signature(init)
     positional = [it for it in signature.parameters.values() if it.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     own_names = [it.name for it in positional[1:]]
 
     @wraps(init)
     def initialize(layer: Any, /, *args: Any, **kwargs: Any) -> None:
-        order = names if tells(args) else own_names
+        order = other_order if tells(args) else own_names
         if len(args) > len(order):
             raise TypeError(f"{len(args)} positional arguments are given; expected {len(order)} or fewer")
         if twice := [name for name in order[: len(args)] if name in kwargs]:
@@ -54,7 +55,7 @@ def takes_order_too(
         init(layer, **arguments)
 
     also = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False) for name in ignored]
-    vars(initialize)["other_order"] = tuple(names)
+    vars(initialize)["other_order"] = other_order
     vars(initialize)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *also])
     return initialize
 

@@ -1,7 +1,7 @@
-"""`CheckpointConverterBase`: a script's command line between a whole model's weights and the files of its ranks.
+"""`CheckpointConverterBase`: the command line of scripts that convert between whole weights and rank files.
 
-The files, their safe reading and their layouts are nxd_ckpt's; here is only how the converter's options name them.
-`nxd ckpt convert` and `load_checkpoint`, which reads whole and sharded weights at any layout, need no such script.
+nxd_ckpt reads and writes the files; this module only maps the converter's options to their layouts. `nxd ckpt convert`
+and `load_checkpoint`, which reads whole and sharded weights at any layout, need no such script.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from nxd_neuronx.pipeline_parts import create_partitions, stage_to_pipeline_para
 _COMMANDS = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
 _FULL_FILE = "checkpoint.pt"
 
-# What a rank's fused tensor is made of, by the endings of its name and of theirs.
+# The whole tensors in each fused tensor of a rank, by the endings of their names.
 _FUSED = {
     "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),
     "qkv_proj.weight_q": ("q_proj.weight",),
@@ -186,15 +186,11 @@ class CheckpointConverterBase:
         return full_state
 
     def is_qkv_weight(self, name: str) -> bool:
-        """Whether it belongs to queries, keys or values."""
+        """Return whether the weight belongs to queries, keys or values."""
         return any(part in name for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"))
 
     def get_partition_dim(self, name: str) -> int:
-        """The dim along which a weight is split.
-
-        Raises:
-            ValueError: it is not split.
-        """
+        """Return the dim along which a weight is split; a ValueError if it is not split."""
         dim = self._dim_of(name)
         if dim is None:
             raise ValueError(f"Unknown partition_dim for {name}; it is not split")
@@ -214,11 +210,7 @@ class CheckpointConverterBase:
         return next((dim for parts, dim in dims.items() if any(part in name for part in parts)), None)
 
     def _get_config_value(self, config: Mapping[str, Any], key: str) -> Any:
-        """A value of the model's config, under its own name or that of `attribute_map`.
-
-        Raises:
-            ValueError: the config has neither.
-        """
+        """A value of the model's config, under its own name or the one in `attribute_map`."""
         for path in (key, self.attribute_map.get(key, key)):
             value: Any = config
             for part in [path] if path in config else path.split("."):
@@ -233,13 +225,11 @@ class CheckpointConverterBase:
             raise ValueError("pass --config, the model's config.json, for the number of heads")
         config = json.loads(Path(args.config).read_text(encoding="utf-8"))
         heads = int(self._get_config_value(config, "num_attention_heads"))
-        kv_heads = int(config.get("num_key_value_heads") or self._kv_heads_elsewhere(config) or heads)
+        elsewhere = self._get_config_value(config, "num_key_value_heads") if self.attribute_map else None
+        kv_heads = int(config.get("num_key_value_heads") or elsewhere or heads)
         size = int(config.get("head_dim") or self._get_config_value(config, "hidden_size") // heads)
         multiplier = args.kv_size_multiplier if args.qkv_linear else 1
         return HeadOrder(heads, kv_heads, multiplier, args.tp_size, args.hw_backend == "trn2"), size
-
-    def _kv_heads_elsewhere(self, config: Mapping[str, Any]) -> Any:
-        return self._get_config_value(config, "num_key_value_heads") if self.attribute_map else None
 
     def _rank_name(self, name: str, args: argparse.Namespace) -> str:
         """Return the name of the rank's tensor that contains a whole one."""
@@ -272,7 +262,7 @@ class CheckpointConverterBase:
     def _sharding(
         self, rank_names: Any, shapes: Mapping[str, tuple[int, ...]], args: argparse.Namespace
     ) -> dict[str, Sharding]:
-        """How each tensor of the ranks is made, by the shapes of the whole ones."""
+        """The sharding of each rank tensor, given the shapes of the whole tensors."""
         sharding: dict[str, Sharding] = {}
         for name in rank_names:
             prefix, ending = _split_name(name)
@@ -289,7 +279,7 @@ class CheckpointConverterBase:
     def _runs(
         self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], args: argparse.Namespace
     ) -> list[list[tuple[str, int, int]]]:
-        """For each rank, the runs `(whole tensor, begin, length)` that follow each other in its tensor."""
+        """For each rank, the consecutive runs `(whole tensor, begin, length)` of its tensor."""
         runs: list[list[tuple[str, int, int]]] = [[] for _ in range(args.tp_size)]
         for name in names:
             ending = _split_name(name)[1]
@@ -311,7 +301,7 @@ class CheckpointConverterBase:
     def _whole_shapes(
         self, local: Mapping[str, tuple[int, ...]], args: argparse.Namespace
     ) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole tensors, from those of a rank."""
+        """The shapes of the whole tensors, from those of a rank."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in local.items():
             prefix, ending = _split_name(name)
@@ -356,7 +346,7 @@ class CheckpointConverterBase:
 
 
 class _InMemory:
-    """Tensors of this process as a source for the writers of nxd_ckpt."""
+    """Tensors in memory as a source for the writers of nxd_ckpt."""
 
     objects: Any = None
     is_mapped = False
@@ -386,13 +376,13 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """What stands before the last module of a name, and the rest: `(model.layers.0.mlp., up_proj.weight)`."""
+    """Split a name before its last module: `("model.layers.0.mlp.", "up_proj.weight")`."""
     parts = name.split(".")
     return "".join(f"{part}." for part in parts[:-2]), ".".join(parts[-2:])
 
 
 def _own_checkpoint(path: str | None) -> Checkpoint | None:
-    """The checkpoint of `save_checkpoint` behind a path, which may end in `model`, as in the existing library."""
+    """The `save_checkpoint` checkpoint at a path, which may end in `model` as in the old library."""
     if not path or v2_files(path) or v1_files(path):
         return None
     folder, last = os.path.split(os.path.normpath(path))
@@ -405,7 +395,7 @@ def _own_checkpoint(path: str | None) -> Checkpoint | None:
 
 @contextmanager
 def _readable(path: str | None) -> Iterator[str]:
-    """The folder of a checkpoint, for a folder with nothing but the ranks' files of its model as well."""
+    """The folder of a checkpoint; a folder with rank files only is wrapped in a temporary one."""
     if not path or not os.path.isdir(path):
         raise ValueError(f"--input_dir {path} is not a folder; pass the folder with the rank files")
     if not v2_files(path):

@@ -1,7 +1,4 @@
-"""Configurations of mixture-of-experts layers, as scripts for NeuronX Distributed fill them.
-
-Settings for kernels are stored but have no effect here.
-"""
+"""Configurations of mixture-of-experts layers; settings for kernels are stored but have no effect."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxd_neuronx.platform import get_platform_lnc
+from nxd_neuronx.process import get_platform_lnc
 
 _logger = logging.getLogger(__name__)
 
@@ -24,7 +21,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class GLUType(Enum):
-    """How a gate meets the other half of an expert's first product: `act(gate) * up`, or `gate * act(gate) * up`."""
+    """How an expert combines gate and up projection: `act(gate) * up`, or `gate * act(gate) * up`."""
 
     GLU = "glu"
     SWIGLU = "swiglu"
@@ -45,18 +42,14 @@ class GLUType(Enum):
 
 
 class BlockShardStrategy(Enum):
-    """How the cores of a device shared blocks of tokens."""
+    """How the cores of a device share blocks of tokens."""
 
     HI_LO = 0
     PING_PONG = 1
 
 
 def to_torch_dtype(dtype_str: str) -> torch.dtype:
-    """The dtype of a name.
-
-    Raises:
-        ValueError: it is not float32, float16 or bfloat16.
-    """
+    """Return the dtype with this name; a ValueError unless it is float32, float16 or bfloat16."""
     if dtype_str not in _DTYPES:
         raise ValueError(f"unknown dtype {dtype_str!r}; use one of {', '.join(_DTYPES)}")
     return _DTYPES[dtype_str]
@@ -64,7 +57,7 @@ def to_torch_dtype(dtype_str: str) -> torch.dtype:
 
 @dataclass
 class BlockwiseMatmulConfig:
-    """How tokens were fed to the kernel that multiplies them in blocks."""
+    """Settings of the kernel that multiplies tokens in blocks."""
 
     block_size: int
     use_block_parallel: bool
@@ -120,7 +113,7 @@ class BlockwiseMatmulConfig:
 
 @dataclass
 class RoutedExpertsMLPOpsConfig:
-    """The experts of a layer, and what they compute."""
+    """Sizes, activation and routing of a layer's experts."""
 
     num_experts: int
     hidden_size: int
@@ -168,13 +161,13 @@ class RouterConfig:
 
     @staticmethod
     def from_kwargs(**kwargs: Any) -> "RouterConfig":
-        """From `router_act_fn` and `router_dtype`; other keys are ignored."""
+        """Create it from `router_act_fn` and `router_dtype`; other keys are ignored."""
         return RouterConfig(kwargs.get("router_act_fn", "softmax"), kwargs.get("router_dtype", torch.float32))
 
 
 @dataclass
 class MoEFusedTKGConfig:
-    """The parts of a layer that one kernel computed for single tokens."""
+    """Settings of the fused kernel for single tokens."""
 
     quantized: bool
     moe_fused_kernel_enabled: bool | None = None

@@ -1,4 +1,4 @@
-"""Linear layers of all experts at once, on as many tokens for each, as scripts for NeuronX Distributed make them."""
+"""Linear layers of all experts at once, with the same number of tokens for each expert."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,12 +26,12 @@ def check_unset(**asked: Any) -> None:
 
 
 def is_other_group(given: GivenGroup, axis: str) -> bool:
-    """Whether a process group is given that is not the mesh's of this axis."""
+    """Return whether the process group differs from the mesh's group of this axis."""
     return given is not None and process_group_as(given).ranks != active_group(axis).ranks
 
 
 class ExpertFusedLinear(ExpertLinear):
-    """The base of the linear layers of experts: `nxd_layers.experts.ExpertLinear`, for tokens of all experts."""
+    """Base class of the experts' linear layers: `nxd_layers.experts.ExpertLinear`, for tokens of all experts."""
 
     def _outputs(self, input_: Tensor, expert_indices: Tensor | None) -> Tensor:
         weight = self.weight if expert_indices is None else self.weight[expert_indices]
@@ -43,10 +43,10 @@ class ExpertFusedLinear(ExpertLinear):
 
 
 class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
-    """Outputs of each expert are split over the tensor-parallel ranks.
+    """Linear layers whose outputs are split over the tensor-parallel ranks.
 
     Raises:
-        NotImplementedError: a bias, another group or another distribution of experts is requested.
+        NotImplementedError: a bias, another process group or another distribution of experts.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
     def forward(  # type: ignore[override]
         self, input_: Tensor, expert_indices: Tensor | None = None, *_: Any
     ) -> Tensor:
-        """`[experts/ep, ..., in]`, or 1 in place of the experts, to `[experts/ep, ..., out/tp]`; of some if asked."""
+        """`[experts/ep, ..., in]`, or `[1, ..., in]`, to `[experts/ep, ..., out/tp]`, of all experts or those given."""
         return self._outputs(copy_to_tensor_model_parallel_region(input_), expert_indices)
 
 
 class ExpertFusedRowParallelLinear(ExpertFusedLinear):
-    """Inputs of each expert are split over the tensor-parallel ranks.
+    """Linear layers whose inputs are split over the tensor-parallel ranks.
 
     Raises:
-        NotImplementedError: a bias, another group or another distribution of experts is requested.
+        NotImplementedError: a bias, another process group or another distribution of experts.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ExpertFusedRowParallelLinear(ExpertFusedLinear):
         self.reduce_output = reduce_output
 
     def forward(self, input_: Tensor, expert_indices: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """`[experts/ep, ..., in/tp]` to `[experts/ep, ..., out]`; a part of the sum without `reduce_output`."""
+        """`[experts/ep, ..., in/tp]` to `[experts/ep, ..., out]`; a partial sum without `reduce_output`."""
         output = self._outputs(input_, expert_indices)
         return reduce_from_tensor_model_parallel_region(output) if self.reduce_output else output
 
@@ -148,19 +148,18 @@ def gated_activation(
     gate_limits: tuple[float | None, float | None],
     up_limits: tuple[float | None, float | None],
 ) -> Callable[..., Tensor]:
-    """Combine the gate and the other half of an expert's first product.
+    """Return a function that combines an expert's gate and up projections.
 
     Args:
-        activation: activation function of the gate times `scale`.
+        activation: activation function, applied to `scale * gate`.
         glu_type: SWIGLU also multiplies by the gate.
-        scale: factor of the gate in the activation.
-        bias: added to the other half.
-        gate_limits: least and largest value of the gate, or None.
-        up_limits: limits of the other half.
+        scale: factor of the gate inside the activation.
+        bias: constant added to up.
+        gate_limits: minimum and maximum of the gate, or None.
+        up_limits: minimum and maximum of up, or None.
 
     Raises:
-        NotImplementedError: limits of the other half together with a bias: whether they hold before it is not the same
-            everywhere in that library.
+        NotImplementedError: limits of up together with a bias: the old library does not apply them in one order.
     """
     check_unset(up_clamp_limits_with_hidden_act_bias=bias and any(it is not None for it in up_limits))
     is_swiglu = GLUType.validate(glu_type) is GLUType.SWIGLU

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers as scripts for NeuronX Distributed make them, over those of nxd_layers."""
+"""The mixture-of-experts layers of nxd_layers with the arguments of NeuronX Distributed; token shuffling."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -7,23 +7,29 @@ from typing import Any
 
 import nxd_layers.experts as nxd_experts
 import torch
-from nxd_layers import ColumnParallelLinear, RowParallelLinear
+from nxd_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from nxd_layers.initialization import default_linear_init
-from nxd_layers.mappings import GivenGroup
+from nxd_layers.mappings import GivenGroup, all_to_all_region
+from nxd_state import group_of
 from torch import Tensor, nn
 
 from nxd_neuronx.expert_configs import BlockwiseMatmulConfig, GLUType, RoutedExpertsMLPOpsConfig
 from nxd_neuronx.expert_linears import check_unset, gated_activation, is_other_group
-from nxd_neuronx.mesh import initialize_token_shuffle_group
-from nxd_neuronx.token_shuffling import token_shuffle, token_unshuffle
+from nxd_neuronx.mesh import get_token_shuffle_group, get_token_shuffle_group_size, initialize_token_shuffle_group
 
 _logger = logging.getLogger(__name__)
+
 
 ACT2FN = nxd_experts.ACTIVATIONS
 
 
 class RouterTopK(nxd_experts.RouterTopK):
-    """`nxd_layers.experts.RouterTopK`, with that library's order of arguments."""
+    """`nxd_layers.experts.RouterTopK`, with the old order of arguments."""
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class RouterTopK(nxd_experts.RouterTopK):
 
 
 class GroupLimitedRouter(nxd_experts.GroupLimitedRouter):
-    """`nxd_layers.experts.GroupLimitedRouter`, with that library's order of arguments."""
+    """`nxd_layers.experts.GroupLimitedRouter`, with the old order of arguments."""
 
     def __init__(
         self,
@@ -91,13 +97,13 @@ class GroupLimitedRouter(nxd_experts.GroupLimitedRouter):
 
 
 class ExpertMLPsV2(nxd_experts.ExpertMLPs):
-    """`nxd_layers.experts.ExpertMLPs`, from that library's configurations.
+    """`nxd_layers.experts.ExpertMLPs`, built from the old configurations.
 
-    A `capacity_factor` of 0 or less drops no token, as None. What chooses a kernel changes nothing.
+    A `capacity_factor` of 0 or less drops no token, like None. Settings that select a kernel have no effect.
 
     Raises:
-        NotImplementedError: biases, another place of the affinities, other groups, or another layout for single tokens
-            are requested.
+        NotImplementedError: biases, early affinity modulation, other process groups, or another layout for single
+            tokens.
     """
 
     def __init__(
@@ -166,13 +172,13 @@ class ExpertMLPsV2(nxd_experts.ExpertMLPs):
         sequences: Tensor | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """As in `nxd_layers.experts.ExpertMLPs`; `seq_len` chose a kernel and has no effect."""
+        """See `nxd_layers.experts.ExpertMLPs`; `seq_len` has no effect."""
         given = (hidden_states, expert_affinities, expert_index)
         return super().forward(*given, sequences=sequences, meanwhile=meanwhile)
 
 
 class ExpertMLPs(ExpertMLPsV2):
-    """`ExpertMLPsV2`, from arguments one by one; those that choose a kernel, or how it is fed, change nothing."""
+    """`ExpertMLPsV2` with individual arguments; those that configure a kernel have no effect."""
 
     def __init__(
         self,
@@ -244,22 +250,22 @@ class ExpertMLPs(ExpertMLPsV2):
 
 
 class SharedExperts(nn.Module):
-    """Experts that take every token: one gated feed-forward network, split over the tensor-parallel ranks.
+    """Experts that process every token: one gated feed-forward network, split over the tensor-parallel ranks.
 
     Args:
-        hidden_size: hidden size of tokens.
-        intermediate_size: intermediate size of an expert.
-        num_shared_experts: factor of the width.
+        hidden_size: hidden size.
+        intermediate_size: intermediate size of one expert.
+        num_shared_experts: number of experts, a factor of the width.
         hidden_act: a key of `ACT2FN`.
         dtype: dtype of the weights.
-        tensor_model_parallel_group: process group; that of the mesh.
+        tensor_model_parallel_group: the mesh's tensor-parallel group, or None.
         reduce_dtype: dtype of the sum over the ranks.
         fused_gate_up_projection: whether gate and up are one layer.
-        sequence_parallel_enabled: whole weights on every rank: not done here, as it is for inference.
-        transpose_weights: weights in reverse: not done here, as it feeds a kernel.
+        sequence_parallel_enabled: must be False: whole weights on every rank are not supported.
+        transpose_weights: must be False.
 
     Raises:
-        NotImplementedError: another group, whole or transposed weights are requested.
+        NotImplementedError: another process group, whole or transposed weights.
     """
 
     def __init__(
@@ -294,7 +300,7 @@ class SharedExperts(nn.Module):
         )
 
     def forward(self, x: Tensor, seq_len: int | None = None) -> Tensor:
-        """`[..., hidden]`, the same on all tensor-parallel ranks, to the same shape; `seq_len` changes nothing."""
+        """`[..., hidden]`, the same on all tensor-parallel ranks, to the same shape; `seq_len` has no effect."""
         if self.fused_gate_up_projection:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         else:
@@ -304,12 +310,12 @@ class SharedExperts(nn.Module):
 
 
 class MoE(nxd_experts.MoE):
-    """`nxd_layers.experts.MoE`, with that library's arguments.
+    """`nxd_layers.experts.MoE`, with the old arguments.
 
-    Shuffled tokens (`token_shuffle_group_size`) have their logits and experts in the order of shuffling.
+    With `token_shuffle_group_size`, router logits and expert indices are those of the shuffled tokens.
 
     Raises:
-        NotImplementedError: its fused kernel for single tokens is requested.
+        NotImplementedError: `init_tkg_module`, the fused kernel for single tokens.
     """
 
     def __init__(
@@ -345,7 +351,7 @@ class MoE(nxd_experts.MoE):
             initialize_token_shuffle_group(token_shuffle_group_size)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """As in `nxd_layers.experts.MoE`."""
+        """See `nxd_layers.experts.MoE`."""
         if self.token_shuffle_group_size == 1:
             return super().forward(hidden_states)
         shuffled, permutation = token_shuffle(hidden_states, self.token_shuffle_seed)
@@ -354,5 +360,48 @@ class MoE(nxd_experts.MoE):
 
 
 def load_balancing_loss_func(router_logits: Tensor, num_experts: int, top_k: int) -> Tensor:
-    """`nxd_layers.experts.load_balancing_loss`, 0-d."""
+    """Return `nxd_layers.experts.load_balancing_loss`, a 0-d tensor."""
     return nxd_experts.load_balancing_loss(router_logits, num_experts, top_k)
+
+
+def token_shuffle(hidden_states: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """Shuffle tokens over the replicas of the token-shuffle group (Lewis et al. 2021, "BASE Layers").
+
+    Args:
+        hidden_states: `[seq, batch, hidden]` or `[batch, seq, hidden]`.
+        seed: random seed of the permutation; None uses torch's default generator.
+
+    Returns:
+        Tokens of all replicas in the same shape, and this rank's permutation `[tokens]` for `token_unshuffle`.
+
+    Raises:
+        ValueError: the number of replicas does not divide the number of tokens.
+    """
+    tokens = hidden_states.flatten(0, 1)
+    size = get_token_shuffle_group_size()
+    if len(tokens) % size:
+        raise ValueError(f"{size} replicas do not divide {len(tokens)} tokens; use token_shuffle_group_size=1")
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    permutation = torch.randperm(len(tokens), generator=generator).to(tokens.device)
+    return all_to_all_for_shuffle(tokens[permutation]).view_as(hidden_states), permutation
+
+
+def token_unshuffle(permuted_states: Tensor, permutation: Tensor) -> Tensor:
+    """Undo `token_shuffle`: `permuted_states` and `permutation` are its results."""
+    tokens = all_to_all_for_shuffle(permuted_states.flatten(0, 1))
+    return tokens[permutation.argsort()].view_as(permuted_states)
+
+
+def all_to_all_for_shuffle(hidden_states: Tensor, input_is_sequence_parallel: bool = True) -> Tensor:
+    """Send the i-th part of this replica's tokens, `[tokens, hidden]`, to the i-th replica of the token-shuffle group.
+
+    Without `input_is_sequence_parallel`, all tensor-parallel ranks hold the same tokens, and each sends a part of them.
+    """
+    if get_token_shuffle_group_size() == 1:
+        return hidden_states
+    part = hidden_states if input_is_sequence_parallel else scatter_to_sequence_parallel_region(hidden_states)
+    group = group_of(get_token_shuffle_group())  # type: ignore[arg-type]  # a list only if asked
+    part = all_to_all_region(part, group, 0, 0)
+    if input_is_sequence_parallel:
+        return part
+    return gather_from_sequence_parallel_region(part, to_model_parallel=False)

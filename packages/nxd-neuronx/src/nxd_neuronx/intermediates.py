@@ -1,7 +1,7 @@
-"""Recording and replacing what the modules of a model return: to compare a model with another, or force its course.
+"""Capture and replacement of intermediate tensors, to compare models or to override what a module returns.
 
-Several models can be recorded, and one replaced; the records are those of the last forward of any. Both work by forward
-hooks, so a model can be traced for inference with them.
+Several models can be captured at once and one can have tensors replaced; the captured tensors are those of the last
+forward of any model. Both use forward hooks, so a model can be traced for inference with them.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 class CapturedModelInfo:
-    """What is recorded of a model, and what has been.
+    """What to capture of a model, and its captured tensors.
 
     Args:
-        modules_to_capture: names of modules whose outputs are recorded.
+        modules_to_capture: names of the modules whose outputs are captured.
         max_tensors: maximum number of tensors kept from `register_tensor`; unlimited if None.
-        capture_inputs: record these modules' inputs as well.
+        capture_inputs: whether to capture the modules' inputs too.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class CapturedModelInfo:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the records."""
+        """Drop the captured tensors."""
         self.module_tensors: OrderedDict[str, Tensor] = OrderedDict()
         self.manual_tensors: OrderedDict[str, Tensor] = OrderedDict()
         self.manual_tensors_keys: dict[str, int] = {}
 
 
 class TensorRegistry:
-    """The records of this process."""
+    """The captured tensors of this process."""
 
     _instance: ClassVar["TensorRegistry | None"] = None
 
@@ -54,13 +54,13 @@ class TensorRegistry:
 
     @classmethod
     def get_instance(cls) -> "TensorRegistry":
-        """The one registry of this process."""
+        """Return the registry of this process."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
 
     def clear(self) -> None:
-        """Forget the records, and what is to be recorded."""
+        """Drop the captured tensors and the settings."""
         self.model_info = CapturedModelInfo([], 10)
 
     def configure(
@@ -70,12 +70,12 @@ class TensorRegistry:
         max_tensors: int | None = None,
         capture_inputs: bool = False,
     ) -> None:
-        """Say what is to be recorded from now on; see `CapturedModelInfo`."""
+        """Set what to capture from now on; see `CapturedModelInfo`."""
         self.enabled = enabled
         self.model_info = CapturedModelInfo(modules or [], max_tensors, capture_inputs)
 
     def register_tensor(self, name: Any, tensor: Tensor, neu_module: nn.Module | None = None) -> None:
-        """Record a copy: of a module by its name, as it is called last; any other under `manual_<name>`, numbered."""
+        """Capture a copy: a module's under its name, replacing the last one; any other as `manual_<name>`, numbered."""
         if not self.enabled:
             return
         info = self.model_info
@@ -92,7 +92,7 @@ class TensorRegistry:
         info.manual_tensors[key] = tensor.detach().clone()
 
     def get_captured_tensors_dict(self) -> OrderedDict[str, Tensor]:
-        """All records by name: module after module, inputs before outputs, then those of `register_tensor`."""
+        """Return all captured tensors by name: per module inputs, then outputs; then those of `register_tensor`."""
         info = self.model_info
         found: OrderedDict[str, Tensor] = OrderedDict()
         for module in info.modules_to_capture:
@@ -104,46 +104,46 @@ class TensorRegistry:
         return found
 
     def get_module_tensors(self) -> dict[str, Tensor]:
-        """Records of modules."""
+        """Return the captured tensors of modules."""
         return self.model_info.module_tensors
 
     def get_manual_tensors(self) -> dict[str, Tensor]:
-        """Records of `register_tensor`."""
+        """Return the tensors captured by `register_tensor`."""
         return self.model_info.manual_tensors
 
     def get_manual_tensor_count(self) -> int:
-        """Number of these."""
+        """Return the number of tensors captured by `register_tensor`."""
         return len(self.model_info.manual_tensors)
 
     def get_monitored_tensor_count(self) -> int:
-        """Number of records of modules."""
+        """Return the number of captured tensors of modules."""
         return len(self.model_info.module_tensors)
 
     def get_total_tensor_count(self) -> int:
-        """Number of all records."""
+        """Return the number of all captured tensors."""
         return self.get_monitored_tensor_count() + self.get_manual_tensor_count()
 
     def remove_hooks(self) -> None:
-        """Take the hooks off the model whose records these are."""
+        """Remove the hooks of the model whose tensors these are."""
         _remove_hooks(self.model_info)
 
     def attach(self, model: nn.Module) -> CapturedModelInfo:
-        """Make what is to be recorded that of a model, in the place of what was before."""
+        """Apply the settings to a model, replacing its earlier ones."""
         self.detach(model)
         self._infos[model] = self.model_info
         return self.model_info
 
     def detach(self, model: nn.Module) -> None:
-        """Record this model no more."""
+        """Stop capturing a model."""
         info = self._infos.pop(model, None)
         if info is not None:
             _remove_hooks(info)
         self.enabled = len(self._infos) > 0
 
     def start(self, info: CapturedModelInfo) -> None:
-        """A forward of a model begins: records are its own now, without those of its last forward."""
+        """Begin a forward of a model: drop the tensors of its last forward."""
         self.model_info = info
-        if info.has_run:  # what was registered before the first is kept with it
+        if info.has_run:  # tensors registered before the first forward stay
             info.forget()
         info.has_run = True
 
@@ -160,19 +160,16 @@ def enable_tensor_capture(
     max_tensors: int | None = None,
     capture_inputs: bool = False,
 ) -> nn.Module:
-    """Record what modules of a model return, from now on.
+    """Capture the outputs of a model's modules from now on; returns the model.
 
     Args:
-        model: is given forward hooks.
-        modules_to_capture: names, of `get_available_modules`.
-        max_tensors: as for `CapturedModelInfo`.
-        capture_inputs: as above.
-
-    Returns:
-        The model itself.
+        model: the model, which gets forward hooks.
+        modules_to_capture: names of modules, as `get_available_modules` lists them.
+        max_tensors: see `CapturedModelInfo`.
+        capture_inputs: see `CapturedModelInfo`.
 
     Raises:
-        ValueError: the model has no module of a name.
+        ValueError: the model has no module with such a name.
     """
     names = list(modules_to_capture or ())
     modules = dict(model.named_modules())
@@ -214,35 +211,35 @@ def _record(name: str, value: Any, module: nn.Module) -> None:
 
 
 def disable_tensor_capture(model: nn.Module) -> nn.Module:
-    """Stop recording a model, and forget the records; returns the model."""
+    """Stop capturing a model and drop the captured tensors; returns the model."""
     restore_model(model)
     TensorRegistry.get_instance().clear()
     return model
 
 
 def restore_model(model: nn.Module) -> nn.Module:
-    """Stop recording a model, and keep the records; returns the model."""
+    """Stop capturing a model and keep the captured tensors; returns the model."""
     TensorRegistry.get_instance().detach(model)
     return model
 
 
 def get_available_modules(model: nn.Module, prefix: str = "") -> list[str]:
-    """Names of all modules below the model, which is called `prefix` itself."""
+    """Return the names of all modules below the model, whose own name is `prefix`."""
     return [name for name, _ in model.named_modules(prefix=prefix) if name != prefix]
 
 
 def register_tensor(name: str, tensor: Tensor) -> None:
-    """Record a tensor inside a forward, if recording is on; see `TensorRegistry.register_tensor`."""
+    """Capture a tensor inside a forward, if capture is enabled; see `TensorRegistry.register_tensor`."""
     TensorRegistry.get_instance().register_tensor(name, tensor)
 
 
 def get_captured_tensors_dict() -> OrderedDict[str, Tensor]:
-    """The records; see `TensorRegistry.get_captured_tensors_dict`."""
+    """See `TensorRegistry.get_captured_tensors_dict`."""
     return TensorRegistry.get_instance().get_captured_tensors_dict()
 
 
 class RuntimeRegister:
-    """What the modules of `module_superset` are to return in the current forward: tensors, and masks of where."""
+    """Tensors that replace outputs of the modules in `module_superset` in this forward, and masks of where."""
 
     module_superset: ClassVar[list[str]] = []
     _tr_runtime_list: ClassVar[dict[str, Tensor]] = {}
@@ -250,11 +247,11 @@ class RuntimeRegister:
 
     @classmethod
     def register_runtime_args(cls, tr_args: Sequence[Tensor], mask_args: Sequence[Tensor]) -> None:
-        """Set them for all modules, in the order of `module_superset`.
+        """Set tensors and masks for all modules, in the order of `module_superset`.
 
         Raises:
-            ValueError: another number of tensors or masks.
-            TypeError: something that is no tensor.
+            ValueError: the number of tensors or masks differs from the number of modules.
+            TypeError: a replacement is not a tensor.
         """
         count = len(cls.module_superset)
         if not len(tr_args) == len(mask_args) == count:
@@ -270,16 +267,16 @@ class RuntimeRegister:
 
     @classmethod
     def clear_runtime_args(cls) -> None:
-        """Forget them."""
+        """Drop the tensors and masks."""
         cls._tr_runtime_list = {}
         cls._tr_mask_list = {}
 
     @classmethod
     def replaced(cls, name: str, output: Tensor) -> Tensor:
-        """What a module returns instead of `output`.
+        """Return the replacement of a module's output.
 
         Raises:
-            ValueError: there is nothing for it.
+            ValueError: there is no replacement for this module.
         """
         tensor, mask = cls._tr_runtime_list.get(name), cls._tr_mask_list.get(name)
         if tensor is None or mask is None:
@@ -290,14 +287,9 @@ class RuntimeRegister:
 
 
 def patch_forward_with_additional_args(model: nn.Module, module_superset: Sequence[str]) -> nn.Module:
-    """Have `forward` take, after its own arguments, a tensor for each module and then a mask for each.
+    """Make `forward` take a tensor for each module, then a mask for each, after its own arguments.
 
-    Args:
-        model: changed in place.
-        module_superset: names of the modules.
-
-    Returns:
-        The model itself; its forward raises ValueError for another number of arguments.
+    The model is changed in place and returned; its forward raises a ValueError for any other number of arguments.
     """
     forward, count = model.forward, len(module_superset)
     num_own = len(inspect.signature(forward).parameters)
@@ -321,10 +313,10 @@ def patch_forward_with_additional_args(model: nn.Module, module_superset: Sequen
 
 
 def modify_model_for_tensor_replacement(model: nn.Module) -> tuple[nn.Module, dict[str, RemovableHandle]]:
-    """Have the modules of `RuntimeRegister.module_superset` return what the model's forward is given for them.
+    """Replace outputs of the modules in `RuntimeRegister.module_superset` by arguments of the model's forward.
 
     Returns:
-        The model itself, see `patch_forward_with_additional_args`, and the hooks by module.
+        The model, changed by `patch_forward_with_additional_args`, and the hooks by module.
     """
     patch_forward_with_additional_args(model, RuntimeRegister.module_superset)
     modules = dict(model.named_modules())

@@ -1,4 +1,4 @@
-"""The autograd regions of a parallel model with the arguments of NeuronX Distributed, and further ones of it."""
+"""The autograd mappings of nxd_layers with the arguments of NeuronX Distributed, and mappings that only it has."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def scatter_to_tensor_model_parallel_region(
     input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
 ) -> Tensor:
-    """See `nxd_layers.scatter_to_tensor_model_parallel_region`; the process group may stand in the place of `dim`."""
+    """See `nxd_layers.scatter_to_tensor_model_parallel_region`; `dim` may also be the process group."""
     dim, process_group = _dim_and_group(dim, process_group)
     return nxd_layers.scatter_to_tensor_model_parallel_region(input_, dim, process_group)
 
@@ -21,7 +21,7 @@ def scatter_to_tensor_model_parallel_region(
 def gather_from_tensor_model_parallel_region(
     input_: Tensor, dim: int | GivenGroup = -1, process_group: GivenGroup = None
 ) -> Tensor:
-    """See `nxd_layers.gather_from_tensor_model_parallel_region`; the process group may stand in the place of `dim`."""
+    """See `nxd_layers.gather_from_tensor_model_parallel_region`; `dim` may also be the process group."""
     dim, process_group = _dim_and_group(dim, process_group)
     return nxd_layers.gather_from_tensor_model_parallel_region(input_, dim, process_group)
 
@@ -33,11 +33,7 @@ def gather_from_sequence_parallel_region(
     process_group: GivenGroup = None,
     tile_cc: bool = False,
 ) -> Tensor:
-    """See `nxd_layers.gather_from_sequence_parallel_region`.
-
-    Args:
-        tile_cc: accepted without effect: this library chooses how collectives are cut.
-    """
+    """See `nxd_layers.gather_from_sequence_parallel_region`; `tile_cc` is accepted without effect."""
     return nxd_layers.gather_from_sequence_parallel_region(input_, sequence_dimension, to_model_parallel, process_group)
 
 
@@ -50,33 +46,33 @@ def _dim_and_group(dim: int | GivenGroup, process_group: GivenGroup) -> tuple[in
 def reduce_scatter_to_tensor_model_parallel_region_with_dim(
     input_: Tensor, partition_dim: int, process_group: GivenGroup = None
 ) -> Tensor:
-    """Partial sums to their sum, split along a dim; gradients are gathered."""
+    """Reduce-scatter partial sums along a dim; gradients are gathered."""
     return reduce_scatter_to_sequence_parallel_region(input_, partition_dim, process_group)
 
 
 def gather_from_tensor_model_parallel_region_with_dim(
     input_: Tensor, gather_dim: int, process_group: GivenGroup = None
 ) -> Tensor:
-    """Split along a dim to whole; each rank keeps its part of the gradient."""
+    """Gather along a dim; each rank keeps its part of the gradient."""
     return gather_from_sequence_parallel_region(input_, gather_dim, False, process_group)
 
 
 def split_along_first_dim(input_: Tensor, process_group: GivenGroup = None) -> Tensor:
-    """This rank's part of a tensor along dim 0, for autograd functions of scripts."""
+    """Return this rank's part of a tensor along dim 0."""
     return scatter_to_tensor_model_parallel_region(input_, 0, process_group)
 
 
 def gather_along_first_dim(x: Tensor, process_group: GivenGroup = None) -> Tensor:
-    """The ranks' parts, one after the other along dim 0, for autograd functions of scripts."""
+    """Concatenate the ranks' parts along dim 0."""
     return gather_from_tensor_model_parallel_region_with_dim(x, 0, process_group)
 
 
 def reduce_scatter_along_dim(
     x: Tensor, partition_dim: int, computation: Literal["sum", "max"] = "sum", process_group: GivenGroup = None
 ) -> Tensor:
-    """This rank's part of the ranks' sum, or "max", along a dim; without a gradient, for autograd functions.
+    """Return this rank's part, along a dim, of the sum or maximum over ranks, without a gradient.
 
-    Inference takes the "max" of equal tensors for their scatter, in a graph that all ranks share.
+    The maximum of equal tensors is their scatter, in a graph that is the same on all ranks.
     """
     with torch.no_grad():
         return reduce_scatter(x, process_group_as(process_group), dim=partition_dim, op=computation)
@@ -85,24 +81,20 @@ def reduce_scatter_along_dim(
 def scatter_to_process_group_spmd(
     input_: Tensor, partition_dim: int, rank: Tensor, process_group: GivenGroup = None
 ) -> Tensor:
-    """The part of a tensor that belongs to a rank that is data, so that all ranks record one graph.
+    """Return the part of a tensor for a rank given as data, so that all ranks record the same graph.
 
     Args:
-        input_: whole.
-        partition_dim: the dim that is cut.
+        input_: the whole tensor.
+        partition_dim: the dim to split.
         rank: `[1]` integer.
-        process_group: process group whose ranks split it; the tensor-parallel group if None.
+        process_group: the process group over whose ranks to split; the tensor-parallel group if None.
 
     Raises:
-        ValueError: the ranks do not divide the dim.
+        ValueError: the number of ranks does not divide the dim.
     """
-    length = _part_length(input_, partition_dim, process_group)
+    size, shape = process_group_as(process_group).size, tuple(input_.shape)
+    if shape[partition_dim] % size:
+        raise ValueError(f"{size} ranks do not divide dim {partition_dim} of shape {shape}; pad it first")
+    length = shape[partition_dim] // size
     indices = torch.arange(length, device=input_.device) + rank.view(1) * length
     return input_.index_select(partition_dim, indices)
-
-
-def _part_length(input_: Tensor, dim: int, process_group: GivenGroup) -> int:
-    size = process_group_as(process_group).size
-    if input_.shape[dim] % size:
-        raise ValueError(f"{size} ranks do not divide dim {dim} of shape {tuple(input_.shape)}; pad it first")
-    return input_.shape[dim] // size

@@ -1,22 +1,47 @@
-"""The mesh as scripts for NeuronX Distributed make and ask it: what nxd_state has no use for, on top of its groups.
+"""The mesh functions of NeuronX Distributed that nxd_state does not have.
 
-Groups of parts of an axis (copies of heads, shuffled tokens, a draft model) are runs of consecutive ranks, made when
-they are initialized and forgotten by the next `initialize_model_parallel`.
+Subgroups of an axis (copies of heads, shuffled tokens, a draft model) are runs of consecutive ranks; they are created
+when they are initialized and dropped by the next `initialize_model_parallel`.
 """
 
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import nxd_state
 import torch.distributed as dist
 from nxd_state import Mesh, get_mesh, subgroup
+from nxd_state.mesh import RankGroups
 
-from nxd_neuronx.rank_groups import ParallelGroups, as_lists, groups_of
+
+class ParallelGroups(NamedTuple):
+    """The ranks of all groups of a mesh, by axis."""
+
+    tp_groups: list[list[int]]
+    dp_groups: list[list[int]]
+    pp_groups: list[list[int]]
+    ep_model_groups: list[list[int]]
+    ep_data_groups: list[list[int]]
+    cp_groups: list[list[int]]
+
+
+def groups_of(mesh: Mesh) -> ParallelGroups:
+    """Return the ranks of all groups of a mesh."""
+    return ParallelGroups(*(as_lists(mesh.groups(axis)) for axis in ("tp", "dp", "pp", "ep", "dp_exp", "cp")))
+
+
+def as_lists(groups: RankGroups) -> list[list[int]]:
+    """Convert groups of ranks to lists."""
+    return [list(ranks) for ranks in groups]
+
 
 _logger = logging.getLogger(__name__)
-_run_sizes: dict[str, tuple[Mesh, int]] = {}  # of the groups of parts, with the mesh that they were made for
+
+
+_run_sizes: dict[str, tuple[Mesh, int]] = {}  # of the subgroups, with the mesh that they belong to
+
+
 _aot_mode = False
 
 
@@ -30,16 +55,16 @@ def initialize_model_parallel(
     mesh_only: bool = False,
     **options: Any,
 ) -> ParallelGroups | None:
-    """`nxd_state.initialize_model_parallel`, with the arguments of scripts for NeuronX Distributed.
+    """`nxd_state.initialize_model_parallel`, with the arguments of NeuronX Distributed.
 
     Args:
-        tensor_model_parallel_size: ranks that split each layer.
-        pipeline_model_parallel_size: pipeline stages.
-        context_parallel_size: ranks that split each sequence.
-        expert_model_parallel_size: ranks that split the experts of a layer.
-        skip_collective_init: accepted without effect: no collective runs beforehand here.
-        lnc_size: accepted without effect: `rank_order` says how ranks are laid out.
-        mesh_only: make no groups, and return their ranks.
+        tensor_model_parallel_size: number of ranks that split each layer.
+        pipeline_model_parallel_size: number of pipeline stages.
+        context_parallel_size: number of ranks that split each sequence.
+        expert_model_parallel_size: number of ranks that split the experts of a layer.
+        skip_collective_init: accepted without effect: no collective runs at initialization.
+        lnc_size: accepted without effect: `rank_order` sets the layout of ranks.
+        mesh_only: whether to return the ranks of all groups instead of creating them.
         **options: `rank_order`, `timeout` and `store` of `nxd_state.initialize_model_parallel`.
 
     Raises:
@@ -71,111 +96,85 @@ def initialize_model_parallel(
 
 
 def get_world_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The process group of all ranks, or with `as_list` these ranks, as the one group of a list."""
+    """Return the process group of all ranks; with `as_list`, a list with one list of all ranks."""
     group = nxd_state.get_world_group()
     return as_lists(group.replica_groups) if as_list else cast(dist.ProcessGroup, group.process_group)
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Make the groups of ranks that hold the same key and value heads, which are neighbors here on any hardware.
+    """Create the groups of consecutive ranks that hold the same key and value heads.
 
-    Layers of nxd_layers need none: they find their copies by themselves.
+    Layers of nxd_layers do not need these groups.
 
     Args:
-        kv_shared_group_size: copies of each head; divides the tensor-parallel degree.
-        sequential_ranks_in_group: accepted without effect; copies are always on neighbors.
+        kv_shared_group_size: number of copies of each head; must divide the tensor-parallel degree.
+        sequential_ranks_in_group: accepted without effect; the ranks are always consecutive.
 
     Raises:
-        ValueError: a size that does not divide, or another than before.
+        ValueError: the size does not divide the degree, or differs from that of existing groups.
     """
     _initialize_runs("kv_shared", "tp", kv_shared_group_size)
 
 
 def get_kv_shared_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The process group that holds the same key and value heads, or with `as_list` the ranks of all such groups."""
+    """Return the process group that shares key and value heads; with `as_list`, the ranks of all these groups."""
     return _runs("kv_shared", "tp", as_list=as_list)
 
 
 def destroy_kv_group() -> None:
-    """Forget the size of these groups, so that another can be initialized."""
+    """Drop these groups, so that groups of another size can be initialized."""
     _run_sizes.pop("kv_shared", None)
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
-    """Make the groups of replicas that shuffle tokens among them.
+    """Create the groups of replicas that shuffle tokens.
 
     Args:
-        token_shuffle_group_size: replicas in each; divides the data-parallel degree.
+        token_shuffle_group_size: number of replicas in each group; must divide the data-parallel degree.
 
     Raises:
-        ValueError: a size that does not divide, or another than before.
+        ValueError: the size does not divide the degree, or differs from that of existing groups.
     """
     _initialize_runs("token_shuffle", "dp", token_shuffle_group_size)
 
 
 def get_token_shuffle_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The process group that shuffles tokens, or with `as_list` the ranks of all such groups."""
+    """Return the process group that shuffles tokens; with `as_list`, the ranks of all these groups."""
     return _runs("token_shuffle", "dp", as_list=as_list)
 
 
 def get_token_shuffle_group_size() -> int:
-    """Replicas that shuffle tokens among them."""
+    """Return the number of replicas that shuffle tokens."""
     return _run_size("token_shuffle")
 
 
 def destroy_token_shuffle_group() -> None:
-    """Forget the size of these groups, so that another can be initialized."""
+    """Drop these groups, so that groups of another size can be initialized."""
     _run_sizes.pop("token_shuffle", None)
 
 
 def initialize_speculative_draft_group(group_size: int = 1) -> None:
-    """Make the groups of ranks that run a draft model.
+    """Create the groups of ranks that run a draft model.
 
     Args:
-        group_size: ranks in each; divides the tensor-parallel degree.
+        group_size: number of ranks in each group; must divide the tensor-parallel degree.
 
     Raises:
-        ValueError: a size that does not divide, or another than before.
+        ValueError: the size does not divide the degree, or differs from that of existing groups.
     """
     _initialize_runs("speculative_draft", "tp", group_size)
 
 
 def get_speculative_draft_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
-    """The process group that runs a draft model, or with `as_list` the ranks of all such groups."""
+    """Return the process group that runs a draft model; with `as_list`, the ranks of all these groups."""
     return _runs("speculative_draft", "tp", as_list=as_list)
 
 
-def arrange_kv_groups(
-    num_tensor_model_parallel_groups: int = 1,
-    tensor_model_parallel_size: int = 1,
-    kv_shared_group_size: int = 1,
-    sequential_ranks_in_group: bool = False,
-    hardware_type: object = None,
-) -> list[list[int]]:
-    """The ranks that hold the same heads: neighbors, or evenly spread over each tensor-parallel group.
-
-    Args:
-        num_tensor_model_parallel_groups: number of groups.
-        tensor_model_parallel_size: ranks in each.
-        kv_shared_group_size: ranks that hold the same heads.
-        sequential_ranks_in_group: neighbors. So they are on trn2 anyway.
-        hardware_type: hardware type, whose name contains trn2 or not.
-    """
-    neighbours = sequential_ranks_in_group or getattr(hardware_type, "name", "").upper() == "TRN2"
-    groups = []
-    for first in range(0, num_tensor_model_parallel_groups * tensor_model_parallel_size, tensor_model_parallel_size):
-        ranks, num_groups = range(tensor_model_parallel_size), tensor_model_parallel_size // kv_shared_group_size
-        runs = [ranks[start * kv_shared_group_size :][:kv_shared_group_size] for start in range(num_groups)]
-        spread = [ranks[start::num_groups] for start in range(num_groups)]
-        groups += [[first + rank for rank in group] for group in (runs if neighbours else spread)]
-    return groups
-
-
 def get_expert_parallel_rank_from_global_rank(rank: int, expert_parallel_group: dist.ProcessGroup) -> int:
-    """The index of a global rank in its expert-parallel group, this rank's or another of the axis.
+    """Return the index of a global rank in its expert-parallel group, which may be another one of the axis.
 
     Raises:
-        ValueError: it is in none.
+        ValueError: no group of the axis has this rank.
     """
     group = nxd_state.group_of(expert_parallel_group)
     for ranks in group.replica_groups:
@@ -190,10 +189,11 @@ def get_experts_for_expert_parallel_rank(
     expert_model_parallel_size: int,
     expert_distribution: Sequence[Sequence[int]] | None = None,
 ) -> list[int]:
-    """The experts that a rank holds: its equal part of them in their order, or what a distribution says.
+    """Return the experts of a rank: an equal run of consecutive ones, or those of `expert_distribution`.
 
     Raises:
-        ValueError: sizes that do not divide, no such rank, or a distribution that does not name each expert once.
+        ValueError: the degree does not divide the experts, the rank is out of range, or the distribution does not name
+            each expert once.
     """
     each, rest = divmod(total_number_of_experts, expert_model_parallel_size)
     if rest or not 0 <= expert_parallel_rank < expert_model_parallel_size:
@@ -213,7 +213,7 @@ def get_experts_for_expert_parallel_rank(
 
 
 def set_aot_mode(mode: bool) -> None:
-    """Accept the mode in which models are created only for their shapes; use the device "meta" for that."""
+    """Store the mode in which models are built for their shapes only; the "meta" device does that here."""
     global _aot_mode  # noqa: PLW0603  (a script sets it for the process)
     if mode:
         _logger.info("set_aot_mode has no effect here: make layers on the meta device to draw no weights")
@@ -221,7 +221,7 @@ def set_aot_mode(mode: bool) -> None:
 
 
 def get_aot_mode() -> bool:
-    """What `set_aot_mode` was told."""
+    """Return the mode set by `set_aot_mode`."""
     return _aot_mode
 
 

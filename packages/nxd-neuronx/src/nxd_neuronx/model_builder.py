@@ -1,4 +1,4 @@
-"""Builders of models for inference, of both generations that scripts write, over nxd_trace."""
+"""Both generations of model builders for inference, over nxd_trace."""
 
 import copy
 import inspect
@@ -17,20 +17,19 @@ from nxd_trace import BucketModelConfig, Program
 from torch import Tensor, nn
 
 from nxd_neuronx.layers import SPMDRank
-from nxd_neuronx.models import init_on_device
-from nxd_neuronx.planned_ranks import NxDParallelState
+from nxd_neuronx.planned_ranks import NxDParallelState, init_on_device
 from nxd_neuronx.tensors import invoke_preshard_hooks
 from nxd_neuronx.traced_model import NxDModel, NxDModelExecutor, arguments_of_compiler
 
 
 class ModelBuilder:
-    """Traces a model that is there, for several shapes of its inputs, and compiles all of them.
+    """Traces an existing model for several input shapes and compiles all of them.
 
-    What forward changes in place, such as a key-value cache in buffers, is state, and stays in the workers.
+    Buffers that forward changes in place, such as a key-value cache, are state, which stays in the workers.
 
     Args:
-        model: made inside `NxDParallelState` or `mock_distributed`, as a rank has it; its class must be
-            importable, or cloudpickle installed.
+        model: one rank's model, built inside `NxDParallelState` or `mock_distributed`; its class must be importable,
+            or cloudpickle installed.
         weights_to_skip_layout_optimization: accepted without effect.
     """
 
@@ -50,7 +49,7 @@ class ModelBuilder:
 
         Args:
             args: example inputs by position.
-            kwargs: by name; also those that `args` leaves.
+            kwargs: example inputs by name, in addition to `args`.
             tag: the program's name; numbered if None.
             spmd: True.
 
@@ -58,8 +57,8 @@ class ModelBuilder:
             The builder itself.
 
         Raises:
-            ValueError: no inputs, or in both ways to a forward that takes some by position only.
-            TypeError: inputs that are no tensors, or that forward does not take.
+            ValueError: no inputs; or `args` and `kwargs` for a forward that takes some inputs by position only.
+            TypeError: inputs that are not tensors, or that forward does not accept.
         """
         if args is None and kwargs is None:
             raise ValueError("pass the example inputs as args (by position), kwargs (by name), or both")
@@ -84,16 +83,16 @@ class ModelBuilder:
 
         Args:
             priority_model_key: name of a program; accepted without effect.
-            compiler_workdir: folder for files of compilers.
-            compiler_args: for neuronx-cc, the same for all programs; accepted without effect for another compiler.
-            max_workers: ranks that record and compile at once.
+            compiler_workdir: folder for the compiler's files.
+            compiler_args: options of neuronx-cc, the same for all programs; ignored by other compilers.
+            max_workers: number of ranks that record and compile at once.
 
         Returns:
-            The model. With several ranks, `set_weights` must follow.
+            The compiled model. With several ranks, call its `set_weights` next.
 
         Raises:
-            ValueError: nothing has been traced, or there is no such program, or arguments differ between programs.
-            WorkerError: it failed in a worker; the text holds its traceback.
+            ValueError: nothing has been traced, the program does not exist, or options differ between programs.
+            WorkerError: a worker failed; the message contains its traceback.
         """
         names = [program.name for program in self._programs]
         if not names:
@@ -116,11 +115,7 @@ class ModelBuilder:
 
 
 def _one_for_all(compiler_args: Mapping[str, str | None]) -> str | None:
-    """The options of neuronx-cc that all programs are compiled with, from those of each; None for other compilers.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """The options of neuronx-cc, which must be the same for all programs; None for other compilers."""
     given = sorted({it for it in compiler_args.values() if it and arguments_of_compiler(it, None)})
     if len(given) > 1:
         raise ValueError(f"compiler_args differ between programs: {given}; pass the same to all")
@@ -128,11 +123,11 @@ def _one_for_all(compiler_args: Mapping[str, str | None]) -> str | None:
 
 
 class BaseModelInstance:
-    """How the first builder gets a model in each worker; subclasses may build otherwise.
+    """How the first builder builds a model in each worker; subclasses may override it.
 
     Args:
-        module_cls: called without arguments, gives the model.
-        input_output_aliases: state, as a parameter or buffer or its name, by the number of the output that is its new
+        module_cls: function without arguments that returns the model.
+        input_output_aliases: for each state (a parameter, a buffer or its name), the index of the output with its new
             value; or a list of one such dict.
     """
 
@@ -142,31 +137,22 @@ class BaseModelInstance:
         self.input_output_aliases = [input_output_aliases]
 
     def load_module(self) -> None:
-        """Make the model; called in each worker, where the mesh is initialized."""
+        """Build the model; called in each worker, where the mesh is initialized."""
         self.module = self.module_cls()
 
     def get(self, bucket_rank: int, **kwargs: Any) -> tuple[nn.Module | None, Any]:
-        """The model and its aliases.
-
-        Args:
-            bucket_rank: number of the bucket; 0 if there is one.
-            **kwargs: keyword arguments of the bucket.
-        """
+        """Return the model and its aliases for a bucket, given its index and keyword arguments."""
         return self.module, self.input_output_aliases[0]
 
 
 class InstanceOnRank:
-    """The models of a first builder's instances, made in a worker.
-
-    Args:
-        instances: by key.
-    """
+    """Builds the models of a first builder's instances in a worker."""
 
     def __init__(self, instances: Mapping[str, BaseModelInstance]) -> None:
         self._instances = instances
 
     def __call__(self, key: str, bucket: int, bucket_kwargs: Mapping[str, Any]) -> Any:
-        """The model of a key and a bucket, with its aliases."""
+        """Return the model of a key and a bucket, and its aliases."""
         instance = copy.copy(self._instances[key])
         instance.load_module()
         module, aliases = instance.get(bucket, **bucket_kwargs)
@@ -174,21 +160,21 @@ class InstanceOnRank:
 
 
 class FirstModelBuilder:
-    """The first builder: collects models by key, each with inputs for its buckets, that share weights and state.
+    """The first builder: collects models by key, with inputs for each bucket; the models share weights and state.
 
-    Called with a function and no `checkpoint_loader`, it is `nxd_trace.ModelBuilder`.
+    With a function and no `checkpoint_loader`, the constructor returns an `nxd_trace.ModelBuilder`.
 
     Args:
-        router: None: a call finds its program by the shapes of its inputs.
+        router: None: a call selects its program by the shapes of its inputs.
         tp_degree: number of ranks.
-        checkpoint_loader: called without arguments, gives the whole model's weights by name; None if they are given
+        checkpoint_loader: function without arguments that returns the whole model's weights by name; None to set them
             later.
         start_rank_id: 0.
         pp_degree: 1.
         ep_degree: 1.
-        local_ranks_size: all ranks.
-        world_size: as `tp_degree`.
-        compiler_workdir: folder for files of compilers.
+        local_ranks_size: `tp_degree` or None, like `world_size`.
+        world_size: `tp_degree` or None.
+        compiler_workdir: folder for the compiler's files.
         **old_settings: settings of the old compiler and its processes; accepted without effect.
 
     Raises:
@@ -196,7 +182,7 @@ class FirstModelBuilder:
     """
 
     def __new__(cls, router: Any = None, tp_degree: int = 1, checkpoint_loader: Any = None, **settings: Any) -> Any:
-        """`nxd_trace.ModelBuilder` where a function that builds the model takes the place of the router."""
+        """Return an `nxd_trace.ModelBuilder` if the first argument is a function that builds the model."""
         if checkpoint_loader is None and callable(router or settings.get("func")) and not settings.keys() - {"func"}:
             return nxd_trace.ModelBuilder(router or settings["func"], tp_degree)
         return super().__new__(cls)
@@ -241,18 +227,18 @@ class FirstModelBuilder:
         """Add a model.
 
         Args:
-            key: its name.
-            model_instance: gives it in each worker.
-            example_inputs: a tuple of inputs for each bucket; one of them without buckets.
-            compiler_args: for neuronx-cc, the same for all models; accepted without effect for another compiler.
-            bucket_config: its `func_kwargs` are given to `model_instance.get`.
+            key: name of the model.
+            model_instance: builds the model in each worker.
+            example_inputs: a tuple of inputs for each bucket; one tuple without buckets.
+            compiler_args: options of neuronx-cc, the same for all models; ignored by other compilers.
+            bucket_config: its `func_kwargs` are passed to `model_instance.get`.
             priority_model_idx: accepted without effect.
 
         Returns:
             The builder itself.
 
         Raises:
-            ValueError: the key is taken.
+            ValueError: the key is already used.
         """
         if key in self._instances:
             raise ValueError(f"a model with key {key!r} has already been added; use a different key for each")
@@ -260,7 +246,7 @@ class FirstModelBuilder:
         self._compiler_args[key] = compiler_args
         for index, inputs in enumerate(example_inputs):
             kwargs = {} if bucket_config is None else dict(bucket_config.kwargs_of(index, len(example_inputs)))
-            kwargs.pop("bucket_rank", None)  # which `get` is given in any case
+            kwargs.pop("bucket_rank", None)  # `get` takes it as its own argument
             name = key if len(example_inputs) == 1 else f"{key}_{index}"
             self._programs.append(Program(name, inputs, {"key": key, "bucket": index, "bucket_kwargs": kwargs}))
         return self
@@ -269,16 +255,16 @@ class FirstModelBuilder:
         """Record and compile all models, with the weights of `checkpoint_loader`.
 
         Args:
-            initialize_model_weights: False allows for a loader that gives none, or for no loader: the models keep what
-                they are made with until `initialize` of the result's `nxd_model`.
-            **old_settings: as for the class.
+            initialize_model_weights: False allows a missing loader or one that returns nothing: the models keep their
+                initial weights until `nxd_model.initialize` of the result.
+            **old_settings: see the class.
 
         Returns:
-            What calls the models.
+            The executor of the models.
 
         Raises:
-            ValueError: models differ in their weights or in `compiler_args`, or none was added.
-            WorkerError: it failed in a worker; the text holds its traceback.
+            ValueError: models differ in their weights or in `compiler_args`, or no model was added.
+            WorkerError: a worker failed; the message contains its traceback.
         """
         if not self._programs:
             raise ValueError("nothing has been added; call add() before trace()")
@@ -297,11 +283,10 @@ class FirstModelBuilder:
         return self._executor
 
     def _loaded(self) -> Mapping[str, Tensor]:
-        """What `checkpoint_loader` gives."""
         return {} if self.checkpoint_loader is None else self.checkpoint_loader()
 
     def _checkpoint(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole weights, as the preshard hooks of the model's modules want them; with the ranks, if they lack."""
+        """The whole weights after the modules' preshard hooks, with the ranks of `SPMDRank` added where missing."""
         checkpoint = dict(loaded)
         instance = copy.copy(next(iter(self._instances.values())))
         planned = NxDParallelState(self.tp_degree, tensor_model_parallel_size=self.tp_degree)
@@ -315,10 +300,10 @@ class FirstModelBuilder:
         return checkpoint
 
     def shard_checkpoint(self, serialize_path: str | Path | None = None) -> list[dict[str, Tensor]]:
-        """Each rank's shards of the weights of `checkpoint_loader`; called after `trace`.
+        """Return each rank's shards of the weights of `checkpoint_loader`, after `trace`.
 
         Args:
-            serialize_path: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
+            serialize_path: folder in which to write `tp<rank>_sharded_checkpoint.safetensors` too.
 
         Raises:
             ValueError: nothing has been traced.

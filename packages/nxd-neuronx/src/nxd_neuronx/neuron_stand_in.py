@@ -1,8 +1,7 @@
-"""The names of torch-neuronx and of its compiler that inference scripts import, for machines that do not have them.
+"""The names of torch-neuronx and neuronx-cc that inference scripts import, for machines without these libraries.
 
-`nxd_neuronx.xla_stand_in` puts them in place, next to those of torch-xla. Scripts import kernels at their top and
-launch them for long prompts only. So a kernel can be imported here, and says at the launch that only the old compiler
-builds it.
+`nxd_neuronx.xla_stand_in` installs them next to those of torch-xla. Scripts import kernels at the top and launch them
+for long prompts only, so a kernel can be imported here, and the launch raises an error.
 """
 
 import os
@@ -15,40 +14,30 @@ from nxd_trace import BucketModelConfig
 from torch import Tensor
 
 from nxd_neuronx.not_here import explains
-from nxd_neuronx.platform import get_platform_target
+from nxd_neuronx.process import get_platform_target
 from nxd_neuronx.traced_model import NxDModel, NxDModelExecutor
 
 
 class RmsNorm:
-    """The norm that the old runtime has as one operation."""
+    """The RMS norm of torch-neuronx."""
 
     @staticmethod
     def apply(hidden: Tensor, weight: Tensor, eps: float, dim: int) -> Tensor:
-        """Root-mean-square norm.
-
-        Args:
-            hidden: any shape; computed in float32 at least.
-            weight: scale of the elements along `dim`.
-            eps: added to the mean of squares.
-            dim: dim of the mean.
-
-        Returns:
-            As `hidden`, in its dtype.
-        """
+        """Normalize `hidden` along `dim` in float32 or wider, and scale it by `weight`; keeps shape and dtype."""
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(dim, keepdim=True) + eps)
         return (normed * weight.view(-1, *[1] * (hidden.dim() - 1 - dim % hidden.dim()))).to(hidden.dtype)
 
 
 def nki_jit(**options: Any) -> Callable[[Any], Any]:
-    """A decorator that leaves a kernel as it is."""
+    """Return a decorator that leaves a kernel unchanged."""
     return lambda kernel: kernel
 
 
 class _LoadedModel(NxDModelExecutor):
     @property  # type: ignore[misc]  # object's can be set
     def __class__(self) -> type:
-        """Scripts tell a compiled model by `isinstance(model, torch.jit.ScriptModule)`."""
+        """Scripts recognize a compiled model by `isinstance(model, torch.jit.ScriptModule)`."""
         return torch.jit.ScriptModule
 
 
@@ -56,10 +45,10 @@ _torch_jit_load = torch.jit.load
 
 
 def load_compiled(f: Any, *args: Any, **kwargs: Any) -> Any:
-    """`torch.jit.load` that also takes the folder that `torch.jit.save` made of a compiled model.
+    """`torch.jit.load` that also loads the folder that `torch.jit.save` writes for a compiled model.
 
     Raises:
-        ModelFolderError: the folder holds no such model, or a damaged one.
+        ModelFolderError: the folder has no such model, or the model is damaged.
     """
     if isinstance(f, str | os.PathLike) and Path(f).is_dir():
         return _LoadedModel(NxDModel.load(Path(f)))

@@ -1,4 +1,4 @@
-"""The configs of neuronx-distributed-training, as far as the checkpoint converter reads them."""
+"""The keys of neuronx-distributed-training configs that the checkpoint converter reads."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,7 @@ _KEYS = {
 
 
 def load_yaml_file(file_path: str) -> Any:
-    """The content of a YAML file; nothing in it is executed.
-
-    Raises:
-        ValueError: there is no such file, or it is not YAML.
-    """
+    """Return the content of a YAML file, a ValueError if it does not exist or is not YAML; executes nothing in it."""
     try:
         return yaml.safe_load(Path(file_path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -29,17 +25,14 @@ def load_yaml_file(file_path: str) -> Any:
 
 
 def convert_yaml_to_json(yaml_path: str, filename: str = "yaml_config.json") -> str:
-    """Write what the checkpoint converter needs of a training config as a model's config.json.
+    """Write a training config's model sizes as a config.json for the checkpoint converter.
 
     Args:
-        yaml_path: the training config, whose `model` section says the model's sizes.
-        filename: the file to write.
-
-    Returns:
-        `filename`.
+        yaml_path: training config with a `model` section.
+        filename: the file to write; also the return value.
 
     Raises:
-        ValueError: the file is not of that form.
+        ValueError: the config has no `model` section with all sizes.
     """
     content = load_yaml_file(yaml_path)
     model = content.get("model") if isinstance(content, dict) else None

@@ -1,21 +1,18 @@
-"""Parts of a pipeline that scripts make or name themselves: stages of a list of layers, cuts, traces.
+"""Parts of a pipeline that scripts use directly: cuts, stages of a list of layers, traces.
 
-`NxDPPModel` does all of this by itself; nothing of it is needed before.
+`NxDPPModel` does all of this itself.
 """
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from types import ModuleType
 from typing import Any, Self
 
-from nxd_pipeline.partition import even_cuts, is_hugging_face
+from nxd_pipeline.partition import even_cuts
 from nxd_pipeline.partition import trace_model as graph_of
 from nxd_state import get_pipeline_model_parallel_size
 from torch import Tensor, fx, nn
-
-from nxd_neuronx.serialization import TensorMeta
 
 WEIGHT_SHARING_ATTR_NAME = "weight_sharing"
 
@@ -23,7 +20,7 @@ StageOfLayers = Callable[[Sequence[nn.Module], int], Mapping[nn.Module, int]]
 
 
 def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[str]) -> list[str]:
-    """The last layer of each stage but the last: equally many for each, the remainder to later stages.
+    """Return the last layer of each stage but the last: an equal number per stage, the remainder to later stages.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -32,52 +29,29 @@ def create_partitions(pipeline_parallel_size: int, model_layer_names: Sequence[s
 
 
 def stage_to_pipeline_parallel_rank(stage: int, pp_size: int | None = None) -> int:
-    """The pipeline rank of a stage: stages go round the ranks.
-
-    Args:
-        stage: from 0 on.
-        pp_size: ranks of the pipeline; the mesh's if None.
-    """
+    """Return the pipeline rank of a stage, with stages assigned round-robin; `pp_size` is the mesh's if None."""
     return stage % (get_pipeline_model_parallel_size() if pp_size is None else pp_size)
 
 
-@dataclass
-class PipelineIO:
-    """A value that stages send to each other.
-
-    Attributes:
-        name: name of the value.
-        input_idx: its index among a stage's inputs, or None.
-        output_idx: its index among a stage's outputs, or None.
-        metadata: metadata of its tensors.
-        obj: the containers that they are in; None for a plain tensor.
-    """
-
-    name: str
-    input_idx: int | None = None
-    output_idx: int | None = None
-    metadata: list[TensorMeta] | None = None
-    obj: Any = None
-
-
 class PipelineStageModule(nn.Module):
-    """One stage of a model that is a list of layers, each of which takes the output of the one before.
+    """One stage of a model that is a list of layers, each of which takes the previous layer's output.
 
-    `NxDPPModel(layers, manual_pp_partition=True)` makes and runs all stages.
+    `NxDPPModel(layers, manual_pp_partition=True)` builds and runs all stages.
 
     Args:
         layers: layers of the whole model.
         num_stages: number of stages.
-        stage_index: which of them this is.
-        partition_fn: gives the stage of each layer; equally many for each if None, the remainder to the last.
+        stage_index: index of this stage.
+        partition_fn: function that returns the stage of each layer; if None, an equal number per stage, the remainder
+            to the last.
 
     Attributes:
         stage_modules: this stage's layers.
-        shared_weights_on_pp_stages: by group of `mark_weight_sharing` with a layer here: the stages that share it,
-            and this stage's layer with the weight's name.
+        shared_weights_on_pp_stages: for each group of `mark_weight_sharing` with a layer here, the stages that share
+            the weight, and this stage's layer with the weight's name.
 
     Raises:
-        ValueError: fewer layers than stages, or a layer without a stage.
+        ValueError: there are fewer layers than stages, or a layer has no stage.
     """
 
     def __init__(
@@ -99,7 +73,7 @@ class PipelineStageModule(nn.Module):
         self.shared_weights_on_pp_stages = _shared_weights(stage_of, stage_index)
 
     def forward(self, x: Any) -> Any:
-        """What this stage's layers make of their input, one after the other."""
+        """Apply this stage's layers in order."""
         for layer in self.stage_modules:
             x = layer(x)
         return x
@@ -108,15 +82,15 @@ class PipelineStageModule(nn.Module):
     def mark_weight_sharing(
         layer_and_weight_path: Sequence[tuple[nn.Module, str]], sharing_group_name: str = "default"
     ) -> None:
-        """Say that some layers' weights are one.
+        """Mark weights of several layers as shared.
 
         Args:
-            layer_and_weight_path: layers, with the weight's name in each.
+            layer_and_weight_path: layers, each with the name of its weight.
             sharing_group_name: name of the group.
 
         Raises:
-            RuntimeError: a layer is in a group of that name already.
-            ValueError: a name leads to no tensor, or shapes differ.
+            RuntimeError: a layer is already in a group with this name.
+            ValueError: a name is not that of a tensor, or the shapes differ.
         """
         weights = [operator.attrgetter(path)(layer) for layer, path in layer_and_weight_path]
         shapes = {tuple(it.shape) if isinstance(it, Tensor) else type(it).__name__ for it in weights}
@@ -129,7 +103,7 @@ class PipelineStageModule(nn.Module):
             groups[sharing_group_name] = path
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move this stage's layers."""
+        """Move this stage's layers to a device or dtype."""
         for layer in self.stage_modules:
             layer.to(*args, **kwargs)
         return self
@@ -137,7 +111,7 @@ class PipelineStageModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This stage's layers by name."""
+        """Yield this stage's layers by name."""
         for index, layer in enumerate(self.stage_modules):
             name = f"pipeline_stage_modules.{index}.{type(layer).__name__}"
             yield f"{prefix}.{name}" if prefix else name, layer
@@ -145,7 +119,7 @@ class PipelineStageModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters by name."""
+        """Yield this stage's parameters by name."""
         for name, layer in self.named_modules(prefix=prefix):
             yield from layer.named_parameters(name, recurse, remove_duplicate)
 
@@ -169,13 +143,11 @@ def _shared_weights(stage_of: Mapping[nn.Module, int], stage_index: int) -> dict
 
 
 class NxDTracer(fx.Tracer):
-    """A tracer of torch.fx that keeps modules whole whose class's name, or own name, is among `leaf_modules`.
+    """A torch.fx tracer that does not trace into modules whose class name or own name is in `leaf_modules`.
 
     Args:
-        **config: `autowrap_functions` and `autowrap_modules` as for torch's, and `leaf_modules`.
+        **config: `autowrap_functions` and `autowrap_modules`, see `torch.fx.Tracer`, and `leaf_modules`.
     """
-
-    name = "pytorch"
 
     def __init__(self, **config: Any) -> None:
         super().__init__(
@@ -185,37 +157,9 @@ class NxDTracer(fx.Tracer):
         self.leaf_modules = tuple(config.get("leaf_modules") or ())
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a trace stops at this module."""
+        """Return whether the module stays one node of the graph."""
         is_named = any(leaf in type(m).__name__ or leaf == module_qualified_name for leaf in self.leaf_modules)
         return is_named or super().is_leaf_module(m, module_qualified_name)
-
-
-class TorchTracerWrapper(NxDTracer):
-    """The tracer of models that are not transformers'."""
-
-
-class HFTracerWrapper(NxDTracer):
-    """The tracer of models of transformers, which end with transformers 4; `NxDPPModel` cuts these by structure."""
-
-    name = "HF"
-
-
-def get_tracer_class(model: nn.Module, tracer_cls: str | type[fx.Tracer] | None = None) -> type[fx.Tracer]:
-    """The tracer for a model.
-
-    Args:
-        model: decides if `tracer_cls` is None.
-        tracer_cls: "hf", "torch" or a class of your own.
-
-    Raises:
-        ValueError: another name.
-    """
-    if isinstance(tracer_cls, type):
-        return tracer_cls
-    name = tracer_cls or ("hf" if is_hugging_face(model) else "torch")
-    if name not in ("hf", "torch"):
-        raise ValueError(f"Unsupported tracer_cls {name!r}; use 'hf', 'torch' or a subclass of torch.fx.Tracer")
-    return HFTracerWrapper if name == "hf" else TorchTracerWrapper
 
 
 def get_concrete_args(
@@ -224,16 +168,16 @@ def get_concrete_args(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of a model's forward that are not given, with their defaults.
+    """Return the arguments of a model's forward that are not passed, with their defaults.
 
     Args:
-        model: model with the forward.
-        input_names: the arguments that are given; those of `args` and `kwargs` if None.
-        args: positional ones.
+        model: the model.
+        input_names: names of the passed arguments; those of `args` and `kwargs` if None.
+        args: positional arguments.
         kwargs: keyword arguments.
 
     Raises:
-        ValueError: nothing is given, or a name that forward lacks.
+        ValueError: nothing is passed, or forward has no argument with such a name.
     """
     parameters = signature(model.forward).parameters
     if input_names is None:
@@ -260,21 +204,21 @@ def trace_model(
     autowrap_modules: Sequence[ModuleType] | None = None,
     autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
 ) -> fx.GraphModule:
-    """A model as a graph of its operations; parallel layers stay whole.
+    """Trace a model to a graph of its operations; a parallel layer stays one node.
 
     Args:
-        model: to trace.
-        args: inputs by position; only their number counts.
-        kwargs: inputs by name; only the names count.
-        input_names: the inputs that are given, instead of these.
-        tracer_cls: a tracer of your own to build on; "hf" and "torch" are torch's.
-        leaf_modules: names of classes whose modules stay whole.
-        autowrap_functions: functions that stay whole.
-        autowrap_modules: Python modules whose functions stay whole.
-        autowrap_obj_methods: methods, by name, of objects, that stay whole.
+        model: the model.
+        args: inputs by position; only their number matters.
+        kwargs: inputs by name; only the names matter.
+        input_names: names of the inputs, instead of `args` and `kwargs`.
+        tracer_cls: tracer class to build on; "hf" and "torch" mean torch's.
+        leaf_modules: names of module classes that stay one node.
+        autowrap_functions: functions that stay one node.
+        autowrap_modules: Python modules whose functions stay one node.
+        autowrap_obj_methods: names of methods that stay one node, by object.
 
     Raises:
-        ValueError: the model cannot be traced so.
+        ValueError: the model cannot be traced.
     """
     left_out = get_concrete_args(model, input_names, args, kwargs)
     graph = graph_of(

@@ -1,4 +1,4 @@
-"""Ranks that are planned and do not run, in which scripts make, trace and shard models for inference."""
+"""Planned ranks, which do not run: scripts build, trace and shard models for inference on them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -7,7 +7,9 @@ from typing import Any, Self
 from unittest import mock
 
 import nxd_trace
+import torch
 import torch.distributed as dist
+from nxd_engine.build import parameters_on_meta
 from nxd_state import (
     destroy_model_parallel,
     get_tensor_model_parallel_size,
@@ -18,19 +20,15 @@ from nxd_state import (
 from nxd_trace import TensorParallelModel
 from torch import Tensor, nn
 
-from nxd_neuronx.platform import get_platform_lnc
+from nxd_neuronx.process import get_platform_lnc
 from nxd_neuronx.tensors import invoke_preshard_hooks
 
 
 @contextmanager
 def mock_distributed(world_size: int) -> Iterator[None]:
-    """A block in which ranks are planned and do not run: `init_process_group` takes a rank and starts nothing.
+    """Plan `world_size` ranks inside the block: `init_process_group` starts nothing, and this process is rank 0.
 
-    Models can be made, traced and sharded there, and not called. `initialize_model_parallel` lays out `world_size`
-    ranks, of which this process acts as rank 0.
-
-    Args:
-        world_size: world size of the job that is planned.
+    Models can be built, traced and sharded inside, but not called.
     """
     with planned_world(world_size), ExitStack() as patches:
         for name, value in (("init_process_group", None), ("destroy_process_group", None), ("get_rank", 0)):
@@ -40,20 +38,20 @@ def mock_distributed(world_size: int) -> Iterator[None]:
 
 
 class NxDParallelState:
-    """A block with a mesh: of ranks that are planned, or of those that run where torch.distributed is started.
+    """A context manager with a mesh: of running ranks if torch.distributed is initialized, else of planned ranks.
 
     Args:
-        world_size: ranks that are planned.
-        rank: to act as.
-        tensor_model_parallel_size: ranks that split each layer.
-        pipeline_model_parallel_size: pipeline stages.
-        context_parallel_size: ranks that split each sequence.
-        expert_model_parallel_size: ranks that split experts.
-        lnc_size: physical cores of a logical one; accepted without effect.
+        world_size: number of planned ranks.
+        rank: the rank that this process acts as.
+        tensor_model_parallel_size: number of ranks that split each layer.
+        pipeline_model_parallel_size: number of pipeline stages.
+        context_parallel_size: number of ranks that split each sequence.
+        expert_model_parallel_size: number of ranks that split the experts.
+        lnc_size: physical cores in a logical core; accepted without effect.
 
     Raises:
-        RuntimeError: on entry: model parallelism is initialized.
-        ValueError: on entry: degrees that do not divide the world size.
+        RuntimeError: on entry, if model parallelism is already initialized.
+        ValueError: on entry, if the degrees do not divide the world size.
     """
 
     def __init__(
@@ -101,22 +99,19 @@ def shard_checkpoint(
     load_on_device: bool = False,
     serialize_path: str | Path | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Each rank's shards of a whole model's weights.
+    """Return each rank's shards of a whole model's weights, a dict per rank.
 
     Args:
-        checkpoint: whole tensors by name; for a traced model anything that `replace_weights` takes. A module's
+        checkpoint: whole tensors by name; for a traced model, anything that `replace_weights` accepts. A module's
             `preshard_hook(checkpoint, name)` may change it first.
-        model: as a rank has it, made inside `NxDParallelState`; or a traced model.
-        start_rank: the first rank; 0 if None.
-        end_rank: the last rank, included; the last one there is if None.
+        model: one rank's model, built inside `NxDParallelState`; or a traced model.
+        start_rank: first rank; 0 if None.
+        end_rank: last rank, inclusive; the last tensor-parallel rank if None.
         load_on_device: accepted without effect; tensors stay on the host.
-        serialize_path: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
-
-    Returns:
-        A dict for each rank.
+        serialize_path: folder in which to write `tp<rank>_sharded_checkpoint.safetensors` too.
 
     Raises:
-        ValueError: weights do not fit the model, or there is no such rank.
+        ValueError: the weights do not fit the model, or a rank is out of range.
     """
     if isinstance(model, TensorParallelModel):
         return nxd_trace.shard_checkpoint(checkpoint, model)
@@ -127,3 +122,19 @@ def shard_checkpoint(
     whole = dict(checkpoint)
     invoke_preshard_hooks(model, whole)
     return nxd_trace.rank_weights(whole, model, range(first, last + 1), folder=serialize_path)
+
+
+@contextmanager
+def init_on_device(
+    device: torch.device | str, include_buffers: bool = False, force_custom_init_on_device: bool = False
+) -> Iterator[None]:
+    """Create the parameters of modules built inside the block on `device`; on "meta" they take no memory.
+
+    Args:
+        device: target device; unless it is "meta", buffers and tensors without a device are created on it too.
+        include_buffers: whether "meta" applies to buffers too; otherwise they keep their values.
+        force_custom_init_on_device: accepted without effect.
+    """
+    device = torch.device(device)
+    with parameters_on_meta(include_buffers=include_buffers) if device.type == "meta" else device:
+        yield

@@ -1,65 +1,42 @@
-"""Quantization under the names that scripts import, over nxd_layers.quantization."""
+"""Quantized layers, models and tensors under the names of NeuronX Distributed, over nxd_layers.quantization."""
 
-from collections.abc import Mapping, MutableMapping
+from abc import ABCMeta
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
+import nxd_layers
 import torch
+from nxd_layers import quantization
 from nxd_layers.quantization import (
+    ActivationQuantizationType,
     DtypeBound,
+    QuantizationConfig,
     QuantizationType,
+    QuantizedDtype,
     blockwise_dequantize,
     dequantize,
-    extract_q_scale,
-    quantize,
     quantize_linears,
-    quantize_to_qint8,
 )
 from torch import Tensor, nn
 
 from nxd_neuronx.microscaling import apply_lut_byte_4bit_tensor, split_byte_4bit_tensor
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_PACKED = "_packed_params._packed_params"
-
 quantize_pytorch_model_per_channel_symmetric = partial(quantize_linears, per_channel=True)
-quantize_per_tensor_symmetric = partial(quantize_to_qint8, channel_axis=None)
 
 
 def quantize_pytorch_model_per_tensor_symmetric(
     float_model: nn.Module, inplace: bool = False, dtype: torch.dtype = torch.qint8
 ) -> nn.Module:
-    """`quantize_linears` with one scale for each weight."""
+    """`quantize_linears` with one scale per weight."""
     return quantize_linears(float_model, inplace, dtype, per_channel=False)
 
 
-def quantize_per_channel_symmetric(tensor: Tensor, channel_axis: int) -> Tensor:
-    """A tensor as torch's own quantized tensor, with a scale for each index along a dim."""
-    return quantize_to_qint8(tensor, channel_axis)
-
-
-def quantize_fp8_per_channel(
-    tensor: Tensor, dtype: torch.dtype, channel_axis: int, clamp_bound: float = float("inf")
-) -> tuple[Tensor, Tensor]:
-    """A tensor as fp8 values and a scale for each index along a dim; see `nxd_layers.quantization.quantize`.
-
-    Raises:
-        ValueError: `dtype` is not fp8.
-    """
-    _check_fp8(dtype)
-    return quantize(tensor, dtype, channel_axis=channel_axis, clamp_bound=clamp_bound)
-
-
-def _check_fp8(dtype: torch.dtype) -> None:
-    if dtype not in _FP8:
-        raise ValueError(f"dtype={dtype} is not fp8; use {' or '.join(map(str, _FP8))}")
-
-
 def quantize_static_quant_activations(input: Tensor, input_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """An input divided by a fixed scale, in a small dtype.
+    """Quantize an input with a fixed scale.
 
     Raises:
-        ValueError: nothing is quantized to `dtype`.
+        ValueError: `dtype` is not a quantized dtype.
     """
     largest, smallest = DtypeBound.from_torch_dtype(dtype)
     scaled = (input / input_scale).clamp(smallest, largest)
@@ -67,34 +44,28 @@ def quantize_static_quant_activations(input: Tensor, input_scale: Tensor, dtype:
 
 
 def direct_cast_dequantize(tensor: Tensor, upcast_dtype: torch.dtype) -> Tensor:
-    """The tensor in a wider dtype, without a scale."""
+    """Cast the tensor to a wider dtype, without a scale."""
     return tensor.to(upcast_dtype)
 
 
 def scale_dequantize(tensor: Tensor, scale: Tensor, upcast_dtype: torch.dtype) -> Tensor:
-    """Values times a scale that has one dim less than they have.
-
-    Args:
-        tensor: `[batch, seq, out]`, say.
-        scale: `[1, out]`; a dim is put before its last.
-        upcast_dtype: dtype of the result.
-    """
+    """Multiply values, such as `[batch, seq, out]`, by a scale with one dim less, `[1, out]`."""
     return dequantize(tensor, scale.unsqueeze(scale.dim() - 1), upcast_dtype)
 
 
 def blockwise_scale_dequantize(
     tensor: Tensor, scale: Tensor, upcast_dtype: torch.dtype, mx_swizzle: bool = False
 ) -> Tensor:
-    """Values times the scale of their block.
+    """Multiply values by the scale of their block.
 
     Args:
-        tensor: any shape, int8 or fp8; or uint16, with four 4-bit floats in each.
-        scale: the number of blocks along each dim.
+        tensor: int8 or fp8 values of any shape; or uint16, each with four 4-bit floats.
+        scale: scales; the length of each dim is the number of blocks.
         upcast_dtype: dtype of the result.
-        mx_swizzle: False.
+        mx_swizzle: must be False.
 
     Raises:
-        ValueError: shapes do not fit, or the layout is one of NKI kernels.
+        ValueError: the shapes do not match, or `mx_swizzle` is True.
     """
     if mx_swizzle:
         raise ValueError("mx_swizzle=True is a layout that only NKI kernels read; pass the values unswizzled")
@@ -104,14 +75,14 @@ def blockwise_scale_dequantize(
 
 
 class KVQuantizationConfig:
-    """How keys and values are kept in a cache.
+    """How keys and values are quantized in a cache.
 
     Args:
-        **kwargs: `k_quant_method` and `v_quant_method` (per tensor), `quant_dtype` (float8_e4m3fn) and `direct_cast`
-            (True: without scales).
+        **kwargs: `k_quant_method` and `v_quant_method` (default: per tensor), `quant_dtype` (default: float8_e4m3fn)
+            and `direct_cast` (default: True, without scales).
 
     Raises:
-        ValueError: `direct_cast` with another way than per tensor.
+        ValueError: `direct_cast` with a method other than per tensor.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -124,124 +95,179 @@ class KVQuantizationConfig:
             raise ValueError("direct_cast=True has no scales, so both methods must be PER_TENSOR_SYMMETRIC")
 
 
-class PerChannelAbsMaxObserver(nn.Module):
-    """Watches tensors for the largest absolute value of each channel.
+class BaseQuantizeParallelLinear(nn.Module, metaclass=ABCMeta):
+    """Base class of every parallel layer with a quantized weight."""
 
-    Args:
-        ch_axis: the channels' dim.
-        dtype: torch.qint8.
-        qscheme: torch.per_channel_symmetric.
-        **options: options of torch's observers; accepted without effect.
 
-    Attributes:
-        max_val: `[channels, 1]`; empty before the first tensor.
+class QuantizedColumnParallel(nxd_layers.ColumnParallelLinear):
+    """`nxd_layers.ColumnParallelLinear` with a quantized weight, zero until a state dict or `from_float` fills it.
+
+    Args beyond those of `ColumnParallelLinear`:
+        quantization_type: per tensor or per channel, as a name or member.
+        quantized_dtype: dtype of the weight's values.
+        dtype: dtype of the bias.
+        quantization_per_channel_axis: 0 or None: one scale per output.
+        activation_quantization_type: must be None: inputs are not quantized.
+        keep_master_weight: accepted without effect, like `block_axis`, `block_size`, `scale_dtype` and `clamp_bound`.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: an unsupported way of quantizing, or sizes that do not divide.
     """
-
-    max_val: Tensor
 
     def __init__(
         self,
-        ch_axis: int = 0,
-        dtype: torch.dtype = torch.qint8,
-        qscheme: torch.qscheme = torch.per_channel_symmetric,
-        **options: Any,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        quantization_type: QuantizationType | str = "per_tensor_symmetric",
+        gather_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        quantized_dtype: QuantizedDtype | torch.dtype = QuantizedDtype.INT8,
+        device: torch.device | str | None = None,
+        stride: int = 1,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        quantization_per_channel_axis: int | None = None,
+        block_axis: list[int] | None = None,
+        block_size: list[int] | None = None,
+        scale_dtype: Any = torch.float32,
+        tensor_model_parallel_group: Any = None,
+        pad: bool = False,
+        activation_quantization_type: ActivationQuantizationType | str | None = None,
+        clamp_bound: float = float("inf"),
+        rank_ordering: Sequence[int] | None = None,
     ) -> None:
-        super().__init__()
-        if dtype != torch.qint8:
-            raise ValueError(f"dtype={dtype}: only torch.qint8 is supported")
-        self.ch_axis = ch_axis
-        self.register_buffer("max_val", torch.tensor([]))
+        super().__init__(
+            input_size,
+            output_size,
+            bias,
+            gather_output,
+            sequence_parallel_enabled,
+            dtype,
+            "meta",
+            stride=stride,
+            sequence_dimension=sequence_dimension,
+            pad=pad,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+            rank_ordering=rank_ordering,
+        )
+        config = _config(
+            quantization_type, quantized_dtype, quantization_per_channel_axis, activation_quantization_type
+        )
+        quantization.use_quantized_weight(self, config, device)
 
     @classmethod
-    def with_args(cls, **arguments: Any) -> Any:
-        """A function that makes observers with these arguments."""
-        return partial(cls, **arguments)
-
-    def forward(self, x_orig: Tensor) -> Tensor:
-        """Watch a tensor; returns it."""
-        if x_orig.numel():
-            reached = x_orig.detach().movedim(self.ch_axis, 0).flatten(1).abs().amax(dim=1, keepdim=True)
-            reached = reached.to(self.max_val.dtype)
-            self.max_val = torch.maximum(reached, self.max_val) if self.max_val.numel() else reached
-        return x_orig
-
-    def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scales, and zero points, which are 0: `[channels]` each."""
-        scales = (self.max_val.squeeze(1) / 127.0).clamp(min=torch.finfo(torch.float32).eps)
-        return scales, torch.zeros_like(scales, dtype=torch.int64)
-
-    def reset_min_max_vals(self) -> None:
-        """Begin again."""
-        self.max_val = torch.tensor([])
-
-
-class QuantizedParallelLinearLayerStateDictAdaptor:
-    """Reads a quantized layer's tensors from a state, also from one in which torch packed them."""
-
-    @staticmethod
-    def get_weight_from_state_dict(prefix: str, state_dict: Mapping[str, Any]) -> Tensor:
-        """The values.
+    def from_float(cls, mod: nxd_layers.ColumnParallelLinear, q_config: QuantizationConfig | None = None) -> Self:
+        """Return a copy of the layer, which may be on the meta device, with a quantized weight. Called by all ranks.
 
         Raises:
-            RuntimeError: there are none.
+            ValueError: an unsupported way of quantizing, or a layer that cannot be quantized.
         """
-        if f"{prefix}weight" in state_dict:
-            return state_dict[f"{prefix}weight"]
-        return torch.int_repr(_packed(prefix, state_dict, "weight")[0])
-
-    @staticmethod
-    def set_weight_to_state_dict(prefix: str, tensor: Tensor, state_dict: MutableMapping[str, Any]) -> None:
-        """Put other values in their place.
-
-        Raises:
-            RuntimeError: there are none.
-        """
-        if f"{prefix}weight" in state_dict:
-            state_dict[f"{prefix}weight"] = tensor
-        else:
-            packed = _packed(prefix, state_dict, "weight")
-            state_dict[prefix + _PACKED] = (tensor, *packed[1:])
-
-    @staticmethod
-    def get_bias_from_state_dict(prefix: str, state_dict: Mapping[str, Any]) -> Tensor | None:
-        """The bias, or None."""
-        if f"{prefix}bias" in state_dict:
-            return state_dict[f"{prefix}bias"]
-        bias = (*state_dict.get(prefix + _PACKED, ()), None, None)[1]
-        return bias.detach() if isinstance(bias, Tensor) else None
-
-    @staticmethod
-    def get_scale_from_state_dict(prefix: str, state_dict: Mapping[str, Any]) -> Tensor:
-        """The scale.
-
-        Raises:
-            RuntimeError: the tensor is missing.
-        """
-        if prefix + _PACKED in state_dict:
-            return extract_q_scale(state_dict[prefix + _PACKED][0])
-        return _named(prefix, state_dict, "scale")
-
-    @staticmethod
-    def get_input_scale_from_state_dict(prefix: str, state_dict: Mapping[str, Any]) -> Tensor:
-        """The scale of inputs.
-
-        Raises:
-            RuntimeError: the tensor is missing.
-        """
-        return _named(prefix, state_dict, "input_scale")
+        return _from_float(cls, nxd_layers.ColumnParallelLinear, mod, q_config)
 
 
-def _packed(prefix: str, state_dict: Mapping[str, Any], name: str) -> tuple[Any, ...]:
-    if prefix + _PACKED not in state_dict:
-        raise RuntimeError(f"Cannot find {prefix}{name} in the state_dict; quantize the checkpoint first")
-    return tuple(state_dict[prefix + _PACKED])
+class QuantizedRowParallel(nxd_layers.RowParallelLinear):
+    """`nxd_layers.RowParallelLinear` with a quantized weight; see `QuantizedColumnParallel` for the arguments."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        quantization_type: QuantizationType | str = "per_tensor_symmetric",
+        input_is_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        quantized_dtype: QuantizedDtype | torch.dtype = QuantizedDtype.INT8,
+        device: torch.device | str | None = None,
+        stride: int = 1,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        quantization_per_channel_axis: int | None = None,
+        reduce_output: bool = True,
+        tensor_model_parallel_group: Any = None,
+        pad: bool = False,
+        activation_quantization_type: ActivationQuantizationType | str | None = None,
+        clamp_bound: float = float("inf"),
+        block_axis: list[int] | None = None,
+        block_size: list[int] | None = None,
+        scale_dtype: Any = torch.float32,
+        rank_ordering: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            bias,
+            input_is_parallel,
+            sequence_parallel_enabled,
+            dtype,
+            "meta",
+            stride=stride,
+            sequence_dimension=sequence_dimension,
+            pad=pad,
+            reduce_output=reduce_output,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+            rank_ordering=rank_ordering,
+        )
+        config = _config(
+            quantization_type, quantized_dtype, quantization_per_channel_axis, activation_quantization_type
+        )
+        quantization.use_quantized_weight(self, config, device)
+
+    @classmethod
+    def from_float(cls, mod: nxd_layers.RowParallelLinear, q_config: QuantizationConfig | None = None) -> Self:
+        """See `QuantizedColumnParallel.from_float`."""
+        return _from_float(cls, nxd_layers.RowParallelLinear, mod, q_config)
 
 
-def _named(prefix: str, state_dict: Mapping[str, Any], name: str) -> Tensor:
-    if prefix + name not in state_dict:
-        raise RuntimeError(f"Cannot find {prefix}{name} in state_dict; quantize the checkpoint first")
-    tensor: Tensor = state_dict[prefix + name]
-    return tensor
+BaseQuantizeParallelLinear.register(QuantizedColumnParallel)
+
+
+BaseQuantizeParallelLinear.register(QuantizedRowParallel)
+
+
+MODULE_MAPPINGS: dict[type[nn.Module], Any] = {
+    nxd_layers.ColumnParallelLinear: QuantizedColumnParallel,
+    nxd_layers.RowParallelLinear: QuantizedRowParallel,
+}
+
+
+def convert(
+    module: nn.Module,
+    q_config: QuantizationConfig | None = None,
+    inplace: bool = False,
+    mapping: Mapping[type[nn.Module], Any] | None = None,
+    include: str | Sequence[str] | None = None,
+    modules_to_not_convert: Sequence[str] | None = None,
+) -> nn.Module:
+    """See `nxd_layers.quantization.convert`.
+
+    Args:
+        mapping: quantized class, with a `from_float`, by layer class; `MODULE_MAPPINGS` if None.
+    """
+    functions = {old: new.from_float for old, new in (MODULE_MAPPINGS if mapping is None else mapping).items()}
+    return quantization.convert(module, q_config, inplace, functions, include, modules_to_not_convert)
+
+
+def _config(
+    quantization_type: QuantizationType | str,
+    quantized_dtype: QuantizedDtype | torch.dtype,
+    per_channel_axis: int | None,
+    activations: ActivationQuantizationType | str | None,
+) -> QuantizationConfig:
+    return QuantizationConfig(
+        quantization_type=QuantizationType(quantization_type),
+        quantized_dtype=QuantizedDtype(quantized_dtype),
+        quantization_per_channel_axis=per_channel_axis,
+        activation_quantization_type=ActivationQuantizationType(activations),
+    )
+
+
+def _from_float(cls: type[Any], plain: type[nn.Module], layer: Any, config: QuantizationConfig | None) -> Any:
+    if not isinstance(layer, plain):
+        raise ValueError(f"{cls.__name__}.from_float takes a {plain.__name__}; got a {type(layer).__name__}")
+    made: Any = quantization.copy_model(layer)
+    quantization.quantize_weight(made, config or quantization.default_config())
+    made.__class__ = cls  # adds no state, so every flag of the layer is kept
+    return made

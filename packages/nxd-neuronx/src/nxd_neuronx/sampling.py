@@ -1,28 +1,113 @@
-"""Drawing tokens from logits, and the bookkeeping of Medusa's trees of candidates.
+"""Argmax and top-k over ranks, sampling, and Medusa's trees of candidates.
 
-Medusa (Cai et al. 2024) guesses several tokens ahead with further heads, checks a whole tree of guesses in one pass,
-and accepts the longest branch that the model agrees with.
+Medusa (Cai et al. 2024) predicts several tokens ahead with extra heads, verifies a whole tree of candidates in one
+forward, and accepts the longest branch that agrees with the model.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from nxd_layers import parallel_argmax, parallel_topk
+from nxd_state import Group, active_group, all_gather, checked_dim
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-TOPK = 10  # guesses of each Medusa head
+
+def argmax(
+    tensor: Tensor,
+    dim: int,
+    gather_dim: int,
+    keepdim: bool = False,
+    process_group: ProcessGroup | None = None,
+    disable_argmax_kernel: bool = False,
+) -> Tensor:
+    """Return the index of the largest value along a dim of the whole tensor; the lowest among equal values.
+
+    Args:
+        tensor: this rank's part.
+        dim: the dim to search.
+        gather_dim: the dim along which the tensor is split over the ranks.
+        keepdim: whether to keep `dim`, with length 1.
+        process_group: the tensor-parallel group, or None.
+        disable_argmax_kernel: accepted without effect.
+
+    Returns:
+        int64 indices, the same on every rank: the shape of `tensor` without `dim`, whole along `gather_dim`.
+
+    Raises:
+        ValueError: the dim does not exist, or `process_group` is another group.
+    """
+    group = _tensor_parallel(process_group)
+    dim, gather_dim = checked_dim(dim, tensor.shape), checked_dim(gather_dim, tensor.shape)
+    if dim == gather_dim:
+        found = parallel_argmax(tensor.movedim(dim, -1)).unsqueeze(dim)
+    else:
+        found = all_gather(tensor.argmax(dim=dim, keepdim=True), group, dim=gather_dim)
+    return found if keepdim else found.squeeze(dim)
+
+
+def topk(
+    tensor: Tensor,
+    k: int,
+    dim: int,
+    gather_dim: int,
+    process_group: ProcessGroup | None = None,
+    stages: int = 1,
+    rank_id: Tensor | None = None,
+    use_topk_rotated_kernel: bool = False,
+    lnc: int = 2,
+) -> tuple[Tensor, Tensor]:
+    """Return the k largest values along a dim of the whole tensor, largest first, and their indices.
+
+    Args:
+        tensor: this rank's part.
+        k: number of values; may exceed the length of a rank's part.
+        dim: the dim to search.
+        gather_dim: the dim along which the tensor is split over the ranks.
+        process_group: the tensor-parallel group, or None.
+        stages: accepted without effect, like `rank_id`, `use_topk_rotated_kernel` and `lnc`.
+        rank_id: see above.
+        use_topk_rotated_kernel: see above.
+        lnc: see above.
+
+    Returns:
+        Values and int64 indices, the same on every rank: length k along `dim`, whole along `gather_dim`.
+
+    Raises:
+        ValueError: k exceeds the number of values, the dim does not exist, or `process_group` is another group.
+    """
+    group = _tensor_parallel(process_group)
+    dim, gather_dim = checked_dim(dim, tensor.shape), checked_dim(gather_dim, tensor.shape)
+    if dim == gather_dim:
+        values, indices = parallel_topk(tensor.movedim(dim, -1), k)
+        return values.movedim(-1, dim), indices.movedim(-1, dim)
+    if not 1 <= k <= tensor.shape[dim]:
+        raise ValueError(f"k={k} is outside 1..{tensor.shape[dim]}, the length of dim {dim}")
+    values, indices = torch.topk(tensor, k, dim=dim)
+    return all_gather(values, group, dim=gather_dim), all_gather(indices, group, dim=gather_dim)
+
+
+def _tensor_parallel(process_group: ProcessGroup | Group | None) -> Group:
+    group = active_group("tp")
+    if process_group is not None and process_group is not group and process_group is not group.process_group:
+        raise ValueError("process_group is not the tensor-parallel group of this mesh; remove it")
+    return group
+
+
+TOPK = 10  # candidates per Medusa head
 
 
 class Sampler:
-    """Draws one token per sequence, among the `top_k` likeliest.
+    """Draws one token per sequence among the `top_k` most likely.
 
     Args:
-        neuron_config: its `hf_config` says `do_sample`, `num_beams` and `top_k`; `is_medusa`, if it has it, asks for
-            the candidates instead of a token.
+        neuron_config: its `hf_config` has `do_sample`, `num_beams` and `top_k`; with `is_medusa`, the sampler returns
+            candidates instead of a token.
 
     Raises:
-        ValueError: anything but sampling with one beam is requested.
+        ValueError: `do_sample` is False, or there are several beams.
     """
 
     def __init__(self, neuron_config: Any) -> None:
@@ -36,20 +121,13 @@ class Sampler:
         self.top_k = int(generation.top_k)
 
     def sample(self, token_logits: Tensor) -> Tensor:
-        """Token ids.
-
-        Args:
-            token_logits: `[batch, vocab]`.
-
-        Returns:
-            `[batch]` int64; for Medusa, where `top_k` is above 1, the candidates `[batch, top_k]`.
-        """
+        """Sample token ids `[batch]` from logits `[batch, vocab]`; candidates `[batch, top_k]` for Medusa."""
         if self.top_k == 1:
             return token_logits.argmax(dim=1)
         values, ids = token_logits.topk(self.top_k, dim=1)
         if self.is_medusa:
             return ids
-        # By the inverse of the distribution function: torch.multinomial would inspect values while it is traced.
+        # Inverse transform sampling: torch.multinomial would inspect values while it is traced.
         reached = F.softmax(values, dim=1).cumsum(dim=1)
         drawn = torch.rand((reached.shape[0], 1), device=reached.device)
         place = (reached < drawn).sum(dim=1, keepdim=True).clamp(max=self.top_k - 1)
@@ -57,25 +135,25 @@ class Sampler:
 
 
 def pad_path(path: Sequence[int], length: int, pad_value: int = -2) -> list[int]:
-    """The path with `pad_value` appended up to a length; longer ones stay as they are."""
+    """Pad a path with `pad_value` up to a length; longer paths stay unchanged."""
     return [*path, *[pad_value] * (length - len(path))]
 
 
 def generate_medusa_buffers(medusa_choices: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """What is fixed for a tree of candidates.
+    """Return the constant tensors of a tree of candidates.
 
     Args:
-        medusa_choices: the nodes below the root, each as its path: the rank of the guess at every depth. With a node
-            its ancestors must be there.
+        medusa_choices: the nodes below the root; each is a path, the candidate's rank at every depth. The ancestors of
+            a node must be included.
 
     Returns:
-        By name, for `n` nodes and the root: `medusa_attn_mask` `[1+n, 1+n]` float32, 1 where a node may look (itself,
-        ancestors, root); `tree_indices` `[1+n]` int64, a node's place in the flat list of guesses;
+        By name, for `n` nodes and the root: `medusa_attn_mask` `[1+n, 1+n]` float32, 1 where a node attends (itself,
+        ancestors, root); `tree_indices` `[1+n]` int64, a node's index in the flat list of candidates;
         `medusa_position_ids` `[1+n]` int64, depths; `retrieve_indices` `[leaves, 1+depth]` int64, the nodes of the
-        branch that ends at each leaf, -1 behind shorter ones.
+        branch that ends at each leaf, padded with -1.
 
     Raises:
-        ValueError: a path without its ancestors, or no path at all.
+        ValueError: there is no path, or an ancestor is missing.
     """
     paths = sorted((tuple(path) for path in medusa_choices), key=lambda path: (len(path), path))
     number = {path: index + 1 for index, path in enumerate(paths)}
@@ -104,16 +182,16 @@ def generate_medusa_buffers(medusa_choices: Sequence[Sequence[int]]) -> dict[str
 def generate_candidates(
     medusa_logits: Tensor, logits: Tensor, tree_indices: Tensor, retrieve_indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The guesses of a step, along the branches and along the tree.
+    """Return a step's candidates along the branches and along the tree.
 
     Args:
-        medusa_logits: token ids that each head guesses, `[heads, 1, 1, TOPK]`.
-        logits: token ids of the model itself, likeliest first, `[1, 1, k]`.
-        tree_indices: result of `generate_medusa_buffers`.
-        retrieve_indices: as above.
+        medusa_logits: token ids predicted by each head, `[heads, 1, 1, TOPK]`.
+        logits: token ids of the model itself, most likely first, `[1, 1, k]`.
+        tree_indices: see `generate_medusa_buffers`.
+        retrieve_indices: see `generate_medusa_buffers`.
 
     Returns:
-        `[leaves, 1+depth]`, with 0 behind shorter branches, and `[1, 1+n]`.
+        `[leaves, 1+depth]`, shorter branches padded with 0, and `[1, 1+n]`.
     """
     flat = torch.cat([logits.flatten()[:1], medusa_logits.reshape(-1)])
     tree = flat[tree_indices]
@@ -122,14 +200,14 @@ def generate_candidates(
 
 
 def evaluate_posterior(logits: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """The branch whose guesses agree longest with the model.
+    """Return the branch with the longest prefix that agrees with the model.
 
     Args:
-        logits: token ids that the model puts first after each token of a branch, `[leaves, 1+depth, k]`.
+        logits: token ids of the model after each token of a branch, most likely first, `[leaves, 1+depth, k]`.
         candidates: `[leaves, 1+depth]`.
 
     Returns:
-        Its number and how many of its guesses are right, both 0-d int64; the first of equally good ones.
+        Index of the branch (the first among equals) and number of accepted candidates, both 0-d int64.
     """
     agrees = (candidates[:, 1:] == logits[:, :-1, 0]).long()
     lengths = agrees.cumprod(dim=1).sum(dim=1)
@@ -147,22 +225,22 @@ def update_inference_inputs(
     medusa_logits: Tensor,
     new_token: int | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, int | Tensor, Tensor]:
-    """Take over the accepted branch.
+    """Append the accepted branch to the inputs.
 
     Args:
         input_ids: `[1, seq]`.
-        candidates: result of `generate_candidates`.
-        best_candidate: result of `evaluate_posterior`.
-        accept_length: as above.
-        retrieve_indices: result of `generate_medusa_buffers`.
-        outputs: the model's; not used.
+        candidates: see `generate_candidates`.
+        best_candidate: see `evaluate_posterior`.
+        accept_length: see `evaluate_posterior`.
+        retrieve_indices: see `generate_medusa_buffers`.
+        outputs: outputs of the model; not used.
         logits: `[leaves, 1+depth, ...]`.
         medusa_logits: `[heads, leaves, 1+depth, ...]`.
-        new_token: tokens made so far.
+        new_token: number of generated tokens.
 
     Returns:
         `input_ids` `[1, seq+accepted+1]`; `logits` and `medusa_logits` at the last accepted token; `new_token`; and
-        the places of the accepted tokens in the cache.
+        the accepted tokens' positions in the cache.
     """
     accepted = int(accept_length) + 1
     places = retrieve_indices[best_candidate, :accepted] + input_ids.shape[1]

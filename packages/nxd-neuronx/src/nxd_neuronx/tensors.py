@@ -1,4 +1,4 @@
-"""Small functions on tensors and on the attributes of sharded ones, which scripts for NeuronX Distributed import."""
+"""Small functions on tensors and on the attributes of sharded tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,18 +18,18 @@ def set_tensor_model_parallel_attributes(
     num_partitions: int | None = None,
     rank_ordering: Sequence[int] | None = None,
 ) -> None:
-    """Say of a tensor how it is split.
+    """Set the attributes that describe how a tensor is split.
 
     Args:
-        tensor: is given the attributes.
+        tensor: the tensor.
         is_parallel: whether it is split.
-        dim: along which dim.
-        stride: matrices that are fused along it.
-        num_partitions: ranks that share it; all tensor-parallel ones if None or -1.
-        rank_ordering: which part each rank holds; kept as an attribute, for `create_local_weight` of the caller.
+        dim: the split dim.
+        stride: number of matrices fused along the dim.
+        num_partitions: number of ranks that share it; all tensor-parallel ranks if None or -1.
+        rank_ordering: the part of each rank, stored as an attribute.
 
     Raises:
-        ValueError: `rank_ordering` is no permutation of the ranks.
+        ValueError: `rank_ordering` is not a permutation of the ranks.
     """
     ranks = active_group("tp").size if num_partitions in (None, -1) else int(num_partitions or 0)
     if rank_ordering is not None and sorted(rank_ordering) != list(range(ranks)):
@@ -40,42 +40,36 @@ def set_tensor_model_parallel_attributes(
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
-    """Whether this rank is to count a parameter: it has a part of its own, or is the first that has it whole."""
+    """Return whether this rank counts a parameter: it is split, or this is the first of the ranks that replicate it."""
     return bool(getattr(param, "tensor_model_parallel", False)) or active_group("tp").rank == 0
 
 
 class EmbeddingUtility:
-    """The tokens of each rank's part of a vocabulary: from the first one to before the last one."""
+    """Ranges `[first, last)` of the token ids in each rank's part of a vocabulary."""
 
     @staticmethod
     def range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """From the length of a part."""
+        """Return the range, given the length of a part."""
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """From the size of the vocabulary, which the number of ranks must divide."""
+        """Return the range, given the size of the vocabulary, which the number of ranks must divide."""
         each = divide(global_vocab_size, world_size)
         return EmbeddingUtility.range_from_per_partition_vocab_size(each, rank, world_size)
 
 
 def get_padding_length(numerator: int, denominator: int) -> int:
-    """What is missing to the next multiple of the denominator."""
+    """Return how much to add to reach the next multiple of the denominator."""
     return -numerator % denominator
 
 
 def split_tensor_along_dim(
     tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal parts of a tensor.
-
-    Args:
-        tensor: the tensor to split.
-        dim: along which dim.
-        num_partitions: number of parts.
-        contiguous_split_chunks: copy each part into memory of its own.
+    """Split a tensor into equal parts along a dim; `contiguous_split_chunks` copies each part.
 
     Raises:
         ValueError: the number of parts does not divide the length.
@@ -91,18 +85,6 @@ def split_tensor_along_last_dim(
     return split_tensor_along_dim(tensor, -1, num_partitions, contiguous_split_chunks)
 
 
-def indices_split_along_dim(tensor: Tensor | None, dim: int, rank: int, num_partitions: int) -> Tensor | None:
-    """The indices along `dim` of a rank's equal part, int64; None for no tensor.
-
-    Raises:
-        ValueError: the number of parts does not divide the length.
-    """
-    if tensor is None:
-        return None
-    length = divide(tensor.shape[dim], num_partitions)
-    return torch.arange(rank * length, (rank + 1) * length, device=tensor.device)
-
-
 @torch.no_grad()
 def create_local_weight(
     full_weight: Tensor,
@@ -111,14 +93,14 @@ def create_local_weight(
     stride: int,
     out_weight: Tensor | None = None,
 ) -> Tensor:
-    """This tensor-parallel rank's part of a whole tensor.
+    """Return this tensor-parallel rank's part of a whole tensor.
 
     Args:
-        full_weight: the whole one.
-        partition_dim: the dim that is cut.
+        full_weight: the whole tensor.
+        partition_dim: the split dim.
         per_partition_size: length of a part.
-        stride: matrices fused along the dim, each of which is cut.
-        out_weight: gets the part, if it is given.
+        stride: number of matrices fused along the dim, each of which is split.
+        out_weight: tensor to copy the part into, or None.
 
     Raises:
         ValueError: `stride` does not divide the part.
@@ -130,13 +112,13 @@ def create_local_weight(
 
 
 def invoke_preshard_hooks(module: nn.Module, model_state_dict: dict[str, Any], prefix: str = "") -> None:
-    """Have modules with a `preshard_hook(state, name)` change whole tensors before they are cut.
+    """Call `preshard_hook(state, name)` of modules that have one, to change whole tensors before they are sharded.
 
     Args:
-        module: the model; hooks of modules inside one that has a hook are its own business.
+        module: the model; modules inside a module with a hook are skipped.
         model_state_dict: whole tensors by name, changed in place.
-        prefix: prefix of the module's names in it, ending in a dot. A hook's `name` is this and "weight"; a module
-            whose `add_bias` is true is requested "bias" as well.
+        prefix: prefix of the module's names, ending in a dot. A hook's `name` is the prefix and "weight", and "bias"
+            too if the module's `add_bias` is true.
     """
     if callable(hook := getattr(module, "preshard_hook", None)):
         for name in ("weight", "bias") if getattr(module, "add_bias", False) else ("weight",):
@@ -146,41 +128,13 @@ def invoke_preshard_hooks(module: nn.Module, model_state_dict: dict[str, Any], p
         invoke_preshard_hooks(child, model_state_dict, f"{prefix}{name}.")
 
 
-def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """The arguments, with floating-point tensors but float64 in autocast's dtype where autocast is on."""
-
-    def cast(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
-            return value
-        kind = value.device.type
-        return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
-
-    return tuple(tree_map(cast, list(args)))
-
-
-def verify_casted_dtype(value: Any) -> None:
-    """Raise a ValueError for a floating-point tensor that `cast_if_autocast_enabled` would change."""
-    (cast,) = cast_if_autocast_enabled(value)
-
-    def compare(given: Any, wanted: Any) -> None:
-        if isinstance(given, Tensor) and given.dtype != wanted.dtype:
-            raise ValueError(f"a tensor is {given.dtype} under autocast; cast it to {wanted.dtype} first")
-
-    tree_map(compare, value, cast)
-
-
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
-    """The same nested lists, tuples and dicts with every tensor on the CPU; as they are without `convert`."""
+    """Move the tensors in nested lists, tuples and dicts to the CPU; return `data` itself without `convert`."""
     if not convert:
         return data
     return tree_map(lambda value: value.detach().cpu() if isinstance(value, Tensor) else value, data)
 
 
-def is_torch_version_greater_than_2() -> bool:
-    """Whether torch is of version 2 or later."""
-    return int(torch.__version__.partition(".")[0]) >= 2
-
-
 def requires_init_pg_override() -> bool:
-    """Whether torch is of version 2.0, whose process groups on XLA needed help."""
+    """Return whether this is torch 2.0, whose process groups on XLA need an override."""
     return torch.__version__.startswith("2.0.")

@@ -1,7 +1,4 @@
-"""Traced models as scripts for the old runtime call, save and load them, over nxd_trace.
-
-Compiled programs are in a folder, which `NxDModel.save` and `load` name; they are not TorchScript.
-"""
+"""Traced models with the old calls, over nxd_trace. A saved model is a folder, not TorchScript."""
 
 import logging
 import shlex
@@ -21,18 +18,14 @@ _logger = logging.getLogger(__name__)
 
 @takes_names_too(model_dir="load_dir")
 def parallel_model_load(load_dir: str | Path, **settings: Any) -> TensorParallelModel:
-    """Load a traced model; see `nxd_trace.parallel_model_load`. `model_dir` is another name of the folder."""
+    """Load a traced model; see `nxd_trace.parallel_model_load`. `model_dir` is another name of `load_dir`."""
     return nxd_trace.parallel_model_load(load_dir, **settings)
 
 
 def arguments_of_compiler(given: Sequence[str] | str | None, compiler: str | None) -> Sequence[str] | str | None:
-    """`compiler_args` without options of neuronx-cc, such as "-O1", where torch's own compilers build.
+    """Return `compiler_args`, or None if they are options of neuronx-cc and one of torch's compilers is used.
 
-    Settings of inductor are "name=value", so that all is neuronx-cc's where something begins with "-".
-
-    Args:
-        given: by a script.
-        compiler: the name that it asks for, if any.
+    Arguments that begin with "-", such as "-O1", are neuronx-cc's; settings of inductor are "name=value".
     """
     arguments = shlex.split(given) if isinstance(given, str) else list(given or ())
     name = choose_compiler(compiler).name
@@ -59,19 +52,19 @@ def parallel_model_trace(
     serialization_path: str | Path | None = None,
     **settings: Any,
 ) -> TensorParallelModel:
-    """Trace a tensor-parallel model; see `nxd_trace.parallel_model_trace`, which knows the other arguments.
+    """Trace a tensor-parallel model; see `nxd_trace.parallel_model_trace` for the arguments that are not listed.
 
     Args:
-        compiler_args: for the compiler; options of neuronx-cc have no effect where torch's own compilers build.
-        states: must be None: state is what `func` returns as its aliases, or what the model assigns.
-        spmd_mode: accepted without effect; equal programs of ranks are compiled once anyway.
-        checkpoint_loader_callable: gives the whole model's weights by name.
+        compiler_args: arguments of the compiler; torch's own compilers ignore options of neuronx-cc.
+        states: must be None: `func` returns the state as its aliases, or the model assigns it.
+        spmd_mode: accepted without effect; identical programs of ranks are always compiled once.
+        checkpoint_loader_callable: function that returns the whole model's weights by name.
         force_custom_init_on_device: accepted without effect.
-        serialization_path: a folder to save the traced model to as well.
-        **settings: further keywords of `nxd_trace.parallel_model_trace`.
+        serialization_path: folder in which to save the traced model too.
+        **settings: other keyword arguments of `nxd_trace.parallel_model_trace`.
 
     Raises:
-        ValueError: `states` are given, or weights twice.
+        ValueError: `states` are passed, or the weights are passed twice.
     """
     if states is not None:
         raise ValueError("states= is not supported; return the model and its aliases from func")
@@ -96,17 +89,14 @@ def parallel_model_trace(
 
 
 class BaseNxDModel:
-    """What all compiled models are an instance of."""
+    """Base class of all compiled models."""
 
 
 class NxDModel(nn.Module, BaseNxDModel):
-    """A compiled model, called like the one that was traced; its shards live in worker processes.
-
-    Args:
-        model: the traced model; of `ModelBuilder.compile` or `load`.
+    """A compiled model, called like the traced one; its shards are in worker processes.
 
     Attributes:
-        model: the same.
+        model: the traced model, from `ModelBuilder.compile` or `load`.
         world_size: number of ranks.
     """
 
@@ -118,7 +108,7 @@ class NxDModel(nn.Module, BaseNxDModel):
         self.world_size = model.tp_degree
 
     def forward(self, *args: Any, model_name: str | None = None, forward_mode: str = "default", **kwargs: Any) -> Any:
-        """Run the program that was traced with inputs of these shapes, or that of a name.
+        """Run the program traced with inputs of these shapes, or the program named `model_name`.
 
         Raises:
             ValueError: the program does not exist, or the mode is not "default".
@@ -141,78 +131,69 @@ class NxDModel(nn.Module, BaseNxDModel):
         return args, kwargs
 
     def get_available_keys(self) -> set[str]:
-        """Names of the programs."""
+        """Return the names of the programs."""
         return set(self.model.programs)
 
     def set_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
-        """Put in each rank's weights, of `shard_checkpoint`.
+        """Set each rank's weights, from `shard_checkpoint`.
 
         Raises:
-            ValueError: they do not fit the model.
+            ValueError: the weights do not fit the model.
         """
         self.model.replace_weights(nxd_trace.whole_weights(sharded_checkpoint, self.model))
 
     def replace_weights(self, sharded_checkpoint: Sequence[Mapping[str, Tensor]]) -> None:
-        """As `set_weights`."""
+        """See `set_weights`."""
         self.set_weights(sharded_checkpoint)
 
     def initialize(self, checkpoint: Sequence[Mapping[str, Tensor]], start_rank_tensor: Tensor | None = None) -> None:
-        """As `set_weights`; all ranks are on this host, whatever the first is said to be."""
+        """See `set_weights`; `start_rank_tensor` has no effect, because all ranks are on this host."""
         self.set_weights(checkpoint)
 
     def initialize_with_saved_weights(self, start_rank_tensor: Tensor | None = None) -> None:
-        """Does nothing: saved models hold their weights."""
+        """Do nothing: saved models contain their weights."""
 
     def to_neuron(self) -> None:
-        """Does nothing: the workers hold weights and state on their devices already."""
+        """Do nothing: weights and state are already on the workers' devices."""
 
     def read_from_neuron_buffer(self, buffer_key: str, rank: int) -> Tensor:
-        """A copy of one rank's part of a state tensor or weight.
+        """Return a copy of one rank's part of a weight or state tensor.
 
         Raises:
-            ValueError: there is no such rank.
-            WorkerError: there is no such tensor.
+            ValueError: the rank does not exist.
+            WorkerError: the tensor does not exist.
         """
         weights = self.model.read_weights(rank)
         return weights[buffer_key] if buffer_key in weights else self.model.read_state(buffer_key, rank)
 
     def write_to_neuron_buffer(self, tensor: Tensor, buffer_key: str, rank: int) -> None:
-        """Put other values into one rank's part of a state tensor; weights are replaced by `replace_weights`.
+        """Overwrite one rank's part of a state tensor; `replace_weights` replaces weights.
 
         Raises:
-            ValueError: the rank has no such state, or has it in another shape or dtype.
+            ValueError: the rank has no such state, or its shape or dtype differs.
         """
         self.model.write_state(buffer_key, tensor, rank)
 
     @property
     def weights(self) -> list[dict[str, Tensor]]:
-        """A copy of each rank's weights, by name."""
+        """Copies of each rank's weights, by name."""
         return [self.model.read_weights(rank) for rank in range(self.model.num_ranks)]
 
     def save(self, path_to_save: str | Path, save_weights: bool = False) -> None:
-        """Save programs and weights as a folder of this name.
-
-        Args:
-            path_to_save: the folder.
-            save_weights: accepted without effect; weights are always saved.
+        """Save programs and weights in a folder; weights are saved even without `save_weights`.
 
         Raises:
-            ValueError: something else is there.
+            ValueError: the path exists and is not a saved model.
         """
         nxd_trace.parallel_model_save(self.model, path_to_save)
 
     @classmethod
     def load(cls, path_to_model: str | Path, start_rank: int = 0, local_ranks_size: int | None = None) -> Self:
-        """Load a model of `save`, and start its workers.
-
-        Args:
-            path_to_model: the folder.
-            start_rank: 0: all ranks are on this host.
-            local_ranks_size: as above.
+        """Load a saved model and start its workers. All ranks run on this host.
 
         Raises:
-            ModelFolderError: the folder is incomplete, damaged or made for another machine.
-            ValueError: a part of the ranks is requested.
+            ModelFolderError: the folder is incomplete, damaged or built for another machine.
+            ValueError: `start_rank` or `local_ranks_size` selects a part of the ranks.
         """
         model = nxd_trace.parallel_model_load(path_to_model)
         if start_rank or local_ranks_size not in (None, model.tp_degree):
@@ -224,29 +205,21 @@ class NxDModel(nn.Module, BaseNxDModel):
         return cls(model)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.model.close()
 
 
 class NxDModelExecutor(nn.Module):
-    """Calls a compiled model with inputs by position.
-
-    Args:
-        nxd_model: the compiled model.
-    """
+    """Calls a compiled model with positional inputs."""
 
     def __init__(self, nxd_model: NxDModel) -> None:
         super().__init__()
         self.nxd_model = nxd_model
 
     def forward(self, *inputs: Any) -> Any:
-        """As the program that was traced with inputs of these shapes."""
+        """Run the program traced with inputs of these shapes."""
         return self.nxd_model(*inputs)
 
     def save(self, path: str | Path, _extra_files: Mapping[str, Any] | None = None) -> None:
-        """Save the model as `NxDModel.save` does; `torch.jit.save` calls this.
-
-        Raises:
-            ValueError: something else is there.
-        """
+        """See `NxDModel.save`; `torch.jit.save` calls this."""
         self.nxd_model.save(path)

@@ -1,10 +1,10 @@
-"""The functions of torch-xla that training scripts call, over torch.distributed: for machines that do not have it.
+"""The functions of torch-xla that training scripts call, over torch.distributed, for machines without torch-xla.
 
-Scripts of NeuronX Distributed import torch_xla for the device, for ranks, and for a few collectives. `install` puts
-modules of these names in place, on which such a script runs on the CPU, on CUDA and on the native Neuron device. What
-torch-xla does with graphs has no counterpart there, and needs none: `mark_step` runs the closures that wait for it.
+Scripts for NeuronX Distributed import torch_xla for the device, ranks and a few collectives. `install` provides modules
+with these names, so that such a script runs on the CPU, on CUDA and on the native Neuron device. There are no lazy
+graphs: `mark_step` only runs the pending closures.
 
-The interface is that of https://docs.pytorch.org/xla/, as of 2.9.
+The interface is that of https://docs.pytorch.org/xla/ 2.9.
 """
 
 import importlib.util
@@ -48,10 +48,10 @@ _made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
 
 
 def install() -> None:
-    """Make `import torch_xla` work in this process, and "xla" mean its device and the backend of that.
+    """Make `import torch_xla` work in this process, and map "xla" to the process's device and its backend.
 
-    Does so in the workers of traced models, too, and for what inference scripts import of torch-neuronx. Leaves a
-    library that is installed as it is.
+    Applies to the workers of traced models too, and to the names of torch-neuronx that inference scripts import. An
+    installed library is left alone.
     """
     prepare_workers(install)
     _tell_of_variables()
@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def _tell_of_variables() -> None:
-    """Say which variables that change a run's numbers on torch-xla and Neuron do nothing here; on one rank."""
+    """Warn, on one rank, of variables that change results on torch-xla and Neuron and have no effect here."""
     without = [name for name in _CHANGE_NUMBERS if os.environ.get(name, "0").lower() not in ("", "0", "false")]
     if without and importlib.util.find_spec("torch_xla") is None and _rank() == 0:
         named = ", ".join(f"{name}={os.environ[name]}" for name in without)
@@ -79,8 +79,8 @@ def _tell_of_variables() -> None:
 def _put_in_place(modules: Mapping[str, Mapping[str, Any]]) -> None:
     for name, content in modules.items():
         module = ModuleType(name, f"Stands in for `{name}`, see nxd_neuronx.xla_stand_in.")
-        module.__path__ = []  # so that modules below it are looked for, and found here
-        module.__spec__ = ModuleSpec(name, None)  # no origin: it is not the library
+        module.__path__ = []  # a package, so that its submodules are found
+        module.__spec__ = ModuleSpec(name, None)  # no origin: not the library
         module.__dict__.update(content)
         module.__dict__["__getattr__"] = _Missing(name, content)
         sys.modules[name] = module
@@ -90,7 +90,7 @@ def _put_in_place(modules: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 class _Missing:
-    """What a module of the stand-in says of a name that it does not have."""
+    """The `__getattr__` of a stand-in module: an error that lists the names that it has."""
 
     def __init__(self, module: str, content: Mapping[str, Any]) -> None:
         self._module = module
@@ -104,10 +104,10 @@ class _Missing:
 
 
 class _DeviceNamedXla(TorchFunctionMode):
-    """Takes this process's device where a call of torch names "xla".
+    """Replaces "xla" by this process's device in calls of torch.
 
-    torch takes a mode away while a call runs that the mode has seen. `loss.backward()` continues with the mode, for
-    recomputations of checkpointed modules run code of the script there.
+    torch disables a mode while a call that it intercepted runs. `loss.backward()` keeps it enabled, because
+    recomputation of checkpointed modules runs code of the script there.
     """
 
     def __torch_function__(
@@ -116,7 +116,7 @@ class _DeviceNamedXla(TorchFunctionMode):
         args = [get_device() if _is_xla(value) else value for value in args]
         kwargs = {key: get_device() if _is_xla(value) else value for key, value in (kwargs or {}).items()}
         if func is Tensor.backward and args[0].requires_grad and kwargs.get("inputs") is None:
-            edge = get_gradient_edge(args[0])  # which, unlike a tensor, does not bring the call back here
+            edge = get_gradient_edge(args[0])  # unlike a tensor, does not re-enter this method
             gradient = kwargs.pop("gradient", None)
             with self:
                 return torch.autograd.backward(edge, gradient, **kwargs)
@@ -132,9 +132,9 @@ _torch_init_process_group = dist.init_process_group
 
 def _init_process_group(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
     if backend == "xla":
-        backend, init_method = backend_of_device(), None  # theirs, "pjrt://" or "xla://", is for torch-xla alone
+        backend, init_method = backend_of_device(), None  # "pjrt://" and "xla://" are for torch-xla only
     says_rank = args or {"store", "rank", "world_size"} & kwargs.keys() or "RANK" in os.environ
-    if init_method in (None, "env://") and not says_rank:  # one process by itself, as torch-xla takes it
+    if init_method in (None, "env://") and not says_rank:  # a single process without a launcher
         init_method, kwargs = None, kwargs | {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     _torch_init_process_group(backend, init_method, *args, **kwargs)
 
@@ -152,49 +152,49 @@ def _local_rank() -> int:
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """This process's device; the arguments, which choose among several, are not inspected."""
+    """Return this process's device; the arguments have no effect."""
     return get_device()
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this is the first rank, of its host or of all."""
+    """Return whether this is the first rank of its host, or of all with `local=False`."""
     return (_local_rank() if local else _rank()) == 0
 
 
 def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
-    """Print, on the first rank."""
+    """Print on the first rank."""
     if is_master_ordinal(local):
         print(*args, file=sys.stdout if fd is None else fd, flush=flush)
 
 
 def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
-    """Have `closure(*args)` called at the end of the step."""
+    """Call `closure(*args)` at the end of the step."""
     _closures.append((closure, args))
 
 
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
-    """End of a step: calls the closures that were added to it, in their order."""
+    """End the step: call its closures in order."""
     while _closures:
         closure, args = _closures.pop(0)
         closure(*args)
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:
-    """Does nothing: who reads a value waits for it."""
+    """Do nothing: reading a value waits for it."""
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
-    """Seed the random numbers of this process and its device."""
+    """Seed the random generators of this process and its device."""
     torch.manual_seed(seed)
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Wait for all ranks; returns what each of them gave."""
+    """Wait for all ranks; returns the payload of each."""
     return _gather_objects(payload)
 
 
 def mesh_reduce(tag: str, data: T, reduce_fn: Callable[[list[T]], Any]) -> Any:
-    """`reduce_fn` of the list of every rank's data, in the order of ranks."""
+    """Apply `reduce_fn` to the list of all ranks' data."""
     return reduce_fn(_gather_objects(data))
 
 
@@ -207,7 +207,7 @@ def _gather_objects(value: T) -> list[T]:
 
 
 def _process_group(groups: Groups | None) -> dist.ProcessGroup | None:
-    """That of these groups in which this rank is; all ranks ask for the same groups in the same order."""
+    """The group of this rank; all ranks request the same groups in the same order."""
     if not dist.is_initialized():
         return None
     world = dist.group.WORLD
@@ -228,7 +228,7 @@ def all_reduce(
     groups: Groups | None = None,
     pin_layout: bool = True,
 ) -> Tensor | None:
-    """Reduce a tensor, which is returned, or a list of tensors in place; each is multiplied by `scale` afterwards."""
+    """Reduce a tensor and return it, or a list of tensors in place; results are multiplied by `scale`."""
     group = _process_group(groups)
     results = [inputs.detach().clone()] if isinstance(inputs, Tensor) else inputs
     for result in results:
@@ -242,7 +242,7 @@ def all_reduce(
 def all_gather(
     value: Tensor, dim: int = 0, groups: Groups | None = None, output: Any = None, pin_layout: bool = True
 ) -> Tensor:
-    """The tensors of all ranks of the group, one after the other along `dim`."""
+    """Concatenate the tensors of all ranks of the group along `dim`."""
     group = _process_group(groups)
     if group is None:
         return value.clone()
@@ -261,7 +261,7 @@ def reduce_scatter(
     output: Any = None,
     pin_layout: bool = True,
 ) -> Tensor:
-    """This rank's part, along `scatter_dim`, of the reduced tensor."""
+    """Return this rank's part of the reduced tensor along `scatter_dim`."""
     reduced = all_reduce(reduce_type, input, scale, groups)
     assert reduced is not None
     group = _process_group(groups)
@@ -283,7 +283,7 @@ def optimizer_step(
     groups: Groups | None = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Average the gradients over the group, and update."""
+    """Average the gradients over the group, and call `optimizer.step`."""
     reduce_gradients(optimizer, groups)
     loss = optimizer.step(**(optimizer_args or {}))
     if barrier:
@@ -292,19 +292,19 @@ def optimizer_step(
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """`torch.save`, on the first rank of each host, of all, or on every rank; returns once all have saved."""
+    """`torch.save` on the first rank of each host, of all, or on every rank; returns once all ranks are done."""
     if not master_only or is_master_ordinal(local=not global_master):
         torch.save(data, file_or_path)
     rendezvous("torch_xla.core.xla_model.save")
 
 
 class MpDeviceLoader:
-    """Batches of a loader, with their tensors on the device; each ends the step before it.
+    """Yields batches with their tensors on the device, and ends a step before each.
 
     Args:
-        loader: any iterable of batches, which are tensors, or dicts, lists and tuples of them.
+        loader: iterable of batches: tensors, or dicts, lists and tuples of tensors.
         device: target device.
-        kwargs: torch-xla's, for reading ahead, which have no effect.
+        kwargs: prefetch options of torch-xla; accepted without effect.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, **kwargs: Any) -> None:
@@ -318,7 +318,7 @@ class MpDeviceLoader:
         mark_step()
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # it is for whoever asks to know
+        return len(self._loader)  # type: ignore[arg-type]  # a TypeError if the loader has no length
 
 
 def _move(batch: Any, device: torch.device) -> Any:
@@ -333,7 +333,7 @@ def _move(batch: Any, device: torch.device) -> Any:
 
 
 def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int | None = None, **kwargs: Any) -> None:
-    """Call `fn(rank, *args)` in this process, which is one of those that a launcher started."""
+    """Call `fn(rank, *args)` in this process, one of those started by the launcher."""
     if nprocs not in (None, 1, _world_size()):
         raise RuntimeError(
             f"xmp.spawn(nprocs={nprocs}) without torch-xla: start the ranks with `nxd run --nproc {nprocs} SCRIPT`"
@@ -342,7 +342,7 @@ def spawn(fn: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int | N
 
 
 def _no_tpu() -> int:
-    raise OSError("there is no TPU: torch-xla is not installed")  # which Lightning, who looks for one, expects
+    raise OSError("there is no TPU: torch-xla is not installed")  # the error that Lightning expects
 
 
 _XLA_MODEL = {

@@ -1,6 +1,6 @@
 """`neuronx_distributed.kernels.kernel_utils`: what scripts do around kernels, from nxd_neuronx."""
 
-from nxd_neuronx.attention_kernels import permute
+from nxd_neuronx.attention import permute
 from nxd_neuronx.not_here import explains
 
 __all__ = ["permute"]

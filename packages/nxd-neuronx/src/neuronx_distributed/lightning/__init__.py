@@ -1,6 +1,6 @@
 """`neuronx_distributed.lightning`: PyTorch Lightning over a mesh, from nxd_lightning (`pip install nxd-lightning`)."""
 
-from nxd_neuronx.lightning_names import from_nxd_lightning
+from nxd_neuronx.import_paths import from_nxd_lightning
 
 __all__ = [
     "NeuronLTModule",

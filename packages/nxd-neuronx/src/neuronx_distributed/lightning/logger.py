@@ -1,5 +1,5 @@
 """`neuronx_distributed.lightning.logger`: from nxd_lightning."""
 
-from nxd_neuronx.lightning_names import from_nxd_lightning
+from nxd_neuronx.import_paths import from_nxd_lightning
 
 __getattr__ = from_nxd_lightning(__name__, "NeuronTensorBoardLogger")

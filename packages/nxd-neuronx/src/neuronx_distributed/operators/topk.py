@@ -1,7 +1,7 @@
 """`neuronx_distributed.operators.topk`: over ranks, by nxd_layers."""
 
 from nxd_neuronx.not_here import explains
-from nxd_neuronx.operators import topk
+from nxd_neuronx.sampling import topk
 
 __all__ = ["topk"]
 __getattr__ = explains(__name__)

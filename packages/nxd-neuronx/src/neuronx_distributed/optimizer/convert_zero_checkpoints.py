@@ -1,15 +1,8 @@
 """`neuronx_distributed.optimizer.convert_zero_checkpoints`: the command, from nxd_neuronx."""
 
-from nxd_neuronx.zero_conversion import (
-    get_parallel_info,
-    is_full,
-    is_xser,
-    main,
-    merge_optim_dp_checkpoints,
-    split_and_save_ckpts,
-)
+from nxd_neuronx.zero_conversion import main
 
 if __name__ == "__main__":
     main()
 
-__all__ = ["get_parallel_info", "is_full", "is_xser", "main", "merge_optim_dp_checkpoints", "split_and_save_ckpts"]
+__all__ = ["main"]

@@ -1,6 +1,7 @@
 """`neuronx_distributed.optimizer.zero_redundancy_optimizer`: ZeRO-1, from nxd_optim."""
 
-from nxd_neuronx.optimizers import NeuronEPZero1Optimizer
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim import NeuronZero1Optimizer
+
+NeuronEPZero1Optimizer = NeuronZero1Optimizer  # it knows the replicas of each parameter, an expert's too
 
 __all__ = ["NeuronZero1Optimizer", "NeuronEPZero1Optimizer"]

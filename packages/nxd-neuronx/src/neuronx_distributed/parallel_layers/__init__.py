@@ -28,10 +28,7 @@ from neuronx_distributed.parallel_layers.mappings import (
 )
 from neuronx_distributed.parallel_layers.parallel_state import initialize_model_parallel, move_model_to_device
 from neuronx_distributed.parallel_layers.random import get_xla_rng_tracker, model_parallel_xla_manual_seed
-from neuronx_distributed.parallel_layers.utils import (
-    set_tensor_model_parallel_attributes,
-    split_tensor_along_last_dim,
-)
+from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes, split_tensor_along_last_dim
 
 _OF_CHECKPOINTING = ("save", "load")
 

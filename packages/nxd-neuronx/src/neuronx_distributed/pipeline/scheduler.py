@@ -1,33 +1,5 @@
-"""`neuronx_distributed.pipeline.scheduler`: schedules as tasks, from nxd_neuronx."""
+"""`neuronx_distributed.pipeline.scheduler`: the tasks of the old pipeline, which has schedules of actions here."""
 
-from nxd_neuronx.pipeline_tasks import (
-    BackwardPostprocessTask,
-    BackwardPreprocessTask,
-    BackwardStepTask,
-    ForwardPostprocessTask,
-    ForwardPreprocessTask,
-    ForwardStepTask,
-    InferenceSchedule,
-    PipelineTask,
-    PipeSchedule,
-    PostProcessTask,
-    ReduceGradsTask,
-    Train1F1BSchedule,
-    TrainSchedule,
-)
+from nxd_neuronx.not_here import explains
 
-__all__ = [
-    "BackwardPostprocessTask",
-    "BackwardPreprocessTask",
-    "BackwardStepTask",
-    "ForwardPostprocessTask",
-    "ForwardPreprocessTask",
-    "ForwardStepTask",
-    "InferenceSchedule",
-    "PipeSchedule",
-    "PipelineTask",
-    "PostProcessTask",
-    "ReduceGradsTask",
-    "Train1F1BSchedule",
-    "TrainSchedule",
-]
+__getattr__ = explains(__name__)

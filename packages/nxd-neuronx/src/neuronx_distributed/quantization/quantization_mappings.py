@@ -1,6 +1,6 @@
 """`neuronx_distributed.quantization.quantization_mappings`: which layers are exchanged, from nxd_layers."""
 
-from nxd_neuronx.quantized_layers import MODULE_MAPPINGS
+from nxd_neuronx.quantization import MODULE_MAPPINGS
 
 DEFAULT_QUANT_MODULE_MAPPINGS = MODULE_MAPPINGS
 get_default_quant_module_mappings = MODULE_MAPPINGS.copy

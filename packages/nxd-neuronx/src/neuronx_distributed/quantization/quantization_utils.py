@@ -2,9 +2,6 @@
 
 from nxd_layers.quantization import QuantizedLinear, convert_qint8_to_int8_state_dict, extract_q_scale
 from nxd_neuronx.quantization import (
-    quantize_fp8_per_channel,
-    quantize_per_channel_symmetric,
-    quantize_per_tensor_symmetric,
     quantize_pytorch_model_per_channel_symmetric,
     quantize_pytorch_model_per_tensor_symmetric,
     quantize_static_quant_activations,
@@ -14,9 +11,6 @@ __all__ = [
     "QuantizedLinear",
     "convert_qint8_to_int8_state_dict",
     "extract_q_scale",
-    "quantize_fp8_per_channel",
-    "quantize_per_channel_symmetric",
-    "quantize_per_tensor_symmetric",
     "quantize_pytorch_model_per_channel_symmetric",
     "quantize_pytorch_model_per_tensor_symmetric",
     "quantize_static_quant_activations",

@@ -10,12 +10,5 @@ from nxd_neuronx.planned_ranks import shard_checkpoint
 
 ModelInputType = list[Any]
 
-__all__ = [
-    "Any",
-    "BaseModelInstance",
-    "ModelBuilder",
-    "ModelBuilderV2",
-    "shard_checkpoint",
-    "ModelInputType",
-]
+__all__ = ["Any", "BaseModelInstance", "ModelBuilder", "ModelBuilderV2", "shard_checkpoint", "ModelInputType"]
 __getattr__ = explains(__name__)

@@ -1,19 +1,12 @@
 """`neuronx_distributed.trainer`: the documented training API, from nxd_engine."""
 
 from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
+from nxd_neuronx.not_here import explains
 
 from neuronx_distributed.trainer import checkpoint, model, optimizer, post_partition_hooks, trainer
-from neuronx_distributed.trainer.checkpoint import (
-    finalize_checkpoint,
-    has_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from neuronx_distributed.trainer.checkpoint import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from neuronx_distributed.trainer.model import NxDModel
 from neuronx_distributed.trainer.optimizer import NxDOptimizer
-from neuronx_distributed.trainer.post_partition_hooks import PostPartitionHooks
-
-hooks = PostPartitionHooks()
 
 __all__ = [
     "neuronx_distributed_config",
@@ -25,11 +18,10 @@ __all__ = [
     "finalize_checkpoint",
     "NxDModel",
     "NxDOptimizer",
-    "PostPartitionHooks",
-    "hooks",
     "checkpoint",
     "model",
     "optimizer",
     "post_partition_hooks",
     "trainer",
 ]
+__getattr__ = explains(__name__)

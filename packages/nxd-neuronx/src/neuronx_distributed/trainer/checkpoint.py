@@ -10,10 +10,4 @@ has_checkpoint = takes_names_too(checkpoint_dir_str="path")(nxd_engine.has_check
 
 g_iostate = None  # nothing is shared between saves: finalize_checkpoint waits for the one in flight
 
-__all__ = [
-    "save_checkpoint",
-    "load_checkpoint",
-    "has_checkpoint",
-    "finalize_checkpoint",
-    "g_iostate",
-]
+__all__ = ["save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint", "g_iostate"]

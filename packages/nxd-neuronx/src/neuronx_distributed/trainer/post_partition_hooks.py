@@ -1,5 +1,5 @@
-"""`neuronx_distributed.trainer.post_partition_hooks`: hooks for later, from nxd_neuronx."""
+"""`neuronx_distributed.trainer.post_partition_hooks`: functions that are called once a model is cut into stages."""
 
-from nxd_neuronx.optimizers import PostPartitionHooks
+from nxd_neuronx.not_here import explains
 
-__all__ = ["PostPartitionHooks"]
+__getattr__ = explains(__name__)

@@ -1,11 +1,5 @@
 """`neuronx_distributed.trainer.trainer`: the documented calls and their parts, from nxd_engine and nxd_neuronx."""
 
 from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
-from nxd_neuronx.optimizers import filter_to_local_parameter_group
 
-__all__ = [
-    "initialize_parallel_model",
-    "initialize_parallel_optimizer",
-    "neuronx_distributed_config",
-    "filter_to_local_parameter_group",
-]
+__all__ = ["initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"]

@@ -1,5 +1,5 @@
 """`neuronx_distributed.utils.batch_utils`: batches before the model, from nxd_neuronx."""
 
-from nxd_neuronx.batches import get_batch_on_this_context_parallel_rank, shift_labels
+from nxd_neuronx.attention import get_batch_on_this_context_parallel_rank, shift_labels
 
 __all__ = ["get_batch_on_this_context_parallel_rank", "shift_labels"]

@@ -1,5 +1,5 @@
-"""`neuronx_distributed.utils.safetensors_utils`: tensors that share memory, from nxd_neuronx."""
+"""`neuronx_distributed.utils.safetensors_utils`: tensors that share memory."""
 
-from nxd_neuronx.serialization import check_for_duplicate_tensors
+from nxd_neuronx.not_here import explains
 
-__all__ = ["check_for_duplicate_tensors"]
+__getattr__ = explains(__name__)

@@ -1,5 +1,5 @@
-"""`neuronx_distributed.utils.serialization`: nested values and their tensors, from nxd_neuronx."""
+"""`neuronx_distributed.utils.serialization`: nested values and their tensors between stages."""
 
-from nxd_neuronx.serialization import SerializationManager, TensorMeta, is_instance_namedtuple
+from nxd_neuronx.not_here import explains
 
-__all__ = ["SerializationManager", "TensorMeta", "is_instance_namedtuple"]
+__getattr__ = explains(__name__)

@@ -1,5 +1,5 @@
-"""`neuronx_distributed.modules.lora.layer`: single layers with adapters, over nxd_layers."""
+"""`neuronx_distributed.modules.lora.layer`: single layers with adapters."""
 
-from nxd_neuronx.lora import LoraConv2d, LoraEmbedding, LoraLayer, LoraLinear
+from nxd_neuronx.not_here import explains
 
-__all__ = ["LoraConv2d", "LoraEmbedding", "LoraLayer", "LoraLinear"]
+__getattr__ = explains(__name__)

@@ -1,5 +1,5 @@
-"""`neuronx_distributed.modules.lora.tp_layer`: parallel layers with adapters, over nxd_layers."""
+"""`neuronx_distributed.modules.lora.tp_layer`: parallel layers with adapters."""
 
-from nxd_neuronx.lora import LoraGQAQKVParallelLinear, LoraParallelLinear
+from nxd_neuronx.not_here import explains
 
-__all__ = ["LoraGQAQKVParallelLinear", "LoraParallelLinear"]
+__getattr__ = explains(__name__)

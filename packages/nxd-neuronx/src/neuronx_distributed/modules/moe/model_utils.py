@@ -4,11 +4,5 @@ from nxd_neuronx.expert_configs import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, DEF
 from nxd_neuronx.experts import ACT2FN
 from nxd_neuronx.not_here import explains
 
-__all__ = [
-    "ACT2FN",
-    "DEFAULT_BLOCK_SIZE",
-    "DEFAULT_LNC_SIZE",
-    "DEFAULT_SKIP_MODE",
-    "GLUType",
-]
+__all__ = ["ACT2FN", "DEFAULT_BLOCK_SIZE", "DEFAULT_LNC_SIZE", "DEFAULT_SKIP_MODE", "GLUType"]
 __getattr__ = explains(__name__)

@@ -8,10 +8,4 @@ from nxd_neuronx.expert_configs import (
     to_torch_dtype,
 )
 
-__all__ = [
-    "BlockwiseMatmulConfig",
-    "MoEFusedTKGConfig",
-    "RoutedExpertsMLPOpsConfig",
-    "RouterConfig",
-    "to_torch_dtype",
-]
+__all__ = ["BlockwiseMatmulConfig", "MoEFusedTKGConfig", "RoutedExpertsMLPOpsConfig", "RouterConfig", "to_torch_dtype"]

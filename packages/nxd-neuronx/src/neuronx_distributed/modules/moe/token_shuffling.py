@@ -1,5 +1,5 @@
 """`neuronx_distributed.modules.moe.token_shuffling`: tokens dealt at random to replicas."""
 
-from nxd_neuronx.token_shuffling import all_to_all_for_shuffle, token_shuffle, token_unshuffle
+from nxd_neuronx.experts import all_to_all_for_shuffle, token_shuffle, token_unshuffle
 
 __all__ = ["all_to_all_for_shuffle", "token_shuffle", "token_unshuffle"]

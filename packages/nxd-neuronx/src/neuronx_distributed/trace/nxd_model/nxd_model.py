@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from nxd_neuronx.not_here import explains
 from nxd_neuronx.traced_model import NxDModel
 
 InputTensorType = Any
 
 __all__ = ["Any", "NxDModel", "InputTensorType"]
-__getattr__ = explains(__name__)
