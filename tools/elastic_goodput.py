@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nxd_elastic.chaos import FollowedRun, Plan, disturb
-from nxd_trainer.report.loss_curve import save_picture
+from nxd_elastic.chaos import DisturbancePlan, FollowedRun, disturb
+from nxd_trainer.report.pictures import save_picture
 
 DISTANCES = (30.0, 12.0, 6.0, 3.0)  # mean seconds between kills
 PATIENCE = 120.0  # seconds without a step
@@ -114,7 +114,11 @@ def measure_run(folder: Path, way: str, distance: float | None, seed: int, secon
     ):
         limited = _Limited(process, seconds)
         run = limited.run = FollowedRun(limited, output, patience=PATIENCE)
-        plan = Plan(seed, 0) if distance is None else Plan(seed, seconds=(0.5 * distance, 1.5 * distance))
+        plan = (
+            DisturbancePlan(seed, 0)
+            if distance is None
+            else DisturbancePlan(seed, seconds=(0.5 * distance, 1.5 * distance))
+        )
         try:
             kills = disturb(run, plan)
         finally:

@@ -28,7 +28,7 @@ from typing import Any
 
 import nxd_ckpt
 import torch
-from nxd_elastic.chaos import FollowedRun, Kind, Plan, disturb, measure
+from nxd_elastic.chaos import DisturbancePlan, FollowedRun, Kind, disturb, measure
 
 STEPS = 150
 SILENCE = 4  # seconds after which a stopped rank is lost; a short one, so that more ranks can be lost in an hour
@@ -142,7 +142,7 @@ class Soak:
         log = self._folder / f"run-{seed}.log"
         elastic = ["--elastic", f"{case.least}:{case.ranks}", "--elastic-grace", "2" if case.changes_layout else "30"]
         elastic += ["--elastic-silence", str(SILENCE), "--elastic-layouts", case.layouts, "checkpoint.memory_every=1"]
-        plan = Plan(seed, case.losses, case.kinds, steps=(1, 3), lasting=(2.5, 5.0))
+        plan = DisturbancePlan(seed, case.losses, case.kinds, steps=(1, 3), lasting=(2.5, 5.0))
         if seed // len(CASES) % 3 == 2 and not case.changes_layout:
             plan = replace(plan, seconds=(0.1, 4.0))
         began, stands_still = time.monotonic(), ""

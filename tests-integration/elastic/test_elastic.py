@@ -13,8 +13,8 @@ import nxd_ckpt
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_elastic.chaos import Disturbance, FollowedRun, Measures, Plan, disturb, measure
-from nxd_elastic.chaos.ranks import Rank
+from nxd_elastic.chaos import Disturbance, DisturbancePlan, FollowedRun, Measures, disturb, measure
+from nxd_elastic.chaos.follow import RankProcess
 from nxd_elastic.members import Rendezvous
 from nxd_testing import deadline
 from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, read_records
@@ -55,7 +55,7 @@ class Run:
     def trainers(self) -> list[int]:
         return [rank.pid for rank in self._followed.ranks()]
 
-    def rank(self, number: int) -> Rank:
+    def rank(self, number: int) -> RankProcess:
         """By the number that the launcher has given it; waits until there is one."""
         while (found := [rank for rank in self._followed.ranks() if rank.number == number]) == []:
             assert self._followed.wait(0.01), self.log
@@ -94,7 +94,7 @@ class Run:
         while text not in self.log:
             assert self._followed.wait(0.05), self.log
 
-    def disturb(self, plan: Plan) -> tuple[list[Disturbance], Measures]:
+    def disturb(self, plan: DisturbancePlan) -> tuple[list[Disturbance], Measures]:
         done = disturb(self._followed, plan)
         return done, measure(self._followed, done)
 
@@ -205,7 +205,7 @@ class TestDisturbedRun:
         assert alone.end() == 0, alone.log
         run = start("run", *steps, *ELASTIC)
 
-        killed, measures = run.disturb(Plan(seed=26, count=kills, steps=(1, 3)))
+        killed, measures = run.disturb(DisturbancePlan(seed=26, count=kills, steps=(1, 3)))
 
         assert_ended_alike(run, alone)
         assert len(killed) == len(measures.recoveries) == kills

@@ -15,7 +15,7 @@ import pytest
 import torch
 from nxd_ckpt.cli import main as nxd_ckpt_main
 from nxd_elastic.chaos import FollowedRun
-from nxd_elastic.chaos.ranks import kill_host, ranks_below
+from nxd_elastic.chaos.follow import kill_host, ranks_below
 from nxd_state.processes import Process
 from nxd_testing import deadline
 from nxd_trainer.report.metrics import METRICS_FILE, read_records

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from nxd_cli.dispatch import main
-from nxd_elastic.chaos import Disturbance, FollowedRun, Plan, disturb, measure, render
-from nxd_elastic.chaos.follow import LoggedStep, Seen
-from nxd_elastic.chaos.ranks import Rank, kill_host, ranks_below
+from nxd_elastic.chaos import Disturbance, DisturbancePlan, FollowedRun, disturb, measure, render
+from nxd_elastic.chaos.follow import LoggedStep, RankProcess, Seen, kill_host, ranks_below
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-RANK = Rank(1, pid=1, parent=1, host=1)
+RANK = RankProcess(1, pid=1, parent=1, host=1)
 
 
 class Ended:
@@ -68,7 +67,7 @@ def test_measures_of_a_run_without_steps_have_no_goodput(tmp_path):
 )
 def test_wrong_plan_says_what_is_right(wrong, told):
     with pytest.raises(ValueError, match=told):
-        Plan(seed=0, **wrong)
+        DisturbancePlan(seed=0, **wrong)
 
 
 RUN = """
@@ -112,7 +111,7 @@ def test_ranks_of_a_seed_are_killed_one_after_the_other(process, tmp_path):
     said = []
     run = FollowedRun(process, tmp_path, patience=60)
 
-    done = disturb(run, Plan(seed=3, count=2, steps=(0, 0)), said.append)
+    done = disturb(run, DisturbancePlan(seed=3, count=2, steps=(0, 0)), said.append)
 
     assert [it.kind for it in done] == ["kill", "kill"]
     assert {it.rank.number for it in done} < {0, 1, 2}
@@ -141,7 +140,7 @@ def test_paused_rank_runs_again_and_a_run_that_stands_still_is_noticed(process, 
     impatient = FollowedRun(process, tmp_path, patience=0.01)
 
     with pytest.raises(TimeoutError, match=r"no step for 0\.01 s after step 1"):
-        disturb(impatient, Plan(seed=0, count=1, kinds=("pause",), seconds=(0, 0)))
+        disturb(impatient, DisturbancePlan(seed=0, count=1, kinds=("pause",), seconds=(0, 0)))
 
     assert [rank.number for rank in ranks] == [0, 1, 2]
     assert "T" not in states(ranks)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from nxd_cli.launch import PEERS_SECRET
-from nxd_elastic.memory import HostMemory
 from nxd_elastic.peers.client import MemoryServerClient
 from nxd_elastic.peers.server import SECRET
+from nxd_elastic.peers.starting import HostMemory
 from nxd_state.processes import Process
 
 
@@ -21,8 +21,8 @@ def test_launcher_gives_the_secret_by_the_name_that_memory_servers_read():
 @pytest.fixture
 def memory_folder(monkeypatch, tmp_path):
     """The folder that is this host's memory, for a supervisor of the first rank."""
-    monkeypatch.setattr("nxd_elastic.memory._MEMORY", tmp_path)
-    monkeypatch.setattr("nxd_elastic.memory._own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("nxd_elastic.peers.starting._MEMORY", tmp_path)
+    monkeypatch.setattr("nxd_elastic.peers.starting._own_address", lambda: "127.0.0.1")
     monkeypatch.setenv(SECRET, "of the test")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return tmp_path
@@ -56,7 +56,7 @@ def test_stopped_memory_server_is_killed_and_replaced_and_the_log_says_so(memory
         upload.finish()
     os.kill(process_of(memory_folder), signal.SIGSTOP)
     while "restarted" not in log:
-        memory.revive()
+        memory.restart_if_dead()
         log += capfd.readouterr().err
         assert time.monotonic() < give_up
 

@@ -5,7 +5,7 @@ import sys
 import threading
 
 import pytest
-from nxd_elastic.members import Generation, Member, Over
+from nxd_elastic.members import Generation, GenerationEnd, Member
 from nxd_elastic.watch import Watch
 from nxd_state import ParallelDegrees
 from nxd_state.processes import Process
@@ -24,13 +24,13 @@ class NextGenerationBegins:
     def beat(self, incarnation, count):
         pass
 
-    def over(self, number):
+    def end_of(self, number):
         if number == self._following.number:
             return None
         self.watch.exit()
         self.watch.settle()
         self.watch.enter(self._following)
-        return Over("lost", "a rank of the first generation is lost")
+        return GenerationEnd("lost", "a rank of the first generation is lost")
 
     def change_is_wanted(self, number):
         self.has_looked_at_following.set()
@@ -38,7 +38,7 @@ class NextGenerationBegins:
 
 
 class Supervisor:
-    def say(self, word):
+    def send(self, message):
         pass
 
 
@@ -46,14 +46,14 @@ class EndsAt:
     """A rendezvous on which the generation is over after some looks."""
 
     def __init__(self, ending, looks):
-        self._over, self._looks = Over(ending, "the training has ended"), looks
+        self._over, self._looks = GenerationEnd(ending, "the training has ended"), looks
         self.has_been_looked_at_long_after = threading.Event()
 
     def beat(self, incarnation, count):
         if count > self._looks + 6:
             self.has_been_looked_at_long_after.set()
 
-    def over(self, number):
+    def end_of(self, number):
         self._looks -= 1
         return self._over if self._looks < 0 else None
 
@@ -73,7 +73,7 @@ def test_trainer_that_works_on_after_the_others_are_done_is_not_killed(deadline)
     watch.leave()
     watch.end()
 
-    assert watch.over.ending == "done"
+    assert watch.end_of_generation.ending == "done"
 
 
 def test_end_of_a_generation_that_the_trainer_has_left_meanwhile_does_not_end_the_next(deadline):
@@ -88,4 +88,4 @@ def test_end_of_a_generation_that_the_trainer_has_left_meanwhile_does_not_end_th
     assert rendezvous.has_looked_at_following.wait(deadline(30))
     rendezvous.watch.end()
 
-    assert rendezvous.watch.over is None
+    assert rendezvous.watch.end_of_generation is None

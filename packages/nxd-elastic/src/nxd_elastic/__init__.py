@@ -1,10 +1,9 @@
-"""Training that survives the loss and the arrival of ranks, over torchrun's agent and store.
+"""Training that survives when ranks are lost or join, with torchrun's agent and store.
 
-`nxd train --elastic MIN:MAX` is its first user; `run` is for scripts. A lost rank costs the steps since the newest
-checkpoint, and a second or two: the other ranks keep their processes.
+`nxd train --elastic MIN:MAX` uses it; scripts call `run`. A lost rank costs the steps since the newest checkpoint and a
+second or two: the other ranks keep their processes.
 
-Names are imported on first use: the process that writes checkpoints in the background needs `peers` without
-torch.
+Names are imported on first use: the process that writes checkpoints in the background needs `peers` without torch.
 """
 
 from typing import TYPE_CHECKING, Any

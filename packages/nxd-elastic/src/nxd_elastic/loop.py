@@ -1,4 +1,4 @@
-"""`run`: train, and when ranks are lost or come, train on with those that there are, in the same processes."""
+"""`run`: trains, and when ranks are lost or join, continues with those that remain, in the same processes."""
 
 import atexit
 import gc
@@ -28,37 +28,36 @@ from nxd_state import (
 from nxd_state.processes import Process
 from nxd_state.rank_failure import describe_failure, is_peer_failure
 
-from nxd_elastic.generation_store import GenerationStore
 from nxd_elastic.layouts import choose
-from nxd_elastic.members import Generation, Member, Over, Rendezvous
-from nxd_elastic.memory import use_memory_servers
-from nxd_elastic.rendezvous import Terms, join
+from nxd_elastic.members import Generation, GenerationEnd, GenerationStore, Member, Rendezvous
+from nxd_elastic.peers.starting import use_memory_servers
+from nxd_elastic.rendezvous import RendezvousSettings, join
 from nxd_elastic.supervisor import STEP_TAKEN, SupervisorPipe, supervise
 from nxd_elastic.watch import Watch
 
 T = TypeVar("T")
 
 _SECONDS_TO_CONNECT = timedelta(seconds=60)
-_SECONDS_TO_SETTLE = 2.0  # in which the loss is seen that an error may come from
-_PAUSE = 0.05
+_SECONDS_TO_FIND_LOSS = 2.0  # within which the loss that caused an error is noticed
+_POLL_SECONDS = 0.05
 
-# torch keeps only the half of a store that is not Python; the other half must outlive the generation's process groups.
+# torch keeps only the C++ half of a store alive; the Python half must outlive the generation's process groups.
 _stores: list[GenerationStore] = []
 
 
 class ChangeMembers(Exception):
-    """Raised by all ranks of a generation between two steps: whoever waits to train with them can join."""
+    """Raised by all ranks of a generation between two steps, so that waiting trainers can join."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a training copes with losses.
+    """The limits of an elastic run.
 
     Attributes:
-        least: ranks that it needs.
-        most: ranks that it uses; others wait to take the place of lost ones.
-        grace: seconds to wait for a lost rank before going on with fewer.
-        silence: seconds without a sign of life after which a rank counts as lost.
+        least: minimum number of ranks.
+        most: maximum number of ranks; others are spares.
+        grace: seconds to wait for a lost rank before continuing with fewer.
+        silence: seconds without a heartbeat after which a rank counts as lost.
     """
 
     least: int
@@ -78,11 +77,11 @@ class Membership:
     """This process's place in a generation.
 
     Attributes:
-        generation: its number, from 1.
-        degrees: of its mesh.
-        rank: of this process among those that train.
-        stopping: whether the run had been asked to stop before this process began.
-        stopped: to be set by a training that returns early, so that another start can go on with it.
+        generation: number of the generation, from 1.
+        degrees: degrees of its mesh.
+        rank: rank of this process among those that train.
+        stopping: whether the run had been asked to stop before this process started.
+        stopped: set by a training that returns early, so that another launch can resume it.
     """
 
     def __init__(
@@ -96,21 +95,21 @@ class Membership:
 
     @property
     def world_size(self) -> int:
-        """Ranks that train."""
+        """Number of ranks that train."""
         return self.degrees.world_size
 
     def initialize(self) -> None:
-        """Initialise model parallelism at these degrees, among these ranks."""
+        """Initialize model parallelism with these degrees and ranks."""
         initialize_mesh(self.degrees, store=self._store)
 
     def step_boundary(self) -> bool:
-        """Whether another trainer waits to join. Ask between steps: that also says that the training makes progress.
+        """Whether another trainer waits to join. Call it between steps, as it also reports progress to the supervisor.
 
-        Ranks may hear of it at different steps: they agree first, save, and then all raise `ChangeMembers`.
+        Ranks may find out at different steps: they agree first, save, and then all raise `ChangeMembers`.
         """
         self._boundaries += 1
         if self._boundaries > 1:
-            self._pipe.say(STEP_TAKEN)
+            self._pipe.send(STEP_TAKEN)
         return self._watch.change_wanted
 
 
@@ -125,35 +124,35 @@ def run(
     silence: float = 10.0,
     keeps_memory: bool = False,
 ) -> T:
-    """Train with whatever ranks there are; call it in a script that torchrun starts, before anything is computed.
+    """Train with the available ranks. Call it in a script that torchrun starts, before anything is computed.
 
-    The process that calls it becomes a supervisor, and does not return: it forks trainers, in which this function
-    calls `train_once`, and calls it again whenever ranks have been lost or have come. Give torchrun `--max-restarts`:
-    so often each rank is replaced, and by default never.
+    The calling process becomes a supervisor and does not return: it forks trainers, in which this function calls
+    `train_once`, and calls it again whenever ranks are lost or join. torchrun's `--max-restarts` limits how often each
+    rank is replaced; the default is never.
 
-    SIGTERM and SIGINT are handed on to the trainers, which they end unless the script handles them: to end with a
-    checkpoint, note the signal, and once all ranks agree save, set `Membership.stopped` and return. A rank that dies
-    after the others have returned trains no more, and what follows this call is left out there, which it says.
+    SIGTERM and SIGINT are forwarded to the trainers, which they end unless the script handles them. To end with a
+    checkpoint, record the signal; once all ranks agree, save, set `Membership.stopped` and return. A rank that dies
+    after the others have returned prints a message and exits without running the rest of the script.
 
     Args:
-        train_once: initialises model parallelism by `Membership.initialize`, builds the model, loads the newest
-            checkpoint and trains. It is to hold nothing afterwards, and may raise `ChangeMembers` on all ranks. It must
-            let `nxd_ckpt.RanksLostError` pass, which is a `CheckpointError`.
-        min_ranks: that it needs.
-        max_ranks: that it uses; all that torchrun starts if None.
-        layouts: in order of preference; data parallelism takes the ranks that they leave.
-        accepts: whether a layout and its replicas suit the run, such as the global batch.
-        grace: seconds to wait for a lost rank before going on with fewer.
-        silence: seconds without a sign of life after which a rank counts as lost.
-        keeps_memory: start a memory server on each host, so that `nxd_elastic.peers.store.job_url()` is a path for
-            checkpoints in their memory.
+        train_once: function that initializes model parallelism with `Membership.initialize`, builds the model, loads
+            the newest checkpoint and trains. It must release everything when it ends, may raise `ChangeMembers` on all
+            ranks, and must not catch `nxd_ckpt.RanksLostError`, which is a `CheckpointError`.
+        min_ranks: minimum number of ranks.
+        max_ranks: maximum number of ranks; all that torchrun starts if None.
+        layouts: layouts in order of preference; data parallelism uses the remaining factor.
+        accepts: function that returns whether a layout and its replicas suit the run, such as its global batch.
+        grace: seconds to wait for a lost rank before continuing with fewer.
+        silence: seconds without a heartbeat after which a rank counts as lost.
+        keeps_memory: whether to start a memory server on each host; `nxd_elastic.peers.store.job_url()` is then a path
+            for checkpoints in host memory.
 
     Returns:
-        What `train_once` returned at last.
+        The result of the last call of `train_once`.
 
     Raises:
-        RuntimeError: this process is not started by torchrun, has threads, or is not on Linux.
-        PeerError: there are too few ranks; or another rank has failed by an error of its own.
+        RuntimeError: this process was not started by torchrun, has threads, or is not on Linux.
+        PeerError: there are too few ranks, or another rank failed with an error of its own.
     """
     check_launch()
     most = int(os.environ["WORLD_SIZE"]) if max_ranks is None else max_ranks
@@ -174,7 +173,7 @@ def run(
 
 
 def check_launch() -> None:
-    """Raise RuntimeError where there is no store that outlives ranks."""
+    """Raise RuntimeError if the launcher has no store that outlives ranks."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in os.environ:
         raise RuntimeError(
             "elastic training needs a store that outlives ranks: start it with torchrun (--standalone, or "
@@ -189,10 +188,10 @@ def run_as_trainer(
     layouts: Sequence[ParallelDegrees],
     accepts: Callable[[ParallelDegrees], bool],
 ) -> tuple[T] | None:
-    """`run` in a process that a supervisor has forked.
+    """Like `run`, in a process that a supervisor forked.
 
     Returns:
-        What `train_once` returned; None where the others have finished the training without this process.
+        The result of `train_once`; None if the other ranks finished the training without this process.
     """
     try:
         trainer = _Trainer(pipe, options, layouts, accepts)
@@ -223,7 +222,7 @@ class _Trainer:
         if pipe.server:
             self._rendezvous.set_memory_server(pipe.launcher, pipe.server)
         self._watch = Watch(self._rendezvous, self._own, pipe, silence=options.silence)
-        self._terms = Terms(
+        self._settings = RendezvousSettings(
             slots,
             options.grace,
             options.silence,
@@ -232,7 +231,7 @@ class _Trainer:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """With the thread that gives signs of life; to the supervisor until the interpreter ends: work may follow."""
+        """Run the thread that sends heartbeats; the supervisor gets them until the interpreter exits."""
         self._watch.start()
         atexit.register(self._watch.end)
         try:
@@ -244,7 +243,7 @@ class _Trainer:
         before: Generation | None = None
         while not self._has_been_stopped():
             after = before.number if before else 0
-            generation = join(self._rendezvous, self._own, self._terms, after, replaces=self._pipe.replaces)
+            generation = join(self._rendezvous, self._own, self._settings, after, replaces=self._pipe.replaces)
             if generation is None:
                 return None
             self._check_progress(before, generation)
@@ -252,8 +251,8 @@ class _Trainer:
             self._watch.enter(generation)
             ranks = [member.incarnation for member in generation.active]
             if self._own.incarnation not in ranks:
-                over = self._wait_for_end(generation)
-                if over.ending in ("done", "stopped"):
+                end = self._wait_for_end(generation)
+                if end.ending in ("done", "stopped"):
                     return None
                 continue
             result = self._take_part(train_once, generation, ranks.index(self._own.incarnation))
@@ -262,7 +261,7 @@ class _Trainer:
         return None
 
     def _take_part(self, train_once: Callable[[Membership], T], generation: Generation, rank: int) -> tuple[T] | None:
-        """Train in a generation; None where another one is to follow."""
+        """Train in a generation; None if another one follows."""
         _set_environment(generation, rank, self._own)
         servers = self._rendezvous.servers(generation)
         use_memory_servers([*servers.values()], servers.get(self._own.launcher, ""))
@@ -271,93 +270,93 @@ class _Trainer:
         try:
             membership = Membership(generation, rank, store, self._watch, self._pipe)
             result = train_once(membership)
-            over = Over("stopped" if membership.stopped else "done", "the training has ended")
-            said = self._rendezvous.end(generation.number, over)
-            if said.ending in ("stopped", "done"):
+            end = GenerationEnd("stopped" if membership.stopped else "done", "the training has ended")
+            end = self._rendezvous.end(generation.number, end)
+            if end.ending in ("stopped", "done"):
                 return (result,)
-            if said.ending == "failed":
-                raise PeerError(said.reason)
-            del result  # a rank was lost before it knew that all is saved: all look once more
+            if end.ending == "failed":
+                raise PeerError(end.reason)
+            del result  # a rank was lost before it knew that everything is saved: all check again
         except ChangeMembers:
-            self._rendezvous.end(generation.number, Over("change", "another trainer joins"))
+            self._rendezvous.end(generation.number, GenerationEnd("change", "another trainer joins"))
         except Exception as error:
-            if not self._goes_on_after(error, generation):
+            if not self._can_continue_after(error, generation):
                 raise
-            _forget(error)
-        self._clear_up()
+            _release_frames(error)
+        self._clean_up()
         return None
 
     def _reason_to_end(self) -> str | None:
-        over = self._watch.over
-        return None if over is None else over.reason
+        end = self._watch.end_of_generation
+        return None if end is None else end.reason
 
-    def _goes_on_after(self, error: Exception, generation: Generation) -> bool:
-        """Whether an exception comes from the loss of a rank; the generation is over then, or else the run."""
+    def _can_continue_after(self, error: Exception, generation: Generation) -> bool:
+        """Whether an exception comes from the loss of a rank, which ends the generation; any other ends the run."""
         of_peer = is_peer_failure(error) or isinstance(error, RanksLostError)
-        if not of_peer and not self._loss_is_seen(generation):
-            self._rendezvous.end(generation.number, Over("failed", f"rank {self._slot} of the launch failed: {error}"))
+        if not of_peer and not self._finds_loss(generation):
+            self._rendezvous.end(
+                generation.number, GenerationEnd("failed", f"rank {self._slot} of the launch failed: {error}")
+            )
             return False
-        line = describe_failure(error)
-        over = self._rendezvous.end(
-            generation.number, Over("lost", f"rank {self._slot} of the launch lost contact: {line}")
-        )
-        if over.ending == "lost" and self._slot == generation.members[0].slot:
-            print(f"nxd elastic: generation {generation.number} is over: {over.reason}", file=sys.stderr, flush=True)
-        if over.ending == "failed":
-            raise PeerError(over.reason) from error
+        reason = f"rank {self._slot} of the launch lost contact: {describe_failure(error)}"
+        end = self._rendezvous.end(generation.number, GenerationEnd("lost", reason))
+        if end.ending == "lost" and self._slot == generation.members[0].slot:
+            print(f"nxd elastic: generation {generation.number} is over: {end.reason}", file=sys.stderr, flush=True)
+        if end.ending == "failed":
+            raise PeerError(end.reason) from error
         return True
 
-    def _loss_is_seen(self, generation: Generation) -> bool:
-        """Whether a member is lost, or will be found to be in a moment."""
-        give_up = time.monotonic() + _SECONDS_TO_SETTLE
-        while time.monotonic() < give_up:
-            over = self._rendezvous.over(generation.number)
-            if over is not None:
-                return over.ending == "lost"
+    def _finds_loss(self, generation: Generation) -> bool:
+        """Whether a member is lost, or turns out to be within two seconds."""
+        deadline = time.monotonic() + _SECONDS_TO_FIND_LOSS
+        while time.monotonic() < deadline:
+            end = self._rendezvous.end_of(generation.number)
+            if end is not None:
+                return end.ending == "lost"
             if self._watch.find_lost(generation.members) is not None:
                 return True
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_SECONDS)
         return False
 
     def _has_been_stopped(self) -> bool:
-        """Whether the run was stopped while this process began."""
-        over = self._rendezvous.over(self._rendezvous.latest()) if self._pipe.stopping else None
-        return over is not None and over.ending == "stopped"
+        """Whether the run was stopped while this process started."""
+        end = self._rendezvous.end_of(self._rendezvous.latest()) if self._pipe.stopping else None
+        return end is not None and end.ending == "stopped"
 
-    def _wait_for_end(self, generation: Generation) -> Over:
-        """As a spare: until the generation of the others is over."""
-        while (over := self._rendezvous.over(generation.number)) is None:
-            time.sleep(_PAUSE)
-        if over.ending == "failed":
-            raise PeerError(over.reason)
+    def _wait_for_end(self, generation: Generation) -> GenerationEnd:
+        """Wait, as a spare, until the generation of the others ends."""
+        while (end := self._rendezvous.end_of(generation.number)) is None:
+            time.sleep(_POLL_SECONDS)
+        if end.ending == "failed":
+            raise PeerError(end.reason)
         self._watch.exit()
         self._watch.settle()
-        return over
+        return end
 
     def _check_progress(self, before: Generation | None, after: Generation) -> None:
-        """Raise on all ranks where contact was lost though nobody was: it would only be lost again."""
+        """Raise on all ranks if contact was lost although no process ended: it would only be lost again."""
         if before is None or before.incarnations != after.incarnations:
             return
-        over = self._rendezvous.over(before.number)
-        if over is not None and over.ending == "lost":
-            raise PeerError(f"{over.reason}. No process has ended: check the network, or raise --elastic-silence")
+        end = self._rendezvous.end_of(before.number)
+        if end is not None and end.ending == "lost":
+            raise PeerError(f"{end.reason}. No process has ended: check the network, or raise --elastic-silence")
 
-    def _clear_up(self) -> None:
-        """End what the generation has: its communication, its saves, its memory."""
+    def _clean_up(self) -> None:
+        """End the generation's communication and saves, and free its memory."""
         self._watch.exit()
         abort_model_parallel("this generation is over")
         abandon_checkpoint()
         nxd_ckpt.end_async_saves()
         destroy_model_parallel()
-        if dist.is_initialized():  # it ended while it was being initialised
+        if dist.is_initialized():  # the generation ended during initialization
             dist.destroy_process_group()
         _stores.clear()
         gc.collect()
         self._watch.settle()
 
 
-def _forget(error: BaseException) -> None:
-    """Let go of what the frames of an exception hold: a model, its optimizer, a lock."""
+def _release_frames(error: BaseException) -> None:
+    """Release the objects that the frames of an exception hold: a model, its optimizer, a lock."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -367,8 +366,8 @@ def _forget(error: BaseException) -> None:
 
 
 def _set_environment(generation: Generation, rank: int, own: Member) -> None:
-    """The variables that a launcher of just these ranks would set."""
+    """Set the variables that a launcher of these ranks would set."""
     here = [member.slot for member in generation.active if member.launcher == own.launcher]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(generation.degrees.world_size)}
-    if is_host():  # an accelerator stays the one that the launcher gave
+    if is_host():  # an accelerator stays the one that the launcher assigned
         os.environ |= {"LOCAL_RANK": str(here.index(own.slot)), "LOCAL_WORLD_SIZE": str(len(here))}

@@ -1,12 +1,13 @@
 """How trainers agree on the next generation, through the job's store alone.
 
-A trainer announces itself for the generation after the one that is over. It is made up at once when everybody is there
-who was in the one before; those whose host is gone are not waited for, and those whose process is gone for some
-seconds, since their supervisors start others. Nobody is left behind who still gives signs of life: it will come, or
-kill itself. Whoever finds this first makes up the generation, and all take what was made up first.
+A trainer announces itself for the generation after the one that ended. The members are fixed at once if everyone from
+the previous generation is there. Members whose host is gone are not waited for; members whose process has ended are
+waited for during the grace period, since their supervisors start replacements. A member that still sends heartbeats is
+never left behind: it will arrive, or kill itself. The first trainer to find this fixes the members, and all others
+accept them.
 
-A trainer that comes while a generation is at work asks its members to end it between two steps. One that takes the
-place of a member knows that this one has ended, and says so.
+A trainer that arrives while a generation trains asks it to end between two steps. One that replaces a member knows that
+this member has ended, and reports it as lost.
 """
 
 import time
@@ -15,22 +16,22 @@ from dataclasses import dataclass
 
 from nxd_state import ParallelDegrees, PeerError
 
-from nxd_elastic.members import Generation, Member, Over, Rendezvous
+from nxd_elastic.members import Generation, GenerationEnd, Member, Rendezvous
 from nxd_elastic.watch import Heartbeats
 
-_PAUSE, _PAUSE_PER_SLOT = 0.02, 0.002  # seconds; the more trainers ask the store, the less often each does
-_PATIENCE = 10  # times the grace: for the first generation, and for enough ranks
+_POLL_SECONDS, _POLL_SECONDS_PER_SLOT = 0.02, 0.002  # the more trainers poll the store, the less often each does
+_PATIENCE = 10  # times the grace period: for the first generation, and until there are enough ranks
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What generations are made up by; the same for all trainers.
+class RendezvousSettings:
+    """Settings of the rendezvous; the same for all trainers.
 
     Attributes:
-        slots: ranks that the launcher has started.
-        grace: seconds to wait for those that a supervisor may replace.
-        silence: seconds without a sign of life after which a trainer counts as lost.
-        choose: the layout for so many ranks; None where they are too few.
+        slots: number of ranks that the launcher started.
+        grace: seconds to wait for members that a supervisor may replace.
+        silence: seconds without a heartbeat after which a trainer counts as lost.
+        choose: function that returns the layout for a number of ranks; None if they are too few.
     """
 
     slots: int
@@ -39,24 +40,26 @@ class Terms:
     choose: Callable[[int], ParallelDegrees | None]
 
 
-def join(rendezvous: Rendezvous, own: Member, terms: Terms, after: int, *, replaces: bool = False) -> Generation | None:
-    """Wait for a generation with this trainer in it.
+def join(
+    rendezvous: Rendezvous, own: Member, settings: RendezvousSettings, after: int, *, replaces: bool = False
+) -> Generation | None:
+    """Wait for a generation that includes this trainer.
 
     Args:
-        rendezvous: where trainers meet.
+        rendezvous: the rendezvous of the job.
         own: this trainer.
-        terms: how to agree.
-        after: the last generation that it has been in, or 0.
-        replaces: whether it takes the place of a trainer of the same start that has died. Only a trainer of another
-            start goes on with a training that was stopped.
+        settings: the settings of the rendezvous.
+        after: the last generation that this trainer was in, or 0.
+        replaces: whether it replaces a trainer of the same launch that died. Only a trainer of another launch resumes a
+            training that was stopped.
 
     Returns:
-        The generation; None where there will be no other, since the training has ended.
+        The generation; None if there will be no other, since the training has ended.
 
     Raises:
-        PeerError: there are too few ranks, for too long; or a rank has failed by an error of its own.
+        PeerError: there have been too few ranks for too long, or a rank failed with an error of its own.
     """
-    number, is_another_start = max(after, rendezvous.latest()), after == 0 and not replaces
+    number, is_new_launch = max(after, rendezvous.latest()), after == 0 and not replaces
     while True:
         closed = rendezvous.closed(number)
         if closed is None and number > 0:  # `latest` is set after a generation is closed
@@ -64,98 +67,93 @@ def join(rendezvous: Rendezvous, own: Member, terms: Terms, after: int, *, repla
             continue
         if closed is not None and number > after and own.incarnation in closed.incarnations:
             return closed
-        over = None if closed is None else rendezvous.over(number)
-        if closed is not None and over is None and number > after:
-            over = _ask_to_end(rendezvous, own, closed)
-        if _is_the_end(over, but_may_go_on=is_another_start):
+        end = None if closed is None else rendezvous.end_of(number)
+        if closed is not None and end is None and number > after:
+            end = _ask_to_end(rendezvous, own, closed)
+        if _ends_training(end, is_new_launch=is_new_launch):
             return None
         number += 1
-        if not _Attempt(rendezvous, own, terms, number).run(over):
+        if not _Attempt(rendezvous, own, settings, number).run(end):
             return None
 
 
-def _is_the_end(over: Over | None, *, but_may_go_on: bool = False) -> bool:
-    """Whether no generation follows one that is over so; raises PeerError where that is by an error of a rank."""
-    if over is None or over.ending in ("lost", "change"):
+def _ends_training(end: GenerationEnd | None, *, is_new_launch: bool = False) -> bool:
+    """Whether no generation follows one with this end; raises PeerError if a rank failed with an error of its own."""
+    if end is None or end.ending in ("lost", "change"):
         return False
-    if over.ending == "done":
+    if end.ending == "done":
         return True
-    if but_may_go_on:
+    if is_new_launch:
         return False
-    if over.ending == "failed":
-        raise PeerError(over.reason)
+    if end.ending == "failed":
+        raise PeerError(end.reason)
     return True
 
 
-def _ask_to_end(rendezvous: Rendezvous, own: Member, closed: Generation) -> Over | None:
-    """Ask a generation that was made up without this trainer to end; it has, if this one takes a member's place."""
+def _ask_to_end(rendezvous: Rendezvous, own: Member, closed: Generation) -> GenerationEnd | None:
+    """Ask a generation without this trainer to end; if this trainer replaces a member, the generation has ended."""
     replaced = [member for member in closed.members if member.slot == own.slot]
     if replaced:
         reason = f"rank {own.slot} of the launch is lost: its process {replaced[0].process.pid} has been replaced"
-        return rendezvous.end(closed.number, Over("lost", reason))
+        return rendezvous.end(closed.number, GenerationEnd("lost", reason))
     rendezvous.ask_for_change(closed.number)
     return None
 
 
 class _Attempt:
-    """This trainer's part in making up one generation."""
+    """This trainer's part in fixing the members of one generation."""
 
-    def __init__(self, rendezvous: Rendezvous, own: Member, terms: Terms, number: int) -> None:
-        self._rendezvous, self._own, self._terms, self._number = rendezvous, own, terms, number
+    def __init__(self, rendezvous: Rendezvous, own: Member, settings: RendezvousSettings, number: int) -> None:
+        self._rendezvous, self._own, self._settings, self._number = rendezvous, own, settings, number
         before = rendezvous.closed(number - 1)
         self._before = {} if before is None else {member.slot: member for member in before.members}
-        self._heartbeats = Heartbeats(rendezvous, own, terms.silence)
+        self._heartbeats = Heartbeats(rendezvous, own, settings.silence)
 
-    def run(self, before: Over | None) -> bool:
-        """Return once the generation is made up, with this trainer or without; False if there will be none.
+    def run(self, before: GenerationEnd | None) -> bool:
+        """Return once the members are fixed, with or without this trainer; False if there will be no generation.
 
         Args:
-            before: how the generation before was over when this trainer came.
-
-        Raises:
-            PeerError: see `join`.
+            before: the end of the previous generation, if it had ended when this trainer arrived.
         """
         self._rendezvous.announce(self._number, self._own)
         began = time.monotonic()
-        is_over = self._number == 1 or before is not None
+        has_ended = self._number == 1 or before is not None
         while self._rendezvous.closed(self._number) is None:
-            if not is_over:
-                over = self._rendezvous.over(self._number - 1)
-                if _is_the_end(over):
+            if not has_ended:
+                end = self._rendezvous.end_of(self._number - 1)
+                if _ends_training(end):
                     return False
-                if over is not None or all(self._heartbeats.is_lost(member) for member in self._before.values()):
-                    is_over, began = True, time.monotonic()  # or all are lost, and nobody could say so
-            if is_over:
+                # If all members are lost, none of them could record the end.
+                if end is not None or all(self._heartbeats.is_lost(member) for member in self._before.values()):
+                    has_ended, began = True, time.monotonic()
+            if has_ended:
                 self._try(time.monotonic() - began)
-            time.sleep(max(_PAUSE, _PAUSE_PER_SLOT * self._terms.slots))
+            time.sleep(max(_POLL_SECONDS, _POLL_SECONDS_PER_SLOT * self._settings.slots))
         return True
 
     def _try(self, waited: float) -> None:
-        announced = self._rendezvous.announced(self._number, self._terms.slots)
+        slots = self._settings.slots
+        announced = self._rendezvous.announced(self._number, slots)
         ready = {slot: it for slot, it in announced.items() if not self._heartbeats.is_lost(it)}
-        grace = self._terms.grace * (1 if self._before else _PATIENCE)
-        if any(self._is_expected(slot, waited < grace) for slot in range(self._terms.slots) if slot not in ready):
+        grace = self._settings.grace * (1 if self._before else _PATIENCE)
+        if any(self._is_expected(slot, waited < grace) for slot in range(slots) if slot not in ready):
             return
-        degrees = self._terms.choose(len(ready))
+        degrees = self._settings.choose(len(ready))
         if degrees is not None and self._own.slot in ready:
             self._rendezvous.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
-        elif waited > self._terms.grace * _PATIENCE:
+        elif waited > self._settings.grace * _PATIENCE:
             raise PeerError(
-                f"{len(ready)} of {self._terms.slots} ranks are left, too few for the minimum or the layouts of "
-                f"--elastic, and no others have joined in {waited:.0f} s; the newest checkpoint is intact"
+                f"{len(ready)} of {slots} ranks are left, too few for the minimum or the layouts of --elastic, and no "
+                f"others have joined in {waited:.0f} s; the newest checkpoint is intact"
             )
 
     def _is_expected(self, slot: int, within_grace: bool) -> bool:
-        """Whether to wait for a trainer that is not there."""
+        """Whether to wait for a trainer that has not arrived."""
         if not self._before:
             return within_grace
         member = self._before.get(slot)
-        if member is None:  # it was not there before either; when it comes, it asks for another generation
+        if member is None:  # it was not in the previous generation either; when it arrives, it asks for another one
             return False
         if not self._heartbeats.is_lost(member):
             return True
-        return within_grace and not self._is_abandoned(member)
-
-    def _is_abandoned(self, member: Member) -> bool:
-        """Whether nobody is there who could replace it."""
-        return member.launcher.has_ended(self._own.process)
+        return within_grace and not member.launcher.has_ended(self._own.process)  # which would replace it

@@ -1,13 +1,12 @@
-"""The supervisor of a rank: the process that the launcher has started forks the trainer, and another one if it dies.
+"""The supervisor of a rank: the process that the launcher starts forks the trainer, and another one if it dies.
 
-The launcher sees the supervisor, so it hears of nothing but the end of the run. A fork has loaded all modules: a death
-costs no start of an interpreter. The supervisor computes nothing, so there are no threads or devices that a fork would
-break.
+The launcher sees only the supervisor, and so only the end of the run. A fork has all modules loaded, so a replacement
+starts fast. The supervisor computes nothing, so it has no threads or devices that a fork would break.
 
-- A trainer that a signal ends (SIGKILL, out of memory, a crash) is replaced.
-- One that says nothing for some seconds (stopped, or stuck in one call) is killed, and so replaced.
-- One that ends by itself ends the supervisor with its exit code, also by an exception: a bug must not loop here.
-- The memory server of the host is replaced, too.
+- A trainer that is killed by a signal (SIGKILL, out of memory, a crash) is replaced.
+- A trainer that is silent for some seconds (stopped, or stuck in a call) is killed and replaced.
+- A trainer that exits, also with an exception, ends the supervisor with its exit code: a bug must not loop here.
+- A memory server that dies is restarted, too.
 """
 
 import contextlib
@@ -24,28 +23,28 @@ from types import FrameType
 from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID
 from nxd_state.processes import Process, die_with_parent, hold_standard_streams
 
-from nxd_elastic.memory import HostMemory
+from nxd_elastic.peers.starting import HostMemory
 
 TRAINER_NAME, SUPERVISOR_NAME = "nxd-trainer", "nxd-supervisor"  # as `ps` shows them
 _PR_SET_NAME = 15  # of prctl(2)
-DEATHS_WITHOUT_A_STEP = 10  # in a row, of one rank; then the run cannot go on
-ALIVE, STEP_TAKEN, ENDING = b".", b"+", b"-"  # what a trainer says
+DEATHS_WITHOUT_A_STEP = 10  # in a row, of one rank; then the run ends
+ALIVE, STEP_TAKEN, ENDING = b".", b"+", b"-"  # messages of a trainer
 
-_LOOK_SECONDS = 0.25
-_SECONDS_TO_START = 60.0  # until a trainer's first word
-_SECONDS_TO_END = 60.0  # after its last one; a loaded machine takes many to take an interpreter down
+_POLL_SECONDS = 0.25
+_SECONDS_TO_START = 60.0  # until a trainer's first message
+_SECONDS_TO_END = 60.0  # after its last one: an interpreter may take long to exit on a loaded machine
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 
 
 class SupervisorPipe:
-    """A trainer's side: what it tells its supervisor, and what it was told when it was forked.
+    """A trainer's end of the pipe to its supervisor, with the state at the fork.
 
     Attributes:
-        supervisor: the process that has forked this one.
-        launcher: the process that has started the supervisor: torchrun's agent, or `nxd train --nproc`.
-        stopping: whether the run had been asked to stop before this process began.
-        replaces: whether another trainer of this supervisor has died before.
-        server: `host:port` of the memory server that the supervisor has started; "" if it has started none.
+        supervisor: the process that forked this one.
+        launcher: the process that started the supervisor: torchrun's agent, or `nxd train --nproc`.
+        stopping: whether the run had been asked to stop before this process started.
+        replaces: whether another trainer of this supervisor died before.
+        server: `host:port` of the memory server that the supervisor started; "" if there is none.
     """
 
     def __init__(
@@ -60,26 +59,26 @@ class SupervisorPipe:
     ) -> None:
         self.supervisor, self.launcher, self.stopping, self.replaces = supervisor, launcher, stopping, replaces
         self.server = memory.address if memory is not None else ""
-        self._memory = memory  # the supervisor's; letting go of it would look like an end
+        self._memory = memory  # the supervisor's object, which would close its pipes when it is freed
         self._descriptor = descriptor
 
-    def say(self, word: bytes) -> None:
-        """Say `ALIVE`, `STEP_TAKEN` or, at last, `ENDING`."""
+    def send(self, message: bytes) -> None:
+        """Send `ALIVE`, `STEP_TAKEN` or, at the end, `ENDING`."""
         with contextlib.suppress(OSError):  # the supervisor has ended, and so will this process
-            os.write(self._descriptor, word)
+            os.write(self._descriptor, message)
 
 
 def supervise(*, silence: float, keeps_memory: bool = False) -> SupervisorPipe | int:
-    """Fork trainers until one of them ends by itself.
+    """Fork trainers until one of them exits.
 
-    Call it in the main thread, with everything imported that the trainer needs, and before anything is computed.
+    Call it in the main thread, after importing everything that the trainer needs, and before anything is computed.
 
     Args:
-        silence: seconds without a word after which a trainer is killed, or the memory server.
-        keeps_memory: start the memory server of this host, for checkpoints in memory.
+        silence: seconds without a message after which a trainer or the memory server is killed.
+        keeps_memory: whether to start the memory server of this host, for checkpoints in memory.
 
     Returns:
-        In a trainer its supervisor pipe; in the supervisor, at the end, the exit code for it.
+        In a trainer, its supervisor pipe; in the supervisor, when the run has ended, its exit code.
 
     Raises:
         RuntimeError: this system has no /proc, or this process has threads.
@@ -93,13 +92,13 @@ def supervise(*, silence: float, keeps_memory: bool = False) -> SupervisorPipe |
         names = ", ".join(thread.name for thread in threading.enumerate()[1:])
         raise RuntimeError(f"elastic training forks this process, which has threads ({names}); start it before them")
     _name_this_process(SUPERVISOR_NAME)
-    importlib.import_module("torch._dynamo")  # seconds that the first optimizer of each trainer would take otherwise
+    importlib.import_module("torch._dynamo")  # otherwise each trainer's first optimizer would take seconds to load it
     memory = HostMemory(silence) if keeps_memory else None
     supervisor = _Supervisor(silence, memory)
     try:
         outcome = supervisor.run()
     finally:
-        supervisor.leave()
+        supervisor.restore_signals()
     if memory is not None and isinstance(outcome, int):
         may_come_again = outcome not in (0, EXIT_STOPPED) and LAUNCHER_PID not in os.environ
         memory.close(forget=not may_come_again)
@@ -115,7 +114,7 @@ class _Supervisor:
         self._restarts = self._deaths_without_a_step = 0
         self._previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
 
-    def leave(self) -> None:
+    def restore_signals(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -132,18 +131,18 @@ class _Supervisor:
                 self._trainer = pid or None
             if pid == 0:
                 os.close(reading)
-                return self._be_trainer(writing)
+                return self._start_trainer(writing)
             os.close(writing)
             status = self._watch(pid, reading)
             os.close(reading)
             code = os.waitstatus_to_exitcode(status)
             if code >= 0:
                 return code
-            if (exit_code := self._may_not_go_on(-code)) is not None:
+            if (exit_code := self._exit_code_after(-code)) is not None:
                 return exit_code
             self._restarts += 1
 
-    def _be_trainer(self, writing: int) -> SupervisorPipe:
+    def _start_trainer(self, writing: int) -> SupervisorPipe:
         os.setpgid(0, 0)  # a launcher signals the supervisor's process group, and the supervisor this process
         die_with_parent(self._process.pid)
         _name_this_process(TRAINER_NAME)
@@ -153,19 +152,19 @@ class _Supervisor:
         )
 
     def _watch(self, pid: int, reading: int) -> int:
-        """Listen to a trainer until it ends; returns its wait status."""
+        """Read a trainer's messages until it ends; returns its wait status."""
         heard, silence, open_end = time.monotonic(), max(self._silence, _SECONDS_TO_START), [reading]
         while True:
             if self._memory is not None:
-                self._memory.revive()
-            if select.select(open_end, [], [], _LOOK_SECONDS)[0]:
-                words = os.read(reading, 4096)
-                open_end = open_end if words else []  # closed: it ends
-                if words:
+                self._memory.restart_if_dead()
+            if select.select(open_end, [], [], _POLL_SECONDS)[0]:
+                messages = os.read(reading, 4096)
+                open_end = open_end if messages else []  # closed: the trainer is exiting
+                if messages:
                     heard, silence = time.monotonic(), self._silence
-                if STEP_TAKEN in words:
+                if STEP_TAKEN in messages:
                     self._deaths_without_a_step = 0
-                if ENDING in words:
+                if ENDING in messages:
                     silence = max(self._silence, _SECONDS_TO_END)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -176,9 +175,9 @@ class _Supervisor:
                 os.kill(pid, signal.SIGKILL)
                 heard = time.monotonic()
 
-    def _may_not_go_on(self, number: int) -> int | None:
-        """After a death by a signal: the supervisor's exit code, if there shall be no other trainer."""
-        if number in self._signals or len(self._signals) > 1:  # it was told to end; the second one does so at once
+    def _exit_code_after(self, number: int) -> int | None:
+        """Return the supervisor's exit code after a trainer's death by a signal; None to replace the trainer."""
+        if number in self._signals or len(self._signals) > 1:  # it was asked to end; a second signal ends it at once
             return EXIT_STOPPED
         name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
         self._deaths_without_a_step += 1
@@ -193,9 +192,9 @@ class _Supervisor:
         return None
 
     def _most_restarts(self) -> int | None:
-        """As told to torchrun. Our own launcher has no such limit, and sets 0."""
-        told = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
-        return None if told is None or LAUNCHER_PID in os.environ else int(told)
+        """Return torchrun's `--max-restarts`; our own launcher has no limit, but sets the variable to 0."""
+        limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+        return None if limit is None or LAUNCHER_PID in os.environ else int(limit)
 
     def _say(self, text: str) -> None:
         print(f"nxd elastic: the trainer of rank {os.environ.get('RANK', '0')} {text}", file=sys.stderr, flush=True)

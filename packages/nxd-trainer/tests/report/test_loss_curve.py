@@ -2,7 +2,7 @@ import math
 
 import pytest
 from nxd_trainer.report import draw_loss_curve
-from nxd_trainer.report.loss_curve import smoothed
+from nxd_trainer.report.pictures import smoothed
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

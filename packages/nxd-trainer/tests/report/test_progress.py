@@ -2,7 +2,7 @@ import io
 import re
 
 import pytest
-from nxd_trainer.report import Progress, progress
+from nxd_trainer.report import ProgressDisplay, progress
 
 
 class Terminal(io.StringIO):
@@ -20,7 +20,7 @@ def clock(monkeypatch):
 
 def test_plain_line_shows_every_measure(record, clock):
     stream = io.StringIO()
-    with Progress(400, stream=stream) as shown:
+    with ProgressDisplay(400, stream=stream) as shown:
         clock["now"] += 20
         shown.log(record(40, loss=3.21, throughput=48.2, grad_norm=1.018, held_out_loss=3.3))
 
@@ -32,7 +32,7 @@ def test_plain_line_shows_every_measure(record, clock):
 
 def test_plain_line_leaves_out_what_was_not_measured(record):
     stream = io.StringIO()
-    with Progress(9, stream=stream) as shown:
+    with ProgressDisplay(9, stream=stream) as shown:
         shown.log(record(1, held_out_loss=3.3))
         shown.log(record(2))
 
@@ -43,7 +43,7 @@ def test_plain_line_leaves_out_what_was_not_measured(record):
 
 def test_plain_time_left_after_a_resume_counts_the_steps_of_this_invocation(record, clock):
     stream = io.StringIO()
-    with Progress(400, first_step=300, stream=stream) as shown:
+    with ProgressDisplay(400, first_step=300, stream=stream) as shown:
         clock["now"] += 10
         shown.log(record(320))
 
@@ -53,7 +53,7 @@ def test_plain_time_left_after_a_resume_counts_the_steps_of_this_invocation(reco
 @pytest.mark.parametrize("terminal", [io.StringIO, Terminal])
 def test_ranks_that_do_not_write_show_nothing(record, terminal):
     stream = terminal()
-    with Progress(9, is_writer=False, stream=stream) as shown:
+    with ProgressDisplay(9, is_writer=False, stream=stream) as shown:
         shown.advance(1)
         shown.log(record(1))
         shown.message("hello")
@@ -63,7 +63,7 @@ def test_ranks_that_do_not_write_show_nothing(record, terminal):
 
 def test_terminal_shows_a_bar_that_moves_and_stays(record):
     stream = Terminal()
-    with Progress(8, first_step=4, stream=stream) as shown:
+    with ProgressDisplay(8, first_step=4, stream=stream) as shown:
         shown.log(record(5, held_out_loss=3.3))
         shown.log(record(6, loss=2.5))
         shown.advance(8)
@@ -75,7 +75,7 @@ def test_terminal_shows_a_bar_that_moves_and_stays(record):
 
 def test_terminal_message_stands_on_its_own_line():
     stream = Terminal()
-    with Progress(8, stream=stream) as shown:
+    with ProgressDisplay(8, stream=stream) as shown:
         shown.message("saved")
 
     assert "saved" in re.split(r"[\r\n]", stream.getvalue())
@@ -83,7 +83,7 @@ def test_terminal_message_stands_on_its_own_line():
 
 def test_plain_message_is_a_line():
     stream = io.StringIO()
-    with Progress(8, stream=stream) as shown:
+    with ProgressDisplay(8, stream=stream) as shown:
         shown.message("saved")
 
     assert stream.getvalue() == "saved\n"
@@ -93,7 +93,7 @@ def test_bar_is_closed_when_the_run_raises():
     stream = Terminal()
 
     def fail_within_progress():
-        with Progress(8, stream=stream) as shown:
+        with ProgressDisplay(8, stream=stream) as shown:
             shown.advance(3)
             raise ZeroDivisionError
 

@@ -3,8 +3,7 @@
 `nxd chaos` is its first user. It acts from outside: the run does not know about it.
 """
 
-from nxd_elastic.chaos.disturb import Disturbance, Kind, Plan, disturb
+from nxd_elastic.chaos.disturb import Disturbance, DisturbancePlan, Kind, Measures, disturb, measure, render
 from nxd_elastic.chaos.follow import FollowedRun
-from nxd_elastic.chaos.measures import Measures, measure, render
 
-__all__ = ["FollowedRun", "Plan", "Kind", "Disturbance", "disturb", "Measures", "measure", "render"]
+__all__ = ["FollowedRun", "DisturbancePlan", "Kind", "Disturbance", "disturb", "Measures", "measure", "render"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from nxd_cli.command import UserError, parse, reports_user_errors
 
 if TYPE_CHECKING:
-    from nxd_elastic.chaos import Plan
+    from nxd_elastic.chaos import DisturbancePlan
     from nxd_elastic.chaos.follow import HasEnded
 
 N = TypeVar("N", int, float)
@@ -102,11 +102,11 @@ def _process(options: argparse.Namespace) -> "HasEnded":
     return _OtherProcess(options.pid) if options.pid is not None else subprocess.Popen(options.command_of_run)
 
 
-def _plan(options: argparse.Namespace) -> "Plan":
-    from nxd_elastic.chaos import Plan  # noqa: PLC0415
+def _plan(options: argparse.Namespace) -> "DisturbancePlan":
+    from nxd_elastic.chaos import DisturbancePlan  # noqa: PLC0415
 
     seconds = options.every_seconds
-    return Plan(
+    return DisturbancePlan(
         options.seed,
         options.count,
         kinds=options.kinds.split(","),

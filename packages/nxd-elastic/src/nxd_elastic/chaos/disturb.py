@@ -1,5 +1,6 @@
-"""Kills, stops and slows ranks of a run, by a seed: which rank, how, and when."""
+"""Kills, stops and slows ranks of a run, chosen by a seed, and measures the cost from the metrics."""
 
+import math
 import os
 import random
 import signal
@@ -9,21 +10,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from nxd_elastic.chaos.follow import FollowedRun
-from nxd_elastic.chaos.ranks import Rank, kill_host
+from nxd_elastic.chaos.follow import FollowedRun, RankProcess, kill_host
 
 # kill: SIGKILL. stop: SIGSTOP, for good. pause: SIGSTOP, and SIGCONT some seconds later. slow: both in short turns.
 # absent: SIGKILL, and no other process takes its place for some seconds. host: a launcher is killed with all its ranks.
 Kind = Literal["kill", "stop", "pause", "slow", "absent", "host"]
+
+
 KINDS: Sequence[Kind] = get_args(Kind)
 
+
 _PAUSED = (0.5, 3.0)  # seconds
+
+
 _TURN = 0.1  # seconds of a slow rank: stopped for a share of it
+
+
 _STOPPED_SHARE = 0.75
 
 
 @dataclass(frozen=True)
-class Plan:
+class DisturbancePlan:
     """The disturbances of a run.
 
     Attributes:
@@ -69,7 +76,7 @@ class Disturbance:
     """
 
     kind: Kind
-    rank: Rank
+    rank: RankProcess
     step: int
     generation: int
     at: float
@@ -93,7 +100,9 @@ class Disturbance:
         return f"after step {self.step} {what[self.kind]} rank {self.rank.number}, process {self.rank.pid}{lasting}"
 
 
-def disturb(run: FollowedRun, plan: Plan, say: Callable[[str], None] = lambda line: None) -> list[Disturbance]:
+def disturb(
+    run: FollowedRun, plan: DisturbancePlan, say: Callable[[str], None] = lambda line: None
+) -> list[Disturbance]:
     """Disturb a run as planned, and follow it until it ends.
 
     Args:
@@ -114,7 +123,9 @@ def disturb(run: FollowedRun, plan: Plan, say: Callable[[str], None] = lambda li
     return done
 
 
-def _wait_for_moment(run: FollowedRun, plan: Plan, chance: random.Random, done: Sequence[Disturbance]) -> bool:
+def _wait_for_moment(
+    run: FollowedRun, plan: DisturbancePlan, chance: random.Random, done: Sequence[Disturbance]
+) -> bool:
     if plan.seconds is not None:
         return run.wait(chance.uniform(*plan.seconds))
     if done and done[-1].is_a_loss and not run.wait_for_generation(done[-1].generation + 1):
@@ -124,7 +135,7 @@ def _wait_for_moment(run: FollowedRun, plan: Plan, chance: random.Random, done: 
     )
 
 
-def _disturb_once(run: FollowedRun, plan: Plan, chance: random.Random) -> Disturbance | None:
+def _disturb_once(run: FollowedRun, plan: DisturbancePlan, chance: random.Random) -> Disturbance | None:
     """Disturb once; returns None if the rank has ended meanwhile, or is on the last host."""
     kind, place, duration = chance.choice(plan.kinds), chance.random(), chance.random()
     ranks = run.ranks()
@@ -141,24 +152,24 @@ def _disturb_once(run: FollowedRun, plan: Plan, chance: random.Random) -> Distur
     return None
 
 
-def _kill(run: FollowedRun, rank: Rank, seconds: float) -> None:
+def _kill(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
     os.kill(rank.pid, signal.SIGKILL)
 
 
-def _stop(run: FollowedRun, rank: Rank, seconds: float) -> None:
+def _stop(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
     os.kill(rank.pid, signal.SIGSTOP)
 
 
-def _kill_host(run: FollowedRun, rank: Rank, seconds: float) -> None:
+def _kill_host(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
     kill_host(rank.host)
 
 
-def _pause(run: FollowedRun, rank: Rank, seconds: float) -> None:
+def _pause(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
     with _stopped(rank.pid):
         run.wait(seconds)
 
 
-def _slow(run: FollowedRun, rank: Rank, seconds: float) -> None:
+def _slow(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with _stopped(rank.pid):
@@ -167,13 +178,13 @@ def _slow(run: FollowedRun, rank: Rank, seconds: float) -> None:
             return
 
 
-def _kill_and_hold(run: FollowedRun, rank: Rank, seconds: float) -> None:
+def _kill_and_hold(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
     with _stopped(rank.parent):  # so that it does not start another one
         os.kill(rank.pid, signal.SIGKILL)
         run.wait(seconds)
 
 
-_HOW: Mapping[Kind, Callable[[FollowedRun, Rank, float], None]] = {
+_HOW: Mapping[Kind, Callable[[FollowedRun, RankProcess, float], None]] = {
     "kill": _kill,
     "stop": _stop,
     "pause": _pause,
@@ -191,3 +202,58 @@ def _stopped(pid: int) -> Iterator[None]:
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Measurements from outside, from the metrics.
+
+    Attributes:
+        recoveries: seconds from each loss of a rank to the next step, in order; losses without a following step are
+            omitted.
+        steps_lost: for each of them, the number of steps in the metrics that had to be repeated.
+        goodput: the time that the steps take without disturbances, as a share of the seconds from the first step to the
+            last; nan if too few steps were seen.
+    """
+
+    recoveries: Sequence[float]
+    steps_lost: Sequence[int]
+    goodput: float
+
+
+def measure(run: FollowedRun, disturbances: Sequence[Disturbance]) -> Measures:
+    """Measure a run that has ended."""
+    recoveries, lost = [], []
+    for it in disturbances:
+        resumed = [seen for seen in run.seen if seen.at > it.at and seen.record.layout is not None]
+        if not it.is_a_loss or not resumed:
+            continue
+        recoveries.append(resumed[0].at - it.at)
+        taken = max((seen.record.step for seen in run.seen if seen.at < resumed[0].at), default=0)
+        lost.append(max(0, taken - (resumed[0].record.resumed_from or 0)))
+    return Measures(recoveries, lost, _goodput(run))
+
+
+def _goodput(run: FollowedRun) -> float:
+    step_seconds = run.step_seconds()
+    if step_seconds is None:
+        return math.nan
+    first, last = run.seen[0], run.seen[-1]
+    seconds = last.at - first.at
+    return min(1.0, (last.record.step - first.record.step) * step_seconds / seconds) if seconds > 0 else math.nan
+
+
+def render(measures: Measures, disturbances: Sequence[Disturbance]) -> list[str]:
+    """Return lines of text."""
+    counts = {it.kind: sum(other.kind == it.kind for other in disturbances) for it in disturbances}
+    lines = [f"{len(disturbances)} disturbances: {', '.join(f'{kind} {n}' for kind, n in counts.items()) or 'none'}"]
+    if measures.recoveries:
+        ordered = sorted(measures.recoveries)
+        middle, late = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9))
+        lines.append(
+            f"seconds from a loss to the next step: p50 {middle:.1f}, p90 {late:.1f}, max {ordered[-1]:.1f}, "
+            f"of {len(ordered)}"
+        )
+        lines.append(f"steps lost: {max(measures.steps_lost)} at most, {sum(measures.steps_lost)} in all")
+    lines.append(f"goodput {100 * measures.goodput:.1f} %")
+    return lines

@@ -1,4 +1,4 @@
-"""Talks to the memory servers of a job's hosts, with a connection per request: an open one may lead to a lost host."""
+"""The client of the memory servers, with a connection per request: an open one may lead to a lost host."""
 
 import hmac
 import json
@@ -19,27 +19,27 @@ _SECONDS_TO_ANSWER = 60.0
 
 
 class MemoryServerClient:
-    """One host's memory server. All methods raise OSError if it cannot be reached or refuses.
+    """A client of one host's memory server. All methods raise OSError if it cannot be reached or refuses.
 
     Args:
-        address: `host:port`, with a host of IPv6 in brackets.
+        address: `host:port`, with an IPv6 host in brackets.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address
 
     def put(self, name: str, num_bytes: int) -> "Upload":
-        """Begin to write a file of so many bytes, which appears when it is finished; one of this name is replaced then.
+        """Start to write a file of this size, which appears, or replaces another, when the upload is finished.
 
-        The memory server makes room for it first; that there is none is heard when it is finished.
+        The memory server reserves the space first; `Upload.finish` reports if there is none.
         """
         return Upload(_Connection(self.address), name, num_bytes)
 
     def get(self, name: str, pieces: "Sequence[tuple[int, memoryview]]") -> None:
-        """Fill each memory with the file's bytes from an offset on.
+        """Fill each memory with the file's bytes from an offset.
 
         Raises:
-            FileNotFoundError: it has no such file.
+            FileNotFoundError: there is no such file.
         """
         asked = [[offset, memory.nbytes] for offset, memory in pieces]
         with self._answer_to(do="get", name=name, pieces=asked) as (_, connection):
@@ -47,7 +47,7 @@ class MemoryServerClient:
                 connection.read_into(memory.cast("B"))
 
     def content(self, name: str, most_bytes: int) -> bytes:
-        """A whole file, of at most so many bytes; raises as `get`."""
+        """Return a whole file of at most this many bytes; raises like `get`."""
         with self._answer_to(do="get", name=name, pieces=None) as (answer, connection):
             size = int(answer["bytes"])
             if not 0 <= size <= most_bytes:
@@ -57,17 +57,17 @@ class MemoryServerClient:
         return bytes(content)
 
     def size(self, name: str) -> int:
-        """Bytes of a file; raises as `get`."""
+        """Return the bytes of a file; raises like `get`."""
         with self._answer_to(do="size", name=name) as (answer, _):
             return int(answer["bytes"])
 
     def files(self, unchanged: float = -math.inf) -> dict[str, int]:
-        """Its files that have not changed for so many seconds, by its clock, and their sizes; all if not given."""
+        """Return the sizes of files, by name; only of those unchanged for this many seconds, by the server's clock."""
         with self._answer_to(do="list", unchanged=unchanged) as (answer, _):
             return {str(name): int(size) for name, size in answer["files"].items()}
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove files; those that it does not have are none."""
+        """Remove files; missing ones are ignored."""
         if names:
             with self._answer_to(do="remove", names=sorted(names)):
                 pass
@@ -80,21 +80,21 @@ class MemoryServerClient:
 
 
 class Upload:
-    """A file on its way to a memory server."""
+    """An unfinished file on a memory server."""
 
     def __init__(self, connection: "_Connection", name: str, num_bytes: int) -> None:
         self._connection = connection
         connection.ask({"do": "put", "name": name, "bytes": num_bytes})
 
     def send(self, part: "bytes | memoryview") -> None:
-        """The next bytes."""
+        """Send the next bytes."""
         content = memoryview(part).cast("B")
         if content.nbytes:
             self._connection.send(f"{content.nbytes}\n".encode())
             self._connection.send(content)
 
     def finish(self) -> None:
-        """Have the file appear.
+        """Make the file appear.
 
         Raises:
             OSError: it could not be written.
@@ -104,7 +104,7 @@ class Upload:
         self.close()
 
     def close(self) -> None:
-        """A file that is not finished leaves nothing."""
+        """Close the connection, which discards an unfinished file."""
         self._connection.close()
 
 
@@ -145,7 +145,7 @@ class _Connection:
         return answer
 
     def _prove(self, secret: str, port: int) -> None:
-        """The handshake of `server.py`: nothing is sent to, or believed of, whoever does not know the secret."""
+        """Do the handshake of `server.py`: nothing is exchanged with a server that does not know the secret."""
         with self._errors_named():
             theirs = self._file.readline(MOST_GREETING_BYTES).decode("ascii", "replace").strip()
         nonces = (theirs, secrets.token_hex(16))

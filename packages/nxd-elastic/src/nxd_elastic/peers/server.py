@@ -1,11 +1,11 @@
-"""Keeps files in the memory of a host, for ranks of any host of a job: a small server of one folder.
+"""The memory server: keeps files in the memory of a host, for the ranks of a job on any host.
 
-The folder lies in a file system that is memory (`/dev/shm`), so what is kept outlives the ranks, and this process, and
-ends with the host. Run as a program it needs the standard library alone, so that it starts at once and stays small.
+It serves a folder in a file system in memory (`/dev/shm`), so the files outlive the ranks and this process, and are
+lost with the host. As a program it needs only the standard library, so it starts fast and stays small.
 
-A connection begins with a handshake, in which both sides prove that they know the secret of the job without sending it:
-whoever does not know it can neither read nor write, nor pass for a memory server that has ended. Messages are a line of
-JSON, requests as well as answers; contents follow it. Contents are not encrypted.
+A connection starts with a handshake in which both sides prove that they know the job's secret, without sending it.
+Others can neither read nor write, nor impersonate a memory server that has ended. Requests and answers are lines of
+JSON, followed by contents, which are not encrypted.
 """
 
 import contextlib
@@ -29,43 +29,43 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-SECRET = "NXD_PEERS_SECRET"  # variable of the environment that holds the secret
-END = b"0\n"  # after the last part of a file that is put
-SERVER, CLIENT = "server", "client"  # who proves
-MOST_GREETING_BYTES = 256  # of a line of the handshake: more is read from nobody who has not proved anything
+SECRET = "NXD_PEERS_SECRET"  # the environment variable with the secret
+END = b"0\n"  # after the last part of an uploaded file
+SERVER, CLIENT = "server", "client"  # the two sides of a proof
+MOST_GREETING_BYTES = 256  # in a line of the handshake, before which nothing else is read
 
-PINS = ".pins"  # a folder that is no checkpoint's
+PINS = ".pins"  # a folder beside those of checkpoints
 
 _NAME = re.compile(rf"({re.escape(PINS)}/)?[^/\0.][^/\0]*(/[^/\0.][^/\0]*)*")
-_PARTIAL = ".partial"  # where files lie until they are whole
+_PARTIAL = ".partial"  # folder of unfinished files
 _MOST_LINE_BYTES = 1 << 24
 _SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_GREET = 10.0
-_MOST_GREETING = 512  # connections that have not proved anything yet, a thread each
-_SECONDS_OF_SILENCE = 300.0  # then the other side is gone, such as a host without power
+_MOST_GREETING = 512  # connections before the end of their handshake, with a thread each
+_SECONDS_OF_SILENCE = 300.0  # after which the other side counts as gone
 
 
 class Refused(Exception):
-    """What a request asks for cannot be done; the text says why."""
+    """A request that cannot be served; the text says why."""
 
 
 class MemoryServer(socketserver.ThreadingTCPServer):
     """Serves a folder until it is shut down.
 
     Args:
-        folder: where files lie; made if missing, for this user alone.
-        host: the address to listen at, by which other hosts reach this one.
-        secret: of the job.
-        silence: seconds after which a connection is given up on which nothing moves.
-        port: to listen at; any free one if 0.
+        folder: folder of the files; created if missing, private to this user.
+        host: address to listen on, by which other hosts reach this one.
+        secret: the job's secret.
+        silence: seconds after which an idle connection is closed.
+        port: port to listen on; any free one if 0.
 
     Raises:
-        OSError: the folder cannot be made or is open to other users, another memory server serves it, or the port is
-            taken.
+        OSError: the folder cannot be created or is open to other users, another memory server serves it, or the port is
+            in use.
     """
 
     daemon_threads = True
-    allow_reuse_address = allow_reuse_port = True  # also where the process that starts memory servers reserves the port
+    allow_reuse_address = allow_reuse_port = True  # even if the process that starts memory servers reserves the port
     request_queue_size = 1024
 
     def __init__(
@@ -76,7 +76,7 @@ class MemoryServer(socketserver.ThreadingTCPServer):
         self.folder = folder
         self.secret = secret
         self.silence = silence
-        self._greeting: dict[Any, str] = {}  # connections that have not proved anything, and whose they are
+        self._greeting: dict[Any, str] = {}  # connections in their handshake, and the address of each
         self._greeting_lock = threading.Lock()
         self._lock = _locked(folder / ".lock")
         shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
@@ -86,27 +86,27 @@ class MemoryServer(socketserver.ThreadingTCPServer):
 
     @property
     def address(self) -> str:
-        """`host:port`, with a host of IPv6 in brackets."""
+        """`host:port`, with an IPv6 host in brackets."""
         host, port = self.socket.getsockname()[:2]
         return f"[{host}]:{port}" if self.address_family == socket.AF_INET6 else f"{host}:{port}"
 
     def path_of(self, name: object) -> Path:
-        """Where a file lies.
+        """Return the path of a file.
 
         Raises:
-            Refused: it is no name of a file.
+            Refused: the name is not valid.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise Refused(f"{name!r} is not a file name")
         return self.folder / name
 
     def server_close(self) -> None:
-        """See `socketserver`; the folder is free for another memory server."""
+        """See `socketserver`; also unlocks the folder."""
         super().server_close()
         os.close(self._lock)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """See `socketserver`. Of too many connections without a handshake, the oldest of the busiest address ends."""
+        """See `socketserver`. With too many unfinished handshakes, the oldest from the busiest address is dropped."""
         with self._greeting_lock:
             self._greeting[request] = client_address[0]
             if len(self._greeting) > _MOST_GREETING:
@@ -118,7 +118,7 @@ class MemoryServer(socketserver.ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def greeted(self, request: Any) -> None:
-        """Its handshake is over, well or not."""
+        """Record that a connection's handshake has ended, successfully or not."""
         with self._greeting_lock:
             self._greeting.pop(request, None)
 
@@ -128,35 +128,35 @@ class MemoryServer(socketserver.ThreadingTCPServer):
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that ends early is how ranks die: nothing to say."""
+        """Do nothing: a connection that ends early just means that a rank died."""
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of a host that is given by its address."""
+    """Return the address family of an IP address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def proof(secret: str, side: str, nonces: tuple[str, str], port: int) -> str:
-    """What only those can compute who know the secret.
+    """Return a proof of knowing the secret.
 
     Args:
-        secret: of the job.
-        side: who proves; the other side's proof is another text.
-        nonces: the memory server's and the client's, new for each connection.
-        port: of the memory server, so that a stranger who listens at another one cannot pass proofs on to it.
+        secret: the job's secret.
+        side: the side that proves it, as the two sides' proofs differ.
+        nonces: nonces of the memory server and the client, new for each connection.
+        port: port of the memory server, so that a stranger on another port cannot relay proofs to it.
     """
     return hmac.new(secret.encode(), "|".join((side, *nonces, str(port))).encode(), "sha256").hexdigest()
 
 
 def _check_own(folder: Path) -> None:
-    """Raise OSError where others may have put, or may read, what lies in a folder; its name can be guessed."""
+    """Raise OSError if other users may have written, or can read, a folder; its name can be guessed."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise OSError(f"{folder} must be private to this user: use another one, or remove it (or chmod 700 it)")
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that locks the file, which the memory server before may still be about to leave."""
+    """Lock a file, which the previous memory server may hold for a moment, and return its descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + _SECONDS_TO_LEAVE
     while True:
@@ -194,7 +194,7 @@ class _Conversation(socketserver.StreamRequestHandler):
             request = json.loads(line)
             try:
                 answer = actions[request["do"]](request)
-            except (ConnectionError, TimeoutError):  # what comes next would be no request
+            except (ConnectionError, TimeoutError):  # the next line would not be a request
                 raise
             except (Refused, FileNotFoundError) as error:
                 answer = {"refused": str(error), "missing": isinstance(error, FileNotFoundError)}
@@ -204,7 +204,7 @@ class _Conversation(socketserver.StreamRequestHandler):
                 self._answer(answer)
 
     def _is_of_this_job(self) -> bool:
-        """The handshake: the memory server's nonce, the client's nonce and proof, the memory server's proof."""
+        """Do the handshake: send a nonce, read the client's nonce and proof, and send the server's proof."""
         own = secrets.token_hex(16)
         self.wfile.write(f"{own}\n".encode())
         nonce, _, given = self.rfile.readline(MOST_GREETING_BYTES).decode("ascii", "replace").strip().partition(" ")
@@ -219,7 +219,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(answer).encode() + b"\n")
 
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Parts as lines with their length, each followed by its bytes; the file appears when all are there."""
+        """Receive parts, each a line with its length and then its bytes; the file appears when it is complete."""
         partial = self.server.folder / _PARTIAL / uuid.uuid4().hex
         try:
             problem = self._receive(partial, int(request["bytes"]))
@@ -233,12 +233,12 @@ class _Conversation(socketserver.StreamRequestHandler):
         return {"done": True}
 
     def _receive(self, path: Path, num_bytes: int) -> OSError | None:
-        """Write all parts to a new file; returns what was wrong with that once all have come, so that it can be said.
+        """Write all parts to a new file, and return an error only after all have been read, so that it can be sent.
 
-        Memory that is full would also end ranks that share it, so all of the file gets its place before a part of it.
+        Full memory would also end ranks that share it, so the space for the whole file is reserved first.
 
         Raises:
-            ConnectionError: they do not come, or are none.
+            ConnectionError: parts are missing or invalid.
         """
         problem: OSError | None = None
         with contextlib.ExitStack() as opened:
@@ -264,7 +264,7 @@ class _Conversation(socketserver.StreamRequestHandler):
         return problem
 
     def _get(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Stretches of a file, one after the other."""
+        """Send ranges of a file."""
         path = self.server.path_of(request["name"])
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -280,38 +280,38 @@ class _Conversation(socketserver.StreamRequestHandler):
     def _send(self, file: IO[bytes], start: int, length: int) -> int:
         try:
             return self.connection.sendfile(file, start, length)
-        except OSError as error:  # an answer now would be taken for the file
+        except OSError as error:  # the client would take an answer for the file
             raise ConnectionError(str(error)) from error
 
     def _size(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"bytes": self.server.path_of(request["name"]).stat().st_size}
 
     def _list(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Names and sizes of all files that have not changed for some seconds."""
+        """List the files that have not changed for some seconds, with their sizes."""
         folder, newest = self.server.folder, time.time() - float(request["unchanged"])
         found = {}
         for parent, _, names in os.walk(folder):
             for name in names:
                 path = Path(parent, name)
                 relative = str(path.relative_to(folder))
-                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed concurrently
                     if _NAME.fullmatch(relative) and (status := path.stat()).st_mtime <= newest:
                         found[relative] = status.st_size
         return {"files": found}
 
     def _remove(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Files, and the folders that they leave empty."""
+        """Remove files, and folders that become empty."""
         for name in request["names"]:
             path = self.server.path_of(name)
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # there are others
+            with contextlib.suppress(OSError):  # not empty
                 for parent in list(path.parents)[: name.count("/")]:
                     parent.rmdir()
         return {"done": True}
 
 
 def _reserve(file: IO[bytes], num_bytes: int, folder: Path) -> None:
-    """Raise OSError where a new file of this size has no room; two that are written at once do not get the same."""
+    """Reserve space for a new file, so that concurrent files do not share it; raise OSError if there is too little."""
     try:
         if num_bytes > shutil.disk_usage(folder).free:  # trying would fill it for a moment
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -326,7 +326,7 @@ def _reserve(file: IO[bytes], num_bytes: int, folder: Path) -> None:
 
 
 def _written(file: IO[bytes], content: bytes) -> OSError | None:
-    """The error, so that the rest can be read from the connection."""
+    """Write content; return the error instead of raising it, so that the rest can be read from the connection."""
     left = memoryview(content)
     try:
         while left:
@@ -337,9 +337,9 @@ def _written(file: IO[bytes], content: bytes) -> OSError | None:
 
 
 def main() -> None:
-    """`server.py FOLDER HOST PORT`: says its address in a line, and serves until standard input ends.
+    """`server.py FOLDER HOST PORT`: prints its address, and serves until standard input ends.
 
-    Each byte of that is sent back: whoever has started it sees that it is not stopped.
+    Each byte of input is echoed, to show that the process is alive.
     """
     folder, host, port = sys.argv[1:]
     server = MemoryServer(Path(folder), host, os.environ[SECRET], port=int(port))

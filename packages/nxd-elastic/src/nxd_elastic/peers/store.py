@@ -1,10 +1,10 @@
-"""Checkpoints in the memory of hosts: each rank's files on its own host and on others, so that hosts may be lost.
+"""Checkpoints in host memory: each rank's files are stored on its own host and on others, so that hosts may be lost.
 
     peers://10.0.0.1:4001,10.0.0.2:4002,10.0.0.3:4003/?copies=1
 
-lists the memory servers of a job's hosts, in the order in which copies go round. The file of a rank lies on its own
-host, that of `&own=10.0.0.2:4002` or `NXD_MEMORY_SERVER`, and on the next `copies` ones, so that any so many may die.
-The manifest lies on every host, and is written last: a checkpoint is there as soon as one host has it, and any layout
+lists the memory servers of a job's hosts, in the order in which copies are placed. A rank's file is stored on its own
+host, given by `&own=10.0.0.2:4002` or `NXD_MEMORY_SERVER`, and on the next `copies` hosts, so any `copies` hosts may be
+lost. The manifest is stored on every host and written last: a checkpoint exists as soon as one host has it. Any layout
 can load it.
 """
 
@@ -24,23 +24,23 @@ from nxd_elastic.peers.server import PINS
 
 SCHEME = "peers://"
 
-# Variables of the environment, of a job whose launcher has started memory servers.
-SERVERS = "NXD_MEMORY_SERVERS"  # `host:port` of the memory server of each host, with commas between
-OWN_SERVER = "NXD_MEMORY_SERVER"  # that of this rank's host
+# Environment variables of a job with memory servers.
+SERVERS = "NXD_MEMORY_SERVERS"  # `host:port` of each host's memory server, separated by commas
+OWN_SERVER = "NXD_MEMORY_SERVER"  # the one on this rank's host
 
 _PIN = f"{PINS}/"
 
 
 def peers_url(servers: Sequence[str], own: str | None = None, copies: int = 1) -> str:
-    """The path under which `save` and `load` find checkpoints in the memory of hosts.
+    """Return the path by which `save` and `load` find checkpoints in host memory.
 
     Args:
-        servers: `host:port` of the memory server of each host, in the same order on all ranks.
-        own: of this rank's host; that of `NXD_MEMORY_SERVER`, or the first, if None.
-        copies: other hosts that have each file; fewer where there are fewer hosts.
+        servers: `host:port` of each host's memory server, in the same order on all ranks.
+        own: the memory server on this rank's host; that of `NXD_MEMORY_SERVER`, or the first one, if None.
+        copies: number of other hosts that also hold each file, as far as there are enough hosts.
 
     Raises:
-        ValueError: `own` is none of the memory servers, or `copies` is negative.
+        ValueError: `own` is not one of the memory servers, or `copies` is negative.
     """
     if not servers or (own is not None and own not in servers) or copies < 0:
         raise ValueError(
@@ -51,7 +51,7 @@ def peers_url(servers: Sequence[str], own: str | None = None, copies: int = 1) -
 
 
 def job_url(copies: int = 1) -> str | None:
-    """`peers_url` of the servers that `NXD_MEMORY_SERVERS` names, the same on all ranks; None where it names none."""
+    """Return the `peers_url` of the servers in `NXD_MEMORY_SERVERS`, the same on all ranks; None if it is not set."""
     servers = [it for it in os.environ.get(SERVERS, "").split(",") if it]
     return peers_url(servers, copies=copies) if servers else None
 
@@ -62,19 +62,19 @@ def _own_among(servers: Sequence[str]) -> str:
 
 
 class PeerStore:
-    """A root of checkpoints in the memory of hosts.
+    """A root of checkpoints in host memory.
 
-    Hosts that cannot be reached are left out of what is read; writing needs all of them.
+    Reading skips hosts that cannot be reached; writing needs all hosts.
 
     Args:
-        url: from `peers_url`.
+        url: a URL from `peers_url`.
 
     Attributes:
-        copies: of each file, on other hosts.
-        servers: of all hosts, that of this rank's host first and the others in their order from there on.
+        copies: number of copies of each file on other hosts.
+        servers: the memory servers of all hosts, from this rank's host on.
 
     Raises:
-        ValueError: the URL is none.
+        ValueError: the URL is not valid.
     """
 
     capabilities = Capabilities(other_processes=True, other_files=False, remote=True)
@@ -100,12 +100,12 @@ class PeerStore:
         return f"{SCHEME}{self.location.split('/')[2]}/{tag}/{file}"
 
     def tags(self) -> list[str]:
-        """See `Store.tags`: of all hosts that are left."""
+        """See `Store.tags`."""
         names = {name for _, files in self.listings() for name in files if name.endswith(f"/{MANIFEST_NAME}")}
         return sorted(tag for tag in {name.partition("/")[0] for name in names} if is_tag(tag))
 
     def beginnings(self, num_bytes: int) -> Iterator[tuple[str, bytes, int | None]]:
-        """See `Store.beginnings`: whole, as hosts may differ in it, and there are few."""
+        """See `Store.beginnings`. Manifests are read whole, since hosts may have different ones, and there are few."""
         for tag in self.tags():
             try:
                 text = self.read_manifest(tag)
@@ -114,7 +114,7 @@ class PeerStore:
                 yield tag, b"", None
 
     def read_manifest(self, tag: str) -> bytes:
-        """See `Store.read_manifest`. Where a save that died has reached some hosts only, the newer one."""
+        """See `Store.read_manifest`. If an interrupted save has reached only some hosts, the newest is returned."""
         found: list[bytes] = []
         for server in self.servers:
             with suppress(OSError):
@@ -138,7 +138,7 @@ class PeerStore:
         raise FileNotFoundError(f"{self.where(tag, file)} is on no reachable host")
 
     def read_into(self, tag: str, file: str, ranges: Sequence[ReadRange]) -> None:
-        """See `Store.read_into`: from this host where it has the file, else from another."""
+        """See `Store.read_into`. This host is tried first."""
         name = f"{tag}/{file}"
         wanted = [(piece.offset, piece.destination) for piece in ranges]
         problem: OSError | None = None
@@ -163,7 +163,7 @@ class PeerStore:
         return PeerSave(self, tag, overwrite=overwrite)
 
     def held(self) -> set[str]:
-        """See `Store.held`: nothing, as no checkpoint references another."""
+        """See `Store.held`. Checkpoints here never reference one another."""
         return set()
 
     def pinned(self) -> set[str]:
@@ -180,7 +180,7 @@ class PeerStore:
                 server.remove([f"{_PIN}{tag}"])
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
-        """See `Store.garbage`: files of which no manifest speaks; those of a save at work are told by their age."""
+        """See `Store.garbage`: files that no manifest names; files of a running save are recognized by their age."""
         listings = self.listings()
         needed: set[str] = set()
         for server, files in listings:
@@ -198,10 +198,10 @@ class PeerStore:
         return found
 
     def listings(self) -> list[tuple[MemoryServerClient, dict[str, int]]]:
-        """The hosts that can be reached, this one first, each with its files and their sizes.
+        """Return the reachable memory servers, this host's first, each with its files and their sizes.
 
         Raises:
-            OSError: there are none.
+            OSError: no memory server can be reached.
         """
         found = []
         for server in self.servers:
@@ -213,7 +213,7 @@ class PeerStore:
 
 
 class PeerSave:
-    """A `SaveTransaction` that writes each file to several hosts, and commits by the manifest on each of them."""
+    """A `SaveTransaction` that writes each file to several hosts, and commits by writing the manifest to every host."""
 
     def __init__(self, store: PeerStore, tag: str, *, overwrite: bool) -> None:
         self._store = store
@@ -228,11 +228,11 @@ class PeerSave:
         self._store.garbage(dead_after=0, delete=True)
 
     def hold(self, files: Collection[str]) -> None:
-        """See `SaveTransaction.hold`; here every checkpoint is whole."""
+        """See `SaveTransaction.hold`. Checkpoints here never reference one another."""
         raise CheckpointError("checkpoints in host memory cannot be incremental; remove incremental=True")
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
-        """See `SaveTransaction.write_file`: on this rank's host, and on the next ones at the same time."""
+        """See `SaveTransaction.write_file`. The hosts are written to at the same time."""
         holders = self._store.servers[: 1 + self._store.copies]
         name = f"{self._tag}/{file}"
         with ExitStack() as begun:
@@ -250,7 +250,7 @@ class PeerSave:
         return self._store.file_size(self._tag, file)
 
     def commit(self, manifest: bytes) -> None:
-        """See `SaveTransaction.commit`: with the first host that has the manifest."""
+        """See `SaveTransaction.commit`. The first host that has the manifest commits."""
         self._check_tag()
         for server in self._store.servers:
             with closing(server.put(f"{self._tag}/{MANIFEST_NAME}", len(manifest))) as upload:

@@ -1,13 +1,11 @@
-"""The output of a training run: a live line, metrics, the loss curve and a summary.
+"""The output of a training run: progress, metrics, trackers, pictures and a summary.
 
-Only one rank writes; the others hold the same objects and stay silent. Reports do not know the model: the loop passes
-one `StepRecord` for each logged step.
+Only one rank writes; on the others the same objects do nothing. The loop passes a `StepRecord` for each logged step.
 """
 
-from nxd_trainer.report.expert_load import draw_expert_loads
-from nxd_trainer.report.loss_curve import draw_loss_curve
 from nxd_trainer.report.metrics import MetricsLog, StepRecord, Tracker, read_records
-from nxd_trainer.report.progress import Progress, Throughput, peak_memory_bytes, render_summary
+from nxd_trainer.report.pictures import draw_expert_loads, draw_loss_curve
+from nxd_trainer.report.progress import ProgressDisplay, Throughput, peak_memory_bytes, render_summary
 from nxd_trainer.report.trackers import open_trackers
 
 __all__ = [
@@ -17,7 +15,7 @@ __all__ = [
     "Throughput",
     "peak_memory_bytes",
     # while the run continues
-    "Progress",
+    "ProgressDisplay",
     "MetricsLog",
     "Tracker",
     "open_trackers",

@@ -1,6 +1,6 @@
-"""The metrics of a run on disk: metrics.jsonl with a line for each logged step.
+"""The metrics of a run: metrics.jsonl, with a `StepRecord` as a line for each logged step.
 
-A `StepRecord` is one logged step. Everything that reports a run reads these; `trackers` also sends them elsewhere.
+Pictures and summaries are made from these records; `trackers` also sends them elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 
@@ -23,33 +22,33 @@ class StepRecord:
     step: int  # optimizer steps taken, from 1
     loss: float  # mean training loss of the step, over all ranks
     learning_rate: float
-    tokens: int  # that the loss has counted since the run began
-    tokens_per_second: float  # read over all ranks, without padding, since the record before
+    tokens: int  # tokens that the loss has counted since the run began
+    tokens_per_second: float  # tokens read over all ranks, without padding, since the previous record
     seconds: float  # since this invocation began
-    peak_memory_bytes: int  # of the writer's process or device
-    tokens_seen: int | None = None  # read since the run began, without padding; None in records from before this field
+    peak_memory_bytes: int  # of the process or device of the rank that writes metrics
+    tokens_seen: int | None = None  # tokens read since the run began, without padding; None in old records
     throughput: float | None = None  # sequences per second, as scripts for NeuronX Distributed count
     grad_norm: float | None = None  # before clipping; None without clipping
-    loss_scale: float | None = None  # of the step; None without loss scaling
-    skipped_steps: int | None = None  # whose gradients overflowed, since the run began; None without loss scaling
-    held_out_loss: float | None = None  # None where the step ended without evaluation
-    aux_loss: float | None = None  # of the loss, what balances experts; None without it
-    z_loss: float | None = None  # of the loss, what keeps the logits of routers small; None without it
-    tokens_per_expert: Sequence[Sequence[int]] | None = None  # of the step, in each layer; None without experts
-    straggler: str | None = None  # what is slow, such as "stage 1" or "rank 3 (stage 1, replica 0)"; None if nothing is
-    slowdown: float | None = None  # of it: how many times as long it computes as the median of the ranks
+    loss_scale: float | None = None  # None without loss scaling
+    skipped_steps: int | None = None  # steps skipped since the run began; None without loss scaling
+    held_out_loss: float | None = None  # None if the step ended without an evaluation
+    aux_loss: float | None = None  # load-balancing part of the loss; None without it
+    z_loss: float | None = None  # router z-loss part of the loss; None without it
+    tokens_per_expert: Sequence[Sequence[int]] | None = None  # by layer; None without experts
+    straggler: str | None = None  # such as "stage 1" or "rank 3 (stage 1, replica 0)"; None if there is none
+    slowdown: float | None = None  # the straggler's compute time relative to the median rank
     layout: str | None = None  # "TP 2 x DP 2": in the first record of each invocation
     resumed_from: int | None = None  # step of the checkpoint: in the first record after a resume
 
     @property
     def busiest_expert(self) -> float | None:
-        """Load of the busiest expert, as a multiple of the mean of its layer; None without experts."""
+        """The load of the busiest expert, relative to the mean of its layer; None without experts."""
         loads = [max(layer) * len(layer) / sum(layer) for layer in self.tokens_per_expert or () if sum(layer)]
         return max(loads, default=None)
 
 
 def record_to_line(record: StepRecord) -> str:
-    """The record as a line of strict JSON: unset fields are omitted, a number that is not finite is null."""
+    """Return the record as a line of strict JSON: unset fields are omitted, and a number that is not finite is null."""
     content: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -59,10 +58,10 @@ def record_to_line(record: StepRecord) -> str:
 
 
 def line_to_record(line: str) -> StepRecord:
-    """The record of a line; null was a number that is not finite. Keys it does not know are omitted.
+    """Parse a line; null stands for nan, and unknown keys are ignored.
 
     Raises:
-        ValueError: not a record, such as the line that a killed process did not finish.
+        ValueError: the line is not a record, such as one that a killed process did not finish.
     """
     content = json.loads(line)
     if not isinstance(content, dict):
@@ -78,10 +77,10 @@ def line_to_record(line: str) -> StepRecord:
 
 
 def read_records(file: str | Path) -> list[StepRecord]:
-    """The records of a metrics.jsonl in their order; a last line that was not finished is omitted.
+    """Read the records of a metrics.jsonl in order; an unfinished last line is ignored.
 
     Raises:
-        ValueError: any other line is not a record.
+        ValueError: another line is not a record.
     """
     file = Path(file)
     text = file.read_text(encoding="utf-8")
@@ -105,27 +104,27 @@ class Tracker(Protocol):
         """Add a record."""
 
     def close(self) -> None:
-        """Send what is left, and end."""
+        """Send the remaining records, and close."""
 
 
 class MetricsLog:
-    """Writes the records of a run into its folder. A context manager.
+    """Writes the records of a run to its folder. A context manager.
 
-    The file never holds a step twice: records that an earlier invocation logged after the step that this one resumes
-    from are cut off at the start. Each line is on its way to the disk before `log` returns.
+    The file never has a step twice: records of an earlier invocation after the step that this one resumes from are
+    removed at the start. Each line is flushed before `log` returns.
 
     Args:
-        folder: the run's folder; created if necessary.
-        is_writer: whether this rank writes; on other ranks nothing happens.
-        first_step: step of the checkpoint this invocation resumes from; 0 begins a new file.
+        folder: the run's folder; created if missing.
+        is_writer: whether this rank writes; other ranks do nothing.
+        first_step: step that this invocation resumes from; 0 starts a new file.
         layout: layout of this invocation, such as "TP 2 x DP 2"; stored with its first record.
-        trackers: get each record as well, and are closed with the file.
+        trackers: trackers that also get each record, and are closed with the file.
 
     Attributes:
         file: the metrics.jsonl.
 
     Raises:
-        ValueError: the file that is to be gone on with holds something else.
+        ValueError: the existing file has lines that are not records.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class MetricsLog:
         """Add a record.
 
         Raises:
-            OSError: it cannot be written, as where the disk is full.
+            OSError: it cannot be written, for example because the disk is full.
         """
         if self._stream is None:
             return
@@ -167,7 +166,7 @@ class MetricsLog:
             raise OSError(error.errno, what, str(self.file.parent)) from error
 
     def close(self) -> None:
-        """Close the file, and the trackers."""
+        """Close the file and the trackers."""
         if self._stream is not None:
             self._stream.close()
             for tracker in self._trackers:
@@ -176,26 +175,16 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         with suppress(OSError) if error_type else nullcontext():  # the first error says more
             self.close()
 
 
 def _keep_until(file: Path, step: int) -> None:
-    """Cut off the records after `step`: the others are written to a new file, which replaces the old one."""
+    """Remove the records after `step`: the others are written to a new file, which replaces the old one."""
     if not file.exists():
         return
     kept = [record for record in read_records(file) if record.step <= step] if step else []
     unfinished = file.with_name(f".{file.name}.unfinished")
     unfinished.write_text("".join(record_to_line(record) for record in kept), encoding="utf-8")
     os.replace(unfinished, file)
-
-
-def missing_extra(package: str, purpose: str) -> str:
-    """One line: what is not there, and how to get it."""
-    return f"{purpose} skipped: {package} is not installed (pip install 'nxd-trainer[report]')"

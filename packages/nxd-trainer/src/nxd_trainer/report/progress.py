@@ -1,6 +1,6 @@
-"""The display of a run: a tqdm bar with the latest measures on a terminal, else a plain line per record; a final table.
+"""The display of a run: a progress bar on a terminal, otherwise a plain line per record, and a final summary.
 
-Also measures the running process: its throughput in tokens, and its peak memory. Only the writer's rank shows anything.
+It also measures throughput and peak memory. Only the rank that writes metrics shows anything.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 import nxd_state
@@ -22,16 +21,16 @@ from tqdm import tqdm
 
 from nxd_trainer.report.metrics import StepRecord
 
-# The most important first: a narrow terminal cuts off the end.
+# The most important values first: a narrow terminal cuts off the end.
 BAR_FORMAT = "{n_fmt}/{total_fmt} {bar:10} ETA {remaining} | {desc}"
 
 
-class Progress:
-    """Shows the progress of a run. A context manager; `close` leaves the terminal in order.
+class ProgressDisplay:
+    """Shows the progress of a run. A context manager.
 
     Args:
         last_step: the step at which this invocation ends.
-        first_step: steps already taken when it begins, more than 0 after a resume.
+        first_step: the step that it resumes from; 0 for a new run.
         is_writer: whether this rank shows anything.
         stream: output stream; standard error by default. A bar is drawn if it is a terminal.
     """
@@ -54,12 +53,12 @@ class Progress:
             )
 
     def advance(self, step: int) -> None:
-        """Say that `step` is done; moves the bar and prints nothing."""
+        """Move the bar to a step."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def log(self, record: StepRecord) -> None:
-        """Show a record: in the bar, or as a line."""
+        """Show a record in the bar, or as a line."""
         if not self._is_writer:
             return
         if record.held_out_loss is not None:
@@ -75,31 +74,26 @@ class Progress:
         self.message(f"step {record.step:{width}}/{self._last_step} | ETA {eta} | {line}")
 
     def message(self, text: str) -> None:
-        """Print a line of text, above the bar where there is one."""
+        """Print a line of text, above the bar if there is one."""
         if self._bar is not None:
             tqdm.write(text, file=self._stream)
         elif self._is_writer:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """End the bar; what it shows stays."""
+        """Close the bar, which stays visible."""
         if self._bar is not None:
             self._bar.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
-    """The measures of a record on one line, without the step."""
+    """Return the values of a record on one line, without the step."""
     parts = [f"step_loss {record.loss:.4f}"]
     if held_out_loss is not None:
         parts.append(f"held-out {held_out_loss:.4f}")
@@ -118,7 +112,7 @@ def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
 
 
 class Throughput:
-    """Counts sequences and tokens against the time spent on training steps; what else a loop does is excluded.
+    """Measures sequences and tokens per second of training steps, without pauses such as evaluations.
 
     Example:
         throughput = Throughput()
@@ -136,7 +130,7 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """Seconds since this object was made, pauses included."""
+        """Seconds since this object was created, including pauses."""
         return perf_counter() - self._began
 
     def add(self, sequences: int, tokens: int) -> None:
@@ -145,7 +139,7 @@ class Throughput:
         self._lap_tokens += tokens
 
     def lap(self) -> tuple[float, float]:
-        """Sequences and tokens per second since the lap before, pauses excluded; begins a new lap."""
+        """Return sequences and tokens per second since the last call, without pauses."""
         now = perf_counter()
         seconds = max(now - self._lap_began, 1e-9)
         rates = self._lap_sequences / seconds, self._lap_tokens / seconds
@@ -154,7 +148,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time spent within, such as an evaluation or the writing of a checkpoint."""
+        """Exclude the time spent in this block, such as for an evaluation or a checkpoint."""
         began = perf_counter()
         try:
             yield
@@ -163,7 +157,7 @@ class Throughput:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use so far: the device's own where torch counts it, elsewhere this process's resident set."""
+    """Return the peak memory use: the device's if torch counts it, otherwise this process's resident set."""
     own = nxd_state.peak_memory_bytes(device)
     if own is not None:
         return own
@@ -172,11 +166,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def render_summary(records: Sequence[StepRecord], files: Mapping[str, str | Path | None]) -> str:
-    """The summary of a run as plain text, without a line break at its end.
+    """Return the summary of a run as plain text, without a final newline.
 
     Args:
-        records: all records of the run, as `read_records` gives them; may be empty.
-        files: files by name; None for those that could not be written.
+        records: all records of the run, from `read_records`; may be empty.
+        files: files by name; None for files that were not written.
     """
     rows = [*_measures(records), *((name, str(path)) for name, path in files.items() if path is not None)]
     width = max((len(name) for name, _ in rows), default=0)

@@ -1,6 +1,6 @@
 """Training a model from a recipe."""
 
-from nxd_trainer.training.checkpoints import TrainingDiverged
 from nxd_trainer.training.run import StopRequest, TrainResult, prepare_run, run_training, train
+from nxd_trainer.training.saving import TrainingDiverged
 
 __all__ = ["train", "prepare_run", "run_training", "StopRequest", "TrainResult", "TrainingDiverged"]

@@ -30,8 +30,7 @@ def load_first_weights(state: RunState) -> None:
     """Fill the model of a run with the initial weights that the recipe names, if any. Call it on all ranks.
 
     Raises:
-        ValueError: as for `load_initial_weights`.
-        CheckpointError: as for `load_initial_weights`.
+        ValueError, CheckpointError: as for `load_initial_weights`.
     """
     adapter = load_base(state)
     initial = state.recipe.checkpoint.initial_weights
@@ -55,8 +54,7 @@ def load_reference(state: RunState) -> None:
     """Fill the reference model of a run, if it has one, with the run's initial weights. Call it on all ranks.
 
     Raises:
-        ValueError: as for `load_initial_weights`.
-        CheckpointError: as for `load_initial_weights`.
+        ValueError, CheckpointError: as for `load_initial_weights`.
     """
     if state.reference is not None:
         _fill(state, state.reference, None)

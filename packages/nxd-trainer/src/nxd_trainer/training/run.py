@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol, Self
 
 import torch
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
 from nxd_engine.logs import get_logger
 from nxd_engine.rank_sync import together
-from nxd_layers.experts import RouterStatistics
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import get_device, is_host, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
@@ -24,7 +23,7 @@ from nxd_trainer.from_recipe import describe_pipeline
 from nxd_trainer.recipe import Recipe, recipe_to_dict, save_recipe
 from nxd_trainer.report import (
     MetricsLog,
-    Progress,
+    ProgressDisplay,
     StepRecord,
     Throughput,
     Tracker,
@@ -35,13 +34,12 @@ from nxd_trainer.report import (
     read_records,
     render_summary,
 )
-from nxd_trainer.training.checkpoints import RunSaver, diverged, resume_run
-from nxd_trainer.training.gradient_histograms import report_gradients
+from nxd_trainer.training.diagnostics import Straggler, StragglerWatch, report_gradients
 from nxd_trainer.training.initial_weights import load_reference
-from nxd_trainer.training.memory_checkpoints import MemorySaver, resume_from_memory
+from nxd_trainer.training.resuming import resume_from_memory, resume_run
 from nxd_trainer.training.run_state import RunState, build_run_state
+from nxd_trainer.training.saving import MemorySaver, RunSaver, diverged
 from nxd_trainer.training.step import CAN_WAIT, IN_HASTE, FinishedStep, StepsUnderWay, evaluate, take_step
-from nxd_trainer.training.stragglers import Straggler, StragglerWatch
 
 EXTRACTED_STEPS = 3  # the first creates the optimizer states, the second is like all others, the third confirms that
 
@@ -76,9 +74,7 @@ class AskedToStop(Protocol):
 class StopRequest:
     """Records the first SIGTERM or SIGINT, to stop at the end of a step; a second one ends the process as usual.
 
-    A context manager.
-
-    The loop checks `signal_number` between steps, agrees with the other ranks, saves, and returns.
+    A context manager. The loop checks `signal_number` between steps, agrees with the other ranks, saves, and returns.
     """
 
     can_wait = False  # the sender of the signal may kill the process some seconds later
@@ -92,9 +88,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._remember)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -153,7 +147,7 @@ def run_training(state: RunState, resumed: str | None, stop: AskedToStop) -> Tra
     shows_steps = state.is_writer and logger.isEnabledFor(logging.INFO)
     with (
         closing(state.train_batches),
-        Progress(state.recipe.last_step, first_step=state.step, is_writer=shows_steps) as progress,
+        ProgressDisplay(state.recipe.last_step, first_step=state.step, is_writer=shows_steps) as progress,
         MetricsLog(
             state.recipe.output,
             is_writer=state.is_writer,
@@ -220,9 +214,6 @@ def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
     """Take a few steps, and evaluate if the recipe does, so that `neuron_parallel_compile` gets each graph.
 
     Nothing is computed and all values are zeros, so losses are not checked and nothing is written.
-
-    Args:
-        say: logs a line.
     """
     say(f"extracting graphs: {EXTRACTED_STEPS} steps on zeros; nothing is trained, saved or reported")
     for _ in range(EXTRACTED_STEPS):
@@ -233,7 +224,7 @@ def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
 
 def _run_steps(
     state: RunState,
-    progress: Progress,
+    progress: ProgressDisplay,
     metrics: MetricsLog,
     saver: RunSaver,
     in_memory: MemorySaver,
@@ -246,7 +237,7 @@ def _run_steps(
     while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
         with stragglers.step():
             steps.begin(stopping=_stopping(stop))
-        for step in steps.finish(all_of_them=_is_looked_at(recipe, state.step)):
+        for step in steps.finish(all_of_them=_needs_results(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
             in_memory.finish()  # before the step counts: losing a rank after this costs only this step
@@ -274,8 +265,8 @@ def _run_steps(
                 with throughput.paused():
                     saver.save(held_out_loss)
             saver.poll()
-    if state.early_stopping.is_due:
-        stopping = state.early_stopping
+    stopping = state.early_stopping
+    if stopping.is_due:
         get_logger("nxd_trainer").info(
             f"stopped early at step {state.step}: no held-out loss below {stopping.best_loss:.4f} in "
             f"{stopping.num_without_gain} evaluations (train.early_stopping_patience)"
@@ -289,14 +280,10 @@ def _stopping(stop: AskedToStop) -> float:
     return CAN_WAIT if stop.can_wait else IN_HASTE
 
 
-def _is_looked_at(recipe: Recipe, step: int) -> bool:
+def _needs_results(recipe: Recipe, step: int) -> bool:
     """Whether the run is evaluated or saved after this step, before the next one starts."""
-    return (
-        step == recipe.last_step
-        or _is_due(step, recipe.train.eval_every)
-        or _is_due(step, recipe.checkpoint.save_every)
-        or _is_due(step, recipe.checkpoint.memory_every)
-    )
+    intervals = (recipe.train.eval_every, recipe.checkpoint.save_every, recipe.checkpoint.memory_every)
+    return step == recipe.last_step or any(_is_due(step, every) for every in intervals)
 
 
 def _check_finite(state: RunState, saver: RunSaver, step: FinishedStep) -> None:
@@ -311,6 +298,11 @@ def _record(
     step: FinishedStep, throughput: Throughput, held_out_loss: float | None, straggler: Straggler | None
 ) -> StepRecord:
     sequences_per_second, tokens_per_second = throughput.lap()
+    routing: dict[str, Any] = {}
+    if step.routing is not None:
+        losses = {"aux_loss": step.routing.aux_loss, "z_loss": step.routing.z_loss}
+        routing = {name: None if loss is None else float(loss) for name, loss in losses.items()}
+        routing["tokens_per_expert"] = step.routing.tokens_per_expert.to(torch.int64).tolist()
     return StepRecord(
         step=step.number,
         loss=step.loss,
@@ -327,16 +319,8 @@ def _record(
         held_out_loss=held_out_loss,
         straggler=None if straggler is None else straggler.name,
         slowdown=None if straggler is None else straggler.slowdown,
-        **({} if step.routing is None else _of_routers(step.routing)),
+        **routing,
     )
-
-
-def _of_routers(routing: RouterStatistics) -> dict[str, Any]:
-    return {
-        "aux_loss": None if routing.aux_loss is None else float(routing.aux_loss),
-        "z_loss": None if routing.z_loss is None else float(routing.z_loss),
-        "tokens_per_expert": routing.tokens_per_expert.to(torch.int64).tolist(),
-    }
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -15,13 +15,13 @@ from nxd_engine.model_description import ModelDescription
 from nxd_engine.rank_sync import together
 from nxd_optim import WeightAverage
 from nxd_state import (
-    Group,
     ParallelDegrees,
     all_gather_object,
     get_device,
     get_group,
     get_mesh,
     get_world_group,
+    records_graphs,
     send_to_device,
 )
 
@@ -34,7 +34,6 @@ from nxd_trainer.recipe.sections import LoraSection
 from nxd_trainer.report import Tracker
 from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
 from nxd_trainer.training.run_origin import find_origin
-from nxd_trainer.training.weight_average import build_average
 
 STEPS_AHEAD = 2  # one is being copied to the device while the next is made
 
@@ -185,15 +184,18 @@ def build_run_state(recipe: Recipe) -> RunState:
             "checkpoints also hold the base model (lora.save=both), whose weights are not stored anywhere else"
         )
         built = replace(recipe, lora=replace(recipe.lora, save="both"))
-    train_loader = _train_loader(recipe, data, data_parallel)
-    held_out_loader = HeldOutLoader(
-        data.held_out,
-        num_batches=recipe.train.eval_batches,
-        global_batch_size=recipe.train.global_batch_size,
-        gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
-        dp_rank=data_parallel.rank,
-        dp_size=data_parallel.size,
-    )
+    sizes = {
+        "global_batch_size": recipe.train.global_batch_size,
+        "gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
+        "dp_rank": data_parallel.rank,
+        "dp_size": data_parallel.size,
+    }
+    train_loader: TrainLoader | StreamLoader
+    if data.stream is None:
+        train_loader = TrainLoader(data.train, seed=recipe.train.seed, **sizes)
+    else:
+        train_loader = StreamLoader(data.stream, seed=recipe.train.seed, **sizes)
+    held_out_loader = HeldOutLoader(data.held_out, num_batches=recipe.train.eval_batches, **sizes)
     model = build_model(built, source)
     together("check its adapters", lambda: check_can_be_merged(model), error_type=ValueError)
     reference = _build_reference(recipe) if recipe.dpo.beta else None
@@ -210,19 +212,8 @@ def build_run_state(recipe: Recipe) -> RunState:
         early_stopping=EarlyStopping(recipe.train.early_stopping_patience, recipe.train.early_stopping_threshold),
         output_lock=lock,
         reference=reference,
-        average=build_average(recipe, model),
+        average=_build_average(recipe, model),
     )
-
-
-def _train_loader(recipe: Recipe, data: RunData, data_parallel: Group) -> TrainLoader | StreamLoader:
-    sizes = {
-        "global_batch_size": recipe.train.global_batch_size,
-        "gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
-        "dp_rank": data_parallel.rank,
-        "dp_size": data_parallel.size,
-        "seed": recipe.train.seed,
-    }
-    return TrainLoader(data.train, **sizes) if data.stream is None else StreamLoader(data.stream, **sizes)
 
 
 def _build_reference(recipe: Recipe) -> NxDModel | None:
@@ -236,6 +227,16 @@ def _build_reference(recipe: Recipe) -> NxDModel | None:
     model = build_model(plain, replace(source, input_names=names))
     model.requires_grad_(False)
     return model
+
+
+def _build_average(recipe: Recipe, model: NxDModel) -> WeightAverage | None:
+    """Return the moving average of the weights that a recipe asks for, which starts from the current weights."""
+    decay = recipe.train.ema_decay
+    if not decay:
+        return None
+    if records_graphs():  # each replica averages another part, so ranks would record different graphs
+        raise ValueError(f"train.ema_decay={decay:g} does not support XLA; set train.ema_decay=0")
+    return WeightAverage(model.parameters(), decay)
 
 
 def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
@@ -289,12 +290,8 @@ def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
 
 def concatenated(batches: Sequence[Batch]) -> Batch:
     """Concatenate a step's microbatches into one batch, which the model splits again."""
-    return Batch(
-        input_ids=torch.cat([batch.input_ids for batch in batches]),
-        labels=torch.cat([batch.labels for batch in batches]),
-        position_ids=torch.cat([batch.position_ids for batch in batches]),
-        normalizer=batches[0].normalizer,
-    )
+    input_ids, labels, position_ids, _ = zip(*batches, strict=True)
+    return Batch(torch.cat(input_ids), torch.cat(labels), torch.cat(position_ids), batches[0].normalizer)
 
 
 def _sent(batch: Batch) -> Batch:

@@ -32,8 +32,8 @@ from nxd_trainer.dpo import REFERENCE, model_of_reference, reference_log_probs
 from nxd_trainer.from_recipe import autocast, model_inputs
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.optimizers import learning_rate_on
-from nxd_trainer.training.checkpoints import diverged
 from nxd_trainer.training.run_state import RunState, concatenated, held_out_batches
+from nxd_trainer.training.saving import diverged
 
 # A rank that should stop adds one of these to a sum over ranks; all that can wait add up to less than one that cannot.
 IN_HASTE, CAN_WAIT = 1.0, 2.0**-20
@@ -188,7 +188,7 @@ class FinishedStep:
         loss_scale: the loss scale of the step; None without loss scaling.
         skipped_steps: steps skipped since the run began, because gradients overflowed; None without loss scaling.
         is_skipped: whether this step was.
-        stopping: sum over ranks of `IN_HASTE` and `CAN_WAIT`, for those asked to stop before the step started.
+        stopping: sum over ranks of `IN_HASTE` or `CAN_WAIT`, for those that had been asked to stop.
         routing: router statistics of a model with experts.
     """
 
@@ -220,11 +220,7 @@ class StepsUnderWay:
         self._may_be_under_way = 0 if is_host() else 1  # on the CPU, a started step is already computed
 
     def begin(self, *, stopping: float) -> None:
-        """Start a step: when this returns, the run's state in this process is that after the step.
-
-        Args:
-            stopping: see `take_step`.
-        """
+        """Start a step, see `take_step`; when this returns, the state in this process is that after the step."""
         state, rate = self._state, learning_rate(self._state)
         scaler = state.optimizer.loss_scaler
         scale, before = None if scaler is None else scaler.scale_factor, _skipped_steps(state)
@@ -259,11 +255,7 @@ class StepsUnderWay:
         self._begun.append(finish)
 
     def finish(self, *, all_of_them: bool) -> Iterator[FinishedStep]:
-        """Wait for steps, except the newest on an accelerator, which may still run while the next is started.
-
-        Args:
-            all_of_them: whether to wait for the newest too; always so once ranks should stop.
-        """
+        """Wait for steps; on an accelerator not for the newest, unless `all_of_them` is set or ranks should stop."""
         while len(self._begun) > (0 if all_of_them or self.stopping else self._may_be_under_way):
             step = self._begun.popleft()()
             self.stopping = self.stopping or step.stopping > 0

@@ -3,7 +3,7 @@
 import pytest
 from nxd_trainer.recipe import load_recipe, recipe_to_dict
 from nxd_trainer.recipe.files import recipe_keys
-from nxd_trainer.recipe.resuming import changes_to_tell, rule_of
+from nxd_trainer.training.resuming import changes_to_tell, rule_of
 
 RULES = {name: rule_of(name) for name in recipe_keys()}
 # Looked at when they were added; a new key of these sections must be looked at, too.

@@ -2,7 +2,7 @@
 
 import pytest
 from nxd_state import Mesh
-from nxd_trainer.training.stragglers import Straggler, find_straggler
+from nxd_trainer.training.diagnostics import Straggler, find_straggler
 
 MESH = Mesh(8, pp=2, tp=2)  # ranks of stage 0 are 0 to 3; of replica 0 are 0, 1, 4, 5
 
