@@ -7,7 +7,7 @@ from nxd_state import get_world_group, initialize_model_parallel
 from nxd_trainer.data.loader import TrainLoader
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import StepRecord, read_records
-from nxd_trainer.training import checkpoints, train
+from nxd_trainer.training import saving, train
 from nxd_trainer.training.run_state import RunState
 
 pytestmark = pytest.mark.sample(5)  # each takes its time
@@ -81,7 +81,7 @@ def test_run_that_fails_on_one_rank_before_it_saves_ends_on_the_other_at_once(ru
 
 
 def run_with_a_weight_that_is_wrong_on_rank_1_after_step_3(settings: list[str]) -> None:
-    check_weights = checkpoints.check_weights
+    check_weights = saving.check_weights
 
     def check_and_spoil(state: RunState) -> None:
         check_weights(state)
@@ -89,11 +89,11 @@ def run_with_a_weight_that_is_wrong_on_rank_1_after_step_3(settings: list[str]) 
             with torch.no_grad():
                 next(iter(state.model.parameters())).view(torch.uint8).reshape(-1)[0] ^= 1
 
-    checkpoints.check_weights = check_and_spoil
+    saving.check_weights = check_and_spoil
     try:
         run(settings)
     finally:
-        checkpoints.check_weights = check_weights
+        saving.check_weights = check_weights
 
 
 @pytest.mark.parametrize(("every", "kept"), [(2, [1, 2]), (0, [1, 2, 3, 4]), (3, [1, 2, 3])])

@@ -91,7 +91,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["data.chat=true", "data.column=text", "data.path=chat.jsonl", "model.path=folder"],
-            "data.column=text is a column of plain text, which data.chat=true does not read; set one of them",
+            "data.column=text is plain text, which data.chat=true does not read; set one of them",
         ),
         (
             ["data.path=a", 'data.sources={"b": 1}', "data.dataset=org/name", "data.column=text"],
@@ -99,7 +99,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["data.dataset=org/name"],
-            "data.dataset=org/name holds rows; set data.column to the column with their text, or data.chat=true",
+            "data.dataset=org/name holds rows; set data.column to the column with text, or data.chat=true",
         ),
         (
             ["data.dataset_config=main"],

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import yaml
 from nxd_engine.options import Key, Schema, keys_of
 
-from nxd_trainer.recipe.checks import RecipeError, consistency_mistakes
+from nxd_trainer.recipe.checks import RecipeError, consistency_mistakes, named_keys
 from nxd_trainer.recipe.sections import Recipe
 
 IMPORTED_KEYS = frozenset({"model.factory", "optimizer.factory", "pipeline.layer_class"})
@@ -70,9 +70,8 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
     arguments = _schema().nest(values)
     recipe = Recipe(**arguments | {name: cls(**arguments[name]) for name, cls in _section_types().items()})
     wrong_keys = given.keys() - values.keys()
-    for keys, mistake in consistency_mistakes(recipe):
-        if wrong_keys.isdisjoint(keys):  # otherwise it would report a default that the user did not choose
-            mistakes.append(mistake)
+    # Lines that name a wrong key would report a default that the user did not choose.
+    mistakes += [it for it in consistency_mistakes(recipe) if wrong_keys.isdisjoint(named_keys(it))]
     if mistakes:
         raise RecipeError(origin, mistakes)
     return recipe

@@ -70,7 +70,7 @@ class ElasticRecipe:
             check_layout(recipe, degrees.dp)
         except ValueError as error:
             return str(error)
-        return next((mistake for _, mistake in consistency_mistakes(recipe)), None)
+        return next(consistency_mistakes(recipe), None)
 
 
 def train_elastically(
