@@ -6,7 +6,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 import torch
-from nxd_trainer.data import ByteTokenizer, StreamLoader, TextStream, stream_files
+from nxd_trainer.data import ByteTokenizer, StreamLoader, StreamSource, stream_files
 from nxd_trainer.recipe import load_recipe
 
 LENGTH, AT_A_TIME, BATCH = 4, 5, 4
@@ -14,7 +14,7 @@ TEXTS = ["abc", "", "defghijklmnopqrstuvw", "x", "yz" * 40]
 
 
 def stream_of(texts, at_a_time=AT_A_TIME):
-    return TextStream("texts", lambda start: iter(texts[start:]), ByteTokenizer(), LENGTH, at_a_time)
+    return StreamSource("texts", lambda start: iter(texts[start:]), ByteTokenizer(), LENGTH, at_a_time)
 
 
 def loaders(stream, dp_size=1, accumulation=1):
@@ -53,7 +53,7 @@ def test_each_row_begins_as_the_tokenizer_begins_a_text():
     class WithPrefix(ByteTokenizer):
         prefix = (256,)
 
-    (loader,) = loaders(TextStream("texts", lambda start: iter(TEXTS[start:]), WithPrefix(), LENGTH, 1))
+    (loader,) = loaders(StreamSource("texts", lambda start: iter(TEXTS[start:]), WithPrefix(), LENGTH, 1))
 
     (batch,) = loader.next_step()
 
@@ -110,7 +110,7 @@ def test_position_is_that_of_the_steps_taken_not_of_those_read_ahead():
 def test_rows_are_read_as_they_are_needed(tmp_path):
     rows = [json.dumps({"text": "abc" * 10})] * 3 + ["{"]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    (loader,) = loaders(TextStream("a", stream_files([("a", tmp_path / "a.jsonl")], "text"), ByteTokenizer(), 4, 4))
+    (loader,) = loaders(StreamSource("a", stream_files([("a", tmp_path / "a.jsonl")], "text"), ByteTokenizer(), 4, 4))
 
     steps([loader], 5)
 
@@ -119,7 +119,7 @@ def test_rows_are_read_as_they_are_needed(tmp_path):
 
 
 def test_stream_without_end_is_read_in_part_only():
-    endless = TextStream("all", lambda start: (str(number) for number in count(start)), ByteTokenizer(), 4, 8)
+    endless = StreamSource("all", lambda start: (str(number) for number in count(start)), ByteTokenizer(), 4, 8)
 
     assert len(list(islice(loaders(endless)[0].steps_from(0), 3))) == 3
 

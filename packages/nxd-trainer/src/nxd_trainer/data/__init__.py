@@ -14,14 +14,22 @@ from nxd_trainer.data.conversations import (
     describe_conversations,
     open_conversations,
 )
-from nxd_trainer.data.corpus import Corpus, CorpusIndex, PackedSequences, build_corpus, open_corpus, pack_corpus
-from nxd_trainer.data.hub import hub_files, stream_hub
-from nxd_trainer.data.loader import Batch, HeldOutLoader, Sequences, TrainLoader, read_ahead
+from nxd_trainer.data.corpus import Corpus, CorpusIndex, build_corpus, open_corpus
+from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader, read_ahead
 from nxd_trainer.data.messages import Conversation, read_conversation
-from nxd_trainer.data.mixture import MixedSequences, mix, read_weights
 from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
+from nxd_trainer.data.sequences import (
+    MixedSequences,
+    PackedSequences,
+    Sequences,
+    TokenRows,
+    mix,
+    pack_corpus,
+    read_weights,
+)
 from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files, find_tokens
-from nxd_trainer.data.streaming import ReadTexts, StreamLoader, TextStream, TokenRows, stream_files
+from nxd_trainer.data.streaming import ReadTexts, StreamLoader, StreamSource, stream_files, stream_hub
+from nxd_trainer.data.tables import hub_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -67,7 +75,7 @@ __all__ = [
     "stream_files",
     "stream_hub",
     "ReadTexts",
-    "TextStream",
+    "StreamSource",
     "StreamLoader",
     "TokenRows",
     "HeldOutLoader",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import pairwise
@@ -22,13 +22,25 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nxd_trainer.data.messages import MARKS, Conversation, is_learned, plain_messages, read_conversation
-from nxd_trainer.data.rendering import OWN_VARIABLES, Job, Rendered, TemplateRenderer
+from nxd_trainer.data.messages import (
+    MARKS,
+    REASONING_KEYS,
+    Conversation,
+    forms_of_calls,
+    function_of,
+    is_learned,
+    plain_messages,
+    read_conversation,
+    spells_objects,
+    thought_in_content,
+    thought_of,
+    with_reasoning,
+)
+from nxd_trainer.data.rendering import OWN_VARIABLES, Rendered, RenderTask, TemplateRenderer
 from nxd_trainer.data.tokenizer import digest_files, encoding_errors, load_tokenizer_of_transformers
 
 VOCABULARY_FILES = ("vocab.txt", "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # synonyms, the usual one first
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _LONGEST_NAME = 64
 _DEVELOPER = re.compile(r"""["']developer["']""")
@@ -49,47 +61,31 @@ class EncodedConversation(NamedTuple):
 
     tokens: NDArray[np.int64]
     learned: NDArray[np.bool_]
-    num_lost_thoughts: int
-
-
-class EncodedRow(NamedTuple):
-    """The samples in a row.
-
-    Attributes:
-        samples: for each sample, its ids `[tokens]`, and `[tokens]` booleans, true for tokens that the loss counts.
-        special_token: the first special token that a text spells, and so becomes; None if there is none.
-        num_lost_thoughts: number of learned answers whose thoughts the template omits.
-    """
-
-    samples: list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
-    special_token: str | None = None
     num_lost_thoughts: int = 0
 
 
+class EncodedRow(NamedTuple):
+    """The samples in a row, and the first special token that its text spells, and so becomes, if any."""
+
+    samples: list[EncodedConversation]
+    special_token: str | None = None
+
+
 class RowEncoder(Protocol):
-    """Turns a row into samples.
+    """Turns a row into samples."""
 
-    Attributes:
-        marks_answers: whether the answers are known without searching for them.
-        fingerprint: a string that changes whenever the same row would give different tokens.
-    """
-
-    marks_answers: bool
-    fingerprint: str
+    marks_answers: bool  # whether the answers are known without searching for them
+    fingerprint: str  # changes whenever the same row would give different tokens
 
     def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
         """Return the samples in a row; `place` is its location, for messages."""
 
 
 class ChatTemplate:
-    """A tokenizer with a chat template, which turns conversations into tokens.
+    """A tokenizer with a chat template; a `RowEncoder` of conversations.
 
     Args:
         path: the folder of a tokenizer as Hugging Face models ship it, or its tokenizer.json.
-
-    Attributes:
-        marks_answers: whether the template marks the assistant's text.
-        fingerprint: a string that changes whenever the same conversation would give different tokens.
 
     Raises:
         NoChatTemplateError: the tokenizer has no chat template.
@@ -116,16 +112,11 @@ class ChatTemplate:
         self.fingerprint = digest_files(sorted(known))
 
     def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
-        """Encode the conversation in a row with `encode`.
-
-        Raises:
-            ValueError: as for `read_conversation` and `encode`.
-        """
+        """Encode the conversation in a row; raises ValueError as `read_conversation` and `encode` do."""
         conversation = read_conversation(place, row)
         texts = (message.get("content") or "" for message in conversation.messages)
         spelled = (found.group() for text in texts if (found := self._special.search(text)))
-        encoded = self.encode(place, conversation)
-        return EncodedRow([(encoded.tokens, encoded.learned)], next(spelled, None), encoded.num_lost_thoughts)
+        return EncodedRow([self.encode(place, conversation)], next(spelled, None))
 
     def encode(self, place: str, conversation: Conversation) -> EncodedConversation:
         """Tokenize a conversation, and mark the assistant's tokens.
@@ -143,7 +134,10 @@ class ChatTemplate:
         for answer in answers:
             before[messages[answer - 1]["role"] if answer else ""] = answer
         count = len(messages)
-        jobs = [Job(count=count, marked=True), *(Job(count=it, asks=True, marked=True) for it in before.values())]
+        jobs = [
+            RenderTask(count=count, marked=True),
+            *(RenderTask(count=it, asks=True, marked=True) for it in before.values()),
+        ]
         try:
             text, (marked, *prompts), lost_thoughts = self._render(messages, tools, jobs)
             headers = {role: it.text[it.end :] for role, it in zip(before, prompts, strict=True) if it.end}
@@ -202,7 +196,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Tools,
-        jobs: Sequence[Job],
+        jobs: Sequence[RenderTask],
         *,
         asks: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
@@ -214,18 +208,18 @@ class ChatTemplate:
         """
         template = self._tokenizer.get_chat_template(None, tools)
         messages = [{key: value for key, value in message.items() if key not in MARKS} for message in messages]
-        messages = [_with_reasoning(message) for message in messages]
+        messages = [with_reasoning(message) for message in messages]
         if not _DEVELOPER.search(template):
             messages = [{**it, "role": "system"} if it["role"] == "developer" else it for it in messages]
         found: list[Rendered] = []
-        for variant in _forms_of_calls(messages):
+        for variant in forms_of_calls(messages):
             stand_ins = [self._with_stand_ins(number, it) for number, it in enumerate(variant)]
-            whole = [Job(count=len(variant), asks=asks), Job(messages=stand_ins, asks=asks)]
+            whole = [RenderTask(count=len(variant), asks=asks), RenderTask(messages=stand_ins, asks=asks)]
             told = {**variables, **self._tokenizer.special_tokens_map}
             rendered = self._renderer.render(template, told, variant, tools, [*whole, *jobs])
             if not found or rendered[0].error is None:
                 found = rendered
-            if rendered[0].error is None and not _spells_objects(variant, rendered[0].text):
+            if rendered[0].error is None and not spells_objects(variant, rendered[0].text):
                 break
         text, probe, *others = found
         if text.error is not None:
@@ -234,7 +228,7 @@ class ChatTemplate:
         lost = {
             number
             for number, message in enumerate(messages)
-            if (thought := _thought(message))
+            if (thought := thought_of(message))
             and (thought not in text.text if probe.error else f"{self._stand_in}y{number}y" not in probe.text)
         }
         return text.text, others, lost
@@ -242,9 +236,9 @@ class ChatTemplate:
     def _with_stand_ins(self, number: int, message: Message) -> Message:
         """Return a message with unique placeholder texts as its content and thought."""
         content, thought = f"{self._stand_in}x{number}x", f"{self._stand_in}y{number}y"
-        changed = {key: thought for key in _REASONING_KEYS if message.get(key)}
+        changed = {key: thought for key in REASONING_KEYS if message.get(key)}
         if message.get("content"):
-            thinks = _thought_in_content(message) is not None
+            thinks = thought_in_content(message) is not None
             changed["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thinks else content
         return {**message, **changed}
 
@@ -253,29 +247,23 @@ class ChatTemplate:
 
         A template may omit the content beside a tool call, as gpt-oss omits earlier thoughts.
         """
+        left_out = f"the chat template of {self._folder} leaves out"
+        other = "or give the tokenizer a template that renders them"
         for number, message in enumerate(messages):
-            calls = [_function(call).get("name", "") for call in message.get("tool_calls", ())]
+            calls = [function_of(call).get("name", "") for call in message.get("tool_calls", ())]
             content = (message.get("content") or "").strip()
             if probe.error is None:
                 is_there = not content or f"{self._stand_in}x{number}x" in probe.text
             else:
                 is_there = content in text
             if not all(_is_in(text, name) for name in calls):
-                raise _MessageLostError(
-                    f"the chat template of {self._folder} leaves out the tool_calls of message {number}; write them as "
-                    "text, or give the tokenizer a template that renders them"
-                )
+                raise _MessageLostError(f"{left_out} the tool_calls of message {number}; write them as text, {other}")
             if not is_there and not calls:
-                raise _MessageLostError(
-                    f"the chat template of {self._folder} leaves out message {number}, of the role "
-                    f"{message['role']!r}; use a role that it renders"
-                )
-        lost = [name for tool in tools or () if not _is_in(text, name := str(_function(tool).get("name", "")))]
+                role = f"message {number}, of the role {message['role']!r}"
+                raise _MessageLostError(f"{left_out} {role}; use a role that it renders")
+        lost = [name for tool in tools or () if not _is_in(text, name := str(function_of(tool).get("name", "")))]
         if lost:
-            raise _MessageLostError(
-                f"the chat template of {self._folder} leaves out tools, such as {lost[0]!r}; leave tools out, or give "
-                "the tokenizer a template that renders them"
-            )
+            raise _MessageLostError(f"{left_out} tools, such as {lost[0]!r}; leave tools out, {other}")
 
     def _spans(
         self,
@@ -373,7 +361,7 @@ class ChatTemplate:
             count = len(following)
             self._closing[role] = []
             with suppress(ValueError):
-                text, (marked,), _ = self._render(following, tools, [Job(count=count, marked=True)])
+                text, (marked,), _ = self._render(following, tools, [RenderTask(count=count, marked=True)])
                 turns = [
                     text[start:]
                     for number, start, end in marked.passes
@@ -407,52 +395,6 @@ class ChatTemplate:
                 verbose=False,
             )
         return encoded
-
-
-def _forms_of_calls(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield messages with call arguments as objects, which most templates expect, and then as JSON strings."""
-    yield list(messages)
-    if any("tool_calls" in message for message in messages):
-        with_text = [
-            {**it, "tool_calls": [_with_text(call) for call in it["tool_calls"]]} if "tool_calls" in it else it
-            for it in messages
-        ]
-        yield with_text
-        yield [{"content": None, **it} for it in with_text]
-
-
-def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = _function(call)
-    written = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    return {**call, "function": written} if "function" in call else written
-
-
-def _function(it: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the function of a call or a tool."""
-    function = it.get("function", it)
-    return function if isinstance(function, Mapping) else it
-
-
-def _spells_objects(messages: Sequence[Message], text: str) -> bool:
-    """Whether a template writes arguments as Python objects, and so expects a string."""
-    arguments = [_function(call)["arguments"] for it in messages for call in it.get("tool_calls", ())]
-    return any(isinstance(it, dict) and str(it) != json.dumps(it) and str(it) in text for it in arguments)
-
-
-def _with_reasoning(message: Message) -> Message:
-    found = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
-
-
-def _thought(message: Message) -> str:
-    """Return the thought of an answer, if it has one."""
-    thought = message.get("reasoning_content") or _thought_in_content(message)
-    return thought.strip() if isinstance(thought, str) else ""
-
-
-def _thought_in_content(message: Message) -> str | None:
-    thought, end, _ = (message.get("content") or "").partition("</think>")
-    return thought.rpartition("<think>")[2] if end and message["role"] == "assistant" else None
 
 
 def _is_in(text: str, name: str) -> bool:

@@ -96,9 +96,9 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
                 encoded = encoder.encode_row(place, row)
                 if encoded.special_token is not None:
                     spelled[encoded.special_token] += 1
-                if encoded.num_lost_thoughts:
-                    lost_thoughts.append(encoded.num_lost_thoughts)
-                for tokens, learned in encoded.samples:
+                if lost := sum(it.num_lost_thoughts for it in encoded.samples):
+                    lost_thoughts.append(lost)
+                for tokens, learned, _ in encoded.samples:
                     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
                         raise ValueError(
                             f"{place} has token {tokens.max()}, but the tokenizer has {tokenizer.vocab_size} ids; "

@@ -1,12 +1,8 @@
-"""Tokens on disk, and sequences cut from them.
+"""The token cache on disk: a corpus is tokenized once into a flat file, and then memory-mapped.
 
-A corpus is tokenized once into a flat file and then memory-mapped. A cache entry is a folder named by a digest of the
-files' names and contents and the tokenizer. It is written under a temporary name and published by a rename, so an
-existing entry is complete, and any number of processes may build the same one concurrently.
-
-The tokens are cut into equal pieces, some of which are held out for evaluation. Piece i covers tokens
-i * sequence_length to (i + 1) * sequence_length, inclusive: the last one is only a label here and the first input
-of the next piece. `loader.py` determines the order of pieces.
+A cache entry is a folder named by a digest of the files' names and contents and the tokenizer. It is written under a
+temporary name and published by a rename, so an existing entry is complete, and any number of processes may build the
+same one concurrently.
 """
 
 from __future__ import annotations
@@ -48,7 +44,6 @@ from nxd_trainer.data.tokenizer import Tokenizer, encode_prompt
 FORMAT = 1
 TOKENS_FILE = "tokens.bin"
 INDEX_FILE = "index.json"
-NUM_ZONES = 64
 _SECONDS_TO_LOCK = 60.0  # a younger folder may not have been locked yet
 
 
@@ -151,7 +146,7 @@ def make_entry(cache_folder: Path, name: str, write: Callable[[Path], None]) -> 
     if entry.is_dir():
         return entry
     entry.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_over(entry)
+    _remove_abandoned(entry)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=entry.parent))
     lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -159,15 +154,19 @@ def make_entry(cache_folder: Path, name: str, write: Callable[[Path], None]) -> 
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         write(unfinished)
         unfinished.chmod(0o755)  # mkdtemp's folders are private, but a cache is shared
-        _publish(unfinished, entry)
+        try:
+            unfinished.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # otherwise another process published the same content first
+                raise
     finally:
         os.close(lock)
         shutil.rmtree(unfinished, ignore_errors=True)
     return entry
 
 
-def _remove_left_over(entry: Path) -> None:
-    """Remove the unlocked folders that killed processes have left of an entry."""
+def _remove_abandoned(entry: Path) -> None:
+    """Remove the unlocked folders of an entry that killed processes left behind."""
     for folder in entry.parent.glob(f".{entry.name}.*"):
         with suppress(OSError):  # locked, or already gone
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -267,87 +266,3 @@ def _write_tokens(file: Path, documents: Iterable[Document], dtype: str) -> tupl
         stream.flush()
         os.fsync(stream.fileno())
     return num_documents, num_tokens
-
-
-def _publish(unfinished: Path, entry: Path) -> None:
-    try:
-        unfinished.rename(entry)
-    except OSError:
-        if not entry.is_dir():  # otherwise another process published the same content first
-            raise
-
-
-@dataclass(frozen=True)
-class PackedSequences:
-    """Some pieces of the tokens, numbered from 0.
-
-    Attributes:
-        tokens: `[num_tokens]`, all tokens.
-        sequence_length: tokens per piece, without the last label.
-        starts: `[runs]` first piece of each run of adjacent pieces that belong here.
-        lengths: `[runs]` number of pieces in each run.
-    """
-
-    tokens: NDArray[Any]
-    sequence_length: int
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return int(self.lengths.sum())
-
-    def take(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of samples `[count]` as `[count, sequence_length + 1]`."""
-        ends = np.cumsum(self.lengths)
-        runs = np.searchsorted(ends, samples, side="right")
-        pieces = self.starts[runs] + samples - (ends - self.lengths)[runs]
-        taken = np.empty((len(samples), self.sequence_length + 1), dtype=np.int64)
-        for row, piece in enumerate(pieces):
-            first = int(piece) * self.sequence_length
-            taken[row] = self.tokens[first : first + self.sequence_length + 1]
-        return taken
-
-    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return samples `[count]` as inputs, next tokens and positions, each `[count, sequence_length]`."""
-        taken = self.take(samples)
-        inputs = taken[:, :-1]
-        return inputs, taken[:, 1:], np.broadcast_to(np.arange(self.sequence_length), inputs.shape)
-
-    def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Count the labels in the loss, and the tokens, of samples `[count]` together: all of them."""
-        num_tokens = len(samples) * self.sequence_length
-        return num_tokens, num_tokens
-
-
-def pack_corpus(
-    corpus: Corpus, *, sequence_length: int, held_out_fraction: float = 0.0
-) -> tuple[PackedSequences, PackedSequences]:
-    """Cut a corpus into pieces and split them into training and held-out pieces.
-
-    The tokens are divided into up to 64 zones, and the last pieces of each zone are held out, so the held-out part has
-    long passages from all over the corpus. With a fraction above 0 both parts have at least one piece.
-
-    Raises:
-        ValueError: there are too few tokens for one piece (two, if some are held out).
-    """
-    num_pieces = max(0, len(corpus.tokens) - 1) // sequence_length
-    least_pieces = 2 if held_out_fraction > 0 else 1
-    if num_pieces < least_pieces:
-        raise ValueError(
-            f"the data has {len(corpus.tokens)} tokens; data.sequence_length={sequence_length} with "
-            f"data.held_out_fraction={held_out_fraction} needs {least_pieces * sequence_length + 1}: "
-            "add text or lower data.sequence_length"
-        )
-    num_held_out = round(num_pieces * held_out_fraction)
-    num_held_out = min(max(num_held_out, least_pieces - 1), num_pieces - 1)
-    # No more zones than pieces of either part, so that no zone has to hold out more than it has.
-    num_zones = max(1, min(NUM_ZONES, num_held_out, num_pieces - num_held_out))
-    zone_ends = np.arange(1, num_zones + 1) * num_pieces // num_zones
-    zone_starts = np.concatenate([[0], zone_ends[:-1]])
-    held_out_ends = np.arange(1, num_zones + 1) * num_held_out // num_zones
-    held_out_lengths = np.diff(held_out_ends, prepend=0)
-    train_lengths = zone_ends - zone_starts - held_out_lengths
-    return (
-        PackedSequences(corpus.tokens, sequence_length, zone_starts, train_lengths),
-        PackedSequences(corpus.tokens, sequence_length, zone_ends - held_out_lengths, held_out_lengths),
-    )

@@ -12,14 +12,16 @@ that an old checkpoint resumes on the data it would have seen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from nxd_trainer.data.sequences import Sequences
 
 T = TypeVar("T")
 
@@ -46,23 +48,6 @@ class Batch(NamedTuple):
         is_last = document == document[:, -1:]
         has_learned = (is_last & (self.labels != -100)).any(dim=1, keepdim=True)
         return ~is_last | has_learned | (document <= 1)
-
-
-class Sequences(Protocol):
-    """A source of samples of one length."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens per sample."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return samples `[count]`, by number, as inputs, labels and positions, each `[count, sequence_length]`."""
-
-    def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""
 
 
 class Slicer:
@@ -183,18 +168,8 @@ class TrainLoader:
         Raises:
             ValueError: the state has another order: other data, sequence length or seed.
         """
-        own = self.state_dict()
         keys = {"num_samples": "data", "sequence_length": "data.sequence_length", "seed": "train.seed"}
-        differences = [
-            f"{name}={own[name]}, but the checkpoint has {state[name]} (from {key})"
-            for name, key in keys.items()
-            if state[name] != own[name]
-        ]
-        if differences:
-            raise ValueError(
-                f"the run cannot resume its position in the data: {'; '.join(differences)}; restore these values, "
-                "or start over in another output folder"
-            )
+        check_position(self.state_dict(), state, keys)
         self.samples_consumed = state["samples_consumed"]
         all_tokens = self.samples_consumed * self._sequences.sequence_length  # for old checkpoints without these counts
         self.tokens_learned = state.get("tokens_learned", all_tokens)
@@ -213,6 +188,20 @@ class TrainLoader:
             here = epochs == epoch
             samples[here] = shuffled(offsets[here], num_samples, seed=self._seed, epoch=epoch)
         return samples
+
+
+def check_position(own: Mapping[str, Any], stored: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """Raise ValueError unless a loader's state and a checkpoint's have the same values, by name and recipe key."""
+    differences = [
+        f"{name}={own[name]}, but the checkpoint has {stored.get(name)} (from {key})"
+        for name, key in keys.items()
+        if stored.get(name) != own[name]
+    ]
+    if differences:
+        raise ValueError(
+            f"the run cannot resume its position in the data: {'; '.join(differences)}; restore these values, or start "
+            "over in another output folder"
+        )
 
 
 class HeldOutLoader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from reprlib import repr as short_repr
@@ -26,6 +26,7 @@ ROLES_OF_SHAREGPT = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys that say whether a message is learned: OpenAI's, and those of axolotl.
 MARKS = ("weight", "train", "training")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # synonyms, the usual one first
 
 _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which JSON can escape
 
@@ -246,3 +247,51 @@ def _stripped(value: Any) -> Any:
 
 def _shown(value: object) -> str:
     return "empty" if value in ([], {}) else "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def forms_of_calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield messages with call arguments as objects, which most templates expect, and then as JSON strings."""
+    yield list(messages)
+    if any("tool_calls" in message for message in messages):
+        with_text = [
+            {**it, "tool_calls": [_with_text(call) for call in it["tool_calls"]]} if "tool_calls" in it else it
+            for it in messages
+        ]
+        yield with_text
+        yield [{"content": None, **it} for it in with_text]
+
+
+def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = function_of(call)
+    written = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "function": written} if "function" in call else written
+
+
+def function_of(it: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a call or a tool."""
+    function = it.get("function", it)
+    return function if isinstance(function, Mapping) else it
+
+
+def spells_objects(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether a template writes arguments as Python objects, and so expects a string."""
+    arguments = [function_of(call)["arguments"] for it in messages for call in it.get("tool_calls", ())]
+    return any(isinstance(it, dict) and str(it) != json.dumps(it) and str(it) in text for it in arguments)
+
+
+def with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose thought is under all keys that templates read."""
+    found = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def thought_of(message: Mapping[str, Any]) -> str:
+    """Return the thought of an answer, if it has one."""
+    thought = message.get("reasoning_content") or thought_in_content(message)
+    return thought.strip() if isinstance(thought, str) else ""
+
+
+def thought_in_content(message: Mapping[str, Any]) -> str | None:
+    """Return the thought at the start of an answer's content, between `<think>` and `</think>`."""
+    thought, end, _ = (message.get("content") or "").partition("</think>")
+    return thought.rpartition("<think>")[2] if end and message["role"] == "assistant" else None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nxd_trainer.data.chat import ChatTemplate, EncodedRow
+from nxd_trainer.data.chat import ChatTemplate, EncodedConversation, EncodedRow
 from nxd_trainer.data.conversations import (
     Conversations,
     ConversationSequences,
@@ -26,14 +26,10 @@ from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transform
 
 
 class PreferenceEncoder:
-    """Tokenizes rows: texts with a tokenizer, messages with its chat template.
+    """A `RowEncoder` of preferences: texts with a tokenizer, messages with its chat template.
 
     Args:
         path: the folder of a tokenizer as Hugging Face models ship it, or its tokenizer.json.
-
-    Attributes:
-        marks_answers: whether the answers are known without searching for them.
-        fingerprint: a string that changes whenever the same row would give different tokens.
 
     Raises:
         ValueError: there is no such tokenizer, or transformers is not installed.
@@ -84,11 +80,9 @@ class PreferenceEncoder:
             )
         tools = tools_in(place, row)
         said = [Conversation([*prompt, *answer], tools, len(prompt)) for answer in answers]
-        encoded = [self._template.encode(place, conversation) for conversation in said]
-        samples = [(it.tokens, it.learned) for it in encoded]
-        return EncodedRow(samples, num_lost_thoughts=sum(it.num_lost_thoughts for it in encoded))
+        return EncodedRow([self._template.encode(place, conversation) for conversation in said])
 
-    def _encode_text(self, prompt: str, answer: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _encode_text(self, prompt: str, answer: str) -> EncodedConversation:
         end = self._tokenizer.eos_token or ""
         before = self._tokenizer(prompt)["input_ids"]
         ids = self._tokenizer(prompt + answer + ("" if answer.endswith(end) else end))["input_ids"]
@@ -96,7 +90,7 @@ class PreferenceEncoder:
         while shared < min(len(before), len(ids)) and before[shared] == ids[shared]:
             shared += 1
         tokens = np.asarray(ids, dtype=np.int64)
-        return tokens, np.arange(len(tokens)) >= shared
+        return EncodedConversation(tokens, np.arange(len(tokens)) >= shared)
 
 
 def _common_beginning(place: str, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[list[Any]]]:

@@ -34,7 +34,7 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RenderTask:
     """A rendering to make.
 
     Attributes:
@@ -81,7 +81,7 @@ class TemplateRenderer:
         variables: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        jobs: Sequence[Job],
+        jobs: Sequence[RenderTask],
     ) -> list[Rendered]:
         """Render jobs.
 

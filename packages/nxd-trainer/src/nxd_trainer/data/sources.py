@@ -1,8 +1,8 @@
-"""Finds the files of a corpus, tells text, rows and tokens apart, and reads text, always in the same order.
+"""Finds the files of a corpus, distinguishes text, rows and tokens, and reads text, always in the same order.
 
-Text is UTF-8 without NUL bytes; files that are not text are skipped. Files of rows (JSONL, parquet, ...) and of tokens
-(.npy, .bin) are never taken for text; `tables.py` and `pretokenized.py` read them. Symbolic links that leave a folder
-are omitted, so that a folder from a stranger cannot name other files of this machine.
+Text is UTF-8 without NUL bytes; other files are skipped. Files with rows (JSONL, parquet, ...) and with tokens (.npy,
+.bin) are never read as text; `tables.py` and `pretokenized.py` read them. Symbolic links out of a folder are skipped,
+so that an untrusted folder cannot name other files of this machine.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ TOKEN_SUFFIXES = (".npy", ".bin", ".idx")
 PIECE_BYTES = 1 << 22
 INSTALLED_PACKAGES = ("site-packages", "dist-packages")
 STANDARD_LIBRARY_TESTS = ("test", "tests", "idle_test")
-NAMED_LEFT_OUT = 5  # suffixes that the line about files left out names
+MAX_NAMED_SUFFIXES = 5  # in the line about skipped files
 _KEYS_OF_ROWS = "set data.column to the column with their text, or data.chat=true for conversations"
-_HUB_REPOSITORY = re.compile(r"(models|datasets|spaces)--")  # begins a repository's folder in the hub's cache
+_HUB_REPOSITORY = re.compile(r"(models|datasets|spaces)--")  # prefix of a repository's folder in the hub's cache
 _KEY_OF_TOKENS = "set data.suffixes=.npy or .bin,.idx"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One file that is read."""
+    """A file to read."""
 
     path: Path
     name: str  # its path below the corpus's folder, with forward slashes
     num_bytes: int
-    digest: str  # of its content
+    digest: str  # of its contents
 
 
 def find_text_files(
     path: str | Path | None, *, suffixes: Sequence[str] = TEXT_SUFFIXES, include_tests: bool = False
 ) -> list[tuple[str, Path]]:
-    """The files of a corpus, as sorted pairs of name below its folder and path.
+    """Find the text files of a corpus, as sorted pairs of the name relative to the folder and the path.
 
-    Hidden files and folders are omitted.
+    Hidden files and folders are skipped.
 
     Args:
-        path: a text file (of any suffix but those of rows) or a folder; None stands for the `.py` files of the
-            running Python's standard library.
-        suffixes: suffixes of the files taken from a folder.
-        include_tests: take the standard library's own tests, too.
+        path: a text file, with any suffix except those of rows, or a folder; None for the `.py` files of the running
+            Python's standard library.
+        suffixes: suffixes of the files to read in a folder.
+        include_tests: whether to include the standard library's tests.
 
     Raises:
-        ValueError: nothing at the path, or no such file in the folder; or rows, which are not to be trained on as text.
+        ValueError: the path does not exist, the folder has no such file, or the files have rows, which are not text.
     """
     rows = [suffix for suffix in suffixes if suffix in TABLE_SUFFIXES]
     if rows:
@@ -86,7 +86,7 @@ def find_text_files(
 
 
 def _refuse_rows(file: Path) -> None:
-    """Raise ValueError for a file of rows, by its name or by its first line."""
+    """Raise ValueError if a file has rows, judging by its name or its first line."""
     if file.suffix in TABLE_SUFFIXES:
         raise ValueError(f"data.path={file} holds rows, which are not text; {_KEYS_OF_ROWS}")
     with file.open("rb") as stream:
@@ -102,17 +102,17 @@ def _refuse_rows(file: Path) -> None:
 def find_tables(
     path: str | Path | Sequence[Path] | None, *, suffixes: Sequence[str] = TABLE_SUFFIXES
 ) -> list[tuple[str, Path]]:
-    """The files of rows of a corpus, as sorted pairs of name below its folder and path.
+    """Find the files with rows of a corpus, as sorted pairs of the name relative to the folder and the path.
 
-    Of a folder that `datasets.Dataset.save_to_disk` wrote they are the files that it lists. Hidden files and folders
-    are omitted.
+    In a folder from `datasets.Dataset.save_to_disk` these are the files that it lists. Hidden files and folders are
+    skipped.
 
     Args:
-        path: a file, a folder, or the files themselves.
-        suffixes: suffixes of the files taken from a folder.
+        path: a file, a folder, or a list of files.
+        suffixes: suffixes of the files to read in a folder.
 
     Raises:
-        ValueError: nothing at the path, no such file in the folder, or several splits, of which one must be named.
+        ValueError: the path does not exist, the folder has no such file, or it has several splits.
     """
     if path is None:
         raise ValueError("data.column and data.chat need data.path, a file or folder of rows")
@@ -147,7 +147,7 @@ def find_tables(
 
 
 def holds_tokens(path: str | Path | None, suffixes: Sequence[str] | None) -> bool:
-    """Whether a path names tokens: by its suffix, as the prefix of a Megatron pair, or a folder's by `suffixes`."""
+    """Whether a path names tokens, by its suffix, as the prefix of a Megatron pair, or a folder by `suffixes`."""
     if path is None:
         return False
     file = Path(path)
@@ -157,14 +157,14 @@ def holds_tokens(path: str | Path | None, suffixes: Sequence[str] | None) -> boo
 
 
 def find_tokens(path: str | Path, *, suffixes: Sequence[str] | None = None) -> list[tuple[str, Path]]:
-    """The token files of a corpus, as sorted pairs of name below its folder and path.
+    """Find the token files of a corpus, as sorted pairs of the name relative to the folder and the path.
 
     Args:
-        path: a `.npy` or `.bin` file, either file of a Megatron pair or the prefix of both, or a folder.
-        suffixes: suffixes of the files read from a folder; an `.idx` file includes its `.bin` file.
+        path: a `.npy` or `.bin` file, either file of a Megatron pair or their common prefix, or a folder.
+        suffixes: suffixes of the files to read in a folder; an `.idx` file includes its `.bin` file.
 
     Raises:
-        ValueError: nothing at the path, no such file in the folder, or half of a Megatron pair.
+        ValueError: the path does not exist, the folder has no such file, or half of a Megatron pair is missing.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -188,12 +188,12 @@ def find_tokens(path: str | Path, *, suffixes: Sequence[str] | None = None) -> l
 
 
 def _of_megatron(path: Path, suffix: str) -> Path:
-    """The file of a pair, by either of its files or by their prefix, which may have dots."""
+    """Return a file of a pair, given either file or their prefix, which may have dots."""
     return path.with_suffix(suffix) if path.suffix in (".bin", ".idx") else path.with_name(path.name + suffix)
 
 
 def _files_of_saved_dataset(folder: Path) -> list[tuple[str, Path]]:
-    """Those that its `state.json` lists: others beside them are caches of derived data."""
+    """Return the files that the folder's `state.json` lists; others beside them are caches of derived data."""
     try:
         entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
         names = [Path(entry["filename"]).name for entry in entries]
@@ -206,15 +206,15 @@ def _files_of_saved_dataset(folder: Path) -> list[tuple[str, Path]]:
 
 
 def files_left_out(path: str | Path | None, suffixes: Sequence[str] | None, *, takes_rows: bool) -> str | None:
-    """One line about the visible files of a folder that are not taken, with the keys that would take them.
+    """Return a line about the visible files of a folder that are skipped, with the keys that would include them.
 
     Args:
-        path: as `find_text_files`, `find_tables` and `find_tokens` take it.
-        suffixes: suffixes of the files that are read; None: those of text, or of rows.
-        takes_rows: whether rows are taken, not text.
+        path: the path, as for `find_text_files`, `find_tables` and `find_tokens`.
+        suffixes: suffixes of the files that are read; None for those of text or rows.
+        takes_rows: whether rows are read, not text.
 
     Returns:
-        None where nothing is omitted, or the path is no folder of files to choose from.
+        The line; None if nothing is skipped, or the path is not a folder.
     """
     if path is None or not Path(path).is_dir() or (Path(path) / "state.json").is_file():
         return None
@@ -223,15 +223,15 @@ def files_left_out(path: str | Path | None, suffixes: Sequence[str] | None, *, t
     names = [name for name, _ in _walk(folder, ("",), {"__pycache__"}) if not name.endswith(taken)]
     left = Counter(Path(name).suffix for name in names).most_common()
     named = [f"{count} {suffix or 'without suffix'}{_key_of(suffix, taken)}" for suffix, count in left]
-    further = [f"{len(left) - NAMED_LEFT_OUT} more kinds"] if len(left) > NAMED_LEFT_OUT else []
+    further = [f"{len(left) - MAX_NAMED_SUFFIXES} more kinds"] if len(left) > MAX_NAMED_SUFFIXES else []
     links = sum(not _stays_in(folder, file) for _, file in _walk(folder, taken, {"__pycache__"}, with_links=True))
     leaving = [f"{links} links out of the folder (data.sources takes their targets)"] if links else []
-    parts = named[:NAMED_LEFT_OUT] + further + leaving
+    parts = named[:MAX_NAMED_SUFFIXES] + further + leaving
     return f"files in data.path not read: {', '.join(parts)}" if parts else None
 
 
 def _key_of(suffix: str, taken: Sequence[str]) -> str:
-    """What would take files of a suffix, in brackets."""
+    """Return the key that would include files with a suffix, in parentheses."""
     if suffix in TABLE_SUFFIXES:
         return " (data.suffixes takes them)" if taken[0] in TABLE_SUFFIXES else " (data.column or data.chat takes them)"
     if suffix in TOKEN_SUFFIXES:
@@ -244,7 +244,7 @@ def _key_of(suffix: str, taken: Sequence[str]) -> str:
 def _walk(
     folder: Path, suffixes: tuple[str, ...], excluded: set[str], *, with_links: bool = False
 ) -> Iterator[tuple[str, Path]]:
-    """Visible files with these endings; `with_links`: those behind links out of the folder as well."""
+    """Yield visible files with these suffixes; `with_links` includes links out of the folder."""
     for parent, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         for name in names:
@@ -264,7 +264,7 @@ def _stays_in(folder: Path, file: Path) -> bool:
 
 
 def scan_text_files(files: Iterable[tuple[str, Path]]) -> tuple[list[SourceFile], Counter[str]]:
-    """Read each file once for its digest; what is empty, unreadable or not text is counted by reason."""
+    """Read each file once for its digest, and count empty, unreadable and other files that are skipped, by reason."""
     readable: list[SourceFile] = []
     skipped: Counter[str] = Counter()
     for name, path in files:
@@ -283,11 +283,7 @@ def scan_text_files(files: Iterable[tuple[str, Path]]) -> tuple[list[SourceFile]
 
 
 def scan_files(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
-    """Read each file of rows or tokens once for its digest.
-
-    Raises:
-        ValueError: one cannot be read.
-    """
+    """Read each file with rows or tokens once for its digest; raises ValueError if a file cannot be read."""
     scanned = []
     for name, path in files:
         try:
@@ -323,7 +319,7 @@ def _scan(name: str, path: Path) -> SourceFile:
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """The text of a file in pieces of a few million characters that end at line ends."""
+    """Yield the text of a file in pieces of a few million characters that end at line ends."""
     with path.open(encoding="utf-8", newline="") as stream:
         while piece := stream.read(PIECE_BYTES):
             yield piece + stream.readline()

@@ -1,7 +1,8 @@
-"""Reads rows from files of JSONL, JSON, CSV, parquet and arrow, each with the place where it stands, for messages.
+"""Reads rows from files of JSONL, JSON, CSV, parquet and arrow, and finds the files of datasets on the hub.
 
-The only module that imports pyarrow, and only for parquet and arrow. Nothing here knows what the columns mean. These
-two formats can claim any number of rows and values in a few bytes; more than a file's bytes allow for are not read.
+Each row comes with its location, for messages; nothing here interprets the columns. This is the only module that
+imports pyarrow, for parquet and arrow, and datasets, for the hub. Parquet and arrow files can claim any number of rows
+and values in a few bytes, so there are limits relative to the size of a file.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from typing import Any
 
 import numpy as np
 
-# Columns and fields of messages whose values are texts, or lists of objects.
+# Columns, and fields of messages, whose values are texts or lists of objects.
 TEXTS_OR_LISTS = ("content", "value", "prompt", "completion", "chosen", "rejected")
 
 Decode = Callable[[Any], Any]
 
-_LEAST_ALLOWANCE, _ALLOWANCE_PER_BYTE = 1 << 26, 1024  # values, and bytes of texts; no compression does better
+_LEAST_ALLOWANCE, _ALLOWANCE_PER_BYTE = 1 << 26, 1024  # values, and bytes of texts; no format compresses better
 _LEAST_ROWS, _ROWS_PER_BYTE = 1 << 20, 16
 _ROWS_AT_ONCE = 1024
-Row = tuple[str, Mapping[str, Any]]  # where it stands, such as "a.jsonl, line 3", and its values by column
+Row = tuple[str, Mapping[str, Any]]  # its location, such as "a.jsonl, line 3", and its values by column
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file in their order, read as they are requested.
+    """Yield the rows of a file in order, reading them as needed.
 
     Args:
-        path: its suffix, one of `TABLE_SUFFIXES`, says how it is read.
+        path: a file with one of `TABLE_SUFFIXES`, which determines its format.
 
     Raises:
-        ValueError: the file is damaged or something else, of which it names the place; or pyarrow is not installed.
+        ValueError: the file is damaged or has another format; or pyarrow is not installed.
     """
     try:
         yield from _READERS[path.suffix](path)
@@ -43,20 +44,20 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def read_texts(path: Path, column: str) -> Iterator[str]:
-    """The texts in a column, row by row; an unset value is an empty text.
+    """Yield the texts in a column, row by row; a missing value is an empty text.
 
     Raises:
-        ValueError: as for `read_rows`; or a row lacks the column, or holds something else than text in it.
+        ValueError: as for `read_rows` and `text_in`.
     """
     for place, row in read_rows(path):
         yield text_in(place, row, column)
 
 
 def text_in(place: str, row: Mapping[str, Any], column: str) -> str:
-    """The text in a column of a row; an unset value is an empty one.
+    """Return the text in a column of a row; a missing value is an empty text.
 
     Raises:
-        ValueError: the row lacks the column, or holds something else than text in it.
+        ValueError: the row lacks the column, or its value is not text.
     """
     if column not in row:
         raise ValueError(f"{place} has no column {column!r}; set data.column to one of {', '.join(map(str, row))}")
@@ -105,7 +106,7 @@ def _object(place: str, value: object, expected: str) -> Mapping[str, Any]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    limit = csv.field_size_limit(sys.maxsize)  # the usual one is 128 KiB
+    limit = csv.field_size_limit(sys.maxsize)  # the default is 128 KiB
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             for number, row in enumerate(csv.DictReader(stream, strict=True), start=1):
@@ -138,7 +139,7 @@ def _arrow_rows(path: Path) -> Iterator[Row]:
     def batches() -> Iterator[Any]:
         with arrow.memory_map(str(path)) as source:
             try:
-                reader = pyarrow.ipc.open_stream(source)  # as the package datasets writes
+                reader = pyarrow.ipc.open_stream(source)  # as written by the package datasets
             except arrow.ArrowInvalid:
                 reader = pyarrow.ipc.open_file(source)
                 yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
@@ -171,10 +172,9 @@ def _rows_of_batches(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterat
 
 
 def _decoders(schema: Any) -> dict[str, Decode | None]:
-    """Of each column what makes its values those that were saved; None where they are already.
+    """Return a decoder for each column that needs one.
 
-    The package datasets saves values of mixed types as JSON text, and says so in the schema, as its features or by the
-    type of a column.
+    The package datasets saves values of mixed types as JSON text, which the schema's features or a column's type tell.
     """
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -216,7 +216,7 @@ def _with_fields(value: dict[str, Any], fields: Mapping[str, Decode]) -> dict[st
 def _from_json(name: str, text: str) -> Any:
     value = json.loads(text)
     if name in TEXTS_OR_LISTS and not isinstance(value, str):
-        # A text that happens to be JSON, such as "42", is saved as it is.
+        # A text that happens to be JSON, such as "42", is saved unchanged.
         is_list = isinstance(value, list) and all(isinstance(item, dict) for item in value)
         return value if is_list else text
     return value
@@ -232,22 +232,22 @@ def _decoded(place: str, value: Any, decode: Decode | None) -> Any:
 
 
 def _check_rows(path: Path, num_rows: int) -> None:
-    """Raise ValueError where a file claims more rows than there can be something in."""
+    """Raise ValueError if a file claims more rows than fit in it."""
     num_bytes = path.stat().st_size
     if num_rows > _LEAST_ROWS + _ROWS_PER_BYTE * num_bytes:
         raise ValueError(f"{path} claims {num_rows} rows in {num_bytes} bytes; remove it from data.path")
 
 
 def _cost(what: str, array: Any, most: int) -> int:
-    """How many values, and bytes of texts, an array is in Python; arrow may have them all from the same few bytes.
+    """Return the number of values, plus bytes of texts, of an array in Python; arrow may share a few bytes for all.
 
     Args:
-        what: names the column.
+        what: name of the column, for messages.
         array: array of rows, or of values inside them.
         most: maximum number that may be read.
 
     Raises:
-        ValueError: they are more, or of a type that hides how many they are.
+        ValueError: there are more, or their type does not tell how many there are.
     """
     pyarrow, compute, types = (import_module(name) for name in ("pyarrow", "pyarrow.compute", "pyarrow.types"))
     if isinstance(array.type, pyarrow.BaseExtensionType):
@@ -285,12 +285,53 @@ def _is_text(kind: Any) -> bool:
 
 
 def _text_lengths(array: Any) -> Any:
-    """The bytes of each text; those of views are not counted by pyarrow itself."""
+    """Return the length of each text in bytes, which pyarrow itself does not tell for views."""
     pyarrow, compute, types = (import_module(name) for name in ("pyarrow", "pyarrow.compute", "pyarrow.types"))
     if not (types.is_string_view(array.type) or types.is_binary_view(array.type)):
         return compute.binary_length(array)
-    views = np.frombuffer(array.buffers()[1], dtype="<i4").reshape(-1, 4)  # each begins with the length
+    views = np.frombuffer(array.buffers()[1], dtype="<i4").reshape(-1, 4)  # each starts with the length
     return pyarrow.array(views[array.offset : array.offset + len(array), 0])
+
+
+def hub_files(name: str, *, config: str | None = None, split: str = "train") -> list[Path]:
+    """Return the arrow files of a dataset's split, downloaded and converted unless they are cached.
+
+    Args:
+        name: name on the hub, such as `HuggingFaceH4/ultrachat_200k`, or a local folder for `datasets.load_dataset`.
+        config: config of a dataset that has several; None for its only one.
+        split: a whole split, such as `train`.
+
+    Raises:
+        ValueError: there is no such dataset, it needs code, or the package `datasets` is not installed.
+    """
+    if "[" in split or "+" in split:
+        raise ValueError(f"data.dataset_split={split} is a slice or a sum; name one split, such as train")
+    datasets = import_datasets(name)
+    try:
+        data = datasets.load_dataset(name, config, split=split)
+        files = [Path(file["filename"]) for file in data.cache_files]
+    except Exception as error:  # format readers and the network raise many types
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"data.dataset={name} (data.dataset_split={split}) cannot be read: {reason}") from error
+    if not files:
+        raise ValueError(f"data.dataset={name} (data.dataset_split={split}) holds no rows; name another split")
+    return files
+
+
+def import_datasets(name: str) -> Any:
+    """Return the package `datasets`, which does not run a dataset's code from version 4; `name` is for messages."""
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise ValueError(
+            f"data.dataset={name} needs the package datasets, which is missing: pip install 'nxd-trainer[hub]'"
+        ) from error
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ValueError(
+            f"data.dataset={name} needs datasets 4 or later, which does not run a dataset's code, not "
+            f"{datasets.__version__}: pip install 'nxd-trainer[hub]'"
+        )
+    return datasets
 
 
 def _import_pyarrow(path: Path) -> Any:

@@ -1,8 +1,8 @@
-"""The process that renders chat templates: `rendering.py` starts it and talks to it. It has jinja2 and nothing else.
+"""The process that renders chat templates, started by `rendering.py`. It imports only jinja2.
 
-A template is code of a stranger. jinja2's sandbox keeps it from this machine, the limits here keep it from time and
-memory. What it renders is what transformers renders; beside the text, the answer says which part of it comes from which
-message. For that a mark is written at the beginning of each pass of a loop over messages, and taken out again.
+Templates are untrusted code. jinja2's sandbox isolates them from this machine, and the limits here bound their time and
+memory. The text is the same as transformers renders. The answer also tells which part of it comes from which message:
+a mark is written at the start of each pass of a loop over messages, and removed again.
 """
 
 import json
@@ -29,14 +29,7 @@ _MARK = re.compile(rf"\x00{_LABEL} (start|end|open|close) (\d+) (\d+)\x00")
 
 
 class _Rendered(NamedTuple):
-    """A text, and where its parts come from.
-
-    Attributes:
-        text: without marks.
-        passes: number of a message, and beginning and end of what one pass of a loop wrote for it.
-        generated: beginnings and ends of what the template marks by `{% generation %}`.
-        end: end of the last loop over messages; what follows is the end of the conversation, or asks for an answer.
-    """
+    """A text without marks, and the origins of its parts; see `rendering.Rendered`."""
 
     text: str
     passes: list[tuple[int, int, int]]
@@ -65,7 +58,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Without attributes of Python's objects."""
+    """A namespace without access to the attributes of Python objects."""
 
     def __init__(*arguments: Any, **attributes: Any) -> None:
         self, *positional = arguments
@@ -80,7 +73,7 @@ class _Namespace(Namespace):
 
 
 class _Dict:
-    """Makes dictionaries, and is no class of Python's."""
+    """Makes dictionaries without giving templates access to the class."""
 
     def __call__(self, *arguments: Any, **items: Any) -> dict[Any, Any]:
         return dict(*arguments, **items)
@@ -123,7 +116,7 @@ def _environment() -> Any:
 
 
 class _Renderer:
-    """Templates, compiled when they are first asked for."""
+    """Compiles templates when they are first used, and renders them."""
 
     def __init__(self) -> None:
         self._environment = _environment()
@@ -167,7 +160,7 @@ class _Renderer:
 
 
 def _mark_loops(tree: nodes.Template) -> None:
-    """Have each loop with one variable write a mark at the beginning of a pass over a message, and after the last."""
+    """Make each loop with one variable write a mark at the start of a pass over a message, and after the last."""
     for parent in [tree, *tree.find_all(nodes.Node)]:
         for _, children in parent.iter_fields():
             for child in list(children) if isinstance(children, list) else ():
@@ -182,16 +175,16 @@ def _call(name: str, arguments: list[nodes.Expr]) -> nodes.Node:
 
 
 def _parts(marked: str) -> _Rendered:
-    """Take the marks out of a text."""
+    """Remove the marks from a text, and return the parts that they delimit."""
     pieces, passes, generated = [], [], []
-    running: list[tuple[int, int, int]] = []  # loop, message and beginning of the passes that have begun
+    running: list[tuple[int, int, int]] = []  # loop, message and start of each open pass
     opened: list[int] = []
     length = last = end = 0
 
     def close(loop: int) -> None:
         while any(number == loop for number, _, _ in running):
-            _, message, beginning = running.pop()
-            passes.append((message, beginning, length))
+            _, message, start = running.pop()
+            passes.append((message, start, length))
 
     for found in _MARK.finditer(marked):
         pieces.append(marked[last : found.start()])
@@ -199,7 +192,7 @@ def _parts(marked: str) -> _Rendered:
         last = found.end()
         kind, message, loop = found[1], int(found[2]), int(found[3])
         if kind == "start":
-            close(loop)  # of the pass before, which `{% continue %}` may have ended
+            close(loop)  # the previous pass, which may have ended with `{% continue %}`
             running.append((loop, message, length))
         elif kind == "end":
             if any(number == loop for number, _, _ in running):
@@ -226,11 +219,11 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def main(max_seconds: float, max_bytes: int) -> None:
-    """Answer requests until there are no more.
+    """Answer requests until the input ends.
 
     Args:
-        max_seconds: limit of processor time for a request; a request that exceeds it ends the process.
-        max_bytes: limit of memory for a request.
+        max_seconds: processor time per request; a request that exceeds it ends the process.
+        max_bytes: memory per request.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -256,7 +249,7 @@ def _answers(renderer: _Renderer, request: Mapping[str, Any], max_bytes: int) ->
             answers.append(renderer.render(request, job)._asdict())
         except MemoryError:
             answers.append({"error": f"it takes more than {max_bytes >> 20} MiB of memory"})
-        except Exception as error:  # whatever templates raise
+        except Exception as error:  # templates may raise anything
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             answers.append({"error": reason[:500]})
     return answers

@@ -1,7 +1,4 @@
-"""Tokenizers: one token per byte, or a Hugging Face tokenizer from a local file or folder.
-
-Training a tokenizer is not done here, and nothing is downloaded.
-"""
+"""Tokenizers: one token per byte, or a Hugging Face tokenizer from a local file or folder. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# Marks of the end of a document in well-known vocabularies, for a tokenizer that does not name its own.
+# End-of-document tokens of well-known vocabularies, for a tokenizer that does not name its own.
 END_OF_DOCUMENT_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-# Byte-level vocabularies write each byte as one character: a visible one of Latin-1 as itself, the n-th of the other
-# bytes as character 256 + n.
+# Byte-level vocabularies write each byte as one character: a visible one of Latin-1 unchanged, the n-th other byte as
+# character 256 + n.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE} | {
     chr(256 + number): byte for number, byte in enumerate(byte for byte in range(256) if byte not in _VISIBLE)
@@ -44,29 +41,29 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_document(self) -> int:
-        """The id that is put after each document."""
+        """The id that follows each document."""
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """The ids of tokens by how the tokenizer writes them."""
+        """The ids of tokens by their spelling in the vocabulary."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The ids that are no text: marks of documents, turns and the like."""
+        """The ids that are not text, such as ends of documents and turns."""
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """The ids that the tokenizer puts before every text, such as Gemma's `<bos>`; mostly none."""
+        """The ids that the tokenizer puts before every text, such as Gemma's `<bos>`; usually none."""
 
     @property
     def fingerprint(self) -> str:
-        """A text that is another one whenever the same text would give other ids."""
+        """A string that changes whenever the same text would give different ids."""
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a text or of a part of one, without marks at its beginning or end; `[tokens]`."""
+        """Return the ids `[tokens]` of a text or a part of one, without special tokens around it."""
 
     def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids; those outside the vocabulary give nothing, and special ones only where they are wanted."""
+        """Return the text of ids, ignoring ids outside the vocabulary and, unless requested, special ones."""
 
 
 class ByteTokenizer:
@@ -84,17 +81,17 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The UTF-8 bytes of the text; `[tokens]`."""
+        """Return the UTF-8 bytes of a text, `[tokens]`."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of bytes; what is not valid UTF-8 becomes U+FFFD."""
+        """Return the text of bytes, with U+FFFD for invalid UTF-8."""
         end = b"" if skip_special_tokens else END_OF_DOCUMENT_TEXTS[0].encode()
         known = (bytes([token]) if token < self.end_of_document else end for token in tokens if token < self.vocab_size)
         return b"".join(known).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The byte that a token stands for; none for the end of a document."""
+        """Return the byte of a token; empty for the end of a document."""
         return bytes([token]) if token < self.end_of_document else b""
 
 
@@ -107,8 +104,7 @@ class HuggingFaceTokenizer:
         path: the file or the folder.
 
     Raises:
-        ValueError: nothing usable at the path, or no mark for the end of a document.
-        RuntimeError: the package that reads it is not installed.
+        ValueError: there is no usable tokenizer, it has no end-of-document token, or the package is not installed.
     """
 
     def __init__(self, path: str | Path):
@@ -121,7 +117,7 @@ class HuggingFaceTokenizer:
         else:
             raise ValueError(f"data.tokenizer={path} does not exist; use a tokenizer.json or its folder")
         self.vocab_size = max(self.vocabulary.values()) + 1
-        if self.prefix:  # formerly left out, so that the same text gave other ids
+        if self.prefix:  # older versions left it out, so the same text gave different ids
             self.fingerprint += f" after one {self.prefix}"
 
     def _load_file(self, file: Path) -> None:
@@ -129,7 +125,7 @@ class HuggingFaceTokenizer:
         _check_growth(file)
         try:
             tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises plain Exception for whatever it cannot read
+        except Exception as error:  # the package raises plain Exception
             is_pointer = file.read_bytes()[: len(_LFS_POINTER)] == _LFS_POINTER
             reason = "it is a Git LFS pointer; fetch the file with `git lfs pull`" if is_pointer else str(error)
             raise ValueError(f"data.tokenizer: {file} is not a Hugging Face tokenizer: {reason}") from error
@@ -145,7 +141,7 @@ class HuggingFaceTokenizer:
         self.prefix = self._find_prefix(lambda text: tokenizer.encode(text, add_special_tokens=True).ids)
         self.end_of_document = _find_end_of_document(file, self.vocabulary)
         self.fingerprint = f"tokenizers {self.end_of_document} {digest_files([file])}"
-        if cut_texts:  # formerly obeyed, so that the same text gave other ids
+        if cut_texts:  # older versions applied these, so the same text gave different ids
             self.fingerprint += " whole"
 
     def _load_folder(self, folder: Path) -> None:
@@ -162,9 +158,9 @@ class HuggingFaceTokenizer:
         self.fingerprint = f"transformers {self.end_of_document} {digest_files(files)}"
 
     def _find_prefix(self, encode_marked: Callable[[str], list[int]]) -> tuple[int, ...]:
-        """The ids before those of a text, where its marks are added; what comes after it ends whole texts."""
+        """Return the ids that the tokenizer adds before a text; `encode_marked` encodes with special tokens."""
         probes = ((text, self._encode(text)) for text in chain("a", islice(self.vocabulary, 1000)))
-        # Not a mark itself, which would hide where the text begins; the vocabulary comes in an order of chance.
+        # Not a special token, which would hide where the text starts; the vocabulary has no fixed order.
         probe, plain = next(((text, ids) for text, ids in probes if ids and self.special_ids.isdisjoint(ids)), ("", []))
         marked = encode_marked(probe)
         starts = range(len(marked) - len(plain) + 1)
@@ -172,28 +168,28 @@ class HuggingFaceTokenizer:
         return tuple(marked[:start])
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of the text, without special tokens around it; `[tokens]`.
+        """Return the ids `[tokens]` of a text, without special tokens around it.
 
         Raises:
-            ValueError: the tokenizer cannot do it.
+            ValueError: the tokenizer cannot encode the text.
         """
         with encoding_errors():
             return np.asarray(self._encode(text), dtype=np.int64)
 
     def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids."""
+        """Return the text of the ids."""
         known = [token for token in tokens if token < self.vocab_size]
         text: str = self._decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for, also where they are only a part of a character."""
+        """Return the bytes of a token, which may be only a part of a character."""
         written = self._tokens.get(token, "")
-        if _BYTE_TOKEN.fullmatch(written):  # of vocabularies that fall back to bytes
+        if _BYTE_TOKEN.fullmatch(written):  # in vocabularies with byte fallback
             return bytes([int(written[3:5], 16)])
         if self._is_byte_level and token not in self.special_ids and set(written) <= _BYTE_OF.keys():
             return bytes(_BYTE_OF[character] for character in written)
-        if _SPACE in written:  # which decoding omits at the beginning of a text
+        if _SPACE in written:  # which decoding drops at the start of a text
             return written.replace(_SPACE, " ").encode()
         return self.decode([token], skip_special_tokens=False).encode(errors="replace")
 
@@ -214,12 +210,12 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: bytes for None, else a Hugging Face file or folder."""
+    """Return the tokenizer that `data.tokenizer` names: bytes for None, otherwise a Hugging Face file or folder."""
     return ByteTokenizer() if path is None else HuggingFaceTokenizer(path)
 
 
 def load_tokenizer_of_transformers(folder: Path) -> Any:
-    """The tokenizer in a folder, as transformers reads it; a tokenizer with code of its own is refused.
+    """Load the tokenizer in a folder with transformers; a tokenizer that needs its own code is refused.
 
     Raises:
         ValueError: there is no tokenizer, or transformers is not installed.
@@ -230,7 +226,7 @@ def load_tokenizer_of_transformers(folder: Path) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever the readers of many formats raise
+    except Exception as error:  # readers of many formats raise many types
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"data.tokenizer={folder} is not a Hugging Face tokenizer: {reason}") from error
     if tokenizer.is_fast:
@@ -242,8 +238,8 @@ def load_tokenizer_of_transformers(folder: Path) -> Any:
 def encoding_errors() -> Iterator[None]:
     """Raise ValueError for a text that the package tokenizers cannot encode.
 
-    It raises TypeError for half a character, and of a regular expression that takes too long PanicException, which is
-    no Exception and would pass all that handles errors.
+    It raises TypeError for half a character, and PanicException, which is not an Exception, if a regular expression
+    takes too long.
     """
     try:
         yield
@@ -254,7 +250,7 @@ def encoding_errors() -> Iterator[None]:
 
 
 def _take_whole_texts(tokenizer: Any) -> None:
-    """Switch off what a tokenizer.json that was saved after use may carry: it would cut texts, or pad them."""
+    """Turn off truncation and padding, which a tokenizer.json that was saved after use may contain."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
@@ -269,16 +265,16 @@ def _import_reader(package: str, path: Path) -> Any:
         ) from error
 
 
-_MOST_GROWTH = 32  # of a text in a pipeline of steps; the largest that Unicode's own rules have is 18
+_MOST_GROWTH = 32  # of a text, in all steps; Unicode normalization alone expands up to 18 times
 _MOST_STEPS = 64
-_GROWTH = {"ByteLevel": 4, "BertNormalizer": 3}  # by type of step: the number of characters that one may become
+_GROWTH = {"ByteLevel": 4, "BertNormalizer": 3}  # how many characters one may become, by type of step
 
 
 def _check_growth(file: Path) -> None:
-    """Raise ValueError where steps of a tokenizer.json make ever more of a text, so that no memory would suffice."""
+    """Raise ValueError if the steps of a tokenizer.json could expand a text until memory is exhausted."""
     try:
         content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):  # which the package says
+    except (ValueError, RecursionError):  # the package reports it
         return
     if not isinstance(content, dict):
         return
@@ -293,7 +289,7 @@ def _check_growth(file: Path) -> None:
 
 
 def _steps(part: Any, nesting: int) -> Iterator[Mapping[str, Any]]:
-    """The steps of a part of a tokenizer.json, in their order."""
+    """Yield the steps of a part of a tokenizer.json in order."""
     if not isinstance(part, dict):
         return
     lists = [part[key] for key in ("normalizers", "pretokenizers", "decoders", "processors") if key in part]
@@ -305,13 +301,13 @@ def _steps(part: Any, nesting: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(steps: Sequence[Mapping[str, Any]]) -> float:
-    """How many times longer a text can become.
+    """Return how many times longer a text can become.
 
-    A replacement makes more of what an earlier step made only if it can find that: of plain texts, if they share a
-    character. Where other steps change characters in between, anything may be found.
+    A replacement multiplies the growth of an earlier step only if its pattern can match that step's output: for plain
+    texts, if they share a character. If other types of steps change characters, any pattern may match.
     """
     known = all(step.get("type") in ("Replace", "Prepend", "Strip", "ByteFallback", "Fuse") for step in steps)
-    made: list[tuple[float, str]] = []  # by step: the growth up to there, and the characters that it writes
+    made: list[tuple[float, str]] = []  # for each step: the growth so far, and the characters that it writes
     for step in steps:
         finds, writes, own = _replacement(step)
         can_find = [growth for growth, text in made if finds is None or not known or set(finds) & set(text)]
@@ -320,7 +316,7 @@ def _growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str | None, str, float]:
-    """What a step looks for (None: anything), what it writes instead, and how many times longer that is."""
+    """Return the text that a step replaces (None: any), the replacement, and how many times longer that is."""
     if step.get("type") == "Replace":
         pattern, writes = step.get("pattern"), str(step.get("content", ""))
         plain = pattern.get("String") if isinstance(pattern, dict) else None
@@ -335,7 +331,7 @@ def _replacement(step: Mapping[str, Any]) -> tuple[str | None, str, float]:
 
 
 def _may_be_empty(pattern: Any) -> bool:
-    """Whether a regular expression finds something between any two characters, as far as Python's can tell."""
+    """Whether a regular expression matches between any two characters, as far as Python can tell."""
     try:
         return re.fullmatch(str(pattern["Regex"]), "") is not None
     except (re.error, KeyError, TypeError, RecursionError, OverflowError):
@@ -343,7 +339,7 @@ def _may_be_empty(pattern: Any) -> bool:
 
 
 def _template_length(step: Mapping[str, Any]) -> int:
-    """How often a template repeats the text, and marks beyond a handful as if they were it."""
+    """Return how often a template repeats the text; more than a few special tokens count as text."""
     single = step.get("single")
     pieces = [piece for piece in single if isinstance(piece, dict)] if isinstance(single, list) else []
     marks = sum("SpecialToken" in piece for piece in pieces)
@@ -351,17 +347,17 @@ def _template_length(step: Mapping[str, Any]) -> int:
 
 
 def _longest_of_charsmap(charsmap: Any) -> int:
-    """The most characters that SentencePiece's table writes for one: its texts follow the table, with zeros between."""
+    """Return the length of the longest replacement in SentencePiece's table, whose end they follow, null-terminated."""
     try:
         table = base64.b64decode(str(charsmap))
         texts = table[4 + int.from_bytes(table[:4], "little") :]
-    except ValueError:  # no base64, which the package says
+    except ValueError:  # not base64; the package reports it
         return 1
     return max(len(text.decode(errors="replace")) for text in texts.split(b"\0"))
 
 
 def _find_end_of_document(file: Path, vocabulary: Mapping[str, int]) -> int:
-    """The `eos_token` of the tokenizer_config.json beside the file, else a well-known one."""
+    """Return the `eos_token` of the tokenizer_config.json beside the file, otherwise a well-known one."""
     config_file = file.with_name("tokenizer_config.json")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
@@ -386,7 +382,7 @@ def _find_end_of_document(file: Path, vocabulary: Mapping[str, int]) -> int:
 
 
 def digest_files(files: list[Path]) -> str:
-    """A digest of the names and contents of files, in their order."""
+    """Return a digest of the names and contents of files, in order."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())

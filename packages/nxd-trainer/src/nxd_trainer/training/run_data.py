@@ -20,7 +20,7 @@ from nxd_trainer.data import (
     Corpus,
     PreferenceEncoder,
     Sequences,
-    TextStream,
+    StreamSource,
     TokenRows,
     build_conversations,
     build_corpus,
@@ -91,7 +91,7 @@ class RunData:
     notes: list[str]
     warnings: list[str]
     sources: dict[str, Corpus | Conversations]
-    stream: TextStream | None = None
+    stream: StreamSource | None = None
 
 
 def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedData:
@@ -222,7 +222,7 @@ def _opened_stream(recipe: Recipe, evaluation: Source | None) -> RunData:
         made_of += [[file, path.stat().st_size] for file, path in files]
         texts = stream_files(files, options.column)
         read = f"rows of {len(files):,} files of {name}"
-    stream = TextStream(name, texts, tokenizer, options.sequence_length, options.shuffle_buffer_size)
+    stream = StreamSource(name, texts, tokenizer, options.sequence_length, options.shuffle_buffer_size)
     nothing = TokenRows(np.empty((0, options.sequence_length + 1), dtype=np.int64))
     held_out = nothing if evaluation is None else _opened(recipe, evaluation, 0.0).train
     digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
