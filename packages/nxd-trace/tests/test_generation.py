@@ -139,7 +139,7 @@ def test_step_takes_two_parts_of_a_long_prompt_and_a_token_of_the_others(generat
     extended = engine.step()
 
     assert extended == [short]
-    assert (len(short.tokens), long.num_seen) == (2, 2 * SETTINGS["prefill_lengths"][-1])
+    assert (len(short.tokens), long.num_computed) == (2, 2 * SETTINGS["prefill_lengths"][-1])
     engine.clear()
 
 
@@ -211,13 +211,13 @@ def test_prefill_lengths_that_replicas_cannot_share_are_refused():
 
 def test_shared_block_is_free_once_its_last_user_gives_it_back():
     pool = BlockPool(3)
-    shared, other = pool.take(2)
-    pool.keep(shared, b"beginning")
-    assert pool.share([b"beginning"]) == [shared]
+    shared, other = pool.allocate(2)
+    pool.cache_full(shared, b"beginning")
+    assert pool.get_cached([b"beginning"]) == [shared]
 
-    pool.give_back([shared])
-    pool.give_back([other])
+    pool.free([shared])
+    pool.free([other])
 
-    assert pool.take(1) == [other]
-    pool.give_back([shared])
-    assert pool.take(1) == [shared]
+    assert pool.allocate(1) == [other]
+    pool.free([shared])
+    assert pool.allocate(1) == [shared]

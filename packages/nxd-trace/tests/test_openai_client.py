@@ -471,8 +471,8 @@ def test_prompts_that_begin_alike_share_their_cache(engine):
     while not engine.is_idle:
         engine.step()
 
-    assert first.num_shared == 0
-    assert second.num_shared == 32  # whole blocks of 16
+    assert first.num_cached == 0
+    assert second.num_cached == 32  # whole blocks of 16
     assert second.tokens == tiny_decoder.plain_greedy([*prompt[:36], 1, 2], 2)
 
 

@@ -106,4 +106,4 @@ def test_settings_of_other_types_are_named(setting):
 
 
 def test_prompts_have_seeds_of_their_own_beyond_the_largest_too():
-    assert [SamplingSettings(seed=2**63 - 1).of_prompt(index).seed for index in (0, 1)] == [2**63 - 1, -(2**63)]
+    assert [SamplingSettings(seed=2**63 - 1).for_prompt(index).seed for index in (0, 1)] == [2**63 - 1, -(2**63)]

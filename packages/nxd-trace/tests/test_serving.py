@@ -10,7 +10,7 @@ import serve_tiny
 import tiny_decoder
 from nxd_trace.generation import choose_token
 from nxd_trace.serving import CompletionService, ServerLimits, make_app
-from nxd_trace.serving.text import StopText, TextStream
+from nxd_trace.serving.detokenizer import IncrementalDetokenizer, StopString
 from starlette.requests import Request as StarletteRequest
 from starlette.testclient import TestClient
 
@@ -246,16 +246,16 @@ def test_health_models_and_metrics_are_told(client):
 
 
 def test_text_is_held_back_until_its_characters_are_whole():
-    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    stream = IncrementalDetokenizer(lambda tokens: bytes(tokens).decode(errors="replace"))
 
     assert [stream.push(byte) for byte in "né!".encode()] == ["n", "", "é", "!"]
 
 
 def test_text_that_may_begin_a_stop_text_is_held_back():
-    stream = TextStream(lambda tokens: bytes(tokens).decode(), stop=[StopText("ab!")])
+    stream = IncrementalDetokenizer(lambda tokens: bytes(tokens).decode(), stop=[StopString("ab!")])
 
     assert [stream.push(byte) for byte in b"xaabc"] == ["x", "", "a", "", "abc"]
-    assert stream.rest() == ""
+    assert stream.flush() == ""
     assert [stream.push(byte) for byte in b"ab!"] == ["", "", ""]
     assert stream.stopped
 
@@ -285,7 +285,7 @@ async def row_is_freed(service) -> None:
 
 def test_a_stream_that_nobody_reads_any_more_frees_its_row(gated):
     async def read_one_piece():
-        pieces = (await gated.service.start(json.dumps(GREEDY | {"max_tokens": 30}).encode())).pieces()
+        pieces = (await gated.service.start(json.dumps(GREEDY | {"max_tokens": 30}).encode())).chunks()
         await anext(pieces)
         await pieces.aclose()
         gated.permits.release()  # for the step that is under way

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 import pytest
 import serve_tiny as program
 from nxd_trace.serving import CompletionService, make_app
-from nxd_trace.serving.text import StopText, TextStream
+from nxd_trace.serving.detokenizer import IncrementalDetokenizer, StopString
 from starlette.testclient import TestClient
 from tiny_server import TinyServer
 
@@ -31,13 +31,15 @@ def plain_text_before(text, stops):
 
 
 def streamed_text(tokens, stops, cut):
-    stream = TextStream(lambda tokens: b"".join(cut[token] for token in tokens).decode(errors="replace"), stops)
+    stream = IncrementalDetokenizer(
+        lambda tokens: b"".join(cut[token] for token in tokens).decode(errors="replace"), stops
+    )
     pieces = []
     for token in tokens:
         pieces.append(stream.push(token))
         if stream.stopped:
             return "".join(pieces)
-    return "".join(pieces) + stream.rest()
+    return "".join(pieces) + stream.flush()
 
 
 def test_stop_texts_are_found_however_the_tokens_cut_them():
@@ -51,7 +53,7 @@ def test_stop_texts_are_found_however_the_tokens_cut_them():
             cut.append(left[:size])
             left = left[size:]
 
-        written = streamed_text(range(len(cut)), [StopText(stop) for stop in stops], cut)
+        written = streamed_text(range(len(cut)), [StopString(stop) for stop in stops], cut)
 
         assert written == plain_text_before(text, stops), (text, stops, cut)
 
@@ -64,8 +66,8 @@ def test_a_token_is_decoded_with_few_others_however_long_the_text_and_however_br
         return bytes(tokens).decode(errors="replace")
 
     for byte in (b"a", b"\x80"):
-        stream = TextStream(decode)
-        text = "".join(stream.push(byte[0]) for _ in range(2000)) + stream.rest()
+        stream = IncrementalDetokenizer(decode)
+        text = "".join(stream.push(byte[0]) for _ in range(2000)) + stream.flush()
         assert text == (byte * 2000).decode(errors="replace")
     assert max(sizes) < 200
 

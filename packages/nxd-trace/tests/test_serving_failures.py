@@ -9,7 +9,7 @@ import time
 
 import pytest
 from nxd_trace.generation import SamplingSettings
-from nxd_trace.serving import Job, RequestError, RestartPolicy, Scheduler
+from nxd_trace.serving import RequestError, RestartPolicy, ScheduledPrompt, Scheduler
 from tiny_server import TinyServer
 
 pytestmark = pytest.mark.sample(3)  # each takes its time
@@ -99,7 +99,7 @@ def wait_until(condition):
 
 
 def job_for(delivered):
-    return Job([1], SamplingSettings(), delivered.put)
+    return ScheduledPrompt([1], SamplingSettings(), delivered.put)
 
 
 def test_a_full_queue_refuses_and_a_failure_ends_all_that_wait():
@@ -123,18 +123,18 @@ def test_rows_go_to_the_client_and_the_request_that_have_the_fewest():
     delivered = queue.Queue()
     engine = CountingEngine()
     with Scheduler(engine, max_waiting=6) as scheduler:
-        scheduler.submit([Job([0], SamplingSettings(), delivered.put)])
+        scheduler.submit([ScheduledPrompt([0], SamplingSettings(), delivered.put)])
         assert engine.joining.acquire(timeout=60)
         greedy = [
-            Job([10 * request + text], SamplingSettings(), delivered.put, ("greedy", "", request))
+            ScheduledPrompt([10 * request + text], SamplingSettings(), delivered.put, ("greedy", "", request))
             for request in (1, 2)
             for text in range(3)
         ]
         scheduler.submit(greedy[:3])
         scheduler.submit(greedy[3:])
         with pytest.raises(RequestError, match="the queue is full \\(6 prompts wait\\)"):
-            scheduler.submit([Job([19], SamplingSettings(), delivered.put, ("greedy", "", 1))])
-        scheduler.submit([Job([90], SamplingSettings(), delivered.put, ("modest", "", 9))])
+            scheduler.submit([ScheduledPrompt([19], SamplingSettings(), delivered.put, ("greedy", "", 1))])
+        scheduler.submit([ScheduledPrompt([90], SamplingSettings(), delivered.put, ("modest", "", 9))])
         engine.make_room(3)
         assert all(engine.joining.acquire(timeout=60) for _ in range(3))
         scheduler.end_requests()

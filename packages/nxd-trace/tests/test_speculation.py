@@ -54,7 +54,7 @@ def test_greedy_texts_are_those_without_a_draft(model, draft):
     expected = [tiny_decoder.plain_greedy(prompt, NEW) for prompt in PROMPTS]
     assert [completion.tokens for completion in found] == expected
     assert [reported[index] for index in range(len(PROMPTS))] == expected
-    proposed, accepted = generator.engine.num_guesses
+    proposed, accepted = generator.engine.num_draft_tokens
     assert 0 < accepted < proposed
 
 
@@ -66,7 +66,7 @@ def test_kept_guesses_save_steps(engine):
         steps += 1
 
     assert len(sequence.tokens) == NEW
-    assert steps == NEW - engine.num_guesses[1]
+    assert steps == NEW - engine.num_draft_tokens[1]
 
 
 def test_stop_token_among_the_guesses_ends_the_text(engine):
@@ -118,7 +118,7 @@ def test_beginnings_are_shared_and_sequences_that_leave_change_nothing(engine):
     while not engine.is_idle:
         engine.step()
 
-    assert leaving.num_shared == staying.num_shared == joining.num_shared == 20
+    assert leaving.num_cached == staying.num_cached == joining.num_cached == 20
     assert staying.tokens == tiny_decoder.plain_greedy([*system, 6], NEW)
     assert joining.tokens == tiny_decoder.plain_greedy([*system, 7], NEW)
 

@@ -1,27 +1,27 @@
-"""Errors of traced models, other than wrong arguments."""
+"""Errors of traced models and of their server, besides invalid arguments."""
 
 
 class WorkerError(RuntimeError):
-    """A worker process raised, died, or waited for one that did; the message has its traceback."""
+    """A worker process raised, died, or waited for one that did; the message contains its traceback."""
 
 
 class ModelFolderError(ValueError):
-    """A saved model cannot be loaded here: it is damaged, incomplete, or made for another platform."""
+    """A saved model cannot be loaded: it is damaged, incomplete, or made for another platform."""
 
 
 class MissingMainGuardError(WorkerError):
-    """A script traces while a worker process imports it, because `if __name__ == "__main__":` is missing."""
+    """A script traced a model while a worker imported it, because it lacks `if __name__ == "__main__":`."""
 
 
 class RequestError(Exception):
-    """A request that is refused.
+    """A rejected request.
 
     Args:
         status: status of the HTTP response.
         message: description of the problem and the remedy.
-        parameter: name of the wrong field of the request.
-        code: OpenAI's name for this kind of error, if it has one.
-        retry_after: seconds after which the same request may be answered; None if it never is.
+        parameter: name of the invalid field of the request.
+        code: OpenAI's code of this error, if there is one.
+        retry_after: seconds after which to retry; None if retrying is useless.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """As clients of OpenAI's interface read errors."""
+        """The JSON of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the HTTP response."""
+        """Headers of the HTTP response."""
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
 def headline(error: Exception) -> str:
-    """An error of the model in one line: of each rank what it failed with, without tracebacks."""
+    """Summarize a model's error in one line: the error of each rank, without tracebacks."""
     lines = str(error).splitlines() or [type(error).__name__]
     ranks = [line for line in lines if line.startswith("rank ")]
     return "; ".join(ranks or lines[:1])

@@ -51,7 +51,7 @@ from nxd_engine.model_description import (
 from nxd_engine.model_weights import ModelTensors, ModelWeights, holds_average, merged_weights, model_weights
 from nxd_engine.rank_sync import on_all_ranks
 from nxd_lora import name_from_peft
-from nxd_trace.serving.text import unseen_token
+from nxd_trace.serving.detokenizer import special_token
 
 from nxd_trainer.data import Tokenizer, load_tokenizer
 from nxd_trainer.data.chat import ChatTemplate, NoChatTemplateError
@@ -97,7 +97,7 @@ class Words:
 
     def ending_at(self, stops: Iterable[str]) -> "Words":
         """Return a copy that also ends texts at each token that one of these stop texts spells: `<|im_end|>`."""
-        tokens = (unseen_token(text, self.tokenizer.encode, self.tokenizer.decode) for text in stops)
+        tokens = (special_token(text, self.tokenizer.encode, self.tokenizer.decode) for text in stops)
         return replace(self, end_tokens=(*self.end_tokens, *(token for token in tokens if token is not None)))
 
 

@@ -1,8 +1,8 @@
-"""The key-value cache of a rank's attention heads: blocks of fixed shape, written in place, which sequences may share.
+"""The key-value cache: buffers of a rank's attention heads, in blocks, and the pool that assigns blocks to sequences.
 
-A sequence's block table lists its blocks in order, so a token's position says where its keys and values lie. The
-position of a query alone decides which of them it may attend to: those up to its own. Padding has the last position,
-which no attended token ever needs, in block 0 where the table has no other.
+A block table lists a sequence's blocks in order, so a token's position determines where its keys and values are stored.
+A query attends to all positions up to its own. Padding has the last position, which no token attends to, and is stored
+in block 0 where the table has no other block. Sequences with equal prefixes share blocks.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ _SEQUENCE_DIM = 2  # of new keys and values
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """The cache entries of one attention layer per token, on this rank.
+    """What one attention layer stores per token on this rank.
 
     Attributes:
-        heads: key and value heads of this rank.
+        heads: number of this rank's key and value heads.
         key_size: length of each key.
         value_size: length of each value.
         dtype: dtype of both.
@@ -38,12 +38,12 @@ class CacheLayer:
 class KeyValueCache(nn.Module):
     """Buffers `keys_<layer>` and `values_<layer>` of all layers, `[heads/tp, blocks, block_size, size]`.
 
-    Heads come first, so that the blocks of a sequence, once collected, are in memory as attention reads them.
+    Heads come first, so the gathered blocks of a sequence have the memory layout that attention reads.
 
     Args:
-        layers: contents of the cache per layer.
-        num_blocks: block 0 is for padding.
-        block_size: tokens in a block.
+        layers: what each layer stores.
+        num_blocks: number of blocks; block 0 is for padding.
+        block_size: number of tokens per block.
     """
 
     def __init__(self, layers: Sequence[CacheLayer], num_blocks: int, block_size: int) -> None:
@@ -55,30 +55,31 @@ class KeyValueCache(nn.Module):
                 self.register_buffer(f"{kind}_{index}", torch.zeros(*shape, size, dtype=layer.dtype))
 
     def at(self, positions: Tensor, block_tables: Tensor, replicas: Group | None = None) -> "CacheView":
-        """The cache as a model sees it for new tokens.
-
-        Args:
-            positions: positions of the tokens, int64 `[batch, seq]`.
-            block_tables: the blocks of each sequence, int64 `[batch, blocks per sequence]`.
-            replicas: among which the model's tokens are divided, as by `part_of`; None if it gets all of them.
-        """
+        """Return the cache as a model uses it for new tokens; the arguments are those of `CacheView`."""
         return CacheView(self, positions, block_tables, replicas)
 
 
-def part_of(columns: Tensor, replicas: Group) -> Tensor:
-    """This replica's part of new tokens: `[batch, seq]` to `[batch, seq/replicas]`.
+def local_columns(columns: Tensor, replicas: Group) -> Tensor:
+    """Return this replica's share of the new tokens: `[batch, seq]` to `[batch, seq/replicas]`.
 
-    Its place is data, so that all replicas record one graph.
+    The replica's rank is data, not a constant, so all replicas record the same graph.
     """
     parts = columns.unflatten(1, (replicas.size, -1))
     return parts.index_select(1, replicas.rank_tensor(columns).view(1)).squeeze(1)
 
 
 class CacheView:
-    """The cache during one forward; arguments as of `KeyValueCache.at`.
+    """The cache during one forward.
+
+    Args:
+        cache: the buffers.
+        positions: positions of the new tokens, int64 `[batch, seq]`.
+        block_tables: the blocks of each sequence, int64 `[batch, blocks per sequence]`.
+        replicas: the process group that splits the model's tokens (see `local_columns`); None if this rank computes
+            all of them.
 
     Attributes:
-        mask: which slots each new token of this replica may inspect: bool `[batch, 1, seq, slots]`.
+        mask: whether a new token of this replica may attend to a slot: bool `[batch, 1, seq, slots]`.
         newest: position of each sequence's last token, int64 `[batch, 1]`.
     """
 
@@ -92,109 +93,109 @@ class CacheView:
         slots = torch.arange(block_tables.shape[1] * cache.block_size, device=positions.device)
         self._replicas = replicas
         self.newest = positions[:, -1:]
-        own = positions if replicas is None else part_of(positions, replicas)
+        own = positions if replicas is None else local_columns(positions, replicas)
         self.mask = (slots <= own.unsqueeze(-1)).unsqueeze(1)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values of the new tokens; as the method of this name in transformers' caches.
+        """Store a layer's keys and values of the new tokens, as `update` of transformers' caches does.
 
-        Those of all replicas: each writes the same.
+        Every replica stores those of all replicas.
 
         Args:
             keys: `[batch, heads/tp, seq, key]`.
             values: `[batch, heads/tp, seq, value]`.
-            layer: counted from 0.
+            layer: index of the layer.
 
         Returns:
             All keys and values: `[batch, heads/tp, slots, key]` and `[..., value]`.
         """
-        return self._written(f"keys_{layer}", keys), self._written(f"values_{layer}", values)
+        return self._update(f"keys_{layer}", keys), self._update(f"values_{layer}", values)
 
-    def _written(self, name: str, new: Tensor) -> Tensor:
+    def _update(self, name: str, new: Tensor) -> Tensor:
         stored: Tensor = getattr(self._cache, name)
         if self._replicas is not None:
             new = all_gather(new, self._replicas, dim=_SEQUENCE_DIM)
         stored.permute(1, 2, 0, 3).index_put_((self._blocks, self._offsets), new.transpose(1, 2))
-        # Copies whole blocks; indexing by the table would go element by element.
+        # This copies whole blocks; indexing with the table would copy element by element.
         blocks = stored.index_select(1, self._block_tables.flatten()).unflatten(1, self._block_tables.shape)
         return blocks.flatten(2, 3).transpose(0, 1)
 
 
 class BlockPool:
-    """The blocks of a cache, and which of them hold the beginning of which text.
+    """Allocates the blocks of a cache, and finds blocks that already hold the prefix of a text.
 
-    A full block is known by the digest of all tokens up to its end. Blocks that no sequence uses are taken again in the
-    order in which they were given back; until then another sequence that begins alike may use them as they are.
+    A full block is identified by the hash of all tokens up to its end. Free blocks are reused in the order in which
+    they were freed; until then, a sequence with the same prefix can use their contents.
 
     Args:
-        num_blocks: number of blocks in the cache; block 0, for padding, is never allocated.
+        num_blocks: number of blocks; block 0, for padding, is never allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._users = [0] * num_blocks
-        self._unused = dict.fromkeys(range(1, num_blocks))  # the one to take next comes first
+        self._num_users = [0] * num_blocks
+        self._free = dict.fromkeys(range(1, num_blocks))  # an ordered set: the next one to reuse comes first
         self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._hash_of: dict[int, bytes] = {}
 
-    def share(self, digests: Iterable[bytes]) -> list[int]:
-        """Take the blocks that hold the longest known beginning of a text, given by the digests of its full blocks."""
+    def get_cached(self, hashes: Iterable[bytes]) -> list[int]:
+        """Take the blocks that hold the longest cached prefix of a text, given the hashes of its full blocks."""
         blocks = []
-        for digest in digests:
-            block = self._block_of.get(digest)
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
             if block is None:
                 break
-            self._unused.pop(block, None)
-            self._users[block] += 1
+            self._free.pop(block, None)
+            self._num_users[block] += 1
             blocks.append(block)
         return blocks
 
-    def take(self, number: int) -> list[int]:
-        """Take this many blocks, whose contents are forgotten; the caller knows that there are enough."""
-        blocks = [block for block, _ in zip(self._unused, range(number), strict=False)]
+    def allocate(self, number: int) -> list[int]:
+        """Take this many free blocks and forget their contents; the caller ensures that there are enough."""
+        blocks = [block for block, _ in zip(self._free, range(number), strict=False)]
         assert len(blocks) == number
         for block in blocks:
-            del self._unused[block]
-            self._users[block] = 1
-            digest = self._digest_of.pop(block, None)
-            if digest is not None:
-                del self._block_of[digest]
+            del self._free[block]
+            self._num_users[block] = 1
+            block_hash = self._hash_of.pop(block, None)
+            if block_hash is not None:
+                del self._block_of[block_hash]
         return blocks
 
-    def keep(self, block: int, digest: bytes) -> None:
-        """Note what a full block holds, unless another one holds the same."""
-        if digest not in self._block_of:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
+    def cache_full(self, block: int, block_hash: bytes) -> None:
+        """Register the contents of a full block, unless another block has the same."""
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """A sequence no longer uses its blocks, listed in its order: later ones, of less use to others, go first."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """Release a sequence's blocks; the last ones, which others are least likely to share, are reused first."""
         for block in reversed(blocks):
-            self._users[block] -= 1
-            if not self._users[block]:
-                self._unused[block] = None
+            self._num_users[block] -= 1
+            if not self._num_users[block]:
+                self._free[block] = None
 
 
-class TextDigests:
-    """The digests of a growing text's full blocks, each of all tokens up to its end.
+class BlockHashes:
+    """The hashes of a growing text's full blocks, each over all tokens up to the block's end.
 
     Args:
-        tokens: the list itself, which grows.
-        block_size: tokens in a block.
-        salt: texts with different salts have different digests, and so share no blocks.
+        tokens: the list of tokens; hashes follow as it grows.
+        block_size: number of tokens per block.
+        salt: texts with different salts have different hashes, so they share no blocks.
     """
 
     def __init__(self, tokens: Sequence[int], block_size: int, salt: bytes = b"") -> None:
         self._tokens = tokens
         self._block_size = block_size
         self._salt = salt
-        self._known: list[bytes] = []
+        self._hashes: list[bytes] = []
 
-    def first(self, num_tokens: int) -> list[bytes]:
-        """Of the blocks that this many tokens fill."""
+    def up_to(self, num_tokens: int) -> list[bytes]:
+        """Return the hashes of the blocks that the first `num_tokens` tokens fill."""
         number = num_tokens // self._block_size
-        for index in range(len(self._known), number):
-            before = self._known[-1] if index else self._salt
+        for index in range(len(self._hashes), number):
+            previous = self._hashes[-1] if index else self._salt
             start = index * self._block_size
             block = array("q", self._tokens[start : start + self._block_size])
-            self._known.append(hashlib.sha256(before + block.tobytes()).digest())
-        return self._known[:number]
+            self._hashes.append(hashlib.sha256(previous + block.tobytes()).digest())
+        return self._hashes[:number]

@@ -1,4 +1,6 @@
-"""The interface to language models that generation needs, and the traced module: such a model with its cache."""
+"""Decoders: the interface of language models that generation needs, its implementation for transformers' models, and
+the module that is traced: a decoder with its cache.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,40 +11,40 @@ import torch
 from nxd_state import active_group, all_gather
 from torch import Tensor, nn
 
-from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache, part_of
+from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache, local_columns
 
 
 class Decoder(Protocol):
-    """A causal language model, as this package calls it. Implementations are `nn.Module`s."""
+    """A causal language model as generation calls it. Implementations are `nn.Module`s."""
 
     @property
     def model(self) -> nn.Module:
-        """The language model, whose parameters have the names of the unsharded model's."""
+        """The language model; its parameters have the names of the unsharded model."""
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the model is made for."""
+        """Maximum length of a sequence."""
 
     def cache_layers(self) -> Sequence[CacheLayer]:
-        """What each layer keeps on this rank."""
+        """Return what each layer stores on this rank."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
-        """The whole logits that follow the last column, `[batch, vocab]`.
+        """Return the full logits after the last column, `[batch, vocab]`.
 
-        Only attention may inspect other tokens: where replicas share a prompt, these are a part of it.
+        Only attention may look at other tokens: replicas that share a prompt get only their columns of it.
 
         Args:
             input_ids: int64 `[batch, seq]`.
-            positions: positions of each token in its sequence, int64 `[batch, seq]`.
-            cache: takes the keys and values of each layer, gives all of them and the mask.
+            positions: position of each token in its sequence, int64 `[batch, seq]`.
+            cache: the cache; `update` stores a layer's keys and values and returns all of them.
         """
 
 
 class CachedDecoder(nn.Module):
-    """A decoder that keeps its cache in buffers, for `ModelBuilder`.
+    """A decoder with its cache in buffers, for `ModelBuilder`.
 
-    Replicas of it share the columns of a prompt: each computes its part of them, as many as the others, and keeps the
-    keys and values of all, so that any of them can continue alone.
+    Replicas share the columns of a prompt: each computes an equal part and stores the keys and values of all, so that
+    any of them can continue alone.
     """
 
     def __init__(self, decoder: Decoder, num_blocks: int, block_size: int) -> None:
@@ -51,7 +53,7 @@ class CachedDecoder(nn.Module):
         self.cache = KeyValueCache(decoder.cache_layers(), num_blocks, block_size)
 
     def forward(self, input_ids: Tensor, positions: Tensor, block_tables: Tensor) -> Tensor:
-        """The logits after the last column, `[batch, vocab]`.
+        """Return the logits after the last column, `[batch, vocab]`.
 
         Args:
             input_ids: int64 `[batch, seq]`.
@@ -59,22 +61,22 @@ class CachedDecoder(nn.Module):
             block_tables: int64 `[batch, blocks per sequence]`.
         """
         replicas = active_group("dp")
-        if replicas.size == 1 or input_ids.shape[1] % replicas.size:  # a single token is computed by all
+        if replicas.size == 1 or input_ids.shape[1] % replicas.size:  # every replica computes a single token
             return self.decoder(input_ids, positions, self.cache.at(positions, block_tables))
         shared = self.cache.at(positions, block_tables, replicas)
-        logits = self.decoder(part_of(input_ids, replicas), part_of(positions, replicas), shared)
-        return all_gather(logits.unsqueeze(0), replicas, dim=0)[-1]  # the last columns are the last replica's
+        logits = self.decoder(local_columns(input_ids, replicas), local_columns(positions, replicas), shared)
+        return all_gather(logits.unsqueeze(0), replicas, dim=0)[-1]  # the last replica has the last column
 
 
 @dataclass(frozen=True)
 class BuildCachedDecoder:
-    """A `func` for `ModelBuilder`; a class because workers get it by pickle.
+    """A `func` for `ModelBuilder`; a class, so that it can be pickled.
 
     Attributes:
-        build: called in each worker, gives the decoder.
+        build: function called in each worker that returns the decoder.
         num_blocks: number of blocks of the cache.
-        block_size: tokens in each.
-        max_length: maximum length of a sequence, in tokens.
+        block_size: number of tokens per block.
+        max_length: maximum length of a sequence.
     """
 
     build: Callable[[], Decoder]
@@ -83,11 +85,11 @@ class BuildCachedDecoder:
     max_length: int
 
     def __call__(self) -> tuple[nn.Module, list[str]]:
-        """The model, and the names of its state.
+        """Return the model and the names of its state.
 
         Raises:
-            TypeError: `build` gives something else than a decoder.
-            ValueError: the model is made for shorter sequences.
+            TypeError: `build` does not return a decoder.
+            ValueError: the model supports only shorter sequences.
         """
         decoder = self.build()
         if not isinstance(decoder, nn.Module) or not hasattr(decoder, "cache_layers"):
@@ -105,13 +107,13 @@ class BuildCachedDecoder:
 
 
 class HuggingFaceDecoder(nn.Module):
-    """A causal language model of transformers as a `Decoder`.
+    """A causal language model of transformers as a `Decoder`, whole or split by `nxd_layers.hf.parallelize`.
 
-    The model's forward is called with a prepared mask and our cache, whose `update` is that of transformers' caches;
+    Its forward is called with a prepared mask and our cache, which has the `update` of transformers' caches.
     transformers itself is not imported.
 
     Args:
-        model: in memory, or on the meta device.
+        model: the model, which may be on the meta device.
 
     Raises:
         TypeError: the model's forward does not take positions or a cache.
@@ -119,33 +121,33 @@ class HuggingFaceDecoder(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        taken = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-        self._cache_name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
-        missing = [name for name in ("position_ids", self._cache_name) if name not in taken]
+        parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # before transformers 5.24
+        missing = [name for name in ("position_ids", self._cache_name) if name not in parameters]
         if missing:
             raise TypeError(
                 f"{type(model).__name__}.forward does not take {' and '.join(missing)}, so it cannot use a cache; "
                 "use a causal language model with rotary positions"
             )
         self.model = model
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         config: Any = model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self.max_positions: int = min(config.max_position_embeddings, _window(config))
+        self.max_positions: int = min(config.max_position_embeddings, _smallest_window(config))
 
     def cache_layers(self) -> Sequence[CacheLayer]:
-        """Found by recording one token, which computes nothing and sees every kind of attention as it is."""
-        probe = _Probe()
+        """Return what each layer stores, found by recording the forward of one token, which computes nothing."""
+        probe = _CacheProbe()
         device = next(self.model.parameters()).device
         token = torch.zeros(1, 1, dtype=torch.long, device=device)
         with torch.no_grad():
-            torch.export.export(_Probed(self, probe), (token,), strict=False)
+            torch.export.export(_ProbedDecoder(self, probe), (token,), strict=False)
         return [probe.layers[index] for index in range(len(probe.layers))]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, cache: "CacheView | _Probe") -> Tensor:
-        """`[batch, seq]` to the logits after the last column, `[batch, vocab]`."""
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: "CacheView | _CacheProbe") -> Tensor:
+        """Return the logits after the last column, `[batch, vocab]`, for `[batch, seq]` tokens."""
         dtype = next(self.model.parameters()).dtype
-        # Added to the scores: what every attention implementation of transformers understands.
+        # An additive mask: every attention implementation of transformers supports it.
         mask = torch.zeros(cache.mask.shape, dtype=dtype, device=cache.mask.device)
         mask = mask.masked_fill(~cache.mask, torch.finfo(dtype).min)
         output = self.model(
@@ -161,8 +163,8 @@ class HuggingFaceDecoder(nn.Module):
         return logits[:, -1]
 
 
-class _Probe:
-    """Stands in for a cache and records the entries that each layer would keep."""
+class _CacheProbe:
+    """Stands in for a cache and records what each layer would store."""
 
     def __init__(self) -> None:
         self.layers: dict[int, CacheLayer] = {}
@@ -176,8 +178,8 @@ class _Probe:
         raise AttributeError(f"the model uses {name!r} of its cache, but this cache only keeps keys and values")
 
 
-class _Probed(nn.Module):
-    def __init__(self, decoder: HuggingFaceDecoder, probe: _Probe) -> None:
+class _ProbedDecoder(nn.Module):
+    def __init__(self, decoder: HuggingFaceDecoder, probe: _CacheProbe) -> None:
         super().__init__()
         self.decoder = decoder
         self.probe = probe
@@ -187,8 +189,8 @@ class _Probed(nn.Module):
         return self.decoder(token, torch.zeros_like(token), self.probe)
 
 
-def _window(config: Any) -> float:
-    """How far the layers that look back least do so; longer sequences would need other masks for these."""
+def _smallest_window(config: Any) -> float:
+    """Return the smallest attention window of any layer; longer sequences would need other masks for these layers."""
     windows = [getattr(config, "attention_chunk_size", None)]
     if getattr(config, "use_sliding_window", True):
         windows.append(getattr(config, "sliding_window", None))

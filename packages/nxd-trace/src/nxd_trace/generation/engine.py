@@ -1,9 +1,8 @@
-"""Continuous batching: sequences join and leave a batch while the others continue.
+"""Continuous batching: sequences join and leave the batch while others continue.
 
-A step feeds the next parts of new prompts, up to a number of tokens, and a token of every other sequence. So several
-short prompts join at a time, and a long one does not hold up the others for more than that. Prompts that begin as an
-earlier text did use what the cache still has of it. With a draft model, a sequence that takes the likeliest tokens is
-fed several guessed ones at a time.
+A step processes the next chunks of new prompts, up to a number of tokens, and one token of every other sequence. So
+several short prompts join at once, and a long one delays the others by at most one chunk. Prompts reuse cached blocks
+of equal prefixes. With a draft model, greedy sequences verify several proposed tokens per step.
 """
 
 from collections.abc import Sequence
@@ -12,63 +11,62 @@ from typing import Any
 from torch import Tensor
 
 from nxd_trace.generation.cache import BlockPool
-from nxd_trace.generation.model_runner import CachedModel, Drafter, Row
+from nxd_trace.generation.model_runner import DecodeRow, Drafter, ModelRunner
 from nxd_trace.generation.sampling import SamplingSettings
 from nxd_trace.generation.sequence import RunningSequence, read_prompt
 from nxd_trace.model import TensorParallelModel
 
-_PARTS_PER_STEP = 2  # of prompts, of the largest size; of smaller ones as many as have its tokens
+_CHUNKS_PER_STEP = 2  # of the largest prefill; more of smaller ones, up to the same number of tokens
 
 
 class GenerationEngine:
-    """Steps a batch of sequences. Not for several threads at once.
+    """Steps a batch of sequences. Not thread-safe.
 
     Args:
-        model: traced by `compile_generator`, or loaded again.
-        draft: a smaller model of the same vocabulary, compiled with the same sizes, which guesses tokens.
+        model: a model from `compile_generator`, or one loaded again.
+        draft: a smaller model with the same vocabulary, compiled with the same sizes, which proposes tokens.
 
     Attributes:
-        batch_size: sequences at a time.
+        batch_size: maximum number of running sequences.
         max_length: maximum length of a prompt and its continuation.
-        vocab_size: one more than the largest token id.
+        vocab_size: size of the vocabulary.
 
     Raises:
-        ValueError: a model was not made for generation, or the draft does not fit.
+        ValueError: a model was not compiled for generation, or the draft does not match the model.
     """
 
     def __init__(self, model: TensorParallelModel, draft: TensorParallelModel | None = None) -> None:
-        self._model = CachedModel(model)
-        self._drafter = None if draft is None else Drafter(CachedModel(draft), self._model)
+        self._runner = ModelRunner(model)
+        self._drafter = None if draft is None else Drafter(ModelRunner(draft), self._runner)
         self._models = [model] if draft is None else [model, draft]
-        self.batch_size = self._model.batch_size
-        self.max_length = self._model.max_length
-        self.vocab_size = self._model.vocab_size
-        self._block_size = self._model.block_size
-        self._pool = BlockPool(self._model.num_blocks)
-        self._running: list[RunningSequence] = []
+        self.batch_size = self._runner.batch_size
+        self.max_length = self._runner.max_length
+        self.vocab_size = self._runner.vocab_size
+        self._block_size = self._runner.block_size
+        self._forget_all()
 
     @property
     def num_free(self) -> int:
-        """Sequences that may join."""
+        """Number of sequences that can join."""
         return self.batch_size - len(self._running)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence runs."""
+        """Whether no sequence is running."""
         return not self._running
 
     @property
-    def num_guesses(self) -> tuple[int, int]:
-        """Tokens that the draft model has guessed so far, and those that the model kept."""
+    def num_draft_tokens(self) -> tuple[int, int]:
+        """Numbers of tokens that the draft model has proposed, and that the model has accepted."""
         return (0, 0) if self._drafter is None else (self._drafter.num_proposed, self._drafter.num_accepted)
 
     def check(self, prompt: Any, settings: SamplingSettings) -> list[int]:
-        """The prompt's token ids, which may be in any sequence, tensor or array.
+        """Return the prompt's token ids, which may be passed as any sequence, tensor or array.
 
         Raises:
-            TypeError: the prompt is no such thing.
-            ValueError: it is empty, has ids outside the vocabulary, or leaves no room for the new tokens; or a bias is
-                for a token outside the vocabulary.
+            TypeError: the prompt is not a sequence of integers.
+            ValueError: the prompt is empty or too long for the new tokens, or the prompt or `logit_bias` has a token
+                outside the vocabulary.
         """
         ids = read_prompt(prompt, self.vocab_size)
         if len(ids) + settings.max_new_tokens > self.max_length:
@@ -83,12 +81,12 @@ class GenerationEngine:
         return ids
 
     def add(self, prompt: Any, settings: SamplingSettings, cache_salt: bytes = b"") -> RunningSequence:
-        """Let a prompt join the batch.
+        """Add a prompt to the batch.
 
         Args:
             prompt: token ids.
             settings: sampling settings.
-            cache_salt: prompts that begin alike share their cache only under the same salt.
+            cache_salt: prompts share cached prefixes only under the same salt.
 
         Raises:
             TypeError: as `check`.
@@ -102,90 +100,90 @@ class GenerationEngine:
         return sequence
 
     def remove(self, sequence: RunningSequence) -> None:
-        """Take out a sequence that is no longer needed; does nothing if it has left already."""
+        """Remove a sequence, if it is still running."""
         if sequence in self._running:
             self._running.remove(sequence)
-            self._pool.give_back(sequence.blocks)
+            self._pool.free(sequence.blocks)
 
     def step(self) -> list[RunningSequence]:
-        """Feed the next parts of prompts, and tokens of each other sequence. Those that finish or fail leave.
+        """Process chunks of prompts and tokens of all other sequences. Finished and failed sequences leave the batch.
 
         Returns:
-            Those that got tokens, or a failure; not those whose prompt continues in the next step.
+            The sequences that got tokens or failed; not those whose prompt continues in the next step.
 
         Raises:
-            WorkerError: a worker failed.
-            FloatingPointError: the logits have NaNs, which are in the cache, too. After either, `clear` the engine.
+            WorkerError: a worker failed; call `clear` before the next step.
+            FloatingPointError: the logits, and so the cache, contain NaNs; call `clear` before the next step.
         """
-        singles = [sequence for sequence in self._running if sequence.takes_single_tokens]
-        prompts = [sequence for sequence in self._running if not sequence.takes_single_tokens]
+        decoding = [sequence for sequence in self._running if sequence.is_decoding]
+        prefilling = [sequence for sequence in self._running if not sequence.is_decoding]
         for sequence in self._running:
             sequence.num_new = 0
-        return self._feed_prompts(prompts) + (self._feed_singles(singles) if singles else [])
+        return self._prefill(prefilling) + (self._decode(decoding) if decoding else [])
 
-    def _find_blocks(self, sequence: RunningSequence) -> None:
-        """Blocks for all that the sequence may come to: those of a known beginning, and new ones."""
+    def _allocate_blocks(self, sequence: RunningSequence) -> None:
+        """Allocate all blocks that the sequence may need, starting with cached blocks of its prefix."""
         if sequence.blocks:
             return
         if not sequence.settings.prompt_logprobs:
-            # The prompt's last token is fed in any case: the logits after it are wanted.
-            sequence.blocks = self._pool.share(sequence.digests.first(len(sequence.prompt) - 1))
-        sequence.num_seen = sequence.num_drafted = sequence.num_shared = len(sequence.blocks) * self._block_size
+            # The prompt's last token is always processed, for the logits after it.
+            sequence.blocks = self._pool.get_cached(sequence.block_hashes.up_to(len(sequence.prompt) - 1))
+        num_cached = len(sequence.blocks) * self._block_size
+        sequence.num_computed = sequence.num_draft_computed = sequence.num_cached = num_cached
         needed = -(-(len(sequence.prompt) + sequence.settings.max_new_tokens) // self._block_size)
-        sequence.blocks += self._pool.take(needed - len(sequence.blocks))
+        sequence.blocks += self._pool.allocate(needed - len(sequence.blocks))
 
-    def _feed_prompts(self, prompts: Sequence[RunningSequence]) -> list[RunningSequence]:
-        """Feed parts of prompts, each to its end before the next one, which may share its blocks."""
+    def _prefill(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Process chunks of prompts, each to its end before the next one, which may share its blocks."""
         extended = []
-        room = _PARTS_PER_STEP * self._model.prefill_lengths[-1]
-        for sequence in prompts:
-            while room > 0 and not sequence.takes_single_tokens:
-                self._find_blocks(sequence)
-                room -= self._model.part_length(len(sequence.unseen))
-                if self._feed_part(sequence):
+        room = _CHUNKS_PER_STEP * self._runner.prefill_lengths[-1]
+        for sequence in sequences:
+            while room > 0 and not sequence.is_decoding:
+                self._allocate_blocks(sequence)
+                room -= self._runner.prefill_length(len(sequence.pending))
+                chunk = sequence.pending, sequence.num_computed, sequence.blocks
+                if self._drafter is not None:
+                    self._drafter.draft.prefill(*chunk)
+                number, logits = self._runner.prefill(*chunk)
+                sequence.num_computed += number
+                sequence.num_draft_computed = sequence.num_computed
+                if self._take_logits(sequence, logits):
                     extended.append(sequence)
         return extended
 
-    def _feed_part(self, sequence: RunningSequence) -> bool:
-        """Feed the next part of a prompt, to the draft model as well; whether that was the last one."""
-        part = sequence.unseen, sequence.num_seen, sequence.blocks
-        if self._drafter is not None:
-            self._drafter.draft.feed_part(*part)
-        number, logits = self._model.feed_part(*part)
-        sequence.num_seen += number
-        sequence.num_drafted = sequence.num_seen
-        return self._take(sequence, logits)
-
-    def _feed_singles(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
-        """Feed the next token of each sequence, and what a draft model guesses after it."""
+    def _decode(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Process the next token of each sequence, and the tokens that the draft model proposes after it."""
         for sequence in sequences:
-            self._find_blocks(sequence)
-        guesses: list[list[int]] = [[] for _ in sequences]
+            self._allocate_blocks(sequence)
+        proposals: list[list[int]] = [[] for _ in sequences]
         if self._drafter is not None:
-            guesses = self._drafter.propose(sequences)
-        rows: list[Row] = []
+            proposals = self._drafter.propose(sequences)
+        rows: list[DecodeRow] = []
         starts = []
-        for sequence, guessed in zip(sequences, guesses, strict=True):
+        for sequence, proposed in zip(sequences, proposals, strict=True):
             starts.append(len(rows))
-            tokens = [sequence.unseen[0], *guessed]
-            rows += [Row(token, sequence.num_seen + place, sequence.blocks) for place, token in enumerate(tokens)]
-        logits = self._model.feed_rows(rows)
+            tokens = [sequence.pending[0], *proposed]
+            rows += [
+                DecodeRow(token, position, sequence.blocks)
+                for position, token in enumerate(tokens, sequence.num_computed)
+            ]
+        logits = self._runner.decode(rows)
         extended = []
-        for sequence, guessed, start in zip(sequences, guesses, starts, strict=True):
-            sequence.num_seen += 1
-            is_extended = self._take(sequence, logits[start])
+        for sequence, proposed, start in zip(sequences, proposals, starts, strict=True):
+            sequence.num_computed += 1
+            is_extended = self._take_logits(sequence, logits[start])
             number = 0
-            while number < len(guessed) and sequence in self._running and sequence.tokens[-1] == guessed[number]:
+            while number < len(proposed) and sequence in self._running and sequence.tokens[-1] == proposed[number]:
                 number += 1
-                sequence.num_seen += 1
-                self._take(sequence, logits[start + number])
+                sequence.num_computed += 1
+                self._take_logits(sequence, logits[start + number])
             if self._drafter is not None:
-                self._drafter.note_accepted(sequence, guessed, number)
+                self._drafter.accept(sequence, proposed, number)
             extended += [sequence] if is_extended else []
         return extended
 
-    def _take(self, sequence: RunningSequence, logits: Tensor) -> bool:
-        """Give a sequence its logits; whether it got a token or a failure."""
+    def _take_logits(self, sequence: RunningSequence, logits: Tensor) -> bool:
+        """Pass a sequence its logits; returns whether it got a token or failed."""
         try:
             is_extended = sequence.take_logits(logits)
         except FloatingPointError:
@@ -193,29 +191,26 @@ class GenerationEngine:
         except Exception as error:
             sequence.failure = error
             is_extended = True
-        self._keep_full_blocks(sequence)
+        hashes = sequence.block_hashes.up_to(sequence.num_computed)
+        for index in range(sequence.num_cached_blocks, len(hashes)):
+            self._pool.cache_full(sequence.blocks[index], hashes[index])
+        sequence.num_cached_blocks = len(hashes)
         if sequence.finish_reason is not None or sequence.failure is not None:
             self.remove(sequence)
         return is_extended
 
-    def _keep_full_blocks(self, sequence: RunningSequence) -> None:
-        digests = sequence.digests.first(sequence.num_seen)
-        for index in range(sequence.num_kept, len(digests)):
-            self._pool.keep(sequence.blocks[index], digests[index])
-        sequence.num_kept = len(digests)
-
     def clear(self) -> None:
-        """Drop all sequences and empty the cache, for a new beginning after an error."""
+        """Drop all sequences and empty the cache, to start over after an error."""
         self._forget_all()
         for model in self._models:
             if model.worker_pids:
                 model.reset_state()
 
     def check_workers(self) -> None:
-        """Look whether the workers are alive, while there is nothing to step.
+        """Check that the workers are alive, while there is nothing to step.
 
         Raises:
-            WorkerError: one has ended or is stopped.
+            WorkerError: a worker has exited or is stopped.
         """
         for model in self._models:
             model.check_workers()
@@ -225,12 +220,12 @@ class GenerationEngine:
 
         Raises:
             ModelFolderError: the folder has changed or is gone.
-            WorkerError: a worker could not load its part.
+            WorkerError: a worker could not load its shard.
         """
         self._forget_all()
         for model in self._models:
             model.restart()
 
     def _forget_all(self) -> None:
-        self._running = []
-        self._pool = BlockPool(self._model.num_blocks)
+        self._running: list[RunningSequence] = []
+        self._pool = BlockPool(self._runner.num_blocks)

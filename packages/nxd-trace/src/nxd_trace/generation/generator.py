@@ -1,4 +1,4 @@
-"""`Generator`: prompts in, tokens out; and `compile_generator`, which makes the programs that it runs."""
+"""`compile_generator`, which compiles a language model for generation, and the `Generator` that runs it."""
 
 import threading
 from collections import deque
@@ -27,8 +27,8 @@ class Completion:
     """The tokens generated after one prompt.
 
     Attributes:
-        tokens: the new ones; a stop token, if one ended it, is the last.
-        finish_reason: "stop" after a stop token, "length" after the most tokens asked for.
+        tokens: the new tokens, including the stop token that ended the text, if any.
+        finish_reason: "stop" after a stop token, "length" after `max_new_tokens`.
     """
 
     tokens: list[int]
@@ -38,7 +38,7 @@ class Completion:
 class Generator:
     """Continues prompts with a model that was compiled for generation.
 
-    Prompts of any number and lengths share the batch: one joins as soon as another is done. Calls of several threads
+    Prompts of any number and lengths share the batch: one joins as soon as another finishes. Calls from several threads
     run one after the other. `close`, or leaving a `with` block, ends the workers.
 
     Example:
@@ -46,18 +46,15 @@ class Generator:
             first, second = generator.generate([[1, 2, 3], [4]], max_new_tokens=64)
 
     Args:
-        model: made by `compile_generator`, whose `model` can be saved, or loaded by `parallel_model_load`.
-        draft: another, of a smaller model of the same vocabulary with the same sizes. It guesses tokens, several of
-            which the model then checks at a time. Texts are the same as without it; only those of the likeliest tokens
-            (`temperature=0`) are written faster.
+        model: the `model` of a generator from `compile_generator`, or that model loaded by `parallel_model_load`.
+        draft: a smaller model with the same vocabulary and sizes. It proposes tokens, several of which the model
+            verifies at once. Texts are the same as without it; only greedy ones (`temperature=0`) become faster.
 
     Attributes:
-        model: the programs, with the weights and the cache.
-        draft: the programs of the draft model.
         engine: the batch.
 
     Raises:
-        ValueError: a model was not made for generation, or they do not fit each other.
+        ValueError: a model was not compiled for generation, or the models do not match.
     """
 
     def __init__(self, model: TensorParallelModel, draft: TensorParallelModel | None = None) -> None:
@@ -65,7 +62,7 @@ class Generator:
         self.draft = draft
         self.engine = GenerationEngine(model, draft)
         self._lock = threading.Lock()
-        self._caller: int | None = None  # the thread in `generate`
+        self._caller: int | None = None  # the thread that runs `generate`
 
     def generate(
         self,
@@ -77,18 +74,18 @@ class Generator:
         """Continue each prompt.
 
         Args:
-            prompts: token ids of each, at least one, in lists, tensors or arrays; from padded ones by `unpad_prompts`.
-            on_token: called with the prompt's number and each token, as soon as it is chosen.
-            **settings: as for `SamplingSettings`. Prompt `i` draws with `seed + i`.
+            prompts: token ids of each prompt, in lists, tensors or arrays; `unpad_prompts` makes them from padded ones.
+            on_token: function called with the prompt's index and each token, as soon as it is chosen.
+            **settings: fields of `SamplingSettings`. Prompt `i` is sampled with `seed + i`.
 
         Returns:
-            One per prompt, in their order.
+            One completion per prompt, in order.
 
         Raises:
-            TypeError: prompts that are no sequences of token ids.
-            ValueError: an empty prompt, one without room for the new tokens, an id outside the vocabulary, or a setting
-                outside its range.
-            RuntimeError: `on_token` calls this.
+            TypeError: a prompt is not a sequence of token ids.
+            ValueError: a prompt is empty, too long for the new tokens, or has an id outside the vocabulary; or a
+                setting is out of range.
+            RuntimeError: `on_token` called this method.
             WorkerError: a worker failed, or the model is closed.
         """
         if self._caller == threading.get_ident():
@@ -116,14 +113,18 @@ class Generator:
         while waiting or not self.engine.is_idle:
             while waiting and self.engine.num_free:
                 number, prompt = waiting.popleft()
-                numbers[self.engine.add(prompt, sampling.of_prompt(number))] = number
+                numbers[self.engine.add(prompt, sampling.for_prompt(number))] = number
             for sequence in self.engine.step():
                 if sequence.failure is not None:
                     raise sequence.failure
                 if on_token is not None:
                     for token in sequence.tokens[-sequence.num_new :]:
                         on_token(numbers[sequence], token)
-        return [_completion(sequence) for sequence in numbers]  # in the order they joined
+        completions = []
+        for sequence in numbers:  # in the order in which they joined
+            assert sequence.finish_reason is not None
+            completions.append(Completion(sequence.tokens, sequence.finish_reason))
+        return completions
 
     def close(self) -> None:
         """End the worker processes."""
@@ -154,33 +155,33 @@ def compile_generator(
     content: TraceContent | None = None,
     **settings: Any,
 ) -> Generator:
-    """Trace and compile the programs that feed prompts and single tokens to a model.
+    """Trace and compile a language model's prefill and decode programs.
 
     Args:
-        build: called in each worker, gives the decoder: `HuggingFaceDecoder(parallelize(model))`, or your own.
-        batch_size: sequences at a time. There is a program for 1, 2, 4, 8, ... of them, so that few do not cost as much
-            as many.
-        max_length: maximum length of a prompt and what is written after it, in tokens; the cache has room for
-            `batch_size` such.
-        prefill_lengths: prompt tokens at a time, one program each; a part of a prompt takes the smallest that holds it.
-            If empty a quarter of `max_length`, at most 128, and 16 where that is more than 32, and 64 where it is 128.
-        num_speculative_tokens: guesses of a draft model that are checked at a time, for each sequence; for the draft
-            model itself 1.
-        tp_degree: ranks of each replica.
-        context_parallel_size: replicas that read a prompt together, each an equal part of its tokens; single tokens are
-            computed by all of them. There are `tp_degree * context_parallel_size` ranks, each with a whole cache of its
-            heads.
-        expert_parallel_size: ranks that the experts of a mixture are divided among: equal parts of the replicas, if
-            they are enough, and otherwise any of the ranks, which then have whole experts. `build` splits them:
+        build: function called in each worker that returns the decoder: `HuggingFaceDecoder(parallelize(model))`, or
+            your own.
+        batch_size: maximum number of sequences at a time. There are programs for 1, 2, 4, 8, ... sequences, so a few do
+            not cost as much as a full batch.
+        max_length: maximum length of a prompt and its continuation; the cache has room for `batch_size` of this length.
+        prefill_lengths: number of prompt tokens of each prefill program; a chunk of a prompt uses the smallest program
+            that fits. By default a quarter of `max_length`, at most 128; also 16 if that is more than 32, and 64 if it
+            is 128.
+        num_speculative_tokens: number of a draft model's tokens verified at once per sequence; 1 for the draft itself.
+        tp_degree: number of ranks per replica.
+        context_parallel_size: number of replicas that process a prompt together, each an equal part of its tokens;
+            every replica computes single tokens. There are `tp_degree * context_parallel_size` ranks, each with a
+            complete cache of its heads.
+        expert_parallel_size: number of ranks that split the experts of a mixture: ranks with equal shards if there are
+            enough replicas, otherwise any ranks, which then hold whole experts. `build` splits them:
             `parallelize(model, expert_parallel=True)`.
-        weights: for a model on the meta device, by the unsharded model's names, as for `parallel_model_trace`.
-        content: description of the model that `build` makes. A generator of equal content, sizes and settings made
-            before on this machine is used again: only the weights are read. Needs `weights`.
-        **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, cache_dir,
+        weights: weights for a model on the meta device, as for `parallel_model_trace`.
+        content: description of the model that `build` makes. An earlier generator with equal content, sizes and
+            settings is reused: only weights are read. Needs `weights`.
+        **settings: arguments of `parallel_model_trace`: compiler, compiler_args, compiler_workdir, cache_dir,
             inline_weights_to_neff, max_parallel_compilations, progress.
 
     Raises:
-        As `parallel_model_trace`; ValueError for sizes that are not positive or do not fit each other.
+        As `parallel_model_trace`; ValueError if the sizes are not positive or do not match.
     """
     if context_parallel_size < 1:
         raise ValueError(f"context_parallel_size={context_parallel_size} must be 1 or more")
@@ -198,8 +199,8 @@ def compile_generator(
             f"prefill_lengths={lengths} must be multiples of context_parallel_size={context_parallel_size}, so that "
             f"each rank reads an equal part; {uneven[0]} is not"
         )
-    # So that the shapes of the programs tell the length.
-    block_size = max(size for size in range(1, _LARGEST_BLOCK + 1) if max_length % size == 0)
+    # A divisor of max_length, so that the programs' shapes determine it.
+    block_size = max(size for size in range(1, _MAX_BLOCK_SIZE + 1) if max_length % size == 0)
     table = max_length // block_size
     decoder = BuildCachedDecoder(build, 1 + batch_size * table, block_size, max_length)
     builder = ModelBuilder(
@@ -216,10 +217,10 @@ def compile_generator(
         cache = {"num_blocks": decoder.num_blocks, "block_size": block_size, "max_length": max_length}
         content = replace(content, made_of={"decoder": content.made_of, "cache": cache})
     with as_source(weights) as source:
-        return Generator(builder.compile(weights=_OfInnerModel(source), content=content, **settings))
+        return Generator(builder.compile(weights=_InnerModelWeights(source), content=content, **settings))
 
 
-_LARGEST_BLOCK = 16  # tokens; the size of vLLM's
+_MAX_BLOCK_SIZE = 16  # tokens, as vLLM's default
 
 
 def _default_lengths(max_length: int, context_parallel_size: int) -> set[int]:
@@ -229,8 +230,8 @@ def _default_lengths(max_length: int, context_parallel_size: int) -> set[int]:
 
 
 @dataclass(frozen=True)
-class _OfInnerModel:
-    """Weights under the names that they have in the traced module, which holds the model that they are of."""
+class _InnerModelWeights:
+    """Weights of the inner model under their names in the traced module."""
 
     source: WeightSource
     prefix: str = "decoder.model."
@@ -246,8 +247,3 @@ class _OfInnerModel:
 def _example(batch_size: int, length: int, table: int) -> tuple[Tensor, Tensor, Tensor]:
     positions = torch.arange(length).expand(batch_size, length).contiguous()
     return torch.zeros_like(positions), positions, torch.zeros(batch_size, table, dtype=torch.long)
-
-
-def _completion(sequence: RunningSequence) -> Completion:
-    assert sequence.finish_reason is not None
-    return Completion(sequence.tokens, sequence.finish_reason)

@@ -1,8 +1,8 @@
-"""A traced language model as generation calls it: parts of one prompt, and tokens of many sequences.
+"""Runs the programs of models compiled for generation: prefill, decode, and the guesses of a draft model.
 
-Every row of a decode program is a token with its position and the blocks of its sequence. Several rows may be of one
-sequence: each layer writes the keys and values of all rows before any row looks back, and each looks back to its own
-position. So one call checks several guessed tokens as exactly as if they came one by one.
+Each row of a decode program is a token with its position and the blocks of its sequence. Several rows may belong to one
+sequence: each layer stores the keys and values of all rows before any row attends, and each row attends to positions up
+to its own. So one call verifies several draft tokens with the same result as one call per token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from nxd_trace.model import TensorParallelModel
 
 
 @dataclass(frozen=True)
-class Row:
-    """A token to feed.
+class DecodeRow:
+    """One row of a decode call.
 
     Attributes:
-        token: its id.
-        position: in its sequence.
-        blocks: its sequence's blocks of the cache, in order.
+        token: token id.
+        position: position in its sequence.
+        blocks: the sequence's blocks of the cache, in order.
     """
 
     token: int
@@ -31,23 +31,23 @@ class Row:
     blocks: Sequence[int]
 
 
-class CachedModel:
-    """The programs of a model that was made by `compile_generator`.
+class ModelRunner:
+    """The prefill and decode programs of a model.
 
     Args:
-        model: traced, or loaded again.
+        model: a model from `compile_generator`, or one loaded again.
 
     Attributes:
-        model: the same.
-        batch_size: sequences that the cache has room for.
-        num_rows: rows of the largest decode program.
+        batch_size: number of sequences that fit the cache.
+        num_rows: number of rows of the largest decode program.
         max_length: maximum length of a sequence.
-        block_size: tokens in a block.
+        block_size: number of tokens per block.
         num_blocks: number of blocks of the cache.
-        vocab_size: one more than the largest token id.
+        vocab_size: size of the vocabulary.
+        prefill_lengths: number of tokens of each prefill program.
 
     Raises:
-        ValueError: the model was not made for generation.
+        ValueError: the model was not compiled for generation.
     """
 
     def __init__(self, model: TensorParallelModel) -> None:
@@ -60,7 +60,7 @@ class CachedModel:
                 f"the model with programs {', '.join(model.programs)} was not traced for generation; create it with "
                 "compile_generator"
             )
-        self.model = model
+        self._model = model
         self.num_rows, largest = self._decodes[-1]
         signature = model.programs[largest]
         self.num_blocks, self.block_size = states["cache.keys_0"].shape[1:3]
@@ -68,46 +68,39 @@ class CachedModel:
         self.batch_size = (self.num_blocks - 1) // self._table_length
         self.max_length = self._table_length * self.block_size
         self.vocab_size = signature.outputs[0].shape[-1]
+        self.prefill_lengths = tuple(length for length, _ in self._prefills)
 
-    @property
-    def prefill_lengths(self) -> tuple[int, ...]:
-        """Tokens that its prefill programs take."""
-        return tuple(length for length, _ in self._prefills)
+    def prefill_length(self, num_tokens: int) -> int:
+        """Return the length, with padding, of the next prefill call if this many tokens remain."""
+        return self._prefill_for(num_tokens)[0]
 
-    def feed_part(self, tokens: Sequence[int], position: int, blocks: Sequence[int]) -> tuple[int, Tensor]:
-        """Feed the first tokens of what is left of a prompt: as many as the smallest program that fits, or the largest.
+    def prefill(self, tokens: Sequence[int], position: int, blocks: Sequence[int]) -> tuple[int, Tensor]:
+        """Process the next chunk of a prompt with the smallest program that fits all its tokens, or the largest one.
 
         Args:
-            tokens: all that are left.
-            position: position of the first.
+            tokens: the remaining tokens of the prompt.
+            position: position of the first one.
             blocks: blocks of the sequence.
 
         Returns:
-            How many were fed, and the logits after the last of them, `[vocab]`.
+            Number of tokens processed, and the logits after the last of them, `[vocab]`.
 
         Raises:
             WorkerError: a worker failed.
         """
         length, program = self._prefill_for(len(tokens))
-        fed = tokens[:length]
-        # Padding stands before the tokens, so that the last column is the last token.
-        padding = length - len(fed)
+        chunk = tokens[:length]
+        # Padding comes first, so the last column is the last token.
+        padding = length - len(chunk)
         input_ids = torch.zeros(1, length, dtype=torch.long)
         positions = torch.full((1, length), self.max_length - 1)
-        input_ids[0, padding:] = torch.tensor(fed)
-        positions[0, padding:] = torch.arange(position, position + len(fed))
-        logits: Tensor = self.model.run(program, input_ids, positions, self._tables([blocks], 1))
-        return len(fed), logits[0]
+        input_ids[0, padding:] = torch.tensor(chunk)
+        positions[0, padding:] = torch.arange(position, position + len(chunk))
+        logits: Tensor = self._model.run(program, input_ids, positions, self._block_tables([blocks], 1))
+        return len(chunk), logits[0]
 
-    def part_length(self, num_tokens: int) -> int:
-        """Tokens, with padding, of the part that is fed next where this many are left."""
-        return self._prefill_for(num_tokens)[0]
-
-    def _prefill_for(self, num_tokens: int) -> tuple[int, str]:
-        return next((it for it in self._prefills if it[0] >= num_tokens), self._prefills[-1])
-
-    def feed_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Feed at most `num_rows` single tokens; the logits after each, `[rows, vocab]`.
+    def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
+        """Process at most `num_rows` tokens; returns the logits after each, `[rows, vocab]`.
 
         Raises:
             WorkerError: a worker failed.
@@ -116,10 +109,14 @@ class CachedModel:
         padding = size - len(rows)
         input_ids = torch.tensor([row.token for row in rows] + [0] * padding).unsqueeze(1)
         positions = torch.tensor([row.position for row in rows] + [self.max_length - 1] * padding).unsqueeze(1)
-        logits: Tensor = self.model.run(program, input_ids, positions, self._tables([row.blocks for row in rows], size))
+        tables = self._block_tables([row.blocks for row in rows], size)
+        logits: Tensor = self._model.run(program, input_ids, positions, tables)
         return logits[: len(rows)]
 
-    def _tables(self, blocks: Sequence[Sequence[int]], size: int) -> Tensor:
+    def _prefill_for(self, num_tokens: int) -> tuple[int, str]:
+        return next((it for it in self._prefills if it[0] >= num_tokens), self._prefills[-1])
+
+    def _block_tables(self, blocks: Sequence[Sequence[int]], size: int) -> Tensor:
         tables = torch.zeros(size, self._table_length, dtype=torch.long)
         for row, of_sequence in enumerate(blocks):
             tables[row, : len(of_sequence)] = torch.tensor(of_sequence)
@@ -127,22 +124,25 @@ class CachedModel:
 
 
 class Drafter:
-    """A draft model beside the model whose tokens it guesses.
+    """Proposes tokens with a small draft model; the model keeps those that it would have generated itself.
+
+    A sequence has the same blocks in both caches, so both share the same prefixes. Where the draft's cache lacks
+    tokens, such as those of sampled sequences, its guesses are worse, but the texts stay the same: every token that is
+    kept was chosen from the model's own logits.
 
     Args:
-        draft: compiled with the sizes of the model.
-        model: compiled with room for guesses.
+        draft: the draft model, compiled with the model's sizes.
+        model: the model, compiled with speculative tokens.
 
     Attributes:
-        draft: the same.
-        num_proposed: guesses so far.
-        num_accepted: number of tokens that the model kept.
+        num_proposed: number of tokens proposed so far.
+        num_accepted: number of these that the model kept.
 
     Raises:
-        ValueError: they do not fit each other, or the model has no room for guesses.
+        ValueError: the models do not match, or were compiled without speculative tokens.
     """
 
-    def __init__(self, draft: CachedModel, model: CachedModel) -> None:
+    def __init__(self, draft: ModelRunner, model: ModelRunner) -> None:
         for what in ("vocab_size", "max_length", "batch_size", "block_size", "prefill_lengths"):
             ours, theirs = getattr(draft, what), getattr(model, what)
             if ours != theirs:
@@ -150,8 +150,8 @@ class Drafter:
                     f"the draft model has {what}={ours}, but the model {what}={theirs}; use a draft with the same "
                     "vocabulary, and compile it with the same sizes"
                 )
-        self._most = model.num_rows // model.batch_size - 1
-        if self._most < 1 or draft.num_rows < 2 * draft.batch_size:
+        self._max_tokens = model.num_rows // model.batch_size - 1
+        if self._max_tokens < 1 or draft.num_rows < 2 * draft.batch_size:
             raise ValueError(
                 "a model or its draft was compiled without speculative tokens; pass compile_generator "
                 "num_speculative_tokens of 1 or more, also for the draft"
@@ -161,38 +161,41 @@ class Drafter:
         self.num_accepted = 0
 
     def propose(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
-        """Guess what follows each text: as many tokens as there is room and use for.
+        """Return the proposed next tokens of each sequence, as many as can be verified and used.
 
         Raises:
-            WorkerError: a worker of the draft failed.
+            WorkerError: a worker of the draft model failed.
         """
-        guesses: list[list[int]] = [[] for _ in sequences]
-        wanted = [min(self._most, sequence.num_guessable) for sequence in sequences]
-        unseen = {
-            index: list(sequence.text[sequence.num_drafted :])
+        proposed: list[list[int]] = [[] for _ in sequences]
+        wanted = [min(self._max_tokens, sequence.max_draft_tokens) for sequence in sequences]
+        pending = {
+            index: sequence.all_tokens[sequence.num_draft_computed :]
             for index, sequence in enumerate(sequences)
             if wanted[index]
         }
-        while unseen:
-            for index, token in self._next_tokens(sequences, unseen).items():
-                guesses[index].append(token)
-            unseen = {index: guesses[index][-1:] for index in unseen if len(guesses[index]) < wanted[index]}
-        self.num_proposed += sum(map(len, guesses))
-        return guesses
+        while pending:
+            for index, token in self._next_tokens(sequences, pending).items():
+                proposed[index].append(token)
+            pending = {index: proposed[index][-1:] for index in pending if len(proposed[index]) < wanted[index]}
+        self.num_proposed += sum(map(len, proposed))
+        return proposed
 
-    def note_accepted(self, sequence: RunningSequence, guesses: Sequence[int], number: int) -> None:
-        """The model kept this many of a sequence's guesses; what the draft saw of the others is written over."""
+    def accept(self, sequence: RunningSequence, proposed: Sequence[int], number: int) -> None:
+        """Count the tokens that the model kept; the draft's entries of the others are overwritten later."""
         self.num_accepted += number
-        # The last guess has not been fed.
-        sequence.num_drafted -= max(0, len(guesses) - 1 - number)
+        # The draft model has not processed its last proposal.
+        sequence.num_draft_computed -= max(0, len(proposed) - 1 - number)
 
-    def _next_tokens(self, sequences: Sequence[RunningSequence], unseen: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Feed what the draft has not seen; the likeliest token after each."""
+    def _next_tokens(
+        self, sequences: Sequence[RunningSequence], pending: Mapping[int, Sequence[int]]
+    ) -> dict[int, int]:
+        """Process pending tokens; returns the most likely next token by sequence index."""
         rows, ends = [], {}
-        for index, tokens in unseen.items():
+        for index, tokens in pending.items():
             sequence = sequences[index]
-            rows += [Row(token, sequence.num_drafted + place, sequence.blocks) for place, token in enumerate(tokens)]
-            sequence.num_drafted += len(tokens)
+            start = sequence.num_draft_computed
+            rows += [DecodeRow(token, position, sequence.blocks) for position, token in enumerate(tokens, start)]
+            sequence.num_draft_computed += len(tokens)
             ends[index] = len(rows) - 1
-        likeliest = self.draft.feed_rows(rows).argmax(dim=1)
-        return {index: int(likeliest[end]) for index, end in ends.items()}
+        most_likely = self.draft.decode(rows).argmax(dim=1)
+        return {index: int(most_likely[end]) for index, end in ends.items()}

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: penalties, then the likeliest, or a draw by temperature, top k, top p, min p."""
+"""Chooses the next token from logits: penalties, then the most likely token or a sample."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely the model found a token, before temperature and penalties.
+    """The model's log-probabilities at one token, before temperature and penalties.
 
     Attributes:
-        token: its id.
-        logprob: natural logarithm of its probability; None of a prompt's first token.
-        top: the likeliest tokens and theirs, the likeliest first.
+        token: token id.
+        logprob: natural log of the token's probability; None for a prompt's first token.
+        top: the most likely tokens with their log-probabilities, in descending order.
     """
 
     token: int
@@ -25,7 +25,7 @@ class TokenLogprobs:
 
     @classmethod
     def of(cls, token: int, logits: Tensor, num_top: int) -> Self:
-        """Of `[vocab]` logits."""
+        """Compute them from `[vocab]` logits."""
         logprobs = logits.double().log_softmax(0)
         values, tokens = logprobs.topk(min(num_top, logprobs.numel()))
         return cls(token, float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
@@ -33,28 +33,30 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How one prompt is continued.
+    """How a prompt is continued.
 
     Attributes:
-        max_new_tokens: stop after this many.
-        temperature: 0 takes the likeliest token; higher is bolder.
-        top_k: draw from the k likeliest tokens; 0 for all.
-        top_p: draw from the fewest likeliest tokens that have this probability together (Holtzman et al. 2020); 0
-            leaves the likeliest token alone.
-        min_p: draw from tokens that have at least this part of the likeliest one's probability (Nguyen et al. 2024).
-        repetition_penalty: divides the positive logits of tokens in the prompt or written, and multiplies the negative
-            ones (Keskar et al. 2019), from 0.01 to 100; 1 changes nothing.
-        presence_penalty: is taken off the logit of each token that has been written, from -2 to 2.
-        frequency_penalty: is taken off as often as the token has been written, from -2 to 2.
-        logit_bias: pairs of a token and what is added to its logit.
-        stop_tokens: stop after one of these.
-        min_new_tokens: stop tokens are not chosen before this many others.
-        seed: random seed; samples do not depend on the rest of the batch; from -2**63 to 2**63 - 1.
-        num_logprobs: give the log-probability of each written token and this many of the likeliest; None gives none.
-        prompt_logprobs: give them for the prompt's tokens, too, which are then fed one by one.
+        max_new_tokens: maximum number of new tokens.
+        temperature: sampling temperature; 0 takes the most likely token.
+        top_k: number of most likely tokens to sample from; 0 for all.
+        top_p: sample from the smallest set of most likely tokens with this total probability (Holtzman et al. 2020);
+            0 keeps only the most likely token.
+        min_p: minimum probability of a sampled token, as a fraction of the most likely token's (Nguyen et al. 2024).
+        repetition_penalty: divisor of positive logits, and factor of negative logits, of tokens in the prompt or the
+            new text (Keskar et al. 2019), from 0.01 to 100; 1 for none.
+        presence_penalty: value subtracted from the logit of each token in the new text, from -2 to 2.
+        frequency_penalty: value subtracted once per occurrence of the token in the new text, from -2 to 2.
+        logit_bias: pairs of a token and the value added to its logit.
+        stop_tokens: tokens that end the text.
+        min_new_tokens: number of new tokens before which stop tokens are not chosen.
+        seed: random seed, from -2**63 to 2**63 - 1; samples do not depend on the rest of the batch.
+        num_logprobs: number of most likely tokens to return log-probabilities of, besides each new token's own; None
+            for no log-probabilities.
+        prompt_logprobs: whether to return log-probabilities of the prompt's tokens, which are then processed one by
+            one.
 
     Raises:
-        ValueError: a setting outside its range, or of another type.
+        ValueError: a setting is out of range or has the wrong type.
     """
 
     max_new_tokens: int = 64
@@ -84,7 +86,11 @@ class SamplingSettings:
                 ("repetition_penalty", "from 0.01 to 100", _is_within(self.repetition_penalty, 0.01, 100)),
                 ("presence_penalty", "from -2 to 2", _is_within(self.presence_penalty, -2, 2)),
                 ("frequency_penalty", "from -2 to 2", _is_within(self.frequency_penalty, -2, 2)),
-                ("stop_tokens", "a tuple of token ids", _are_whole(self.stop_tokens)),
+                (
+                    "stop_tokens",
+                    "a tuple of token ids",
+                    isinstance(self.stop_tokens, Iterable) and all(_is_whole(token, 0) for token in self.stop_tokens),
+                ),
                 (
                     "min_new_tokens",
                     f"a whole number from 0 to max_new_tokens={self.max_new_tokens!r}",
@@ -92,7 +98,11 @@ class SamplingSettings:
                     and not (_is_whole(self.max_new_tokens, 1) and self.min_new_tokens > self.max_new_tokens),
                 ),
                 ("seed", "a whole number from -2**63 to 2**63 - 1", _is_whole(self.seed, -(2**63), 2**63)),
-                ("num_logprobs", "a whole number, 0 or more, or None", _is_whole_or_none(self.num_logprobs)),
+                (
+                    "num_logprobs",
+                    "a whole number, 0 or more, or None",
+                    self.num_logprobs is None or _is_whole(self.num_logprobs, 0),
+                ),
             )
             if not holds
         ]
@@ -101,12 +111,12 @@ class SamplingSettings:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether there is a penalty, a bias, or a least number of tokens."""
+        """Whether there are penalties, biases, or a minimum number of tokens."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias) or self.min_new_tokens > 0 or any(penalties)
 
-    def of_prompt(self, index: int) -> Self:
-        """For the prompt of this number: with its own seed, `seed + index` (after the largest comes the smallest)."""
+    def for_prompt(self, index: int) -> Self:
+        """Return the settings of one prompt of several, whose seed is `seed + index`, modulo 2**64."""
         return replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
 
@@ -114,23 +124,12 @@ def _is_whole(value: Any, least: int, end: float = float("inf")) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
 
 
-def _are_whole(values: Any) -> bool:
-    return isinstance(values, Iterable) and all(_is_whole(value, 0) for value in values)
-
-
-def _is_whole_or_none(value: Any) -> bool:
-    return value is None or _is_whole(value, 0)
-
-
 def _is_within(value: Any, least: float, most: float) -> bool:
-    return _is_finite(value) and least <= value <= most
-
-
-def _is_finite(value: Any) -> bool:
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    except OverflowError:  # an integer beyond every float
+        is_finite = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:  # an integer too large for a float
         return False
+    return is_finite and least <= value <= most
 
 
 def choose_token(
@@ -141,17 +140,17 @@ def choose_token(
     prompt: Sequence[int] = (),
     written: Sequence[int] = (),
 ) -> int:
-    """The next token.
+    """Return the next token.
 
     Args:
         logits: `[vocab]`, on the CPU.
         settings: sampling settings.
-        generator: for the draw; not used without temperature.
-        prompt: its tokens, for the penalties.
-        written: the tokens after it, for the penalties.
+        generator: random generator, used only with a temperature.
+        prompt: tokens of the prompt, for penalties.
+        written: tokens after the prompt, for penalties.
 
     Raises:
-        FloatingPointError: the logits have NaNs, or infinities that are not negative.
+        FloatingPointError: the largest logit is infinite, or a logit is NaN.
     """
     largest = float(logits.max())
     if not isfinite(largest):
@@ -169,15 +168,15 @@ def choose_token(
 def penalized_logits(
     logits: Tensor, settings: SamplingSettings, prompt: Sequence[int], written: Sequence[int]
 ) -> Tensor:
-    """The logits after the repetition penalty, the penalties of presence and frequency, and the bias, in this order.
+    """Return the logits with the repetition penalty, the presence and frequency penalties, and the bias, in this order.
 
     Stop tokens get minus infinity while there are fewer than `min_new_tokens`.
 
     Args:
         logits: `[vocab]`.
-        settings: with the penalties.
-        prompt: counts for the repetition penalty only.
-        written: counts for all.
+        settings: sampling settings.
+        prompt: tokens of the prompt; they count only for the repetition penalty.
+        written: tokens after the prompt.
 
     Returns:
         float64 `[vocab]`.
@@ -197,25 +196,25 @@ def penalized_logits(
 
 
 def next_token_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Probability of each token being drawn: temperature first, then the top k, the top p of those, then the min p.
+    """Return each token's probability after temperature, top-k, top-p and min-p, in this order.
 
     Args:
         logits: `[vocab]`.
-        settings: with a temperature above 0.
+        settings: sampling settings with a temperature above 0.
 
     Returns:
-        float64 `[vocab]`, zeros for what is cut off; the likeliest token always stays.
+        float64 `[vocab]`; zeros for excluded tokens. The most likely token is never excluded.
     """
-    scores = logits.double()  # which has room for every temperature and top_p that Python has
-    scores = (scores - scores.max()) / float(settings.temperature)  # torch takes no whole numbers above 2**63
+    scores = logits.double()  # so that every Python float works as a temperature or top_p
+    scores = (scores - scores.max()) / float(settings.temperature)  # torch refuses integers above 2**63
     if 0 < settings.top_k < scores.numel():
         kept = scores.topk(settings.top_k)
         scores = torch.full_like(scores, -torch.inf).scatter(0, kept.indices, kept.values)
     probabilities = scores.softmax(0)
     if settings.top_p < 1:
         ordered, tokens = probabilities.sort(descending=True)
-        before = ordered.cumsum(0) - ordered  # what likelier tokens have together
-        before[0] = -1  # the likeliest token stays, also with top_p=0
+        before = ordered.cumsum(0) - ordered  # total probability of the more likely tokens
+        before[0] = -1  # keeps the most likely token, even with top_p=0
         probabilities[tokens[before >= settings.top_p]] = 0
         probabilities /= probabilities.sum()
     if settings.min_p > 0:

@@ -1,12 +1,12 @@
-"""An OpenAI-style completions server for one model, whose requests share a batch.
+"""An OpenAI-compatible server for one model, with continuous batching.
 
-Needs the extra `nxd-trace[serve]`, which is imported when an application is made, not before.
+Needs the extra `nxd-trace[serve]`, which is imported when the application is created.
 """
 
 from nxd_trace.errors import RequestError
 from nxd_trace.serving.app import check_installed, make_app
 from nxd_trace.serving.middleware import AllowedSites
-from nxd_trace.serving.scheduler import Job, RestartPolicy, Scheduler, WrittenToken
+from nxd_trace.serving.scheduler import GeneratedToken, RestartPolicy, ScheduledPrompt, Scheduler
 from nxd_trace.serving.server import serve
 from nxd_trace.serving.service import Client, CompletionService, ServerLimits, TextTokenizer
 
@@ -22,7 +22,7 @@ __all__ = [
     "TextTokenizer",
     # for a server of your own
     "Scheduler",
-    "Job",
-    "WrittenToken",
+    "ScheduledPrompt",
+    "GeneratedToken",
     "RequestError",
 ]

@@ -1,4 +1,4 @@
-"""The endpoints as an ASGI application: the only file that uses starlette. `service` implements them without HTTP."""
+"""The endpoints as an ASGI application, in starlette. `service` implements them without HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nxd_trace.errors import RequestError, headline
 from nxd_trace.serving import protocol
 from nxd_trace.serving.middleware import AllowedSites, CloseAfterUnreadBody, RequestGuard
-from nxd_trace.serving.service import Client, Completions, CompletionService, ReadRequest
+from nxd_trace.serving.service import Client, CompletionService, CompletionStream, ReadRequest
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -26,24 +26,29 @@ _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "
 _PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 _LARGE_BODY_BYTES = 1 << 16
-_MAX_LARGE_BODIES = 64  # that are received or read at a time
+_MAX_LARGE_BODIES = 64  # received or parsed at a time
 
 
 def check_installed() -> None:
-    """Raise ValueError if starlette or uvicorn is missing, with what to install."""
+    """Check that starlette and uvicorn are installed.
+
+    Raises:
+        ValueError: one is missing.
+    """
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ValueError(f"serving needs {' and '.join(missing)}: pip install 'nxd-trace[serve]'")
 
 
 def make_app(service: CompletionService, allowed: AllowedSites | None = None) -> Starlette:
-    """An ASGI application: `POST /v1/chat/completions` and `/v1/completions`, `GET /v1/models` and `/v1/models/{id}`.
+    """Return the ASGI application of a service; its shutdown closes the service.
 
-    Also `GET /health`, `GET /metrics`, and at `/` a page to talk to the model. Its shutdown ends the service.
+    It answers `POST /v1/chat/completions` and `/v1/completions`, `GET /v1/models`, `/v1/models/{id}`, `/health` and
+    `/metrics`, and has a page at `/` for talking to the model.
 
     Args:
-        service: the service that answers.
-        allowed: hosts and origins; by default none beside the server's own.
+        service: the service.
+        allowed: allowed hosts and origins; by default only the server's own.
 
     Raises:
         ValueError: starlette or uvicorn is not installed.
@@ -78,7 +83,7 @@ def make_app(service: CompletionService, allowed: AllowedSites | None = None) ->
         Middleware(RequestGuard, allowed=allowed),
         Middleware(CORSMiddleware, allow_origins=allowed.origins, allow_methods=["GET", "POST"], allow_headers=["*"]),
     ]
-    errors = {404: _no_such_route, 405: _no_such_method, 500: _own_failure}
+    errors = {404: _no_such_route, 405: _no_such_method, 500: _internal_error}
     return Starlette(routes=routes, lifespan=lifespan, middleware=middleware, exception_handlers=errors)
 
 
@@ -88,11 +93,11 @@ class _Endpoints:
         self._num_large_bodies = 0
 
     def counted(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint that answers refusals as JSON. The time of a stream counts until it begins."""
+        """Return an endpoint with errors as JSON, counted in the metrics. A stream's time counts until it begins."""
 
         async def answer(request: Request) -> Response:
             start = time.perf_counter()
-            status = 500  # unless it is answered
+            status = 500  # unless the endpoint returns
             try:
                 response = await endpoint(request)
                 status = response.status_code
@@ -115,15 +120,15 @@ class _Endpoints:
         data = bytearray()
         try:
             await self._receive(request, data)
-            completions = await self._service.start(bytes(data), read, _client_of(request))
+            stream = await self._service.start(bytes(data), read, _client_of(request))
         finally:
             self._num_large_bodies -= len(data) > _LARGE_BODY_BYTES
-        if completions.stream:
-            return _stream(completions)
+        if stream.request.stream:
+            return _events(stream)
         try:
-            return await _while_connected(request, _whole(completions))
+            return await _while_connected(request, stream.response())
         finally:
-            completions.cancel()  # nothing has been read yet if the client was gone at once
+            stream.cancel()  # needed if the client disconnected before anything was read
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._service.model_card]})
@@ -154,7 +159,7 @@ class _Endpoints:
         return PlainTextResponse(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
 
     async def _receive(self, request: Request, data: bytearray) -> None:
-        """The body, within the limits of bytes and seconds."""
+        """Receive the body into `data`, within the limits of size and time."""
         from starlette.requests import ClientDisconnect  # noqa: PLC0415 - optional
 
         limits = self._service.limits
@@ -167,7 +172,7 @@ class _Endpoints:
                     data += chunk
                     self._check_size(len(data))
         except ClientDisconnect as error:
-            raise _CLIENT_HAS_GONE from error
+            raise _CLIENT_DISCONNECTED from error
         except TimeoutError as error:
             raise RequestError(
                 408, f"the request was not received within {limits.client_timeout:g} s; send it faster"
@@ -185,31 +190,27 @@ def _client_of(request: Request) -> Client:
     return Client(request.client.host if request.client else "", request.headers.get("authorization", ""))
 
 
-async def _whole(completions: Completions) -> Response:
-    return _json(await completions.whole())
-
-
-def _stream(completions: Completions) -> Response:
-    """Server-sent events: one per piece, then `[DONE]`."""
+def _events(stream: CompletionStream) -> Response:
+    """Return server-sent events: one per chunk, then `[DONE]`."""
     from starlette.responses import StreamingResponse  # noqa: PLC0415 - optional
 
-    form = completions.form
-    # As the client asked for them, all events have usage, which only the last one knows.
-    unknown = {"usage": None} if completions.include_usage else {}
+    formatter = stream.formatter
+    # With include_usage, every event has usage, but only the last one knows it.
+    no_usage = {"usage": None} if stream.request.include_usage else {}
 
     async def events() -> AsyncIterator[str]:
-        begun: set[int] = set()
-        async with aclosing(completions.pieces()) as pieces:  # type: ignore[type-var]
+        started: set[int] = set()
+        async with aclosing(stream.chunks()) as chunks:  # type: ignore[type-var]
             try:
-                async for piece in pieces:
-                    beginning = None if piece.index in begun else form.beginning(piece.index)
-                    begun.add(piece.index)
-                    if beginning is not None:
-                        yield _event(beginning | unknown)
-                    if piece.text or piece.logprobs or piece.finish_reason:
-                        yield _event(form.event(piece) | unknown)
-                if completions.include_usage:
-                    yield _event(form.last_event(completions.usage()))
+                async for chunk in chunks:
+                    first = None if chunk.index in started else formatter.first_event(chunk.index)
+                    started.add(chunk.index)
+                    if first is not None:
+                        yield _event(first | no_usage)
+                    if chunk.text or chunk.logprobs or chunk.finish_reason:
+                        yield _event(formatter.event(chunk) | no_usage)
+                if stream.request.include_usage:
+                    yield _event(formatter.usage_event(stream.usage()))
             except RequestError as error:
                 yield _event(error.body)
         yield "data: [DONE]\n\n"
@@ -231,32 +232,32 @@ async def _no_such_method(request: Request, raised: Exception) -> Response:
     return _json(error.body, error.status, getattr(raised, "headers", None))
 
 
-async def _own_failure(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     del request
     return _json(RequestError(500, f"the server failed: {headline(error)}").body, 500)
 
 
-# As nginx counts them; the client does not get the answer.
-_CLIENT_HAS_GONE = RequestError(499, "the client has closed the connection")
+# nginx's status for this; the client does not receive it.
+_CLIENT_DISCONNECTED = RequestError(499, "the client has closed the connection")
 
 
-async def _while_connected(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
-    """The answer, unless the client leaves before; then what makes it is cancelled.
+async def _while_connected(request: Request, answering: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+    """Return the response; if the client disconnects first, cancel it.
 
     Raises:
-        RequestError: the client has left.
+        RequestError: the client has disconnected.
     """
 
-    async def departure() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answer, gone = asyncio.ensure_future(answering), asyncio.ensure_future(departure())
+    answer, gone = asyncio.ensure_future(answering), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            raise _CLIENT_HAS_GONE
-        return answer.result()
+            raise _CLIENT_DISCONNECTED
+        return _json(answer.result())
     finally:
         for task in (answer, gone):
             task.cancel()
@@ -270,5 +271,5 @@ def _event(body: dict[str, Any]) -> str:
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     from starlette.responses import Response  # noqa: PLC0415 - optional
 
-    # Not JSONResponse, which fails at half a pair of surrogates; json.dumps writes it as it may have come.
+    # JSONResponse fails on a lone surrogate, which a request may contain; json.dumps escapes it.
     return Response(json.dumps(body), status, headers, media_type="application/json")

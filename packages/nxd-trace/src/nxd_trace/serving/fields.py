@@ -1,4 +1,4 @@
-"""Single fields of a request, and the JSON that holds them: what is wrong is refused in the client's own words."""
+"""Parses the JSON of a request and checks its fields; errors name the client's field."""
 
 import json
 import re
@@ -7,32 +7,32 @@ from reprlib import repr as short_repr
 from typing import Any
 
 from nxd_trace.errors import RequestError
-from nxd_trace.serving.text import StopText
+from nxd_trace.serving.detokenizer import StopString
 
 _MAX_STOPS = 4
 _MAX_STOP_CHARACTERS = 1000
-_MAX_BIASES = 300  # tokens, as of OpenAI's
+_MAX_BIASES = 300  # as in OpenAI's API
 
-# The parts of a body that cost memory: texts (also one without an end), lists, objects; and what stands between them.
+# The parts of a body that cost memory: strings (even unterminated), lists and objects; and the text between them.
 _PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[^"\[{]++', re.DOTALL)
 
 
 def json_object(data: bytes, *, max_numbers: int, max_parts: int) -> dict[str, Any]:
-    """The parsed body, whose parts are counted first: parsed they may take thirty times its memory.
+    """Parse a body, after counting its parts: parsed, they may take thirty times its memory.
 
     Args:
         data: the body.
-        max_numbers: values between texts, lists and objects.
-        max_parts: texts, lists and objects.
+        max_numbers: maximum number of values that are not strings, lists or objects.
+        max_parts: maximum number of strings, lists and objects.
 
     Raises:
-        RequestError: there are more, or it is no JSON object.
+        RequestError: there are more, or the body is not a JSON object.
     """
     parts = numbers = 0
     for match in _PARTS.finditer(data):
-        between = match[0][0] not in b'"[{'
-        parts += not between
-        numbers += match[0].count(b",") if between else 0
+        is_between = match[0][0] not in b'"[{'
+        parts += not is_between
+        numbers += match[0].count(b",") if is_between else 0
         if parts > max_parts:
             raise RequestError(400, f"the body has more than {max_parts} texts, lists and objects; send fewer")
         if numbers > max_numbers:
@@ -47,7 +47,7 @@ def json_object(data: bytes, *, max_numbers: int, max_parts: int) -> dict[str, A
 
 
 def number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """A field of this type, or the default where it is null or missing."""
+    """Return a numeric field; the default if it is null or missing."""
     value = body.get(name)
     if value is None:
         return default
@@ -57,7 +57,7 @@ def number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def limited(body: Mapping[str, Any], name: str, default: Any, least: int, most: int) -> Any:
-    """A whole number in these bounds, or the default where it is null or missing."""
+    """Return an integer field within these limits; the default if it is null or missing."""
     value = number(body, name, int, default)
     if value is not None and not least <= value <= most:
         raise RequestError(400, f"{name}={short_repr(value)} must be from {least} to {most}", name)
@@ -65,7 +65,7 @@ def limited(body: Mapping[str, Any], name: str, default: Any, least: int, most: 
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
-    """True or false; false where it is null or missing."""
+    """Return a boolean field; False if it is null or missing."""
     value = body.get(name)
     if not isinstance(value, bool | None):
         raise RequestError(400, f"{name}={short_repr(value)} must be true or false", name)
@@ -73,7 +73,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def text(body: Mapping[str, Any], name: str) -> str:
-    """A text; empty where it is null or missing."""
+    """Return a string field; empty if it is null or missing."""
     value = body.get(name)
     if not isinstance(value, str | None):
         raise RequestError(400, f"{name}={short_repr(value)} must be a text", name)
@@ -81,7 +81,7 @@ def text(body: Mapping[str, Any], name: str) -> str:
 
 
 def include_usage(options: Any, *, stream: bool) -> bool:
-    """Whether `stream_options` ask for the counts of tokens."""
+    """Return `include_usage` of `stream_options`."""
     if options is None:
         return False
     if not stream or not isinstance(options, dict):
@@ -90,27 +90,27 @@ def include_usage(options: Any, *, stream: bool) -> bool:
 
 
 def logit_bias(biases: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token and its bias; in JSON tokens are the texts of their ids."""
+    """Return pairs of a token and its bias; in JSON, token ids are strings."""
     if biases is None:
         return ()
     if not isinstance(biases, dict) or len(biases) > _MAX_BIASES:
         raise RequestError(400, f"logit_bias must be an object of up to {_MAX_BIASES} token ids", "logit_bias")
     pairs = []
-    for text, bias in biases.items():
-        is_token = text.isdecimal() and text.isascii() and len(text) < 12 and int(text) < vocab_size
+    for token, bias in biases.items():
+        is_token = token.isdecimal() and token.isascii() and len(token) < 12 and int(token) < vocab_size
         if not is_token or not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
             raise RequestError(
                 400,
-                f"logit_bias has {short_repr(text)}: {short_repr(bias)}; expected a token id up to "
+                f"logit_bias has {short_repr(token)}: {short_repr(bias)}; expected a token id up to "
                 f"{vocab_size - 1} and a number from -100 to 100",
                 "logit_bias",
             )
-        pairs.append((int(text), float(bias)))
+        pairs.append((int(token), float(bias)))
     return tuple(pairs)
 
 
-def stop_texts(stop: Any) -> tuple[StopText, ...]:
-    """A text or a list of texts, prepared for matching."""
+def stop_strings(stop: Any) -> tuple[StopString, ...]:
+    """Return the stop strings, given one or a list."""
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if (
         not isinstance(stops, list)
@@ -123,4 +123,4 @@ def stop_texts(stop: Any) -> tuple[StopText, ...]:
             f"{_MAX_STOP_CHARACTERS} characters",
             "stop",
         )
-    return tuple(map(StopText, stops))
+    return tuple(map(StopString, stops))

@@ -7,6 +7,9 @@ from typing import Any, Protocol
 
 from nxd_trace.errors import RequestError
 
+_CHARACTERS_PER_TOKEN = 32  # a prompt with more characters per token of the model's maximum length does not fit
+_REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # as in OpenAI's API
+
 
 class ChatEncoder(Protocol):
     """A chat template."""
@@ -17,30 +20,33 @@ class ChatEncoder(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Sequence[int]:
-        """The tokens of a conversation that the assistant is to answer.
+        """Return the tokens of a conversation, up to where the assistant's answer starts.
 
-        `variables` are what a client tells the template beside messages and tools, such as `enable_thinking`.
+        Args:
+            messages: the messages.
+            tools: the tools that the assistant may call.
+            variables: the client's other variables of the template, such as `enable_thinking`.
 
         Raises:
-            ValueError: the template refuses the conversation.
-            LookupError: it reads no such variable, or a client may not set it.
+            ValueError: the template rejects the conversation.
+            LookupError: the template does not read one of the variables, or clients may not set it.
         """
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a request is checked against.
+    """The model that requests are checked against.
 
     Attributes:
-        name: name of the one model.
-        encode: from text to token ids.
-        prefix: ids that the text of a prompt begins with.
-        decode: from token ids to text.
-        chat: the template of conversations; None without.
-        vocab_size: one more than the largest id.
-        end_tokens: to stop after.
+        name: name of the model.
+        encode: function from text to token ids.
+        prefix: token ids that the text of a prompt begins with.
+        decode: function from token ids to text.
+        chat: the chat template, if there is one.
+        vocab_size: size of the vocabulary.
+        end_tokens: tokens that end a text.
         max_length: maximum length of a prompt and its completion, in tokens.
-        max_prompts: texts to generate for one request.
+        max_prompts: maximum number of texts to generate for one request.
     """
 
     name: str
@@ -55,7 +61,11 @@ class ServedModel:
 
 
 def read_prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
-    """A text, a list of texts, a list of ids, or a list of lists of ids."""
+    """Return the token ids of each prompt, given a text, a list of texts, a list of ids, or a list of lists of ids.
+
+    Raises:
+        RequestError: a prompt is invalid, or there are too many.
+    """
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and is_token_id(prompt[0])):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -68,17 +78,16 @@ def read_prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
 def _tokens(prompt: Any, model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
         prompt = _encoded(prompt, model)
-    if not isinstance(prompt, list):
-        raise RequestError(400, "prompt must be a text, a list of texts, or token ids", "prompt")
-    if len(prompt) > model.max_length:
+    is_list = isinstance(prompt, list)
+    if is_list and len(prompt) > model.max_length:
         raise RequestError(
             400, f"a prompt has {len(prompt)} tokens, more than the model's max_length={model.max_length}", "prompt"
         )
-    if not all(map(is_token_id, prompt)):
+    if not is_list or not all(map(is_token_id, prompt)):
         raise RequestError(400, "prompt must be a text, a list of texts, or token ids", "prompt")
-    outside = [token for token in prompt if not 0 <= token < model.vocab_size]
     if not prompt:
         raise RequestError(400, "the prompt is empty; send at least one token", "prompt")
+    outside = [token for token in prompt if not 0 <= token < model.vocab_size]
     if outside:
         raise RequestError(
             400, f"token id {short_repr(outside[0])} is outside the vocabulary 0..{model.vocab_size - 1}", "prompt"
@@ -90,21 +99,21 @@ def _encoded(text: str, model: ServedModel) -> list[int]:
     _check_characters(len(text), "a prompt has", "prompt", model)
     try:
         ids = [int(token) for token in model.encode(text)]
-    except Exception as error:  # a tokenizer may raise anything for a text that it cannot encode
+    except Exception as error:  # a tokenizer may raise anything for text that it cannot encode
         raise RequestError(400, f"the prompt has no tokens: {error}", "prompt") from error
-    begins = ids[: len(model.prefix)] == model.prefix  # as the text that a chat template has made
-    return ids if begins else model.prefix + ids
+    has_prefix = ids[: len(model.prefix)] == model.prefix  # as in text made by a chat template
+    return ids if has_prefix else model.prefix + ids
 
 
-def decoded(prompt: Sequence[int], model: ServedModel) -> str:
-    """Decode a prompt for `echo`.
+def decode_prompt(prompt: Sequence[int], model: ServedModel) -> str:
+    """Return the text of a prompt, for `echo`.
 
     Raises:
         RequestError: the tokenizer cannot decode it.
     """
     try:
         return model.decode(prompt)
-    except Exception as error:  # as `_encoded`
+    except Exception as error:  # as for `encode`
         raise RequestError(400, f"the prompt has no text to echo: {error}", "echo") from error
 
 
@@ -118,12 +127,16 @@ def _check_characters(num_characters: int, what: str, field: str, model: ServedM
 
 
 def is_token_id(value: Any) -> bool:
-    """Whether the value is an integer; a bool is not."""
+    """Whether the value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def read_conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
-    """The tokens of `messages` and `tools`, by the chat template."""
+    """Return the tokens of `messages` and `tools`, encoded by the chat template.
+
+    Raises:
+        RequestError: they are invalid, or the model has no chat template.
+    """
     if model.chat is None:
         raise RequestError(
             400, f"the model {model.name!r} has no chat template, which messages need; use /v1/completions", "messages"
@@ -133,13 +146,13 @@ def read_conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
         raise RequestError(400, "messages must be a list of at least one message", "messages")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RequestError(400, "tools must be a list of objects", "tools")
-    told = None if body.get("tool_choice") == "none" else tools or None
-    plain = [_message(index, message) for index, message in enumerate(messages)]
+    offered = None if body.get("tool_choice") == "none" else tools or None
+    plain = [_plain_message(index, message) for index, message in enumerate(messages)]
     variables = _template_variables(body)
-    num_characters = sum(map(_num_characters, [*plain, *(told or ()), variables]))
+    num_characters = sum(map(_num_characters, [*plain, *(offered or ()), variables]))
     _check_characters(num_characters, "messages and tools have", "messages", model)
     try:
-        prompt = [int(token) for token in model.chat.encode_prompt(plain, told, variables)]
+        prompt = [int(token) for token in model.chat.encode_prompt(plain, offered, variables)]
     except LookupError as error:
         field = "chat_template_kwargs" if body.get("chat_template_kwargs") else "reasoning_effort"
         raise RequestError(400, str(error), field) from error
@@ -157,16 +170,18 @@ def read_conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
 
 
 def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`chat_template_kwargs`, with `reasoning_effort` among them."""
+    """Return `chat_template_kwargs` with `reasoning_effort`."""
     given, effort = body.get("chat_template_kwargs"), body.get("reasoning_effort")
     if not isinstance(given, dict | None):
         raise RequestError(400, f"chat_template_kwargs={short_repr(given)} must be an object", "chat_template_kwargs")
     variables = dict(given or {})
     if effort is None:
         return variables
-    if effort not in _EFFORTS:
+    if effort not in _REASONING_EFFORTS:
         raise RequestError(
-            400, f"reasoning_effort={short_repr(effort)} must be one of {', '.join(_EFFORTS)}", "reasoning_effort"
+            400,
+            f"reasoning_effort={short_repr(effort)} must be one of {', '.join(_REASONING_EFFORTS)}",
+            "reasoning_effort",
         )
     if variables.setdefault("reasoning_effort", effort) != effort:
         other = short_repr(variables["reasoning_effort"])
@@ -178,8 +193,8 @@ def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     return variables
 
 
-def _message(index: int, message: Any) -> dict[str, Any]:
-    """A message whose content is one text, or none beside calls of tools."""
+def _plain_message(index: int, message: Any) -> dict[str, Any]:
+    """Return a message with a string as its content, which may be missing beside tool calls."""
     place = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(400, f"{place} must be an object with role and content", "messages")
@@ -197,20 +212,14 @@ def _message(index: int, message: Any) -> dict[str, Any]:
 
 
 def _num_characters(value: Any) -> int:
-    """Of all texts in a value, however deep."""
-    count, left = 0, [value]
-    while left:
-        value = left.pop()
+    """Count the characters of all strings in a nested value, without recursion."""
+    count, pending = 0, [value]
+    while pending:
+        value = pending.pop()
         count += len(value) if isinstance(value, str) else 0
-        left += [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        pending += [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     return count
 
 
 def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-_CHARACTERS_PER_TOKEN = 32  # a prompt with more than this for each token that the model takes does not fit
-
-
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning, as OpenAI's clients say it

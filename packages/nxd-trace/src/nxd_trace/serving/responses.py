@@ -1,4 +1,4 @@
-"""Answers in the JSON of OpenAI's interface: whole ones and events of a stream, of completions and of chats."""
+"""Formats responses as the JSON of OpenAI's API: whole ones and stream events, for completions and chat completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ TokenBytes = Callable[[int], bytes]
 
 
 @dataclass
-class Text:
-    """A generated text, or the next piece of one.
+class CompletionOutput:
+    """A generated text, or a chunk of one.
 
     Attributes:
         index: index of the text in its request.
-        text: may be empty.
-        finish_reason: None if more will follow.
-        logprobs: log-probabilities of its tokens; empty if they were not asked for.
-        offset: characters of the text before this piece.
+        text: the text, which may be empty.
+        finish_reason: None if more chunks follow.
+        logprobs: log-probabilities of its tokens, if requested.
+        offset: number of characters before this chunk.
     """
 
     index: int
@@ -29,17 +29,17 @@ class Text:
     offset: int = 0
 
 
-class CompletionForm:
-    """The answers to `/v1/completions`.
+class CompletionFormatter:
+    """Formats responses of `/v1/completions`.
 
     Args:
-        common: the fields of every answer: `id`, `created` and `model`.
-        decode: from token ids to text, for log-probabilities.
-        token_bytes: the bytes of a token, of which a character may take several.
-        has_logprobs: whether the client asked for them.
+        common: fields of every response: `id`, `created` and `model`.
+        decode: function from token ids to text, for log-probabilities.
+        token_bytes: function that returns a token's bytes; one character may take several tokens.
+        has_logprobs: whether log-probabilities are returned.
     """
 
-    _kind = _event_kind = "text_completion"
+    _object = _event_object = "text_completion"
 
     def __init__(self, common: dict[str, Any], decode: Decode, token_bytes: TokenBytes, *, has_logprobs: bool) -> None:
         self._common = common
@@ -47,52 +47,52 @@ class CompletionForm:
         self._token_bytes = token_bytes
         self._has_logprobs = has_logprobs
 
-    def whole(self, texts: Sequence[Text], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer, when all is written."""
-        choices = [self._choice(text, self._said(text)) for text in texts]
-        return {**self._common, "object": self._kind, "choices": choices, "usage": usage}
+    def response(self, outputs: Sequence[CompletionOutput], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the response with whole texts."""
+        choices = [self._choice(output, self._message(output)) for output in outputs]
+        return {**self._common, "object": self._object, "choices": choices, "usage": usage}
 
-    def beginning(self, index: int) -> dict[str, Any] | None:
-        """The event before a text's first piece, if there is one."""
+    def first_event(self, index: int) -> dict[str, Any] | None:
+        """Return the event before a text's first chunk, if there is one."""
         del index
         return None
 
-    def event(self, text: Text) -> dict[str, Any]:
-        """A piece."""
-        return self._event([self._choice(text, self._piece(text))])
+    def event(self, output: CompletionOutput) -> dict[str, Any]:
+        """Return the event of a chunk."""
+        return self._event([self._choice(output, self._delta(output))])
 
-    def last_event(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The event with the counts of tokens."""
+    def usage_event(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the last event, with the token counts."""
         return self._event([]) | {"usage": usage}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._common, "object": self._event_kind, "choices": choices}
+        return {**self._common, "object": self._event_object, "choices": choices}
 
-    def _choice(self, text: Text, said: dict[str, Any]) -> dict[str, Any]:
-        logprobs = self._logprobs(text) if self._has_logprobs else None
-        return {"index": text.index, **said, "logprobs": logprobs, "finish_reason": text.finish_reason}
+    def _choice(self, output: CompletionOutput, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self._logprobs(output) if self._has_logprobs else None
+        return {"index": output.index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-    def _said(self, text: Text) -> dict[str, Any]:
-        return {"text": text.text}
+    def _message(self, output: CompletionOutput) -> dict[str, Any]:
+        return {"text": output.text}
 
-    def _piece(self, text: Text) -> dict[str, Any]:
-        return self._said(text)
+    def _delta(self, output: CompletionOutput) -> dict[str, Any]:
+        return self._message(output)
 
-    def _logprobs(self, text: Text) -> dict[str, Any]:
-        tokens = [self._decode([it.token]) for it in text.logprobs]
-        offsets, offset = [], text.offset
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
+        tokens = [self._decode([it.token]) for it in output.logprobs]
+        offsets, offset = [], output.offset
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [it.logprob for it in text.logprobs],
-            "top_logprobs": [self._top(it) for it in text.logprobs],
+            "token_logprobs": [it.logprob for it in output.logprobs],
+            "top_logprobs": [self._top(it) for it in output.logprobs],
             "text_offset": offsets,
         }
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float] | None:
-        """By text; where several tokens have one text, of the likeliest. The written token is always there."""
+        """Return log-probabilities by text, including the generated token; the first of equal texts wins."""
         if scored.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -101,26 +101,26 @@ class CompletionForm:
         return top
 
 
-class ChatForm(CompletionForm):
-    """The answers to `/v1/chat/completions`; arguments as of `CompletionForm`."""
+class ChatFormatter(CompletionFormatter):
+    """Formats responses of `/v1/chat/completions`."""
 
-    _kind, _event_kind = "chat.completion", "chat.completion.chunk"
+    _object, _event_object = "chat.completion", "chat.completion.chunk"
 
-    def beginning(self, index: int) -> dict[str, Any]:
-        """The event that says who speaks."""
+    def first_event(self, index: int) -> dict[str, Any]:
+        """Return the event with the role."""
         delta = {"role": "assistant", "content": ""}
         return self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def _said(self, text: Text) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text.text, "refusal": None}}
+    def _message(self, output: CompletionOutput) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": output.text, "refusal": None}}
 
-    def _piece(self, text: Text) -> dict[str, Any]:
-        return {"delta": {"content": text.text} if text.text else {}}
+    def _delta(self, output: CompletionOutput) -> dict[str, Any]:
+        return {"delta": {"content": output.text} if output.text else {}}
 
-    def _logprobs(self, text: Text) -> dict[str, Any]:
+    def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
         content = [
             self._scored(it.token, it.logprob) | {"top_logprobs": [self._scored(*pair) for pair in it.top]}
-            for it in text.logprobs
+            for it in output.logprobs
         ]
         return {"content": content, "refusal": None}
 
@@ -129,7 +129,7 @@ class ChatForm(CompletionForm):
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Tokens taken and given, and how many of the taken ones the cache had already."""
+    """Return the token counts of a response."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -1,4 +1,4 @@
-"""A thread that steps the batch, its queue of prompts, and the restart of workers that have died."""
+"""The scheduler: a thread that steps the batch, the queue of prompts, and restarts of failed workers."""
 
 import contextlib
 import logging
@@ -17,32 +17,32 @@ from nxd_trace.generation.sequence import FinishReason
 
 _log = logging.getLogger("nxd_trace.serving")
 
-_SECONDS_BETWEEN_LOOKS = 1.0  # between checks of idle workers
+_SECONDS_BETWEEN_CHECKS = 1.0  # of idle workers
 _SECONDS_TO_CLOSE = 2.0
-_FULL_QUEUES = 4  # number of clients that may fill their part of the queue
+_FULL_QUEUES = 4  # number of clients that can fill their share of the queue
 
 
 @dataclass(frozen=True)
-class WrittenToken:
-    """One token of one prompt.
+class GeneratedToken:
+    """One generated token of one prompt.
 
     Attributes:
         token: token id.
-        finish_reason: None if more will follow.
+        finish_reason: None if more tokens follow.
         logprobs: log-probabilities of the token, if requested.
         prompt_logprobs: log-probabilities of the prompt's tokens, with the first token, if requested.
-        num_shared: number of prompt tokens found in the cache.
+        num_cached: number of prompt tokens found in the cache.
     """
 
     token: int
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    num_shared: int = 0
+    num_cached: int = 0
 
     @classmethod
-    def new_of(cls, sequence: RunningSequence) -> list[Self]:
-        """The tokens that the latest step wrote."""
+    def of_latest_step(cls, sequence: RunningSequence) -> list[Self]:
+        """Return the tokens that the latest step generated."""
         length = len(sequence.tokens)
         return [
             cls(
@@ -50,26 +50,26 @@ class WrittenToken:
                 sequence.finish_reason if index == length - 1 else None,
                 sequence.logprobs[index] if sequence.logprobs else None,
                 tuple(sequence.prompt_logprobs) if index == 0 else (),
-                sequence.num_shared,
+                sequence.num_cached,
             )
             for index in range(length - sequence.num_new, length)
         ]
 
 
-Deliver = Callable[[WrittenToken | Exception], None]
+Deliver = Callable[[GeneratedToken | Exception], None]
 
 
 @dataclass(eq=False)
-class Job:
-    """One prompt that waits or runs.
+class ScheduledPrompt:
+    """One prompt that is waiting or running.
 
     Attributes:
         prompt: token ids.
         settings: sampling settings.
-        deliver: called in the scheduler's thread with each token, or with the error that ends the job.
-        owners: levels among which the batch is divided evenly: the client's address, then its user, then the request.
-        cache_salt: jobs with different salts share no cache.
-        sequence: the row of the batch; None while the prompt waits.
+        deliver: function called in the scheduler's thread with each token, or with the error that ends the prompt.
+        owners: levels among which the batch is divided evenly: the client's address, its user, the request.
+        cache_salt: prompts with different salts share no blocks of the cache.
+        sequence: its sequence in the batch; None while it waits.
     """
 
     prompt: Sequence[int]
@@ -81,7 +81,7 @@ class Job:
 
     @property
     def client(self) -> Hashable:
-        """The outermost owner, whose part of the queue is limited."""
+        """The outermost owner, whose share of the queue is limited."""
         return self.owners[:1]
 
 
@@ -90,13 +90,13 @@ class RestartPolicy:
     """Limits on restarts of a model's failed workers.
 
     Attributes:
-        max_restarts: maximum number within `window`; one more failure ends the scheduler.
+        max_restarts: maximum number of restarts within `window`; after one more failure, the scheduler gives up.
         window: length of the window in seconds.
         first_delay: seconds before the first restart in the window; each further restart waits twice as long.
         longest_delay: maximum delay in seconds.
 
     Raises:
-        ValueError: a negative value.
+        ValueError: a value is negative.
     """
 
     max_restarts: int = 5
@@ -117,16 +117,16 @@ class Scheduler:
     A free row goes to the client with the fewest rows, then to its user with the fewest, then to the user's request
     with the fewest, and among equals to the prompt that came first.
 
-    When the model fails, for example because a worker died, all waiting and running jobs get the error, and new workers
-    are started from the same saved model. Both are logged.
+    When the model fails, for example because a worker died, all waiting and running prompts get the error, and new
+    workers are started from the same saved model. Both are logged.
 
     Args:
-        engine: the batch; from now on only this scheduler's thread steps it.
-        max_waiting: prompts of one client that may wait for a row, and four times as many of all; more are refused.
-        restarts: limit on restarts of workers.
+        engine: the batch; only this scheduler's thread steps it from now on.
+        max_waiting: maximum number of waiting prompts per client; four times as many for all clients.
+        restarts: limits on restarts of workers.
 
     Attributes:
-        failure: error of the model until it runs again; None while it works.
+        failure: the model's error, until it runs again; None while it works.
         has_given_up: whether the thread has ended because the model failed too often.
     """
 
@@ -136,9 +136,9 @@ class Scheduler:
         self._restarts = restarts or RestartPolicy()
         self._failure_times: list[float] = []  # within the window
         self._retry_after = 1
-        self._waiting: list[Job] = []
-        self._running: dict[RunningSequence, Job] = {}
-        self._cancelled: list[Job] = []
+        self._waiting: list[ScheduledPrompt] = []
+        self._running: dict[RunningSequence, ScheduledPrompt] = {}
+        self._cancelled: list[ScheduledPrompt] = []
         self._changed = threading.Condition()
         self._closing = False
         self.failure: Exception | None = None
@@ -148,27 +148,27 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Prompts without a row."""
+        """Number of prompts without a row."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Prompts in the batch."""
+        """Number of prompts in the batch."""
         return len(self._running)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has ended, so that the engine is no longer used."""
+        """Whether the thread has ended, so that nothing uses the engine."""
         return not self._thread.is_alive()
 
-    def check_runs(self) -> None:
-        """Check that prompts would be taken.
+    def check_running(self) -> None:
+        """Check that prompts are accepted.
 
         Raises:
-            RequestError: the model has failed, or is being closed (503).
+            RequestError: the model has failed or is closing (503).
         """
         if self._closing:
-            raise _closing()
+            raise _closing_error()
         if self.failure is not None:
             raise RequestError(
                 503,
@@ -176,44 +176,44 @@ class Scheduler:
                 retry_after=self._retry_after,
             )
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the prompts of a request, which have been checked: all of them, or none.
+    def submit(self, prompts: Sequence[ScheduledPrompt]) -> None:
+        """Queue the checked prompts of a request: all of them or none.
 
         Raises:
-            RequestError: the queue is full (429), or the model does not run (503).
+            RequestError: the queue is full (429), or the model is not running (503).
         """
         with self._changed:
-            self.check_runs()
-            # Prompts that will find a free row at the next step do not count as waiting.
+            self.check_running()
+            # Prompts that get a free row at the next step do not count as waiting.
             free = self._engine.batch_size - len(self._running)
-            own = sum(job.client == jobs[0].client for job in self._waiting)
-            for most, waiting in (
+            own = sum(it.client == prompts[0].client for it in self._waiting)
+            for limit, waiting in (
                 (self._max_waiting, own),
                 (_FULL_QUEUES * self._max_waiting, len(self._waiting)),
             ):
-                if waiting + len(jobs) > most + free:
-                    raise RequestError(429, f"the queue is full ({most} prompts wait); try again later", retry_after=1)
-            self._waiting.extend(jobs)
+                if waiting + len(prompts) > limit + free:
+                    raise RequestError(429, f"the queue is full ({limit} prompts wait); try again later", retry_after=1)
+            self._waiting.extend(prompts)
             self._changed.notify()
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """Drop prompts whose client no longer waits; finished ones are not changed."""
+    def cancel(self, prompts: Sequence[ScheduledPrompt]) -> None:
+        """Drop prompts whose client no longer waits; finished prompts are ignored."""
         with self._changed:
-            self._waiting = [job for job in self._waiting if job not in jobs]
-            self._cancelled.extend(jobs)
+            self._waiting = [it for it in self._waiting if it not in prompts]
+            self._cancelled.extend(prompts)
             self._changed.notify()
 
     def end_requests(self) -> None:
-        """Refuse new prompts; what waits or runs is delivered an error at once, even while a step takes long."""
+        """Reject new prompts, and deliver an error to all others at once, even during a long step."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._fail(_closing())
+        self._fail(_closing_error())
 
     def close(self) -> None:
-        """End the thread after the step that it is in, after `end_requests`.
+        """End all requests, then the thread after its current step.
 
-        Where that step, or the start of new workers, takes seconds, the thread is left to end with the process.
+        If that step, or a restart of workers, takes seconds, the thread is left to end with the process.
         """
         self.end_requests()
         self._thread.join(_SECONDS_TO_CLOSE)
@@ -234,7 +234,7 @@ class Scheduler:
                 if not self._restart(error):
                     return
         with contextlib.suppress(WorkerError):
-            self._engine.clear()  # for who uses it next
+            self._engine.clear()  # the engine can be used again
 
     def _step(self) -> None:
         if not self._running:
@@ -242,36 +242,36 @@ class Scheduler:
             return
         try:
             extended = self._engine.step()
-        except FloatingPointError as error:  # of these prompts, maybe; others may fare better
+        except FloatingPointError as error:  # perhaps only with these prompts
             self._engine.clear()
             self._fail_running(error)
         else:
             self._deliver(extended)
 
     def _admit(self) -> bool:
-        """Wait for something to do, and give waiting prompts their rows; false if it is time to end."""
+        """Wait for something to do, and add waiting prompts to the batch; returns False once the scheduler closes."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or self._waiting or self._running, timeout=_SECONDS_BETWEEN_LOOKS
+                lambda: self._closing or self._waiting or self._running, timeout=_SECONDS_BETWEEN_CHECKS
             )
-            for job in self._cancelled:
-                if job.sequence is not None and self._running.pop(job.sequence, None) is not None:
-                    self._engine.remove(job.sequence)
+            for prompt in self._cancelled:
+                if prompt.sequence is not None and self._running.pop(prompt.sequence, None) is not None:
+                    self._engine.remove(prompt.sequence)
             self._cancelled.clear()
             while self._waiting and self._engine.num_free:
-                job = self._next_job()
+                prompt = self._next_prompt()
                 try:
-                    job.sequence = self._engine.add(job.prompt, job.settings, job.cache_salt)
+                    prompt.sequence = self._engine.add(prompt.prompt, prompt.settings, prompt.cache_salt)
                 except (TypeError, ValueError) as error:  # the prompt was not checked
-                    job.deliver(error)
+                    prompt.deliver(error)
                 else:
-                    self._running[job.sequence] = job
+                    self._running[prompt.sequence] = prompt
             return not self._closing
 
-    def _next_job(self) -> Job:
-        """Take the waiting prompt whose owners have the fewest rows."""
-        rows = Counter(owner for job in self._running.values() for owner in _with_parents(job.owners))
-        fewest = min(self._waiting, key=lambda job: [rows[owner] for owner in _with_parents(job.owners)])
+    def _next_prompt(self) -> ScheduledPrompt:
+        """Remove and return the waiting prompt whose owners have the fewest rows."""
+        rows = Counter(owner for prompt in self._running.values() for owner in _with_parents(prompt.owners))
+        fewest = min(self._waiting, key=lambda prompt: [rows[owner] for owner in _with_parents(prompt.owners)])
         self._waiting.remove(fewest)
         return fewest
 
@@ -279,27 +279,27 @@ class Scheduler:
         for sequence in extended:
             with self._changed:
                 is_last = sequence.finish_reason is not None or sequence.failure is not None
-                job = self._running.pop(sequence, None) if is_last else self._running.get(sequence)
-            if job is not None:  # its request has not been ended meanwhile
-                for token in WrittenToken.new_of(sequence):
-                    job.deliver(token)
+                prompt = self._running.pop(sequence, None) if is_last else self._running.get(sequence)
+            if prompt is not None:  # otherwise its request has ended
+                for token in GeneratedToken.of_latest_step(sequence):
+                    prompt.deliver(token)
                 if sequence.failure is not None:
-                    job.deliver(sequence.failure)
+                    prompt.deliver(sequence.failure)
 
     def _restart(self, error: Exception) -> bool:
-        """Start new workers, as often as it takes; false if it is time to end."""
+        """Start new workers, as often as the policy allows; returns False if the scheduler gives up or closes."""
         while True:
             delay = self._next_delay()
             with self._changed:
                 self.failure = error
                 self._retry_after = max(1, math.ceil(delay))
             self._fail(error)
-            number, most = len(self._failure_times), self._restarts.max_restarts
-            if number > most:
-                _log.error("%s; giving up after %d restarts in %g s", headline(error), most, self._restarts.window)
+            number, limit = len(self._failure_times), self._restarts.max_restarts
+            if number > limit:
+                _log.error("%s; giving up after %d restarts in %g s", headline(error), limit, self._restarts.window)
                 self.has_given_up = True
                 return False
-            _log.error("%s; starting new workers in %g s (restart %d of %d)", headline(error), delay, number, most)
+            _log.error("%s; starting new workers in %g s (restart %d of %d)", headline(error), delay, number, limit)
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, delay):
                     return False
@@ -314,27 +314,27 @@ class Scheduler:
             return True
 
     def _next_delay(self) -> float:
-        """Seconds before the next restart, after one failure more."""
+        """Record a failure, and return the seconds before the next restart."""
         now = time.monotonic()
         self._failure_times = [at for at in self._failure_times if now - at < self._restarts.window] + [now]
         delay = self._restarts.first_delay * 2.0 ** min(len(self._failure_times) - 1, 60)
         return min(delay, self._restarts.longest_delay)
 
     def _fail(self, error: Exception) -> None:
-        """End what waits or runs."""
+        """End all waiting and running prompts with an error."""
         with self._changed:
             waiting = list(self._waiting)
             self._waiting.clear()
         self._fail_running(error)
-        for job in waiting:
-            job.deliver(error)
+        for prompt in waiting:
+            prompt.deliver(error)
 
     def _fail_running(self, error: Exception) -> None:
         with self._changed:
-            jobs = list(self._running.values())
+            running = list(self._running.values())
             self._running.clear()
-        for job in jobs:
-            job.deliver(error)
+        for prompt in running:
+            prompt.deliver(error)
 
 
 def _with_parents(owners: tuple[Hashable, ...]) -> list[tuple[Hashable, ...]]:
@@ -342,5 +342,5 @@ def _with_parents(owners: tuple[Hashable, ...]) -> list[tuple[Hashable, ...]]:
     return [owners[: number + 1] for number in range(len(owners))]
 
 
-def _closing() -> RequestError:
+def _closing_error() -> RequestError:
     return RequestError(503, "the server is closing; try again later", retry_after=1)

@@ -1,4 +1,4 @@
-"""The server process: its connections, its signals and its end. The only file that uses uvicorn."""
+"""The server process, in uvicorn: connections, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("nxd_trace.serving")
 
-_SECONDS_TO_TAKE_ERRORS = 1.0  # for clients whose requests have been ended
-_OTHER_FILES = 128  # beside connections
+_SECONDS_TO_RECEIVE_ERRORS = 1.0  # after requests were ended
+_OTHER_FILES = 128  # open files besides connections
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -34,35 +34,35 @@ def serve(
     port: int = 8000,
     allowed: AllowedSites | None = None,
 ) -> None:
-    """Answer requests until a signal comes. Port 0 takes a free one, which the log names.
+    """Answer requests until a signal arrives.
 
-    At SIGINT or SIGTERM no more requests are taken. Those that run are finished, or ended with an error after the
-    limit `shutdown_timeout`; then this returns. A second signal ends the process at once, and its workers with it.
+    At SIGINT or SIGTERM the server stops accepting requests. Running ones finish, or end with an error after
+    `shutdown_timeout`; then this function returns. A second signal ends the process and its workers at once.
 
     Args:
-        service: the service that answers; it is closed at the end.
-        host: address to listen at.
-        port: to listen at.
-        allowed: names of the server and sites whose pages may call it; by default `host` alone, and none.
+        service: the service; it is closed at the end.
+        host: address to listen on.
+        port: port to listen on; 0 for a free one, which is logged.
+        allowed: names of the server, and sites whose pages may call it; by default only `host`, and no sites.
 
     Raises:
-        ValueError: starlette or uvicorn is not installed, or there is no such port.
-        WorkerError: the workers failed more often than they may be started again.
-        SystemExit: the address cannot be listened at, which the log explains.
+        ValueError: starlette or uvicorn is not installed, or the port is invalid.
+        WorkerError: the workers failed more often than `RestartPolicy` allows.
+        SystemExit: the address is not available; the reason is logged.
     """
     check_installed()
     if not 0 <= port < 1 << 16:
         raise ValueError(f"port={port} must be from 0 to {(1 << 16) - 1}")
     allowed = allowed or AllowedSites()
     server = _make_server(service, host, port, replace(allowed, hosts=(*allowed.hosts, host)))
-    gc.freeze()  # or each full collection, of all that torch has loaded, would stop the event loop for 0.2 s
+    gc.freeze()  # otherwise a full collection of everything that torch has loaded stops the event loop for 0.2 s
     try:
         server.run()
     finally:
         gc.unfreeze()
     if not service.scheduler.has_ended:
         _log.warning("the model is still busy; ending the process without waiting for it")
-        os._exit(0)  # which ends the workers
+        os._exit(0)  # this ends the workers, too
     failure = service.scheduler.failure
     if service.scheduler.has_given_up and failure is not None:
         raise WorkerError(f"the workers failed too often: {headline(failure)}") from failure
@@ -90,7 +90,7 @@ def _make_server(service: CompletionService, host: str, port: int, allowed: Allo
         async def shutdown(self, sockets: Any = None) -> None:
             loop, timeout = asyncio.get_running_loop(), service.limits.shutdown_timeout
             loop.call_later(timeout, service.scheduler.end_requests)
-            loop.call_later(timeout + _SECONDS_TO_TAKE_ERRORS, connections.abort)
+            loop.call_later(timeout + _SECONDS_TO_RECEIVE_ERRORS, connections.abort)
             await super().shutdown(sockets)
 
     log_config = deepcopy(LOGGING_CONFIG)
@@ -109,7 +109,7 @@ def _make_server(service: CompletionService, host: str, port: int, allowed: Allo
 
 
 def _allow_files(number: int) -> None:
-    """Raise this process's limit of open files, as far as it may."""
+    """Raise this process's limit of open files, as far as allowed."""
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or allowed >= number:
         return
@@ -120,10 +120,10 @@ def _allow_files(number: int) -> None:
 
 
 class Connections:
-    """The connections of a server: closes those that stand still, are one too many, or carry pipelined requests.
+    """The open connections: closes those that time out, exceed the maximum, or carry pipelined requests.
 
-    A connection is busy while a request of it is answered, and idle otherwise. Clients that send many requests without
-    waiting for answers would get most of the server's time; they get one answer.
+    A connection is busy while a request is answered, and idle otherwise. A client that sends requests without waiting
+    for responses would get most of the server's time, so it gets just one response.
 
     Args:
         limits: `max_connections` and `client_timeout`.
@@ -133,16 +133,16 @@ class Connections:
         self.client_timeout = limits.client_timeout
         self._max_connections = limits.max_connections
         self._of_client: dict[Any, GuardedConnection] = {}
-        self._idle: dict[GuardedConnection, None] = {}  # those that have been idle for longest come first
+        self._idle: dict[GuardedConnection, None] = {}  # an ordered set: the one that has been idle longest comes first
 
     def mark_busy(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-        """An ASGI application that tells which connections are busy."""
+        """Wrap an ASGI application to record which connections are busy."""
 
         async def marked(scope: Message, receive: Receive, send: Send) -> None:
             connection = self._of_client.get(scope.get("client"))
             if connection is not None:
                 self._idle.pop(connection, None)
-                if not connection.take_news():  # the request came with the one before
+                if not connection.take_data_flag():  # the request was pipelined
                     connection.close()
                     while (await receive())["type"] != "http.disconnect":
                         pass
@@ -151,13 +151,13 @@ class Connections:
                 await app(scope, receive, send)
             finally:
                 if connection is not None and self._of_client.get(connection.client) is connection:
-                    connection.begin_wait()
+                    connection.start_timeout()
                     self._idle[connection] = None
 
         return marked
 
     def add(self, connection: GuardedConnection) -> bool:
-        """Make room for a connection, if need be at the cost of an idle one; false if all are busy."""
+        """Add a connection, in place of an idle one if there are too many; returns False if all are busy."""
         if len(self._of_client) >= self._max_connections:
             if not self._idle:
                 return False
@@ -167,28 +167,28 @@ class Connections:
         return True
 
     def remove(self, connection: GuardedConnection) -> None:
-        """Forget one that is closed."""
+        """Remove a closed connection."""
         self._of_client.pop(connection.client, None)
         self._idle.pop(connection, None)
 
     def is_idle(self, connection: GuardedConnection) -> bool:
-        """Whether no request of it is answered."""
+        """Whether the connection has no running request."""
         return connection in self._idle
 
     def abort(self) -> None:
-        """Close all at once."""
+        """Close all connections immediately."""
         for connection in list(self._of_client.values()):
             connection.abort()
 
 
 class GuardedConnection(asyncio.Protocol):
-    """One connection: passes what happens to another protocol, and closes it where the client stands still.
+    """One connection: forwards events to the HTTP protocol, and closes the connection if the client times out.
 
-    That is where it begins no request, or does not take what it is sent, for `client_timeout`. The application limits
-    the time of a request's body.
+    A client times out if it neither begins a request nor receives the response for `client_timeout`. The application
+    limits the time for a request's body.
 
     Args:
-        protocol: protocol class for HTTP.
+        protocol: the HTTP protocol.
         connections: open connections of the server.
 
     Attributes:
@@ -199,76 +199,76 @@ class GuardedConnection(asyncio.Protocol):
         self._protocol = protocol
         self._connections = connections
         self._loop = asyncio.get_running_loop()
-        self._is_clogged = False
-        self._has_news = False
+        self._is_paused = False
+        self._has_data = False
         self.client: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        """Take the connection, or refuse it where there are too many."""
+        """Accept the connection, or reject it if there are too many."""
         self._transport = transport
-        address = transport.get_extra_info("peername")  # None of a client that has gone already
+        address = transport.get_extra_info("peername")  # None if the client has disconnected already
         self.client = address and tuple(address[:2])
-        self._is_taken = self.client is not None and self._connections.add(self)
-        if self._is_taken:
+        self._is_accepted = self.client is not None and self._connections.add(self)
+        if self._is_accepted:
             self._protocol.connection_made(transport)
-            self.begin_wait()
-            self._look()
+            self.start_timeout()
+            self._check_timeout()
         else:
             transport.write(_FULL)
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Pass it on."""
-        self._has_news = True
-        if self._is_taken:
+        """Forward data."""
+        self._has_data = True
+        if self._is_accepted:
             self._protocol.data_received(data)
 
     def eof_received(self) -> bool | None:
-        """Pass it on."""
-        return self._protocol.eof_received() if self._is_taken else None
+        """Forward the end of data."""
+        return self._protocol.eof_received() if self._is_accepted else None
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Pass it on."""
-        if self._is_taken:
-            self._looking.cancel()
+        """Forward the loss of the connection."""
+        if self._is_accepted:
+            self._next_check.cancel()
             self._connections.remove(self)
             self._protocol.connection_lost(error)
 
     def pause_writing(self) -> None:
-        """The client does not take what it is sent."""
-        self._is_clogged = True
-        self.begin_wait()
+        """Forward that the client does not receive fast enough."""
+        self._is_paused = True
+        self.start_timeout()
         self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
-        """The client takes it again."""
-        self._is_clogged = False
+        """Forward that the client receives again."""
+        self._is_paused = False
         self._protocol.resume_writing()
 
-    def begin_wait(self) -> None:
-        """From now on the client has `client_timeout`."""
-        self._waits_since = self._loop.time()
+    def start_timeout(self) -> None:
+        """Start the client's timeout."""
+        self._timeout_start = self._loop.time()
 
-    def take_news(self) -> bool:
-        """Whether the client has sent anything since this was asked last."""
-        news, self._has_news = self._has_news, False
-        return news
+    def take_data_flag(self) -> bool:
+        """Return whether the client has sent anything since the last call."""
+        had_data, self._has_data = self._has_data, False
+        return had_data
 
     def close(self) -> None:
-        """Close it once everything has been sent."""
+        """Close the connection once everything is sent."""
         self._transport.close()
 
     def abort(self) -> None:
-        """Close it at once, whatever has not been sent yet."""
+        """Close the connection immediately."""
         self._transport.abort()
         self._connections.remove(self)
 
-    def _look(self) -> None:
-        """Now and then: close the connection if the client took too long."""
+    def _check_timeout(self) -> None:
+        """Close the connection if the client timed out; called periodically."""
         timeout = self._connections.client_timeout
-        if self._loop.time() - self._waits_since >= timeout:
-            if self._is_clogged or self._transport.is_closing():
+        if self._loop.time() - self._timeout_start >= timeout:
+            if self._is_paused or self._transport.is_closing():
                 self.abort()
             elif self._connections.is_idle(self):
                 self.close()
-        self._looking = self._loop.call_later(timeout / 4, self._look)
+        self._next_check = self._loop.call_later(timeout / 4, self._check_timeout)

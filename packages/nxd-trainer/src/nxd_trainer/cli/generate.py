@@ -190,9 +190,9 @@ def _write_text(
     prompt: list[int], options: argparse.Namespace, words: "Words", write: Write, show: Callable[[str], None]
 ) -> str:
     """Generate one text, show it with a newline, and return it."""
-    from nxd_trace.serving.text import StopText, TextStream  # noqa: PLC0415
+    from nxd_trace.serving.detokenizer import IncrementalDetokenizer, StopString  # noqa: PLC0415
 
-    stream = TextStream(words.tokenizer.decode, [StopText(text) for text in options.stop])
+    detokenizer = IncrementalDetokenizer(words.tokenizer.decode, [StopString(text) for text in options.stop])
     pieces: list[str] = []
 
     def give(text: str) -> None:
@@ -201,8 +201,8 @@ def _write_text(
 
     def on_token(token: int) -> None:
         if token not in words.end_tokens:
-            give(stream.push(token))
-        if stream.stopped:
+            give(detokenizer.push(token))
+        if detokenizer.stopped:
             raise _StopTextFound
 
     try:
@@ -210,7 +210,7 @@ def _write_text(
     except _StopTextFound:
         pass
     else:
-        give(stream.rest())
+        give(detokenizer.flush())
     show("\n")
     return "".join(pieces)
 
