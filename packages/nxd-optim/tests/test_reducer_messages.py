@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from nxd_optim import GradientReducer
-from nxd_optim.bucket import make_buckets
+from nxd_optim.bucket_sender import batch_parameters
+from nxd_optim.reducer import GradientBucket
 from nxd_state import initialize_model_parallel
 from nxd_testing import RankFailure
 from torch import nn
@@ -103,7 +104,7 @@ def test_messages_leave_out_frozen_and_repeat_no_tied_parameters(messages_of_one
 def test_messages_hold_every_element_once_in_buckets_of_the_given_size(parameters, bucket_bytes):
     tensors = [nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in parameters]
 
-    buckets = make_buckets(tensors, bucket_bytes)
+    buckets = [GradientBucket(batch) for batch in batch_parameters(tensors, bucket_bytes)]
 
     held = [id(p) for bucket in buckets for p in bucket.parameters]
     assert sorted(held) == sorted(map(id, tensors))

@@ -9,10 +9,8 @@ from nxd_optim.gradient_histogram import (
     GradientHistograms,
     gradient_histograms,
 )
-from nxd_optim.load_states import give_states, restore_numbers, state_tensor
-from nxd_optim.loss_scaler import LossScaler, LossScaleTooSmallError
-from nxd_optim.mixed_precision import MixedPrecision, resolve_mixed_precision
-from nxd_optim.parameter_groups import parameter_groups
+from nxd_optim.groups_and_states import give_states, parameter_groups, restore_numbers, state_tensor
+from nxd_optim.mixed_precision import LossScaler, LossScaleTooSmallError, MixedPrecision, resolve_mixed_precision
 from nxd_optim.reducer import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
 from nxd_optim.weight_average import WeightAverage

@@ -1,7 +1,8 @@
-"""Sends buckets of gradients as backward fills them or on request, in the same order on all ranks.
+"""Buckets of gradients that travel in one message: which parameters share one, and when it is sent.
 
-The owner of a `BucketSender` defines what a bucket holds and how it is sent: `GradientReducer` averages over replicas,
-the ZeRO-1 optimizer reduce-scatters. `Usage` then finds the parameters that have a gradient on some rank.
+`BucketSender` sends buckets as backward fills them or on request, in the same order on all ranks. Its owner defines
+what a bucket holds and how it is sent: `GradientReducer` averages over replicas, the ZeRO-1 optimizer reduce-scatters.
+`Usage` then finds the parameters that have a gradient on some rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -14,10 +15,34 @@ import torch
 from nxd_state import Group, Pending, all_reduce_, records_graphs
 from torch import Tensor
 
+from nxd_optim.placement import is_expert
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
 # The phase of a step. "overlapping": in a block around a last backward. "leaving": after such a block, which may not
 # have covered all parameters. "arrived": every gradient is averaged, and none was added since. "failed": an exception
 # left the gradients incomplete.
 Phase = Literal["accumulating", "overlapping", "leaving", "arrived", "failed"]
+
+
+def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Cut the parameters into batches of at most `bucket_bytes`, listed in the order in which backward fills them.
+
+    Backward is assumed to reach the parameters in reverse order. A batch holds one dtype and device, and experts or
+    other layers. A parameter larger than `bucket_bytes` gets a batch of its own.
+    """
+    batches_of_kind: dict[tuple[torch.dtype, torch.device, bool], list[list[Tensor]]] = {}
+    reached = {}
+    for position, parameter in enumerate(reversed(parameters)):
+        reached[id(parameter)] = position
+        batches = batches_of_kind.setdefault((parameter.dtype, parameter.device, is_expert(parameter)), [[]])
+        if batches[-1] and sum(p.nbytes for p in batches[-1]) + parameter.nbytes > bucket_bytes:
+            batches.append([])
+        batches[-1].append(parameter)
+    # Sorted by the last parameter of each batch: sorted by dtype, a batch that fills late would delay all others.
+    batches = [batch for batches_of_one in batches_of_kind.values() for batch in batches_of_one]
+    batches.sort(key=lambda batch: reached[id(batch[-1])])
+    return batches
 
 
 class Bucket(Protocol):

@@ -1,17 +1,17 @@
 """Computes the norm of a model's gradients, counting every element of the logical model once, and clips by it.
 
-Shards are counted on each rank. Elements that several ranks hold are counted once: replicated parameters, rows with
-several copies, and tied weights kept on two stages. Where the rows that count differ between ranks (padding, copies of
-rows), they are weighted by a tensor, because on XLA all ranks must record the same graph.
+One engine serves whole gradients and ZeRO-1's ranges of them. Shards are counted on each rank. Elements that several
+ranks hold are counted once: replicated parameters, rows with several copies, and tied weights kept on two stages. On
+XLA, where all ranks must record the same graph, a tensor weights the elements if those that count differ between ranks.
 """
 
-import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from nxd_state import (
-    ShardSpec,
+    Group,
     all_gather,
     all_reduce_,
     get_device,
@@ -21,7 +21,9 @@ from nxd_state import (
     widest_float,
 )
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from nxd_optim.flat_shards import shards_of_range
 from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and Megatron-LM
@@ -46,31 +48,9 @@ def grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2.
         ValueError: `norm_type` is not positive, or a parameter is sharded along another axis than "tp".
     """
     power = _check_norm_type(norm_type)
-    parameters = _as_list(parameters)
-    device = next((it.grad.device for it in parameters if it.grad is not None), get_device())
-    experts = expert_placement()
-    totals = [
-        _norm_of_kind(
-            [it for it in parameters if experts is None or not is_expert(it)], dense_placement(), power, device
-        )
-    ]
-    if experts is not None:
-        totals.append(_norm_of_kind([it for it in parameters if is_expert(it)], experts, power, device))
-    together = torch.stack(totals)
-    return together.max() if math.isinf(power) else together.sum().pow(1.0 / power)
-
-
-def _norm_of_kind(parameters: list[Tensor], placement: Placement, power: float, device: torch.device) -> Tensor:
-    """Return the norm to its power, or the largest magnitude, of parameters with the same placement; 0-d."""
-    by_copies = _gradients_by_copies(parameters, placement, power)
-    total = norm_accumulator(device)
-    if math.isinf(power):
-        for grads in by_copies.values():
-            total = torch.maximum(total, tensor_norms(grads, power, total).max())
-        return all_gather(total, placement.parts).max()  # not a reduction by max, in which gloo and nccl may lose a NaN
-    for copies, grads in by_copies.items():
-        total += tensor_norms(grads, power, total).pow(power).sum() / copies
-    return all_reduce_(total, placement.parts).squeeze(0)
+    gradients = [GradientRange(p, 0, p.numel(), p.grad) for p in _as_list(parameters) if p.grad is not None]
+    device = gradients[0].gradient.device if gradients else get_device()
+    return norm_of_gradients(gradients, device, power)
 
 
 @torch.no_grad()
@@ -94,55 +74,167 @@ def clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_
         raise ValueError(f"max_norm={max_norm} must be zero or more")
     parameters = _as_list(parameters)
     norm = grad_norm(parameters, norm_type)
-    # No branch on the value: reading it would stall the device.
-    scale = torch.clamp(float(max_norm) / (norm + CLIP_EPSILON), max=1.0)
+    scale = clip_coefficient(norm, float(max_norm))
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.device))
     return norm
 
 
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that clips gradients of this norm, without reading the norm, which would stall the device."""
+    return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientRange:
+    """The gradient of elements `start:stop`, in C order, of a parameter.
+
+    Attributes:
+        parameter: the model's parameter.
+        start: first element.
+        stop: one past the last element.
+        gradient: gradient of these elements, flat, or of the parameter's shape if these are all. On XLA a flat one may
+            be padded with zeros.
+    """
+
+    parameter: Tensor
+    start: int
+    stop: int
+    gradient: Tensor
+
+
+@torch.no_grad()
+def norm_of_gradients(
+    gradients: Iterable[GradientRange], device: torch.device, power: float = 2.0, *, replicas: Group | None = None
+) -> Tensor:
+    """Return the norm of the whole model's gradients, the same on all ranks.
+
+    Args:
+        gradients: this rank's gradients.
+        device: device of the result.
+        power: the power of the norm, or inf.
+        replicas: the replicas of dense layers if each has a part of the gradients, as with ZeRO-1; None if each has
+            all of them.
+
+    Returns:
+        A 0-d tensor in the device's widest float.
+    """
+    # All ranks, even those without experts, take part in the sums of all placements.
+    experts = expert_placement()
+    placements = [it for it in (dense_placement(replicas), experts) if it is not None]
+    by_copies: dict[str, dict[int, list[Tensor]]] = {placement.axis: {} for placement in placements}
+    for it in gradients:
+        placement = placements[-1] if is_expert(it.parameter) else placements[0]
+        for copies, part in _weighted_parts(it, placement, power):
+            by_copies[placement.axis].setdefault(copies, []).append(part)
+    totals = []
+    for placement in placements:
+        groups = (placement.parts,) if replicas is None else (placement.replicas, placement.parts)
+        totals.append(_total(by_copies[placement.axis], power, groups, device))
+    together = torch.stack(totals)
+    return together.max() if math.isinf(power) else together.sum().pow(1.0 / power)
+
+
+def _total(by_copies: dict[int, list[Tensor]], power: float, groups: Iterable[Group], device: torch.device) -> Tensor:
+    """Return the norm to its power, or the largest magnitude, over the ranks of the groups; 0-d."""
+    # Not in the gradients' dtype: other ranks may have another one, or none, and powers of float32 norms overflow.
+    total = torch.zeros(1, dtype=widest_float(device), device=device)
+    for copies, parts in by_copies.items():
+        norms = torch.stack([_norm(part, power).to(total) for part in parts])
+        total = torch.maximum(total, norms.max()) if math.isinf(power) else total + norms.pow(power).sum() / copies
+    for group in groups:
+        # Not a reduction by max, in which gloo and nccl may lose a NaN.
+        total = all_gather(total, group).max().view(1) if math.isinf(power) else all_reduce_(total, group)
+    return total.squeeze(0)
+
+
+def _norm(tensor: Tensor, power: float) -> Tensor:
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(tensor, power, dtype=dtype)
+
+
+def _weighted_parts(it: GradientRange, placement: Placement, power: float) -> list[tuple[int, Tensor]]:
+    """Return `counted_parts`; on XLA, where these differ between ranks, all elements multiplied by their weights."""
+    parameter, spec = it.parameter, get_shard_spec(it.parameter)
+    if spec is None or not records_graphs(parameter) or getattr(parameter, "shared", False):
+        return counted_parts(it, placement)
+    if not (_has_several_boxes(parameter) or _differs_between_ranks(parameter)):
+        return counted_parts(it, placement)
+    placement.check(spec)
+    return [(1, it.gradient * _weights(it, power))]
+
+
+def counted_parts(it: GradientRange, placement: Placement) -> list[tuple[int, Tensor]]:
+    """Return the parts of a gradient that count, and how many ranks hold each.
+
+    Args:
+        it: the gradient.
+        placement: placement of the parameter.
+    """
+    if it.gradient.numel() == 0 or getattr(it.parameter, "shared", False):
+        return []  # `shared` is the second copy of a tied weight; its first copy counts
+    spec = get_shard_spec(it.parameter)
+    if spec is None:
+        return [(placement.copies, it.gradient)]
+    placement.check(spec)
+    if not _has_several_boxes(it.parameter):
+        return [(spec.pieces[0].copies, it.gradient)]
+    flat = it.gradient.reshape(-1)
+    return [(shard.copies, shard.tensor) for shard in shards_of_range(it.parameter, it.start, it.stop, flat)]
+
+
+def _has_several_boxes(parameter: Tensor) -> bool:
+    """Whether a parameter is anything other than one box of one logical tensor."""
+    spec = get_shard_spec(parameter)
+    return spec is not None and not (len(spec.pieces) == 1 and spec.pieces[0].local.shape == spec.local_shape)
+
+
+def _differs_between_ranks(parameter: Tensor) -> bool:
+    """Whether the counted elements of this parameter may differ between ranks; the same on every rank."""
+    spec = get_shard_spec(parameter)
+    if spec is None or not hasattr(parameter, "partition_dim"):
+        return False
+    return is_padded_on_some_rank(parameter) or len(spec.pieces) > 1 or any(piece.copies > 1 for piece in spec.pieces)
+
+
+_known_weights = WeakIdKeyDictionary()  # by parameter
+
+
+def _weights(it: GradientRange, power: float) -> Tensor:
+    """Return factors for a gradient before its norm, so that a sum over all ranks counts the model once.
+
+    They are the number of copies to the power of -1/`power`, and 0 for elements that do not count. They are data,
+    because their values differ between ranks. Their shape is the gradient's; for a gradient of the parameter's shape
+    it may be 1 in all dims except the split one.
+    """
+    known: dict[tuple[int, int, float], Tensor] = _known_weights.setdefault(it.parameter, {})
+    key = (it.start, it.stop, power)
+    if key not in known:
+        known[key] = _make_weights(it, power).to(it.gradient.device)
+    return known[key]
+
+
+@torch.inference_mode(False)
+def _make_weights(it: GradientRange, power: float) -> Tensor:
+    dim = getattr(it.parameter, "partition_dim", None)
+    if dim is not None and it.gradient.shape == it.parameter.shape:
+        spec = get_shard_spec(it.parameter)
+        assert spec is not None
+        rows = torch.zeros(spec.local_shape[dim])
+        for piece in spec.pieces:
+            rows[piece.local.slices[dim]] = piece.copies ** (-1 / power)
+        shape = [1] * it.parameter.dim()
+        shape[dim] = -1
+        return rows.view(shape)
+    flat = torch.zeros(it.gradient.numel())
+    for shard in shards_of_range(it.parameter, it.start, it.stop, flat):
+        shard.tensor.fill_(shard.copies ** (-1 / power))
+    return flat.view(it.gradient.shape)
+
+
 def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     return [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
-
-
-def _gradients_by_copies(parameters: list[Tensor], placement: Placement, power: float) -> dict[int, list[Tensor]]:
-    """Return gradients, or boxes of them, by the number of ranks that hold the same elements.
-
-    On XLA the boxes cannot be part of the graph, because they differ between ranks: see `norm_weights`.
-    """
-    by_copies: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is None or parameter.numel() == 0 or getattr(parameter, "shared", False):
-            continue
-        spec = get_shard_spec(parameter)
-        if spec is None:
-            by_copies.setdefault(placement.copies, []).append(parameter.grad)
-            continue
-        placement.check(spec)
-        if records_graphs(parameter) and differs_between_ranks(parameter):
-            by_copies.setdefault(1, []).append(parameter.grad * row_weights(parameter, power))
-            continue
-        for piece in spec.pieces:
-            whole = piece.local.shape == spec.local_shape
-            grad = parameter.grad if whole else parameter.grad[piece.local.slices]
-            by_copies.setdefault(piece.copies, []).append(grad)
-    return by_copies
-
-
-def norm_accumulator(device: torch.device) -> Tensor:
-    """Return a zero, `[1]`, to accumulate powers of norms in."""
-    # Not in the gradients' dtype: other ranks may have another one, or none, and powers of float32 norms overflow.
-    return torch.zeros(1, dtype=widest_float(device), device=device)
-
-
-def tensor_norms(tensors: Sequence[Tensor], power: float, like: Tensor) -> Tensor:
-    """Return the norm of each tensor, `[len(tensors)]`, with the device and dtype of `like`."""
-    norms = []
-    for tensor in tensors:
-        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        norms.append(torch.linalg.vector_norm(tensor, power, dtype=dtype).to(like))
-    return torch.stack(norms)
 
 
 def _check_norm_type(norm_type: float | str) -> float:
@@ -153,39 +245,3 @@ def _check_norm_type(norm_type: float | str) -> float:
     if not power > 0:
         raise ValueError(f"norm_type={norm_type!r} must be a positive number or 'inf'")
     return power
-
-
-def differs_between_ranks(parameter: Tensor) -> bool:
-    """Whether the counted elements of this parameter may differ between ranks; the same on every rank."""
-    spec = get_shard_spec(parameter)
-    if spec is None or not hasattr(parameter, "partition_dim"):
-        return False
-    return is_padded_on_some_rank(parameter) or len(spec.pieces) > 1 or any(piece.copies > 1 for piece in spec.pieces)
-
-
-def row_weights(parameter: Tensor, power: float) -> Tensor:
-    """Return factors for a gradient before its norm, so that a sum over all ranks counts the model once.
-
-    Args:
-        parameter: a parameter that `differs_between_ranks`.
-        power: the power of the norm.
-
-    Returns:
-        A tensor of length 1 in all dims except the split one: the number of copies to the power of -1/`power`; 0 at
-        padding.
-    """
-    spec = get_shard_spec(parameter)
-    assert spec is not None  # such a parameter has one
-    partition_dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-    return _row_weights(spec, partition_dim, power, parameter.device)
-
-
-@functools.cache
-@torch.inference_mode(False)
-def _row_weights(spec: ShardSpec, dim: int, power: float, device: torch.device) -> Tensor:
-    shape = [1] * len(spec.local_shape)
-    shape[dim] = spec.local_shape[dim]
-    weights = torch.zeros(shape)
-    for piece in spec.pieces:
-        weights.movedim(dim, 0)[piece.local.slices[dim]] = piece.copies ** (-1 / power)
-    return weights.to(device)

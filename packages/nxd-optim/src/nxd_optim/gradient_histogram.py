@@ -1,7 +1,7 @@
 """Histograms of the gradients of the whole model's logical parameters by magnitude, to find underflow and outliers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -10,8 +10,9 @@ from nxd_state import Group, active_group, all_reduce_, get_device, widest_float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nxd_optim.placement import expert_placement, is_expert
-from nxd_optim.zero1 import NeuronZero1Optimizer, OwnGradient, counted_parts
+from nxd_optim.clip import GradientRange, counted_parts
+from nxd_optim.placement import expert_placement, is_expert, placement_of
+from nxd_optim.zero1 import NeuronZero1Optimizer
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -60, 20
 _MAGNITUDES = LARGEST_EXPONENT - SMALLEST_EXPONENT + 1
@@ -83,7 +84,7 @@ class GradientHistograms:
             self.report(self.steps, gradient_histograms(self.named_parameters))
 
     @torch.no_grad()
-    def _on_parts(self, gradients: Sequence[OwnGradient]) -> None:
+    def _on_parts(self, gradients: Sequence[GradientRange]) -> None:
         if not self._is_due():
             return
         if not self.named_parameters:  # a stage without parameters to report
@@ -93,11 +94,9 @@ class GradientHistograms:
         optimizer = self._optimizer()
         assert optimizer is not None  # it calls this
         tallies = torch.zeros(len(rows), _MAGNITUDES + 2, dtype=widest_float(get_device()), device=get_device())
-        for own in gradients:
-            if own.parameter in rows:
-                gradient = own.gradient / optimizer.loss_scale
-                for copies, part in counted_parts(own.parameter, own.start, own.stop, gradient):
-                    tallies[rows[own.parameter]] += _count(part) / copies
+        for it in gradients:
+            if it.parameter in rows:
+                tallies[rows[it.parameter]] += _tally(replace(it, gradient=it.gradient / optimizer.loss_scale))
         tallies = _of_all_ranks(tallies, [parameter for _, parameter in self.named_parameters], self._group)
         self.report(self.steps, _histograms([name for name, _ in self.named_parameters], tallies))
 
@@ -118,7 +117,8 @@ def gradient_histograms(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
     if not found:
         return {}
     # float64 where supported, because copies count as fractions that must add up to whole numbers.
-    tallies = torch.stack([_tally(parameter) for _, parameter in found])
+    gradients = [GradientRange(p, 0, p.numel(), p.grad.detach().to_dense()) for _, p in found if p.grad is not None]
+    tallies = torch.stack([_tally(gradient) for gradient in gradients])
     tallies = _of_all_ranks(tallies, [parameter for _, parameter in found], replicas=None)
     return _histograms([name for name, _ in found], tallies)
 
@@ -155,12 +155,10 @@ def _histograms(names: Sequence[str], tallies: Tensor) -> dict[str, GradientHist
     }
 
 
-def _tally(parameter: Tensor) -> Tensor:
+def _tally(it: GradientRange) -> Tensor:
     """Return counts by magnitude, then zeros, then non-finite elements, `[83]` floats: this rank's share."""
-    assert parameter.grad is not None
-    tally = torch.zeros(_MAGNITUDES + 2, dtype=widest_float(parameter.device), device=parameter.device)
-    flat = parameter.grad.detach().to_dense().reshape(-1)
-    for copies, part in counted_parts(parameter, 0, parameter.numel(), flat):
+    tally = torch.zeros(_MAGNITUDES + 2, dtype=widest_float(it.gradient.device), device=it.gradient.device)
+    for copies, part in counted_parts(it, placement_of(it.parameter)):
         tally += _count(part) / copies
     return tally
 

@@ -1,11 +1,25 @@
-"""The documented `mixed_precision_config`: its meaning, its checks, and its translation to ZeRO-1 arguments."""
+"""Mixed precision: the documented `mixed_precision_config`, and dynamic loss scaling for float16 gradients.
+
+Micikevicius et al. 2018, "Mixed Precision Training": the loss is multiplied by a large number, so that small gradients
+do not vanish in float16, and the gradients are divided by it again in float32. All ranks skip a step whose gradients
+overflow on any of them, and the number is halved.
+"""
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from nxd_state import active_group, all_reduce_, get_device
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nxd_optim.placement import require_mesh
+from nxd_optim.zero1 import NeuronZero1Optimizer
+
+SMALLEST_SCALE = 2.0**-24  # float16's smallest number: gradients that overflow at this scale overflow at any
 
 
 @dataclass(frozen=True)
@@ -75,3 +89,145 @@ def resolve_mixed_precision(config: Mapping[str, object] | None, *, zero_one_ena
     if mistakes:
         raise ValueError("mixed_precision_config: " + "; ".join(mistakes))
     return MixedPrecision(**{key: bool(value) for key, value in choice.items()})
+
+
+class LossScaleTooSmallError(RuntimeError):
+    """Gradients are not finite at any loss scale, so loss or weights are not finite."""
+
+
+class LossScaler:
+    """Scales the loss, and skips steps whose gradients overflow on any rank of the job.
+
+    A step is::
+
+        scaler.scale(loss).backward()
+        reducer.finish()                          # not with NeuronZero1Optimizer, which averages in its step
+        scaler.unscale_(model.parameters())       # only to clip or inspect gradients before the step; not with ZeRO-1
+        stepped = scaler.step(optimizer)
+
+    With `NeuronZero1Optimizer` parameters may be float16: it unscales its float32 part of the gradients. Other
+    optimizers need float32 parameters (under autocast), because unscaled float16 gradients would vanish again.
+
+    Args:
+        initial_scale: scale of the first step.
+        growth_factor: growth of the scale after `growth_interval` steps without overflow.
+        backoff_factor: factor of the scale after an overflow.
+        growth_interval: number of steps without overflow before the scale grows.
+
+    Attributes:
+        scale_factor: the current scale.
+        skipped_steps: number of steps skipped so far.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if not (0 < initial_scale < math.inf and growth_factor > 1 > backoff_factor > 0 and growth_interval >= 1):
+            raise ValueError(
+                f"initial_scale={initial_scale}, growth_factor={growth_factor}, backoff_factor={backoff_factor}, "
+                f"growth_interval={growth_interval}: expected a positive scale, growth above 1, a backoff between 0 "
+                "and 1, and an interval of 1 or more"
+            )
+        self.scale_factor = initial_scale
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval = growth_interval
+        self.skipped_steps = 0
+        self._steps_since_change = 0
+        self._finite: bool | None = None  # whether this step's gradients are finite, once they are unscaled
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the scaled loss to call `backward` on."""
+        return loss * self.scale_factor
+
+    @torch.no_grad()
+    def unscale_(self, parameters: Iterable[Tensor]) -> bool:
+        """Divide complete gradients by the scale, in place; returns whether they are finite on all ranks.
+
+        Every rank of the job calls this, once per step.
+
+        Raises:
+            RuntimeError: the gradients are already unscaled, or there are several ranks but no mesh.
+            ValueError: a gradient is float16.
+        """
+        if self._finite is not None:
+            raise RuntimeError("this step's gradients are already unscaled; call step() before unscale_() again")
+        require_mesh()
+        grads = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
+        for grad in grads:
+            if grad.dtype == torch.float16:
+                raise ValueError(
+                    "float16 gradients vanish when they are divided by the scale; keep parameters in float32 and use "
+                    "autocast, or train with NeuronZero1Optimizer"
+                )
+        finite = torch.ones((), device=grads[0].device if grads else get_device())
+        for grad in grads:
+            grad.mul_(1.0 / self.scale_factor)
+            finite.mul_(grad.isfinite().all())
+        everywhere = all_reduce_(finite, active_group("pp", "dp", "cp", "tp"), op="min")
+        self._finite = bool(everywhere.item())
+        return self._finite
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step the optimizer unless gradients have overflowed, and adapt the scale; returns whether it stepped.
+
+        Raises:
+            LossScaleTooSmallError: gradients are not finite at any scale.
+            RuntimeError: as `unscale_`.
+            ValueError: as `unscale_`.
+        """
+        taken = self._step_zero1(optimizer) if isinstance(optimizer, NeuronZero1Optimizer) else self._step(optimizer)
+        self._finite = None
+        self._steps_since_change += 1
+        if not taken:
+            self.skipped_steps += 1
+            self.scale_factor *= self.backoff_factor
+            self._steps_since_change = 0
+            if self.scale_factor < SMALLEST_SCALE:
+                raise LossScaleTooSmallError(
+                    f"gradients are not finite even at a loss scale of {self.scale_factor / self.backoff_factor}, and "
+                    f"{self.skipped_steps} steps have been skipped: loss or weights are not finite; resume from a "
+                    "checkpoint with a lower learning rate"
+                )
+        elif self._steps_since_change == self.growth_interval:
+            self.scale_factor *= self.growth_factor
+            self._steps_since_change = 0
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs."""
+        return {
+            "scale_factor": self.scale_factor,
+            "skipped_steps": self.skipped_steps,
+            "steps_since_change": self._steps_since_change,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict`."""
+        self.scale_factor = float(state["scale_factor"])
+        self.skipped_steps = int(state["skipped_steps"])
+        self._steps_since_change = int(state["steps_since_change"])
+
+    def _step(self, optimizer: Optimizer) -> bool:
+        if self._finite is None:
+            self.unscale_(p for group in optimizer.param_groups for p in group["params"])
+        if self._finite:
+            optimizer.step()
+        return bool(self._finite)
+
+    def _step_zero1(self, optimizer: NeuronZero1Optimizer) -> bool:
+        before = optimizer.skipped_steps
+        settings = optimizer.loss_scale, optimizer.skip_non_finite_steps
+        optimizer.loss_scale, optimizer.skip_non_finite_steps = self.scale_factor, True
+        try:
+            optimizer.step()
+        finally:
+            optimizer.loss_scale, optimizer.skip_non_finite_steps = settings
+        return optimizer.skipped_steps == before

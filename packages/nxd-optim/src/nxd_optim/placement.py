@@ -1,14 +1,23 @@
-"""Placement of parameters on ranks: which ranks hold the same ones, and which hold all of them together.
+"""Placement of parameters on ranks: which ranks hold the same ones, and which ranks together hold all of them.
 
 If the mesh splits experts, their parameters are placed differently from those of dense layers. A rank then has
 gradients of its experts from the tokens of other ranks, and fewer ranks share the same experts than the same dense
 layers. Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`.
 """
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from nxd_state import Group, ShardSpec, active_group, model_parallel_is_initialized, splits_experts
+from nxd_state import (
+    Group,
+    ShardSpec,
+    active_group,
+    all_gather_object,
+    model_parallel_is_initialized,
+    splits_experts,
+)
 from torch import Tensor
 
 
@@ -59,6 +68,16 @@ def expert_placement() -> Placement | None:
     return Placement("ep", replicas, scale, active_group("pp", "ep", "etp"), active_group("etp").size)
 
 
+def placements_of(group: Group | None) -> tuple[Placement, Placement]:
+    """Return the placements of dense layers and of experts; both are `group` if that is given.
+
+    Args:
+        group: the replicas that a user has chosen; those of the mesh if None.
+    """
+    dense = dense_placement(group)
+    return dense, (expert_placement() if group is None else None) or dense
+
+
 def is_expert(parameter: Tensor) -> bool:
     """Whether a parameter belongs to an expert."""
     return bool(getattr(parameter, "expert_model_parallel", False))
@@ -86,3 +105,17 @@ def require_mesh() -> None:
             f"torch.distributed runs {dist.get_world_size()} ranks, but there is no mesh; call "
             "nxd_state.initialize_model_parallel() first: with its defaults all ranks are data-parallel replicas"
         )
+
+
+def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
+    """Raise on every rank unless all passed parameters of the same shapes and dtypes in the same order."""
+    text = repr([(tuple(p.shape), p.dtype) for p in parameters])
+    mine = (len(parameters), sum(p.numel() for p in parameters), hashlib.sha256(text.encode()).hexdigest())
+    descriptions = all_gather_object(mine, group)
+    for rank, description in zip(group.ranks, descriptions, strict=True):
+        if description != descriptions[0]:
+            raise ValueError(
+                f"rank {rank} passed {description[0]} parameters of {description[1]} elements, rank {group.ranks[0]} "
+                f"passed {descriptions[0][0]} of {descriptions[0][1]}, or order, shapes or dtypes differ; pass the "
+                "same parameters (with the same requires_grad) in the same order on every rank"
+            )

@@ -4,28 +4,36 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 Gradients may be accumulated over any number of backward passes; nothing is communicated until the last one.
 `reduce_sequence_parallel_gradients` sums gradients of parameters for which each tensor-parallel rank has seen only part
 of the sequence.
+
+On most devices a bucket is one contiguous buffer. On XLA a tensor has no fixed memory: a flat buffer with gradients as
+views would be split and joined again by copies, and each gradient would be as old as its last read of the buffer. There
+the gradients stay separate tensors, operands of one operation in the step's graph.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from nxd_state import Group, active_group, all_gather_object, all_reduce_, check_same_start, records_graphs
+from nxd_state import (
+    Group,
+    Pending,
+    active_group,
+    all_reduce_,
+    all_reduce_coalesced_,
+    check_same_start,
+    records_graphs,
+)
 from torch import Tensor
 
-from nxd_optim.bucket import GradientBucket, GraphBucket, batch_parameters, make_buckets
-from nxd_optim.bucket_sender import BucketSender, Message, Usage
+from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, BucketSender, Message, Usage, batch_parameters
 from nxd_optim.placement import (
     Placement,
-    dense_placement,
-    expert_placement,
+    check_same_parameters,
     is_expert,
+    placements_of,
     ranks_with_gradients,
     require_mesh,
 )
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
 class GradientReducer:
@@ -77,8 +85,7 @@ class GradientReducer:
         if group is None:
             require_mesh()
         self.reduce_dtype = reduce_dtype
-        self._dense = dense_placement(group)
-        self._experts = (expert_placement() if group is None else None) or self._dense
+        self._dense, self._experts = placements_of(group)
         self.group = self._dense.replicas
         self._given, self._group_given = list(dict.fromkeys(parameters)), group
         self._has_compared = False
@@ -86,7 +93,8 @@ class GradientReducer:
         check_same_parameters(self.parameters, self.group)
         sent = [p for p in self.parameters if self._is_sent(p)]
         self._kept = [p for p in self.parameters if not self._is_sent(p)]
-        self._buckets = _buckets_of(sent, bucket_bytes) if sent else []
+        kind = GraphBucket if any(map(records_graphs, sent)) else GradientBucket
+        self._buckets = [kind(batch) for batch in batch_parameters(sent, bucket_bytes)]
         asked = (self.group, active_group("tp"), *ranks_with_gradients())
         self._usage = Usage(self.parameters, asked) if find_unused_parameters else None
         self._used: set[int] = set()  # ids of parameters that had a gradient when they were sent
@@ -216,24 +224,92 @@ class GradientReducer:
         self._used |= {id(p) for p in parameters if p.requires_grad and p.grad is not None}
 
 
-def _buckets_of(parameters: Sequence[Tensor], bucket_bytes: int) -> list[GradientBucket] | list[GraphBucket]:
-    if any(records_graphs(parameter) for parameter in parameters):
-        return [GraphBucket(batch) for batch in batch_parameters(parameters, bucket_bytes)]
-    return make_buckets(parameters, bucket_bytes)
+class GradientBucket:
+    """One flat buffer whose slices are the `.grad` of its parameters.
+
+    Once a parameter's `.grad` is its slice, backward adds to it in place: there is no second copy of the gradient,
+    and nothing is copied before or after communication.
+
+    Args:
+        parameters: parameters of one dtype and device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        first = parameters[0]
+        self.parameters = list(parameters)
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        slices = self.buffer.split([p.numel() for p in parameters])
+        self._views = {id(p): part.view(p.shape) for p, part in zip(parameters, slices, strict=True)}
+
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Make the bucket's slice the parameter's gradient, adding any gradient accumulated elsewhere.
+
+        Needed whenever `.grad` was set to None or to another tensor: the next backward then creates a new one or adds
+        to that tensor. A missing gradient counts as zero.
+        """
+        view = self._views[id(parameter)]
+        if parameter.grad is view:
+            return
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            # Detached, because backward(create_graph=True) gives gradients a history; dense, because
+            # nn.Embedding(sparse=True) gives them another layout.
+            view.copy_(parameter.grad.detach().to_dense())
+        parameter.grad = view
+
+    def average(self, group: Group, dtype: torch.dtype | None, scale: float = 1.0) -> Pending[Tensor]:
+        """Start averaging the gradients over the group, in `dtype` if given; a missing gradient counts as zero.
+
+        Args:
+            group: the process group to average over.
+            dtype: dtype of the sum; the gradients' own if None.
+            scale: factor of the average.
+        """
+        for parameter in self.parameters:
+            self.add_gradient(parameter)
+        if dtype in (None, self.buffer.dtype):
+            pending = all_reduce_(self.buffer, group, op="avg", async_op=True)
+        else:
+            pending = all_reduce_(self.buffer.to(dtype), group, op="avg", async_op=True).then(self.buffer.copy_)
+        return pending if scale == 1 else pending.then(lambda mean: mean.mul_(scale))
+
+    def zero_grad(self) -> None:
+        """Set the slices to zero and make them the gradients."""
+        self.buffer.zero_()
+        for parameter in self.parameters:
+            parameter.grad = self._views[id(parameter)]
 
 
-def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
-    """Raise on every rank unless all passed parameters of the same shapes and dtypes in the same order."""
-    text = repr([(tuple(p.shape), p.dtype) for p in parameters])
-    mine = (len(parameters), sum(p.numel() for p in parameters), hashlib.sha256(text.encode()).hexdigest())
-    descriptions = all_gather_object(mine, group)
-    for rank, description in zip(group.ranks, descriptions, strict=True):
-        if description != descriptions[0]:
-            raise ValueError(
-                f"rank {rank} passed {description[0]} parameters of {description[1]} elements, rank {group.ranks[0]} "
-                f"passed {descriptions[0][0]} of {descriptions[0][1]}, or order, shapes or dtypes differ; pass the "
-                "same parameters (with the same requires_grad) in the same order on every rank"
-            )
+class GraphBucket:
+    """Gradients that are sent together; each stays the tensor that backward created.
+
+    Args:
+        parameters: parameters of one dtype and device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Nothing to do: gradients are not moved."""
+
+    def average(self, group: Group, dtype: torch.dtype | None, scale: float = 1.0) -> Pending[None]:
+        """Like `GradientBucket.average`, for use inside a step's graph."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad.detach() for parameter in self.parameters if parameter.grad is not None]
+        sent = grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
+        all_reduce_coalesced_(sent, group, op="avg")
+        for parameter, mean in zip(self.parameters, sent, strict=True):
+            parameter.grad = (mean if scale == 1 else mean * scale).to(parameter.dtype)
+        return Pending(None)  # part of the graph, so there is nothing to wait for
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 @torch.no_grad()
@@ -250,22 +326,31 @@ def reduce_sequence_parallel_gradients(parameters: Iterable[Tensor], group: Grou
     group = group if group is not None else active_group("tp")
     if group.size == 1:
         return
-    gradients = []
-    for parameter in dict.fromkeys(parameters):
-        if parameter.requires_grad and getattr(parameter, "sequence_parallel_enabled", False):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    sum_gradients(gradients, group)
+    marked = [p for p in dict.fromkeys(parameters) if p.requires_grad and is_sequence_parallel(p)]
+    for parameter in marked:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    sum_sequence_parallel(((parameter, parameter.grad) for parameter in marked if parameter.grad is not None), group)
 
 
 @torch.no_grad()
-def sum_gradients(gradients: Iterable[Tensor], group: Group) -> None:
-    """Sum gradients over the ranks of a group, in place, with one message per dtype."""
+def sum_sequence_parallel(gradients: Iterable[tuple[Tensor, Tensor]], group: Group) -> None:
+    """Sum the gradients of marked parameters over the ranks of a group, in place, with one message per dtype.
+
+    Args:
+        gradients: parameters, marked or not, each with its gradient or the same part of it on every rank.
+        group: the process group to sum over.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for parameter, gradient in gradients:
+        if is_sequence_parallel(parameter):
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for grads in by_dtype.values():
         summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), group)
         for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
+
+
+def is_sequence_parallel(parameter: Tensor) -> bool:
+    """Whether each tensor-parallel rank sees only part of the sequence with this parameter."""
+    return bool(getattr(parameter, "sequence_parallel_enabled", False))

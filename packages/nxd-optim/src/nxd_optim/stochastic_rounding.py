@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from nxd_optim.flat_shards import shards_of_range
 from nxd_optim.zero1 import NeuronZero1Optimizer
-from nxd_optim.zero1.state import shards_of_range
 
 _NOISE_BITS = 16  # of float32's 32 bits, those that bfloat16 lacks
 

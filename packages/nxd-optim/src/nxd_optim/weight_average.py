@@ -11,10 +11,9 @@ import torch
 from nxd_state import Group, all_gather
 from torch import Tensor
 
-from nxd_optim.placement import dense_placement, expert_placement, is_expert
-from nxd_optim.reducer import check_same_parameters
+from nxd_optim.flat_shards import shards_of_range
+from nxd_optim.placement import check_same_parameters, is_expert, placements_of
 from nxd_optim.zero1 import NeuronZero1Optimizer, StateTensor
-from nxd_optim.zero1.state import shards_of_range
 
 AVERAGE_KEY = "weight_average"
 
@@ -46,9 +45,7 @@ class WeightAverage:
             raise ValueError(f"decay={decay} must be between 0 and 1, such as 0.999")
         self.decay = decay
         self._optimizer = optimizer
-        dense = dense_placement(group)
-        self._experts = ((expert_placement() if group is None else None) or dense).replicas
-        self.group = dense.replicas
+        self.group, self._experts = (placement.replicas for placement in placements_of(group))
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
         # (start, stop) of the elements of each parameter that this rank averages, in C order. All parameters are cut

@@ -100,7 +100,7 @@ def test_stage_without_trained_parameters_takes_part_in_the_norm_and_in_skipped_
             {"sharding_groups": [[0, 1], [2, 3]]},
             r"sharding_groups=\[\[0, 1\], \[2, 3\]\] are not the replicas of the mesh",
         ),
-        ({"sharding_groups": [[0], [1], [2], [3]]}, r"name \[\[0, 2\], \[1, 3\]\] .* or would drift apart"),
+        ({"sharding_groups": [[0], [1], [2], [3]]}, r"pass \[\[0, 2\], \[1, 3\]\] .* or would drift apart"),
         ({"grad_norm_groups": [[0, 3], [1, 2]]}, r"are not the tensor- or pipeline-parallel groups of the mesh"),
         ({"grad_norm_groups": [[0, 1], [2, 2]]}, r"must name each of the 4 ranks once"),
     ],
@@ -118,7 +118,7 @@ def test_lists_that_differ_between_ranks_raise_on_all(run_ranks):
     def fail():
         initialize_model_parallel()
         groups = [[0, 1]] if get_group("dp").rank else [[0], [1]]
-        with pytest.raises(ValueError, match="sharding_groups differ between the ranks"):
+        with pytest.raises(ValueError, match="sharding_groups differs between the ranks"):
             make(sharding_groups=groups)
 
     run_ranks(fail, 2)

@@ -21,6 +21,7 @@ from nxd_state.collectives import (
     isend,
     recv,
     reduce_scatter,
+    reduce_scatter_mean,
     send,
 )
 from nxd_state.collectives.choice import shared_memory_bytes
@@ -180,6 +181,7 @@ __all__ = [
     "all_gather",
     "all_gather_",
     "reduce_scatter",
+    "reduce_scatter_mean",
     "all_to_all",
     "all_to_all_v",
     "broadcast",

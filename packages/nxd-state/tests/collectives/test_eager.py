@@ -354,3 +354,24 @@ def test_collective_in_a_group_of_one_gives_the_tensor_itself(call):
 
 def test_barrier_in_a_group_of_one_returns():
     assert nxd_state.barrier(GROUP_OF_ONE) is None
+
+
+@on_any_number_of_ranks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_reduce_scatter_mean_sums_in_float32_and_gives_each_rank_its_part(world_size, dtype):
+    def average():
+        group = tensor_parallel_group()
+        tensors = [torch.linspace(-1, 1 + rank, 4 * world_size).to(dtype) for rank in range(world_size)]
+        expected = torch.stack(tensors).float().mean(0).chunk(world_size)[group.rank]
+        memory = torch.empty(4)
+        arguments = {"sum_dtype": dtype, "dtype": torch.float32}
+
+        plain = nxd_state.reduce_scatter_mean(tensors[group.rank], group, **arguments).wait()
+        into_memory = nxd_state.reduce_scatter_mean(tensors[group.rank], group, **arguments, out=memory).wait()
+
+        assert plain.dtype == torch.float32
+        torch.testing.assert_close(plain, expected)
+        assert torch.equal(into_memory, plain)
+        assert into_memory.data_ptr() == memory.data_ptr()
+
+    run_on_ranks(average, world_size)

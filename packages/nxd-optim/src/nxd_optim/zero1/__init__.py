@@ -1,9 +1,8 @@
 """ZeRO stage 1: an optimizer whose states are sharded over the replicas, in flat buckets."""
 
-from nxd_optim.zero1.gradients import OwnGradient, counted_parts
-from nxd_optim.zero1.memory_report import MemoryBytes, MemoryReport
+from nxd_optim.flat_shards import StateShard
 from nxd_optim.zero1.optimizer import NeuronZero1Optimizer
-from nxd_optim.zero1.state import MASTER_KEY, StateShard, StateTensor
+from nxd_optim.zero1.state import MASTER_KEY, MemoryBytes, MemoryReport, StateTensor
 
 ZeroRedundancyOptimizer = NeuronZero1Optimizer  # torch-xla's name
 
@@ -13,8 +12,6 @@ __all__ = [
     "StateTensor",
     "StateShard",
     "MASTER_KEY",
-    "OwnGradient",
-    "counted_parts",
     "MemoryReport",
     "MemoryBytes",
 ]

@@ -8,13 +8,13 @@ buffer with views would be split and joined by copies.
 from collections.abc import Iterable, Sequence
 
 import torch
-from nxd_state import all_gather, get_shard_spec, reduce_scatter
+from nxd_state import all_gather, reduce_scatter
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from nxd_optim.placement import Placement
-from nxd_optim.zero1.flat_bucket import Dtypes, OwnRange
-from nxd_optim.zero1.logical_pieces import pieces_of_flat_range
+from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket, OwnRange
 
 
 class EvenBucket:
@@ -27,6 +27,7 @@ class EvenBucket:
 
     Attributes:
         placement: as given.
+        dtypes: as given.
         ranges: this rank's part of each parameter; ranges beyond a parameter's end hold only zeros.
         used: ids of the parameters that had a gradient when the bucket was sent in this step.
         gradient: the mean gradient of this rank's parts between `send` and `update`, 1-d, in the optimizer's dtype.
@@ -37,16 +38,15 @@ class EvenBucket:
     def __init__(self, parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> None:
         self.parameters = list(parameters)
         self.placement = placement
+        self.dtypes = dtypes
         self.device = parameters[0].device
         self.has_masters = dtypes.master != parameters[0].dtype
         self._group = placement.replicas
-        self._dtypes = dtypes
         self.ranges = self._own_ranges()
         self.used: set[int] = set()
         self.gradient: Tensor | None = None
         self._sums: dict[int, Tensor] = {}  # sums of gradients in a dtype that `.grad` cannot have
         self._stale: set[int] = set()  # parameters whose master weights must still be set from them
-        self._norm_weights: dict[int, Tensor] = {}
 
     @property
     def parameter_bytes(self) -> int:
@@ -59,11 +59,6 @@ class EvenBucket:
         return sum(own.weight.nbytes for own in self.ranges)
 
     @property
-    def master_dtype(self) -> torch.dtype:
-        """Dtype of the weights that the optimizer updates."""
-        return self._dtypes.master
-
-    @property
     def gradient_bytes(self) -> int:
         """Bytes of the existing gradients of whole parameters."""
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -74,16 +69,11 @@ class EvenBucket:
         """Bytes of `gradient`."""
         return 0 if self.gradient is None else self.gradient.nbytes
 
-    @property
-    def gradient_itemsize(self) -> int:
-        """Bytes per element of the gradients while they are accumulated."""
-        return self._dtypes.gradient.itemsize
-
     def add_gradient(self, parameter: Tensor) -> None:
         """Add a parameter's new gradient to its sum, if the sum has another dtype."""
-        if parameter.grad is None or self._dtypes.gradient == parameter.dtype:
+        if parameter.grad is None or self.dtypes.gradient == parameter.dtype:
             return
-        grad = parameter.grad.detach().to(self._dtypes.gradient)
+        grad = parameter.grad.detach().to(self.dtypes.gradient)
         before = self._sums.get(id(parameter))
         self._sums[id(parameter)] = grad if before is None else before + grad
         parameter.grad = None
@@ -96,11 +86,11 @@ class EvenBucket:
         grads = [self._sums.get(id(parameter), parameter.grad) for parameter in self.parameters]
         self.used = self.used | {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
         whole = [
-            torch.zeros_like(parameter, dtype=self._dtypes.gradient) if grad is None else grad.detach().to_dense()
+            torch.zeros_like(parameter, dtype=self.dtypes.gradient) if grad is None else grad.detach().to_dense()
             for parameter, grad in zip(self.parameters, grads, strict=True)
         ]
-        by_rank = torch.cat([self._cut(grad) for grad in whole], dim=1).to(self._dtypes.reduction)
-        mean = reduce_scatter(by_rank, self._group, op="avg").squeeze(0).to(self._dtypes.master)
+        by_rank = torch.cat([self._cut(grad) for grad in whole], dim=1).to(self.dtypes.reduction)
+        mean = reduce_scatter(by_rank, self._group, op="avg").squeeze(0).to(self.dtypes.master)
         if self.placement.scale != 1:
             mean = mean * self.placement.scale
         self._release_gradients()
@@ -155,27 +145,6 @@ class EvenBucket:
     def check_places(self) -> None:
         """Do nothing: the parameters may be in any memory."""
 
-    def norm_weights(self, own: OwnRange) -> Tensor:
-        """Return factors for a range's gradient before its norm, so that a sum over all ranks counts the model once.
-
-        They are data, because for a parameter in pieces the pieces in a range differ between ranks.
-
-        Returns:
-            A tensor of the shape of the range's weight: one over the root of the number of copies; zero at elements
-            that do not count.
-        """
-        key = id(own.parameter)
-        if key not in self._norm_weights:
-            spec = get_shard_spec(own.parameter)
-            assert spec is not None  # a parameter in pieces has one
-            self.placement.check(spec)
-            weights = torch.zeros(own.weight.numel())
-            if not getattr(own.parameter, "shared", False):
-                for piece in pieces_of_flat_range(spec, own.start, own.stop):
-                    piece.view(weights).fill_(piece.copies**-0.5)
-            self._norm_weights[key] = weights.to(self.device)
-        return self._norm_weights[key]
-
     def _release_gradients(self) -> None:
         self._sums = {}
         for parameter in self.parameters:
@@ -187,7 +156,7 @@ class EvenBucket:
         for parameter in self.parameters:
             numel, length = parameter.numel(), self._part_length(parameter)
             start, stop = (min(rank * length, numel) for rank in (self._group.rank, self._group.rank + 1))
-            weight = nn.Parameter(self._own(parameter).to(self._dtypes.master))
+            weight = nn.Parameter(self._own(parameter).to(self.dtypes.master))
             ranges.append(OwnRange(parameter, start, stop, offset, weight))
             offset += length
         return ranges
@@ -205,3 +174,7 @@ class EvenBucket:
         """Return this rank's part of a parameter, as a copy."""
         rank = self._group.rank_tensor(parameter).view(1)
         return self._cut(parameter.detach()).index_select(0, rank).squeeze(0)
+
+
+Bucket = FlatBucket | EvenBucket
+Parts = Iterable[tuple[Bucket, Optimizer]]  # each bucket, and the optimizer of this rank's part of it

@@ -1,14 +1,14 @@
 """A bucket of ZeRO-1: parameters in one flat buffer, of which each rank updates one part.
 
 This module manages the memory: parameters, gradients while they are needed, and the weights for this rank's optimizer.
-The order of sending is in `gradients`, the update in `buckets`.
+The order of sending is in `gradients`, the update in `sharded_weights`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, Pending, Receive, Send, all_gather_, batch_isend_irecv, reduce_scatter
+from nxd_state import Pending, all_gather_, is_host, reduce_scatter_mean
 from torch import Tensor, nn
 
 from nxd_optim.placement import Placement
@@ -53,6 +53,15 @@ class Dtypes:
     gradient: torch.dtype
     reduction: torch.dtype
 
+    @classmethod
+    def choose(
+        cls, parameter: torch.dtype, optimizer_dtype: torch.dtype | None, *, accumulate_wide: bool, average_wide: bool
+    ) -> "Dtypes":
+        """Return the dtypes for parameters of a dtype; wide is float32, or the parameter's own dtype if wider."""
+        wide = torch.promote_types(parameter, torch.float32)
+        gradient = wide if accumulate_wide else parameter
+        return cls(optimizer_dtype or wide, gradient, wide if average_wide else gradient)
+
 
 class FlatBucket:
     """Parameters in one buffer, and the part of them that this rank owns.
@@ -69,6 +78,8 @@ class FlatBucket:
 
     Attributes:
         placement: as given.
+        dtypes: as given.
+        device: device of the parameters.
         own: this rank's part of the parameters, 1-d.
         master: the same in the optimizer's dtype; `own` itself if the dtypes are equal.
         ranges: this rank's part of each parameter, if any.
@@ -80,8 +91,9 @@ class FlatBucket:
         first = parameters[0]
         self.parameters = list(parameters)
         self.placement = placement
+        self.dtypes = dtypes
+        self.device = first.device
         self._group = group = placement.replicas
-        self._dtypes = dtypes
         self._starts, length = _lay_out(parameters, group.size)
         self._buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
         self._places = self._views_of(self._buffer)
@@ -108,11 +120,6 @@ class FlatBucket:
         return self._buffer.nbytes
 
     @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self._buffer.device
-
-    @property
     def has_masters(self) -> bool:
         """Whether the optimizer updates separate weights, not the parameters themselves."""
         return self.master is not self.own
@@ -121,11 +128,6 @@ class FlatBucket:
     def master_bytes(self) -> int:
         """Bytes of the weights that the optimizer updates, if they are separate."""
         return self.master.nbytes if self.has_masters else 0
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Dtype of the weights that the optimizer updates."""
-        return self.master.dtype
 
     @property
     def gradient_bytes(self) -> int:
@@ -138,17 +140,12 @@ class FlatBucket:
         mean = self.gradient if self._mean_memory is None else self._mean_memory
         return 0 if mean is None else mean.nbytes
 
-    @property
-    def gradient_itemsize(self) -> int:
-        """Bytes per element of the gradients while they are accumulated."""
-        return self._dtypes.gradient.itemsize
-
     def add_gradient(self, parameter: Tensor) -> None:
         """Add a parameter's new gradient to the bucket's buffer."""
         if parameter.grad is None:
             return
         if self._gradients is None:
-            self._gradients = torch.empty_like(self._buffer, dtype=self._dtypes.gradient)
+            self._gradients = torch.empty_like(self._buffer, dtype=self.dtypes.gradient)
             self._gradient_views = self._views_of(self._gradients)
         view = self._gradient_views[id(parameter)]
         if parameter.grad is view:
@@ -172,7 +169,7 @@ class FlatBucket:
         for parameter in self.parameters:
             self.add_gradient(parameter)
         if self._gradients is None:
-            self._gradients = torch.zeros_like(self._buffer, dtype=self._dtypes.gradient)
+            self._gradients = torch.zeros_like(self._buffer, dtype=self.dtypes.gradient)
         sent = self._filled | {id(p) for p in self.parameters if p.grad is not None}
         self.used = self.used | sent
         for parameter in self.parameters:
@@ -181,8 +178,8 @@ class FlatBucket:
         self._reduction = reduce_scatter_mean(
             self._gradients,
             self._group,
-            sum_dtype=self._dtypes.reduction,
-            dtype=self._dtypes.master,
+            sum_dtype=self.dtypes.reduction,
+            dtype=self.dtypes.master,
             out=self._mean_memory if self.gradient is None else None,
         )
         self._release_gradients()
@@ -253,9 +250,9 @@ class FlatBucket:
 
     def _memory_of_means(self) -> Tensor | None:
         """Memory for `gradient` that is kept between steps, on the CPU: new pages would cost more than the sums."""
-        if not self._buffer.is_cpu or self._group.size == 1:
+        if not is_host(self._buffer) or self._group.size == 1:
             return None
-        return torch.empty_like(self.own, dtype=self._dtypes.master)
+        return torch.empty_like(self.own, dtype=self.dtypes.master)
 
     def _release_gradients(self) -> None:
         self._gradients = None
@@ -295,44 +292,3 @@ def _lay_out(parameters: Sequence[Tensor], parts: int) -> tuple[list[int], int]:
         starts.append(end)
         end += parameter.numel()
     return starts, -(-max(end, 1) // parts) * parts
-
-
-@torch.no_grad()
-def reduce_scatter_mean(
-    buffer: Tensor, group: Group, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
-) -> Pending[Tensor]:
-    """Start averaging the ranks' buffers; this rank gets its part, in `dtype`.
-
-    On the CPU, half-precision parts are always summed in at least float32. The buffer may be reused after `wait()`.
-
-    Args:
-        buffer: a 1-d tensor of the same length and dtype on every rank.
-        group: the process group.
-        sum_dtype: dtype in which the transport sums.
-        dtype: dtype of the result.
-        out: memory for the result, with its length and dtype; used when several CPU ranks average.
-    """
-    if group.size == 1:
-        return Pending(buffer, finish=lambda mean: mean.to(dtype))
-    if not buffer.is_cpu:
-        pending = reduce_scatter(buffer.to(sum_dtype), group, op="avg", async_op=True)
-        return pending.then(lambda mean: mean.to(dtype))
-    # Parts are sent directly to the rank that sums them: gloo's own reduce-scatter moves twice the bytes, and its
-    # all-to-all copies them twice (24 MB among 2 ranks: 13 ms, 19 ms through all-to-all, 29 ms by all-reduce).
-    parts = buffer.chunk(group.size)
-    received = [torch.empty_like(part) for part in parts[2:]]
-    received.insert(0, out if out is not None and out.dtype == buffer.dtype else torch.empty_like(parts[0]))
-    others = [index for index in range(group.size) if index != group.rank]
-    receives = [Receive(part.view(torch.uint8), index) for part, index in zip(received, others, strict=True)]
-    sends = [Send(parts[index].view(torch.uint8), index) for index in others]
-    works = batch_isend_irecv([*receives, *sends], group)
-
-    @torch.no_grad()
-    def add(own: Tensor) -> Tensor:
-        total = received[0].to(torch.promote_types(own.dtype, torch.float32))
-        for part in (*received[1:], own):
-            total += part
-        total.div_(group.size)
-        return total.to(dtype) if out is None or out is total else out.copy_(total)
-
-    return Pending(parts[group.rank], *works, finish=add)

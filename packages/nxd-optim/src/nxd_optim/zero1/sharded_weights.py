@@ -1,29 +1,34 @@
-"""The weights of ZeRO-1: buckets of which each replica updates a part, and the optimizers of this replica's parts."""
+"""The weights of ZeRO-1: buckets of which each replica updates a part, and the optimizers of this replica's parts.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+With `overlap_forward` a step leaves the wait for other replicas' weights to the next forward; see `ForwardGather`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
-from nxd_state import Group
+from nxd_state import Group, is_host, records_graphs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_optim.zero1.buckets import Bucket, make_base_optimizer, make_buckets
-from nxd_optim.zero1.flat_bucket import Dtypes
+from nxd_optim.bucket_sender import batch_parameters
+from nxd_optim.groups_and_states import copy_settings, settings_of
+from nxd_optim.placement import check_same_parameters, dense_placement, expert_placement, is_expert
+from nxd_optim.zero1.even_bucket import Bucket, EvenBucket
+from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
 from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges
-from nxd_optim.zero1.settings import settings_of
 
 
 class ShardedWeights:
-    """Assigns weights and states to replicas, and waits for the weights of other replicas.
+    """Assigns weights and states to replicas, updates this replica's parts, and gathers those of the others.
 
     Args:
-        make_optimizer: the optimizer of some parameter groups.
-        dtypes_of: what parameters of a dtype are trained in.
+        make_optimizer: function that makes an optimizer of parameter groups.
+        dtypes_of: function from a parameter dtype to the dtypes of training.
 
     Attributes:
-        buckets: in the order in which their gradients are sent.
+        buckets: the buckets, in the order in which their gradients are sent.
     """
 
     def __init__(self, make_optimizer: Callable[[Any], Optimizer], dtypes_of: Callable[[torch.dtype], Dtypes]) -> None:
@@ -43,34 +48,56 @@ class ShardedWeights:
         """Move parameters into further buckets.
 
         Args:
-            parameters: those that are frozen stay where they are.
+            parameters: the parameters; frozen ones stay where they are.
             param_groups: the groups of all parameters, as a user sees them.
-            group: the replicas.
-            bucket_bytes: most of a bucket.
+            group: the replicas of dense layers.
+            bucket_bytes: maximum size of a bucket.
 
         Raises:
-            ValueError: parameters on the meta device, or others on another rank of the group.
+            ValueError: parameters are on the meta device, or differ between ranks of the group.
         """
         for base in self._base_optimizers:  # all have the user's groups, empty ones too
             for added in param_groups[len(base.param_groups) :]:
                 base.add_param_group(settings_of(added) | {"params": []})
-        buckets = make_buckets(parameters, group, bucket_bytes, self._dtypes_of)
+        buckets = self._make_buckets(parameters, group, bucket_bytes)
         self.buckets = [*self.buckets, *buckets]
-        self._base_optimizers += [make_base_optimizer(it, param_groups, self._make_optimizer) for it in buckets]
+        for bucket in buckets:
+            weights = {own.parameter: own.weight for own in bucket.ranges}
+            own_groups = [
+                settings_of(it) | {"params": [weights[p] for p in it["params"] if p in weights]} for it in param_groups
+            ]
+            self._base_optimizers.append(self._make_optimizer(own_groups))
         check_same_sequence_parallel_ranges(self.buckets)
         if self._forward_gather is not None:
             self.overlap_forward(self._forward_gather.model)
 
+    def _make_buckets(self, parameters: Iterable[Tensor], group: Group, bucket_bytes: int) -> list[Bucket]:
+        trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+        if any(p.is_meta for p in trained):
+            raise ValueError("parameters on the meta device cannot be trained; materialize them, then call init_zero()")
+        check_same_parameters(trained, group)
+        # Small parameters (norms, biases) are sent separately and last. They are often listed apart from the matrices,
+        # so the time at which backward reaches them is unknown, and a bucket waits for the last of its parameters.
+        matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
+        dense = dense_placement(group)
+        experts = expert_placement() or dense
+        buckets: list[Bucket] = []
+        for batch in (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes)):
+            kind = EvenBucket if records_graphs(batch[0]) else FlatBucket
+            placement = experts if is_expert(batch[0]) else dense
+            buckets.append(kind(batch, placement, self._dtypes_of(batch[0].dtype)))
+        return buckets
+
     def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
-        """Each bucket with the optimizer that updates this rank's part of it."""
+        """Return each bucket with the optimizer that updates this rank's part of it."""
         return zip(self.buckets, self._base_optimizers, strict=True)
 
     def as_one_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
-        """An optimizer over all buckets, with their weights and states: for looking, as the parts are stepped.
+        """Return an optimizer over all buckets, with their weights and states, for inspection: the parts are stepped.
 
         Args:
-            param_groups: the groups of all parameters, as a user sees them; so are those of the result, where a
-                parameter's elements of this rank, flat and maybe none, take its place.
+            param_groups: the groups of all parameters, as a user sees them. The result has the same groups, with this
+                rank's elements of a parameter, flat and possibly none, in the parameter's place.
         """
         weights = {own.parameter: own.weight for bucket in self.buckets for own in bucket.ranges}
         flat = [[weights.get(p, p.new_empty(0)) for p in group["params"]] for group in param_groups]
@@ -80,16 +107,38 @@ class ShardedWeights:
             whole.state.update(base.state)
         return whole
 
+    def scale_gradients(self, scale: Tensor) -> None:
+        """Multiply the mean gradients by a 0-d tensor, in place."""
+        if is_host(scale) and scale == 1:  # reading the value would stall another device
+            return
+        for bucket in self.buckets:
+            assert bucket.gradient is not None
+            bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
+
+    def update(self, used: Set[int], param_groups: list[dict[str, Any]]) -> None:
+        """Step on this rank's part of each bucket, and gather the bucket while the next one is updated.
+
+        Args:
+            used: ids of the parameters to update; the others have no gradient on any rank.
+            param_groups: the user's parameter groups; values that an optimizer counts in its own groups are copied
+                there.
+        """
+        for base in self._base_optimizers:
+            copy_settings(param_groups, base.param_groups)
+        for bucket, base in reversed(list(self.parts())):  # in the order in which the next forward needs them
+            if any(id(p) in used for p in bucket.parameters):
+                _step(bucket, base, used)
+                bucket.gather()
+        for base in self._base_optimizers[:1]:
+            copy_settings(base.param_groups, param_groups)
+        if self._forward_gather is None:
+            self.wait()
+
     def overlap_forward(self, model: nn.Module) -> None:
-        """From now on the modules of `model` wait for their parameters, instead of the step."""
+        """Make the modules of `model` wait for their parameters, instead of the step."""
         if self._forward_gather is not None:
             self._forward_gather.close()
         self._forward_gather = ForwardGather(model, self.buckets)
-
-    @property
-    def arrive_in_forward(self) -> bool:
-        """Whether a step leaves the waiting for other replicas' weights to the next forward."""
-        return self._forward_gather is not None
 
     def wait(self) -> None:
         """Return when all parameters are whole."""
@@ -102,21 +151,31 @@ class ShardedWeights:
             bucket.check_places()
 
     def refresh_masters(self, *, only_stale: bool) -> None:
-        """Take master weights from the parameters: all, or those that are marked to be."""
+        """Set master weights from the parameters: all of them, or those marked as stale."""
         for bucket in self.buckets:
             if not only_stale:
                 bucket.mark_masters_stale(bucket.parameters)
             bucket.refresh_stale_masters()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         for bucket in self.buckets:
             bucket.drop_gradients()
 
     def zero_gradients(self) -> None:
-        """Make the gradients that there are zero."""
+        """Set the existing gradients to zero."""
         for bucket in self.buckets:
             bucket.zero_gradients()
+
+
+def _step(bucket: Bucket, base: Optimizer, used: Set[int]) -> None:
+    assert bucket.gradient is not None
+    for own in bucket.ranges:
+        own.weight.grad = own.of(bucket.gradient) if id(own.parameter) in used else None
+    base.step()
+    for own in bucket.ranges:
+        own.weight.grad = None
+    bucket.gradient = None
 
 
 class ForwardGather:
@@ -124,11 +183,11 @@ class ForwardGather:
 
     The wait is on reading a parameter, not on calling its module: layers that share an input are computed by one
     function of their weights, and a loss takes the weight of the head. A module also waits for its own parameters
-    before its forward, since some (`nn.LSTM`) keep them in a list besides.
+    before its forward, since some (`nn.LSTM`) also keep them in a list.
 
     Args:
-        model: also waits for all buckets before its state is read or loaded.
-        buckets: of the optimizer.
+        model: the model; it also waits for all buckets before its state is read or loaded.
+        buckets: buckets of the optimizer.
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:

@@ -1,8 +1,8 @@
-"""The states of the ZeRO-1 optimizer in the two forms in which they are saved.
+"""The states of the ZeRO-1 optimizer: the two forms in which they are saved, and the memory that they take.
 
-As boxes of logical tensors, they load at any layout; names, files and filling the tensors are the caller's. As this
-rank's part of `state_dict`, they fit one rank of one layout; its documented files, one per rank in a folder, are
-written under temporary names that become final once every rank has written, and are read as plain data.
+As boxes of logical tensors, they load at any layout; the caller names, stores and fills the tensors. As this rank's
+part of `state_dict`, they fit one rank of one layout. Its documented files, one per rank in a folder, are written under
+temporary names that become final once every rank has written, and are read as plain data.
 """
 
 import os
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_state import Box, Group, ShardSpec, active_group, all_gather_object, get_shard_spec, on_every_rank
-from torch import Tensor
+from nxd_state import Group, active_group, all_gather_object, on_every_rank
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from nxd_optim.load_states import give_states, state_tensor
-from nxd_optim.zero1.buckets import Parts
+from nxd_optim.flat_shards import StateShard, shards_of_range
+from nxd_optim.groups_and_states import give_states, state_tensor
+from nxd_optim.zero1.even_bucket import Parts
 from nxd_optim.zero1.flat_bucket import OwnRange
-from nxd_optim.zero1.logical_pieces import pieces_of_flat_range
 
 MASTER_KEY = "master_weight"
 
@@ -27,32 +28,15 @@ StoredKeys = Callable[[Tensor], Mapping[str, tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class StateShard:
-    """One box of one state of a logical tensor.
-
-    Attributes:
-        name: of the logical tensor, as of the parameter's `ShardPiece`; "" is the parameter's own.
-        logical_shape: shape of the whole logical tensor.
-        box: the elements that this rank owns.
-        tensor: their state, of the box's shape; shares memory with the optimizer.
-    """
-
-    name: str
-    logical_shape: tuple[int, ...]
-    box: Box
-    tensor: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class StateTensor:
     """One state of one parameter, of which this rank owns some elements.
 
     Attributes:
-        parameter: the model's.
-        key: such as "exp_avg", or "master_weight".
+        parameter: the model's parameter.
+        key: key of the state, such as "exp_avg", or "master_weight".
         shards: the elements owned, if the state has one value per element. Every element has one owner among the
             ranks that share states; padding of the parameter has none.
-        scalar: the state, if it has one value for the parameter, such as "step". All its owners hold the same.
+        scalar: the state, if it has one value for the parameter, such as "step"; the same on all its owners.
     """
 
     parameter: Tensor
@@ -62,7 +46,7 @@ class StateTensor:
 
 
 def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
-    """All states of this rank.
+    """Return all states of this rank.
 
     Raises:
         ValueError: a state is neither a tensor nor a number.
@@ -70,25 +54,24 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
     found = []
     for bucket, base in parts:
         for own in bucket.ranges:
+            tensors = {}
             if with_masters and bucket.has_masters and not bucket.has_stale_master(own.parameter):
-                found.append(StateTensor(own.parameter, MASTER_KEY, shards=_shards(own, own.weight.detach())))
+                tensors[MASTER_KEY] = own.weight.detach()
             for key, value in base.state.get(own.weight, {}).items():
-                tensor = state_tensor(value, key, f"a parameter of shape {tuple(own.parameter.shape)}")
+                tensors[key] = state_tensor(value, key, f"a parameter of shape {tuple(own.parameter.shape)}")
+            for key, tensor in tensors.items():
                 if tensor.shape == own.weight.shape:
-                    found.append(StateTensor(own.parameter, key, shards=_shards(own, tensor)))
+                    shards = shards_of_range(own.parameter, own.start, own.stop, tensor)
+                    found.append(StateTensor(own.parameter, key, shards=shards))
                 else:
                     found.append(StateTensor(own.parameter, key, scalar=tensor))
     return found
 
 
-def _shards(own: OwnRange, flat: Tensor) -> tuple[StateShard, ...]:
-    return shards_of_range(own.parameter, own.start, own.stop, flat)
-
-
 def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> None:
-    """Give every owned range zeros for the states that `stored` says there are of its parameter.
+    """Allocate zeros for the stored states of every owned range.
 
-    Master weights that are not among them, or not wanted, are marked to be taken from the parameters.
+    Master weights that are not stored, or not wanted, are marked to be set from the parameters.
     """
     for bucket, base in parts:
         bucket.mark_masters_stale(p for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p)))
@@ -96,7 +79,7 @@ def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> N
 
 
 def _zeros(own: OwnRange, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """For each state; of a parameter that is a scalar, all have one element, as its range does."""
+    """Return zeros by key; all states of a parameter that is a scalar have one element, as its range does."""
     is_scalar = not own.parameter.dim()
     return {
         key: torch.zeros_like(own.weight, dtype=dtype, requires_grad=False)
@@ -107,30 +90,16 @@ def _zeros(own: OwnRange, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...
     }
 
 
-def shards_of_range(parameter: Tensor, start: int, stop: int, flat: Tensor) -> tuple[StateShard, ...]:
-    """The boxes of logical tensors that elements `start` to `stop` of a parameter, in C order, are in.
-
-    Args:
-        parameter: with its `ShardSpec`, if it has one.
-        start: first element.
-        stop: one past the last.
-        flat: what there is for these elements, 1-d; the shards are views of it.
-    """
-    spec = get_shard_spec(parameter) or ShardSpec.whole(parameter.shape)
-    pieces = pieces_of_flat_range(spec, start, stop)
-    return tuple(StateShard(piece.name, piece.logical_shape, piece.logical, piece.view(flat)) for piece in pieces)
-
-
 _SAVE_ID = "save_id"
 
 
 def rank_state(parts: Parts, indices: Mapping[int, int], *, with_masters: bool) -> dict[str, Any]:
-    """States, ranges and master weights by parameter index; tensors share memory with the optimizer.
+    """Return states, ranges and master weights by parameter index; tensors share memory with the optimizer.
 
     Args:
         parts: each bucket and its optimizer.
         indices: the index of each parameter, by id.
-        with_masters: add "master_weights" where they are kept.
+        with_masters: whether to add "master_weights".
     """
     found: dict[str, Any] = {"state": {}, "ranges": {}}
     if with_masters:
@@ -147,24 +116,24 @@ def rank_state(parts: Parts, indices: Mapping[int, int], *, with_masters: bool) 
 
 
 def check_rank_state(state_dict: Mapping[str, Any], parts: Parts, indices: Mapping[int, int]) -> None:
-    """Raise a ValueError unless the states are of the very parts that this rank owns."""
+    """Raise a ValueError unless the states belong to the parts that this rank owns."""
     missing = {"state", "ranges", "param_groups"} - set(state_dict)
     if missing:
-        raise ValueError(f"the state dict lacks {sorted(missing)}: it is not one of NeuronZero1Optimizer")
+        raise ValueError(f"the state dict lacks {sorted(missing)}; pass one of NeuronZero1Optimizer")
     expected = rank_state(parts, indices, with_masters=False)["ranges"]
     found = {index: tuple(ranges) for index, ranges in state_dict["ranges"].items()}
     for index in sorted(expected.keys() | found.keys()):
         if expected.get(index) != found.get(index):
             raise ValueError(
-                f"the state dict is of another rank, layout or model: of parameter {index} it holds (start, stop, "
-                f"size) {found.get(index)}, this rank owns {expected.get(index)}; checkpoints that load at any "
-                "layout are made of sharded_state()"
+                f"the state dict belongs to another rank, layout or model: of parameter {index} it holds (start, stop, "
+                f"size) {found.get(index)}, this rank owns {expected.get(index)}; to load at another layout, save "
+                "sharded_state()"
             )
 
 
 @torch.no_grad()
 def load_rank_state(state_dict: Mapping[str, Any], parts: Parts, indices: Mapping[int, int]) -> None:
-    """Take over states and master weights of what `check_rank_state` has found to fit."""
+    """Load states and master weights that `check_rank_state` has accepted."""
     for bucket, base in parts:
         own_by_weight = {own.weight: own for own in bucket.ranges}
         weights = [weight for group in base.param_groups for weight in group["params"]]
@@ -185,7 +154,7 @@ def write_rank_file(state: dict[str, Any], output_dir: str | os.PathLike[str], *
     """Write this rank's state; see `NeuronZero1Optimizer.save_sharded_state_dict`.
 
     Raises:
-        RuntimeError: a rank could not write; all ranks raise, and files that were there before are untouched.
+        RuntimeError: a rank could not write; all ranks raise, and existing files are untouched.
     """
     replicas = active_group("dp", "cp")
     path = _path_of_rank(output_dir)
@@ -205,11 +174,11 @@ def write_rank_file(state: dict[str, Any], output_dir: str | os.PathLike[str], *
 def read_rank_file(
     apply: Callable[[dict[str, Any]], None], output_dir: str | os.PathLike[str], num_workers_per_step: int
 ) -> None:
-    """Read this rank's state and hand it to `apply`; see `NeuronZero1Optimizer.load_sharded_state_dict`.
+    """Read this rank's state and call `apply` with it; see `NeuronZero1Optimizer.load_sharded_state_dict`.
 
     Raises:
         ValueError: `num_workers_per_step` is not positive.
-        RuntimeError: a rank could not read or apply its file, or the files are of several saves; all ranks raise.
+        RuntimeError: a rank could not read or apply its file, or the files come from several saves; all ranks raise.
     """
     if num_workers_per_step < 1:
         raise ValueError(f"num_workers_per_step={num_workers_per_step} must be positive; the default is 8")
@@ -221,7 +190,7 @@ def read_rank_file(
         on_every_rank(doing, (lambda: read.append(_read(path))) if turn == my_turn else _nothing, _world())
     if len(set(all_gather_object(read[0].pop(_SAVE_ID, None), _world()))) > 1:
         raise RuntimeError(
-            f"{doing} failed: the files are of several saves, one of which did not end; use another folder"
+            f"{doing} failed: the files come from several saves, one of which did not finish; use another folder"
         )
     on_every_rank(doing, lambda: apply(read[0]), _world())
 
@@ -236,7 +205,7 @@ def _world() -> Group:
 
 
 def _nothing() -> None:
-    """What ranks do whose turn it is not."""
+    """Do nothing: it is another rank's turn."""
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
@@ -248,7 +217,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def _to_cpu(value: Any) -> Any:
-    """Tensors on the CPU, each with only its own elements: a view would be saved with all of its bucket."""
+    """Copy tensors to the CPU, each with only its own elements: a view would be saved with its whole bucket."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
@@ -259,3 +228,83 @@ def _to_cpu(value: Any) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes on this rank.
+
+    Attributes:
+        parameters: trained parameters.
+        gradients: measured: existing gradients; predicted: gradients of all parameters before a step.
+        mean_gradients: mean gradients of this rank's part; kept between steps on the CPU only.
+        master_weights: master weights of this rank's part; zero if the parameters are updated directly.
+        state: optimizer state of this rank's part.
+        buckets: measured: the largest bucket, which is the most that a message adds; predicted: zero.
+    """
+
+    parameters: int
+    gradients: int
+    mean_gradients: int
+    master_weights: int
+    state: int
+    buckets: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Measured and predicted bytes; `str()` formats them as a table."""
+
+    measured: MemoryBytes
+    predicted: MemoryBytes
+
+    def __str__(self) -> str:
+        rows = [f"{'':16}{'measured':>12}{'predicted':>12}"]
+        for kind in MemoryBytes.__dataclass_fields__:
+            numbers = (getattr(self.measured, kind), getattr(self.predicted, kind))
+            rows.append(f"{kind.replace('_', ' '):16}" + "".join(f"{number / 2**20:8.1f} MiB" for number in numbers))
+        return "\n".join(rows)
+
+
+def memory_report(parts: Parts, make_optimizer: Callable[[Any], Optimizer]) -> MemoryReport:
+    """Count the memory of each bucket and its optimizer. For transient memory, only the largest size is given.
+
+    Args:
+        parts: each bucket and the optimizer of this rank's part.
+        make_optimizer: function that makes an optimizer for a list of parameters, to find out which states it keeps.
+    """
+    parts = list(parts)
+    measured = MemoryBytes(
+        parameters=sum(bucket.parameter_bytes for bucket, _ in parts),
+        gradients=sum(bucket.gradient_bytes for bucket, _ in parts),
+        mean_gradients=sum(bucket.mean_bytes for bucket, _ in parts),
+        master_weights=sum(bucket.master_bytes for bucket, _ in parts),
+        state=sum(_state_bytes(base) for _, base in parts),
+        buckets=max((bucket.parameter_bytes for bucket, _ in parts), default=0),
+    )
+    parameters = gradients = means = masters = state = 0
+    for bucket, _ in parts:
+        elements = sum(parameter.numel() for parameter in bucket.parameters)
+        group_size = bucket.placement.replicas.size
+        parameters += elements * bucket.parameters[0].itemsize
+        gradients += elements * bucket.dtypes.gradient.itemsize
+        means += elements * bucket.dtypes.master.itemsize // group_size if bucket.mean_bytes else 0
+        masters += elements * bucket.dtypes.master.itemsize // group_size if bucket.master_bytes else 0
+        state += elements * _state_bytes_per_element(make_optimizer, bucket.dtypes.master) // group_size
+    return MemoryReport(measured, MemoryBytes(parameters, gradients, means, masters, state, 0))
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    return sum(
+        value.nbytes for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+    )
+
+
+def _state_bytes_per_element(make_optimizer: Callable[[Any], Optimizer], dtype: torch.dtype) -> int:
+    """Measure the bytes by a step with a tiny parameter."""
+    parameter = nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer = make_optimizer([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    return sum(value.itemsize for value in state if isinstance(value, Tensor) and value.shape == parameter.shape)

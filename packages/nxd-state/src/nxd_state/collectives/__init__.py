@@ -55,6 +55,7 @@ __all__ = [
     "isend",
     "recv",
     "reduce_scatter",
+    "reduce_scatter_mean",
     "send",
 ]
 
@@ -174,6 +175,32 @@ def reduce_scatter(
         return ready(tensor, async_op=async_op)
     transport = _transport("reduce_scatter", tensor, group, dim=dim, op=op)
     return transport.reduce_scatter(tensor, dim, op, async_op=async_op)
+
+
+def reduce_scatter_mean(
+    tensor: Tensor, group: Group, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
+) -> Pending[Tensor]:
+    """Start averaging the ranks' flat tensors; each rank keeps its equal part, in `dtype`.
+
+    The tensor may be written again after `wait()`. On the CPU the parts go as messages of the group: no `isend` or
+    `irecv` of it may be under way meanwhile.
+
+    Args:
+        tensor: a contiguous 1-d tensor of the same length and dtype on every rank.
+        group: the process group.
+        sum_dtype: dtype of the sum on other devices; on the CPU it is the tensor's own, but float32 at least.
+        dtype: dtype of the result.
+        out: memory for the result, with its length and dtype; only used on the CPU.
+
+    Raises:
+        ValueError: the group's size does not divide the tensor's length, or the tensor is not of floats.
+    """
+    _check_op("avg", tensor)
+    _check_divides(tensor, checked_dim(0, tensor.shape), group)
+    if group.size == 1:
+        return Pending(tensor, finish=lambda mean: mean.to(dtype))
+    transport = _transport("reduce_scatter_mean", tensor, group)
+    return transport.reduce_scatter_mean(tensor, sum_dtype=sum_dtype, dtype=dtype, out=out)
 
 
 @overload

@@ -104,6 +104,15 @@ class C10dTransport(MessageTransport):
         return _result(Pending(result, work, finish=divide), async_op=async_op)
 
     @torch.no_grad()
+    def reduce_scatter_mean(
+        self, tensor: Tensor, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """Average and keep this rank's part; on the CPU by messages."""
+        if tensor.is_cpu:
+            return self._average_by_messages(tensor, self._group.rank, self._group.size, dtype, out)
+        return super().reduce_scatter_mean(tensor, sum_dtype=sum_dtype, dtype=dtype, out=out)
+
+    @torch.no_grad()
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
         parts = _split(tensor, self._group.size, split_dim)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from nxd_state.collectives.waits import begin_wait, end_wait
@@ -114,6 +115,14 @@ class Transport(ABC):
     def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp, *, async_op: bool = False) -> Result:
         """Combine, and keep this rank's part along `dim`."""
 
+    def reduce_scatter_mean(
+        self, tensor: Tensor, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """Average a 1-d tensor, summed in `sum_dtype`, and keep this rank's part, in `dtype`."""
+        pending = self.reduce_scatter(tensor.to(sum_dtype), 0, "avg", async_op=True)
+        assert isinstance(pending, Pending)
+        return pending.then(lambda mean: mean.to(dtype))
+
     @abstractmethod
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
@@ -164,3 +173,29 @@ class MessageTransport(Transport):
         receives = [Receive(parts[index], index) for index in others]
         sends = [Send(parts[rank], index) for index in others]
         return Pending(tensor, *self.begin_messages([*receives, *sends]))
+
+    def _average_by_messages(
+        self, tensor: Tensor, rank: int, size: int, dtype: torch.dtype, out: Tensor | None
+    ) -> Pending[Tensor]:
+        """`reduce_scatter_mean` in which each part goes straight to the rank that sums it, in float32 or wider.
+
+        gloo's own reduce-scatter moves twice the bytes, and its all-to-all copies them twice (24 MB among 2 ranks:
+        13 ms; 19 ms through all-to-all, 29 ms by all-reduce).
+        """
+        parts = tensor.chunk(size)
+        received = [torch.empty_like(part) for part in parts[2:]]
+        received.insert(0, out if out is not None and out.dtype == tensor.dtype else torch.empty_like(parts[0]))
+        others = [index for index in range(size) if index != rank]
+        receives = [Receive(part.view(torch.uint8), index) for part, index in zip(received, others, strict=True)]
+        sends = [Send(parts[index].view(torch.uint8), index) for index in others]
+        messages = self.begin_messages([*receives, *sends])
+
+        @torch.no_grad()
+        def add(own: Tensor) -> Tensor:
+            total = received[0].to(torch.promote_types(own.dtype, torch.float32))
+            for part in (*received[1:], own):
+                total += part
+            total.div_(size)
+            return total.to(dtype) if out is None or out is total else out.copy_(total)
+
+        return Pending(parts[rank], *messages, finish=add)

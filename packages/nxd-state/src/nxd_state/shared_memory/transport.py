@@ -85,6 +85,13 @@ class SharedMemoryTransport(MessageTransport):
             return self._begin(self._queue, steps, tensor)
         return self._progress.complete(self._queue, steps)
 
+    def reduce_scatter_mean(
+        self, tensor: Tensor, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """Average by messages, and keep this rank's part."""
+        channel = self._channel
+        return self._average_by_messages(_detached(tensor), channel.rank, len(channel.ranks), dtype, out)
+
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
         steps = all_to_all(self._rounds, _detached(tensor), split_dim, concat_dim)

@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from nxd_optim.zero1.logical_pieces import boxes_of_flat_range, pieces_of_flat_range
-from nxd_state import ShardSpec, fuse_along, shard_along
+from nxd_optim.flat_shards import boxes_of_flat_range, shards_of_range
+from nxd_state import ShardSpec, fuse_along, set_shard_spec, shard_along
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -61,16 +61,22 @@ def specs(draw):
     return specs
 
 
+def with_spec(spec):
+    parameter = torch.empty(spec.local_shape)
+    set_shard_spec(parameter, spec)
+    return parameter
+
+
 @settings(deadline=None)
 @given(specs(), st.integers(1, 5))
-def test_pieces_of_all_ranks_and_ranges_hold_each_logical_element_as_often_as_there_are_copies(specs, parts):
+def test_shards_of_all_ranks_and_ranges_hold_each_logical_element_as_often_as_there_are_copies(specs, parts):
     held, promised = {}, {}
     for spec in specs:
         for start, stop in pairwise([prod(spec.local_shape) * cut // parts for cut in range(parts + 1)]):
-            for piece in pieces_of_flat_range(spec, start, stop):
-                shape = piece.logical_shape
-                held.setdefault(piece.name, torch.zeros(shape))[piece.logical.slices] += 1
-                promised.setdefault(piece.name, torch.zeros(shape))[piece.logical.slices] = piece.copies
+            for shard in shards_of_range(with_spec(spec), start, stop, torch.zeros(stop - start)):
+                shape = shard.logical_shape
+                held.setdefault(shard.name, torch.zeros(shape))[shard.box.slices] += 1
+                promised.setdefault(shard.name, torch.zeros(shape))[shard.box.slices] = shard.copies
 
     assert held
     for name, counts in held.items():
@@ -88,10 +94,9 @@ def test_views_of_a_flat_range_are_the_logical_elements(specs, data):
     stop = data.draw(st.integers(start, local.numel()))
     flat = local.reshape(-1)[start:stop].clone()
 
-    for piece in pieces_of_flat_range(spec, start, stop):
-        view = piece.view(flat)
-        assert torch.equal(view, wholes[piece.name][piece.logical.slices])
-        view.fill_(-1)
+    for shard in shards_of_range(with_spec(spec), start, stop, flat):
+        assert torch.equal(shard.tensor, wholes[shard.name][shard.box.slices])
+        shard.tensor.fill_(-1)
 
     assert (flat == -1).all()  # the views share memory and cover all but the padding, which was -1 before
 
