@@ -133,7 +133,7 @@ def test_state_dict_of_another_optimizer_raises():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = NeuronZero1Optimizer([parameter], torch.optim.AdamW)
 
-    with pytest.raises(ValueError, match=r"lacks \['ranges'\]: it is not one of NeuronZero1Optimizer"):
+    with pytest.raises(ValueError, match=r"lacks \['ranges'\]; pass one of NeuronZero1Optimizer"):
         optimizer.load_state_dict(torch.optim.AdamW([parameter]).state_dict())
 
 
@@ -173,7 +173,7 @@ def test_rank_that_cannot_rename_its_file_raises_everywhere_and_the_mixture_does
                 optimizer.save_sharded_state_dict(tmp_path)
         finally:
             os.replace = replace
-        with pytest.raises(RuntimeError, match="the files are of several saves"):
+        with pytest.raises(RuntimeError, match="the files come from several saves"):
             optimizer.load_sharded_state_dict(tmp_path)
 
     run_ranks(save_and_fail, 2)
@@ -190,7 +190,7 @@ def test_files_of_two_saves_or_missing_files_raise_on_all_ranks(run_ranks, tmp_p
         name = f"optim/dp_rank_{rank:02d}_tp_rank_00_pp_rank_00.pt"
         if rank == 1:
             os.replace(tmp_path / "a" / name, tmp_path / "b" / name)
-        with pytest.raises(RuntimeError, match="the files are of several saves"):
+        with pytest.raises(RuntimeError, match="the files come from several saves"):
             optimizer.load_sharded_state_dict(tmp_path / "b")
         with pytest.raises(RuntimeError, match="failed on 1 of 2 ranks\n  rank 1: FileNotFoundError"):
             optimizer.load_sharded_state_dict(tmp_path / "a")

@@ -1,7 +1,7 @@
 """Pipeline parallelism: models cut into stages, and schedules as data that are verified before any rank runs them."""
 
-from nxd_pipeline.model import OLD_RUNTIME_FLAGS, NxDPPModel
-from nxd_pipeline.partition import Stage, layer_flops, manual_partition
+from nxd_pipeline.model import NxDPPModel
+from nxd_pipeline.partition import OLD_RUNTIME_FLAGS, Stage, layer_flops, manual_partition
 from nxd_pipeline.runtime import GradientSync, current_microbatch
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,

@@ -1,23 +1,14 @@
 """`NxDPPModel`: a model cut into pipeline stages, trained and evaluated by a schedule."""
 
 import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from time import perf_counter_ns
 from types import ModuleType
 from typing import Any, Self
 
-import torch
-from nxd_state import (
-    Group,
-    check_same_start,
-    get_group,
-    model_parallel_is_initialized,
-    records_graphs,
-    use_loss_over_labels,
-)
+from nxd_state import Group, get_group, model_parallel_is_initialized, records_graphs, use_loss_over_labels
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -32,28 +23,19 @@ from nxd_pipeline.partition import (
     StageOfLayers,
     Tracer,
     Wiring,
+    check_old_flags,
     is_hugging_face,
     materialize,
     partition_model,
     whole_model,
     without_other_stages,
 )
-from nxd_pipeline.runtime.executor import Executor, Record, without_autocast
-from nxd_pipeline.runtime.failure import Failures
-from nxd_pipeline.runtime.gradient_sync import (
-    GradientSync,
-    GradientSyncs,
-    average_over_replicas,
-    has_split_experts,
-    last_backward,
-)
-from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
-from nxd_pipeline.runtime.microbatches import forward_of, split_batch
-from nxd_pipeline.runtime.p2p import P2PCommunicator
+from nxd_pipeline.runtime.executor import Executor, Record, evaluate_whole, train_whole
+from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, average_over_replicas, last_backward
+from nxd_pipeline.runtime.microbatches import LossReport, LossSpec, check_loss_spec, split_batch
+from nxd_pipeline.runtime.p2p import Failures, P2PCommunicator
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 from nxd_pipeline.schedules import (
-    Action,
-    ActionKind,
     Schedule,
     choose_schedule,
     forward_only,
@@ -63,24 +45,6 @@ from nxd_pipeline.schedules import (
 )
 from nxd_pipeline.timeline import BubbleReport, TraceFile, bubble_report
 
-# Arguments by which scripts tuned the old runtime, with their defaults there.
-OLD_RUNTIME_FLAGS: Mapping[str, bool | int] = {
-    "_delay_tracing": False,
-    "_turn_off_odd_even_scheduler": False,
-    "_all_reduce_send_recv": False,
-    "_fused_send_recv": False,
-    "_fused_fwd_bwd": False,
-    "_mark_step_before_pp_runtime": True,
-    "_mark_step_after_pp_runtime": True,
-    "_deallocate_send_tensors": True,
-    "_use_gloo_for_metadata_comm": False,
-    "_debug_mode": False,
-    "_debug_pp_size": 8,
-    "_debug_pp_rank": 0,
-}
-
-logger = logging.getLogger(__name__)
-
 
 class NxDPPModel(nn.Module):
     """Runs a model over the ranks of the "pp" group; every rank holds its stages only.
@@ -88,7 +52,7 @@ class NxDPPModel(nn.Module):
     Every rank of a pipeline creates it from the same model and passes the same inputs to each call. If the pipeline has
     one rank (or `initialize_model_parallel` was not called) the model stays whole, and all calls work as well.
 
-    Attributes and methods of the user's model are available here, too. A method that changes weights changes only those
+    Attributes and methods of the user's model are also available here. A method that changes weights changes only those
     of this rank; the others are on the meta device.
 
     Attributes:
@@ -135,57 +99,58 @@ class NxDPPModel(nn.Module):
 
         Args:
             module: the model; with `manual_pp_partition` a list of layers. It may be on the meta device. With `stages`
-                it may be omitted: they are the model then, and its names are "0.weight" and so on by stage.
-            transformer_layer_cls: the class (or classes) of its layers, which stay whole in a trace. Models of
+                it may be omitted: they are the model then, and names start with the stage, such as "0.weight".
+            transformer_layer_cls: the class (or classes) of the layers, which stay whole in a trace. Models of
                 transformers declare theirs.
             num_microbatches: number of parts that a batch is split into, along dim 0.
-            output_loss_value_spec: place of the loss in the model's output, as True in a tuple or dict of the
-                output's structure; True: the output is the loss; None: the output, or its `loss` for a
+            output_loss_value_spec: place of the loss in the model's output: a tuple or dict of the output's structure
+                with True at the loss; True if the output is the loss; None for the output, or its `loss` for a
                 transformers model.
             return_mb_loss: whether `run_train` and `run_eval` return a list with each microbatch's loss.
             broadcast_and_average_loss: whether every rank gets the loss, averaged over the data-parallel ranks.
             pipeline_cuts: the last layer of each stage but the last.
             input_names: the arguments of `forward` in calls; those without a default if None. Calls of a
-                transformers model may leave out what `forward` has a default for.
+                transformers model may omit those with a default.
             leaf_module_cls: further classes, or their names, that stay whole in a trace.
             autowrap_functions: functions that stay whole in a trace.
-            autowrap_modules: Python modules whose functions a trace does not look into.
+            autowrap_modules: Python modules whose functions stay whole in a trace.
             tracer_cls: "torch" or a subclass of `torch.fx.Tracer` to trace with; "hf", the default for models of
-                transformers, cuts them by their structure and traces nothing.
-            param_init_fn: called with each module of this rank that is on the meta device, to fill its own
+                transformers, cuts them by their structure without a trace.
+            param_init_fn: function called with each module of this rank that is on the meta device, to fill its own
                 parameters and buffers; see `materialize`.
-            trace_file_path: a JSON file for the timeline of the first training steps on all ranks, which Perfetto
-                shows, with a picture beside it; see `TraceFile`.
-            use_zero1_optimizer: whether `run_train` leaves the average of gradients over the replicas to the optimizer.
+            trace_file_path: path of a JSON file for the timeline of the first training steps on all ranks, which
+                Perfetto shows, with a picture beside it; see `TraceFile`.
+            use_zero1_optimizer: whether the optimizer, not `run_train`, averages gradients over the replicas.
             auto_partition: whether to cut between layers by `balance`.
-            balance: "layers": equally many to each stage, the remainder to later ones. "parameters" or "flops": so
-                that the largest stage is small, embeddings and head counted where they are. Costs of the layers, such
-                as measured times or those of `layer_flops`: the same by these.
+            balance: "layers": equal numbers of layers per stage, the remainder on later stages. "parameters" or
+                "flops": the largest stage is as small as possible, with embeddings and head counted where they are.
+                Costs of the layers, such as measured times or `layer_flops`: the same by these.
             stages: stages written by hand, see `manual_partition`; nothing is traced then.
             manual_pp_partition: whether `module` is a list of layers, called one after the other; inputs are `inputs`
                 and, with a loss function, `labels`.
             manual_pp_stage_partition_fn: function that returns the stage of each layer, see `sequence_partition`.
             manual_pp_loss_fn: function of the last layer's output and the labels that returns the loss.
-            virtual_pipeline_size: stages per rank; for a given schedule, its own number.
+            virtual_pipeline_size: number of stages per rank; a given schedule has its own.
             schedule: a name, see `make_schedule`, or a schedule; None for 1F1B, interleaved if there are several
                 stages per rank.
             return_loss_on_cpu: whether losses are returned as CPU tensors.
-            deallocate_pipeline_outputs: accepted without effect; the runtime keeps what backward needs.
-            use_model_wrapper: accepted without effect.
-            use_optimizer_wrapper: the same.
-            autowrap_obj_methods: methods, by name, of objects, that stay whole in a trace.
-            fuse_microbatches: accepted without effect; a device that records graphs records one per action.
-            **old_flags: those of `OLD_RUNTIME_FLAGS`, taken for scripts that give them; one line in the log says that
-                they change nothing.
+            deallocate_pipeline_outputs: no effect; the runtime keeps what backward needs.
+            use_model_wrapper: no effect.
+            use_optimizer_wrapper: the same as `use_zero1_optimizer`.
+            autowrap_obj_methods: names of methods, by object, that stay whole in a trace.
+            fuse_microbatches: no effect; a device that records graphs records one per action.
+            **old_flags: the flags in `OLD_RUNTIME_FLAGS`, accepted for existing scripts; a log line says that they have
+                no effect.
 
         Raises:
             TypeError: an unknown argument.
             ValueError: arguments cannot be combined, or the model cannot be cut or the schedule executed this way.
         """
         super().__init__()
-        _note_old_flags(old_flags)
+        check_old_flags(old_flags)
         if return_mb_loss and broadcast_and_average_loss:
             raise ValueError("return_mb_loss and broadcast_and_average_loss cannot be combined; set only one")
+        check_loss_spec(output_loss_value_spec)
         options = PartitionOptions(
             transformer_layer_cls=transformer_layer_cls,
             pipeline_cuts=pipeline_cuts,
@@ -206,12 +171,14 @@ class NxDPPModel(nn.Module):
         module = whole if module is None else module
         if is_hugging_face(whole):
             use_loss_over_labels(whole)
+            if output_loss_value_spec is None:
+                output_loss_value_spec = {"loss": True}
         self._num_microbatches = num_microbatches
         self._group = get_group("pp") if model_parallel_is_initialized() else Group.solo("pp")
         self._failures = Failures(self._group)
         self._schedule = choose_schedule(schedule, self._group.size, num_microbatches, virtual_pipeline_size)
         self._report = LossReport(
-            spec=_loss_spec(module, output_loss_value_spec),
+            spec=output_loss_value_spec,
             per_microbatch=return_mb_loss,
             broadcast_and_average=broadcast_and_average_loss,
             on_cpu=return_loss_on_cpu,
@@ -219,10 +186,8 @@ class NxDPPModel(nn.Module):
             last_rank=self._schedule.rank_of_stage[-1],
             failures=self._failures,
         )
-        self._gradient_syncs = GradientSyncs()
-        self._has_compared = False
-        self._averages = not (use_zero1_optimizer or use_optimizer_wrapper)
-        self._splits_experts = has_split_experts([module] if isinstance(module, nn.Module) else module)
+        optimizer_averages = use_zero1_optimizer or use_optimizer_wrapper
+        self._gradient_syncs = GradientSyncs(whole, optimizer_averages=optimizer_averages)
         self._tied_names = LocalParts([whole]).tied_names()
         self._whole_model: nn.Module | None = None
         self._stages: dict[int, Stage] = {}
@@ -240,8 +205,7 @@ class NxDPPModel(nn.Module):
 
     def _keep_stages(self, model: PartitionedModel, whole: nn.Module, param_init_fn: ParamInit | None) -> None:
         """Keep what this rank needs of all stages; the rest goes with the last reference to the model."""
-        wiring = Wiring(model.stages)
-        self._inputs, self._optional_inputs = wiring.model_inputs, model.optional_inputs
+        self._wiring, self._optional_inputs = Wiring(model.stages), model.optional_inputs
         self._stages = {index: model.stages[index] for index in self._schedule.stages_of(self._group.rank)}
         materialize(whole, param_init_fn, only=self._local.tensors())
         self._tied_weights = TiedWeights(model.stages, self._schedule.rank_of_stage, self._group)
@@ -250,10 +214,10 @@ class NxDPPModel(nn.Module):
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._p2p = P2PCommunicator(self._group)
         insert = insert_blocking_communication if records_graphs() else insert_communication
-        self._training_schedule = insert(self._schedule, wiring.edges)
-        evaluation = insert(forward_only(self._schedule), wiring.edges)
-        self._train_executor = Executor(modules, wiring, self._training_schedule, self._p2p)
-        self._eval_executor = Executor(modules, wiring, evaluation, self._p2p)
+        self._training_schedule = insert(self._schedule, self._wiring.edges)
+        evaluation = insert(forward_only(self._schedule), self._wiring.edges)
+        self._train_executor = Executor(modules, self._wiring, self._training_schedule, self._p2p)
+        self._eval_executor = Executor(modules, self._wiring, evaluation, self._p2p)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -264,10 +228,10 @@ class NxDPPModel(nn.Module):
             return getattr(self.original_torch_module, name)
 
     def partition(self) -> None:
-        """Does nothing: the model is cut when it is made. For scripts that ask for it."""
+        """Do nothing, for scripts that call it: the constructor has cut the model."""
 
     def sync_gradients_by(self, sync: GradientSync, parameters: Iterable[Tensor]) -> None:
-        """From now on `run_train` has it average gradients while backward is running; no reference to it is kept.
+        """Let `sync` average gradients while `run_train` runs backward; no reference to it is kept.
 
         It replaces an earlier one for any of these parameters.
         """
@@ -275,23 +239,23 @@ class NxDPPModel(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """The number that `run_train` multiplies gradients by, for an optimizer of `sync_gradients_by` that scales."""
+        """The factor of gradients in `run_train`, for an optimizer in `sync_gradients_by` that scales the loss."""
         return self._gradient_syncs.loss_scale()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """In the block `run_train` only accumulates gradients: use it for all calls of a step but the last.
+        """Return a block in which `run_train` only accumulates gradients, for all calls of a step but the last.
 
         As in DistributedDataParallel: without it each call communicates, and the gradients are the same.
         """
         return self._gradient_syncs.off()
 
     def run_train(self, **kwargs: Any) -> Tensor | list[Tensor] | None:
-        """Forward and backward of a batch; gradients are added to those that the parameters have.
+        """Run forward and backward of a batch; gradients are added to those that the parameters have.
 
-        An optimizer of `sync_gradients_by` averages them over the replicas: each as soon as the last microbatch's
-        backward has made it, unless in `no_sync`. Without one they are averaged at the end, unless the model was told
-        that its optimizer does it (`use_zero1_optimizer`, `use_optimizer_wrapper`), as it must be told where the mesh
-        splits experts. `torch.autocast` around the call applies to the forward passes.
+        An optimizer in `sync_gradients_by` averages them over the replicas, each as soon as the last microbatch's
+        backward has computed it, except in `no_sync`. Without one they are averaged at the end, unless the model was
+        created with `use_zero1_optimizer` or `use_optimizer_wrapper`, as it must be if the mesh splits experts.
+        `torch.autocast` around the call applies to the forward passes.
 
         Args:
             **kwargs: the model's inputs, the same on every rank of the pipeline.
@@ -310,38 +274,37 @@ class NxDPPModel(nn.Module):
                 f"schedule {self._schedule.name!r} has no backward, so this pipeline can only run_eval; create it "
                 "with another schedule, see SCHEDULE_NAMES"
             )
-        averages = self._averages and self._gradient_syncs.are_missing()
-        if averages and self._splits_experts:
-            raise ValueError(
-                "no optimizer averages the gradients of experts, which are sums over the tokens of all their ranks; "
-                "use initialize_parallel_optimizer, or NxDPPModel(use_optimizer_wrapper=True) and "
-                "an optimizer or GradientReducer of nxd_optim"
-            )
         microbatches = self._microbatches(kwargs)
-        if averages and not self._has_compared:  # before a stage can fail: only its pipeline learns of that
-            check_same_start(self.local_parameters())
-            self._has_compared = True
-        syncs = self._gradient_syncs.active()
+        averages = self._gradient_syncs.must_average(self.local_parameters())
         with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
             if self._whole_model is not None:
-                losses = self._train_whole(self._whole_model, microbatches, record, syncs)
+                losses = self._train_whole(self._whole_model, microbatches, record)
             else:
                 self.synchronize_tied_weights()
                 with self._failures.end_all_ranks():
-                    losses = self._train_stages(microbatches, record, syncs)
+                    losses = self._train_stages(microbatches, record)
         if averages:
             average_over_replicas(self.local_parameters())
         return self._report.of_losses(losses)
 
-    def _train_stages(
-        self, microbatches: Sequence[Mapping[str, Any]], record: Record | None, syncs: Sequence[GradientSync]
+    def _train_whole(
+        self, model: nn.Module, microbatches: Sequence[Mapping[str, Any]], record: Record | None
     ) -> list[Tensor]:
+        syncs = self._gradient_syncs.active()
+        last = partial(last_backward, syncs)
+        losses = train_whole(model, microbatches, self._report.training_loss, record, last, self.loss_scale)
+        for sync in syncs:
+            sync.synchronize()
+        return losses
+
+    def _train_stages(self, microbatches: Sequence[Mapping[str, Any]], record: Record | None) -> list[Tensor]:
+        syncs = self._gradient_syncs.active()
         tied = {weight.parameter for weight in self._tied_weights.weights}  # complete when all stages are done
 
         def without_tied(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
             return last_backward(syncs, [parameter for parameter in parameters if parameter not in tied])
 
-        # On XLA each action is a graph of its own, and what one communicates has its place in all ranks' order.
+        # On XLA each action is a graph of its own, and its communication has a place in the order of all ranks.
         overlaps = len(syncs) == 1 and not records_graphs()
         with self._tied_weights.gradients_summed():
             losses = self._train_executor.run(
@@ -356,32 +319,8 @@ class NxDPPModel(nn.Module):
             sync.synchronize()
         return losses
 
-    def _train_whole(
-        self,
-        model: nn.Module,
-        microbatches: Sequence[Mapping[str, Any]],
-        record: Record | None,
-        syncs: Sequence[GradientSync],
-    ) -> list[Tensor]:
-        losses = []
-        for index, microbatch in enumerate(microbatches):
-            start = perf_counter_ns()
-            with forward_of(index):
-                loss = self._report.training_loss(model(**microbatch))
-            middle = perf_counter_ns()
-            is_last = index == len(microbatches) - 1
-            with without_autocast(), last_backward(syncs if is_last else (), model.parameters()):
-                (loss / self._num_microbatches).backward(torch.full_like(loss, self.loss_scale))
-            losses.append(loss.detach())
-            if record is not None:
-                record(Action(ActionKind.FORWARD, 0, index), start, middle)
-                record(Action(ActionKind.BACKWARD, 0, index), middle, perf_counter_ns())
-        for sync in syncs:
-            sync.synchronize()
-        return losses
-
     def run_eval(self, **kwargs: Any) -> Any:
-        """Forward of a batch, without gradients.
+        """Run forward of a batch, without gradients.
 
         Args:
             **kwargs: the model's inputs, the same on every rank of the pipeline.
@@ -392,10 +331,7 @@ class NxDPPModel(nn.Module):
         """
         microbatches = self._microbatches(kwargs)
         if self._whole_model is not None:
-            results = []
-            for index, microbatch in enumerate(microbatches):
-                with torch.no_grad(), forward_of(index):
-                    results.append(self._report.evaluated(self._whole_model(**microbatch)))
+            results = evaluate_whole(self._whole_model, microbatches, self._report.evaluated)
         else:
             self.synchronize_tied_weights()
             with self._failures.end_all_ranks():
@@ -403,7 +339,7 @@ class NxDPPModel(nn.Module):
         return self._report.of_evaluation(results)
 
     def synchronize_tied_weights(self) -> None:
-        """Give all copies of a tied weight the values of the first, which an optimizer leaves apart by rounding.
+        """Set all copies of a tied weight to the values of the first; an optimizer leaves rounding differences.
 
         `run_train` and `run_eval` begin with it; call it only to read the copies in between. Called by all ranks of the
         pipeline; optimizer states of further copies are meaningless and should not be saved.
@@ -413,7 +349,7 @@ class NxDPPModel(nn.Module):
                 self._tied_weights.synchronize()
 
     def bubble_report(self) -> BubbleReport:
-        """The measured idle part of the last traced step on this pipeline's ranks, and the simulated one.
+        """Return the measured idle fraction of the last traced step on this pipeline's ranks, and the simulated one.
 
         Raises:
             RuntimeError: no step has been traced.
@@ -424,7 +360,7 @@ class NxDPPModel(nn.Module):
         return bubble_report(step.timelines[step.pipelines.index(self._group.ranks)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output, where the pipeline has one rank.
+        """Return the model's output, if the pipeline has one rank.
 
         Raises:
             RuntimeError: the model is cut.
@@ -436,7 +372,7 @@ class NxDPPModel(nn.Module):
             )
         return self._whole_model(*args, **kwargs)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # behind to(), half(), cuda() ...
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # called by to(), half(), cuda()
         before = [tensor.dtype for tensor in self._local.tensors()]
         super()._apply(fn, recurse)
         if self._whole_model is None and before != [tensor.dtype for tensor in self._local.tensors()]:
@@ -448,27 +384,27 @@ class NxDPPModel(nn.Module):
         return LocalParts(list(self._stages.values()) if self._whole_model is None else [self._whole_model])
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by the unpartitioned model's names; a tied weight once per rank."""
+        """Return this rank's parameters by the unpartitioned model's names; a tied weight once per rank."""
         return self._local.named_parameters()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """Return this rank's parameters."""
         return (parameter for _, parameter in self.local_named_parameters())
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's buffers by the unpartitioned model's names."""
+        """Return this rank's buffers by the unpartitioned model's names."""
         return self._local.named_buffers()
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """This rank's modules by the unpartitioned model's names; each stage itself has the name of the whole, ""."""
+        """Return this rank's modules by the unpartitioned model's names; each stage has the name of the whole, ""."""
         return self._local.named_modules()
 
     def tied_names(self) -> dict[str, str]:
-        """Maps each further name of a tied weight of the unpartitioned model to the first, which checkpoints use."""
+        """Map each further name of a tied weight of the unpartitioned model to the first, which checkpoints use."""
         return dict(self._tied_names)
 
     def local_state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers by the unpartitioned model's names."""
+        """Return this rank's parameters and persistent buffers by the unpartitioned model's names."""
         return self._local.state_dict()
 
     def load_local_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -482,31 +418,5 @@ class NxDPPModel(nn.Module):
     def _microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         if self._whole_model is None:
             batch = {**self._optional_inputs, **batch}
-            missing, unknown = sorted(self._inputs - batch.keys()), sorted(batch.keys() - self._inputs)
-            if missing:
-                raise ValueError(f"the inputs {missing} are missing; the model was cut for {sorted(self._inputs)}")
-            if unknown:
-                raise ValueError(
-                    f"no stage uses the inputs {unknown}; the model was cut for {sorted(self._inputs)}. "
-                    "Name all inputs in input_names"
-                )
+            self._wiring.check_inputs(batch.keys())
         return split_batch(batch, self._num_microbatches)
-
-
-def _note_old_flags(flags: Mapping[str, Any]) -> None:
-    unknown = sorted(flags.keys() - OLD_RUNTIME_FLAGS.keys())
-    if unknown:
-        raise TypeError(f"NxDPPModel has no argument {', '.join(map(repr, unknown))}; see help(NxDPPModel)")
-    changed = sorted(name for name, value in flags.items() if value != OLD_RUNTIME_FLAGS[name])
-    if changed:
-        logger.info("%s tuned the old runtime and have no effect here; remove them", ", ".join(changed))
-
-
-def _loss_spec(module: nn.Module | Sequence[nn.Module], spec: LossSpec) -> LossSpec:
-    """The place of the loss in the model's output; models of transformers have it in `loss`.
-
-    Raises:
-        ValueError: the spec marks no loss.
-    """
-    check_loss_spec(spec)
-    return {"loss": True} if spec is None and is_hugging_face(module) else spec

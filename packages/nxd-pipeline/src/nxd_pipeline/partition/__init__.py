@@ -2,14 +2,15 @@
 
 from nxd_pipeline.partition.cuts import LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_flops, layer_names
 from nxd_pipeline.partition.hugging_face import hugging_face_structure, is_hugging_face
-from nxd_pipeline.partition.local_parts import LocalParts, without_other_stages
+from nxd_pipeline.partition.local_parts import LocalParts, ParamInit, materialize, without_other_stages
 from nxd_pipeline.partition.manual import LayerChain, LossFunction, StageOfLayers, manual_partition, sequence_partition
-from nxd_pipeline.partition.materialize import ParamInit, materialize
 from nxd_pipeline.partition.options import (
+    OLD_RUNTIME_FLAGS,
     Balance,
     PartitionedModel,
     PartitionOptions,
     Tracer,
+    check_old_flags,
     partition_model,
     whole_model,
 )
@@ -21,8 +22,10 @@ from nxd_pipeline.partition.traced import traced_partition
 __all__ = [
     "Stage",
     "Wiring",
-    # the choice of a way
+    # options
     "PartitionOptions",
+    "OLD_RUNTIME_FLAGS",
+    "check_old_flags",
     "PartitionedModel",
     "partition_model",
     "whole_model",

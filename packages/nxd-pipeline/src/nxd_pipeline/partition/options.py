@@ -1,6 +1,7 @@
-"""Chooses how a model is cut: stages by hand, a list of layers, by structure, or by a trace."""
+"""Options of `NxDPPModel`: how a model is cut, by hand, as a list of layers, by its structure, or by a trace."""
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -29,8 +30,40 @@ from nxd_pipeline.partition.structure import optional_inputs, structural_partiti
 from nxd_pipeline.partition.trace import trace_model
 from nxd_pipeline.partition.traced import traced_costs, traced_partition
 
+# Arguments by which scripts tuned the old runtime, with their defaults there.
+OLD_RUNTIME_FLAGS: Mapping[str, bool | int] = {
+    "_delay_tracing": False,
+    "_turn_off_odd_even_scheduler": False,
+    "_all_reduce_send_recv": False,
+    "_fused_send_recv": False,
+    "_fused_fwd_bwd": False,
+    "_mark_step_before_pp_runtime": True,
+    "_mark_step_after_pp_runtime": True,
+    "_deallocate_send_tensors": True,
+    "_use_gloo_for_metadata_comm": False,
+    "_debug_mode": False,
+    "_debug_pp_size": 8,
+    "_debug_pp_rank": 0,
+}
+
+logger = logging.getLogger(__name__)
+
 Balance = Literal["layers", "parameters", "flops"] | Sequence[float]
 Tracer = Literal["hf", "torch"] | type[fx.Tracer]
+
+
+def check_old_flags(flags: Mapping[str, Any]) -> None:
+    """Log which of `OLD_RUNTIME_FLAGS` have other values than by default, and so no effect.
+
+    Raises:
+        TypeError: an argument is not one of these flags.
+    """
+    unknown = sorted(flags.keys() - OLD_RUNTIME_FLAGS.keys())
+    if unknown:
+        raise TypeError(f"NxDPPModel has no argument {', '.join(map(repr, unknown))}; see help(NxDPPModel)")
+    changed = sorted(name for name, value in flags.items() if value != OLD_RUNTIME_FLAGS[name])
+    if changed:
+        logger.info("%s tuned the old runtime and have no effect here; remove them", ", ".join(changed))
 
 
 @dataclass(frozen=True)

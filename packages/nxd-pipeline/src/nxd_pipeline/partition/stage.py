@@ -3,7 +3,7 @@
 `manual` and `traced` cut models into stages; this module does not know how stages run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +99,20 @@ class Wiring:
         self.edges = tuple(Edge(producer, consumer) for producer, consumer in sorted(self._carried))
         self.model_inputs = frozenset(name for names in self.inputs for name in names if name not in maker)
 
+    def check_inputs(self, names: Set[str]) -> None:
+        """Raise a ValueError unless these are the inputs of the model."""
+        missing, unknown = sorted(self.model_inputs - names), sorted(names - self.model_inputs)
+        if missing:
+            raise ValueError(f"the inputs {missing} are missing; the model was cut for {sorted(self.model_inputs)}")
+        if unknown:
+            raise ValueError(
+                f"no stage uses the inputs {unknown}; the model was cut for {sorted(self.model_inputs)}. "
+                "Name all inputs in input_names"
+            )
+
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.inputs)
 
     def carried(self, producer: int, consumer: int) -> tuple[str, ...]:

@@ -6,7 +6,14 @@ from typing import Protocol
 from weakref import ref
 
 import torch
-from nxd_state import active_group, all_reduce, model_parallel_is_initialized, records_graphs, splits_experts
+from nxd_state import (
+    active_group,
+    all_reduce,
+    check_same_start,
+    model_parallel_is_initialized,
+    records_graphs,
+    splits_experts,
+)
 from torch import Tensor, nn
 
 
@@ -14,25 +21,33 @@ class GradientSync(Protocol):
     """An object that averages gradients over the replicas of a model, such as an optimizer of nxd_optim."""
 
     def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """A block in which these parameters get their last gradient of a `run_train`, so that they may leave."""
+        """Return a block in which these parameters get their last gradient of a `run_train`, so they may be sent."""
 
     def synchronize(self) -> None:
         """Wait until all gradients are averaged."""
 
     @property
     def loss_scale(self) -> float:
-        """The number by which it divides the gradients: losses are multiplied by it before backward."""
+        """The factor of the loss in backward, by which the object later divides the gradients."""
 
 
 class GradientSyncs:
-    """Those of one pipeline; none of them is kept alive."""
+    """The objects that average the gradients of one pipeline; none of them is kept alive.
 
-    def __init__(self) -> None:
+    Args:
+        model: the whole model.
+        optimizer_averages: whether an optimizer averages the gradients after `run_train`.
+    """
+
+    def __init__(self, model: nn.Module, *, optimizer_averages: bool) -> None:
         self._known: list[tuple[ref[GradientSync], set[int]]] = []  # with the ids of their parameters
         self._is_on = True
+        self._optimizer_averages = optimizer_averages
+        self._splits_experts = _has_split_experts(model)
+        self._has_compared = False
 
     def add(self, sync: GradientSync, parameters: Iterable[Tensor]) -> None:
-        """From now on `sync` averages the gradients of these parameters, replacing an earlier one."""
+        """Let `sync` average the gradients of these parameters, replacing an earlier one."""
         own = {id(parameter) for parameter in parameters}
         for known, theirs in self._known:
             if known() is sync:
@@ -44,7 +59,7 @@ class GradientSyncs:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A block in which nothing is averaged."""
+        """Return a block in which nothing is averaged."""
         before, self._is_on = self._is_on, False
         try:
             yield
@@ -52,11 +67,11 @@ class GradientSyncs:
             self._is_on = before
 
     def active(self) -> list[GradientSync]:
-        """Those that are to average the gradients of the next run."""
+        """Return those that average the gradients of the next run."""
         return [sync for it, _ in self._known if (sync := it()) is not None] if self._is_on else []
 
     def loss_scale(self) -> float:
-        """The number to multiply losses by before backward, also where nothing is averaged yet.
+        """Return the factor of losses before backward, also if nothing is averaged yet.
 
         Raises:
             ValueError: the optimizers of one model scale losses differently.
@@ -69,13 +84,31 @@ class GradientSyncs:
             )
         return scales.pop() if scales else 1.0
 
-    def are_missing(self) -> bool:
-        """Whether the next run must average gradients but no optimizer does."""
-        return self._is_on and not self.active()
+    def must_average(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the next run must average gradients itself; the first such run compares the weights.
+
+        Args:
+            parameters: this rank's parameters.
+
+        Raises:
+            ValueError: the mesh splits experts, or ranks that should hold the same weights have different ones.
+        """
+        if self._optimizer_averages or not self._is_on or self.active():
+            return False
+        if self._splits_experts:
+            raise ValueError(
+                "no optimizer averages the gradients of experts, which are sums over the tokens of all their ranks; "
+                "use initialize_parallel_optimizer, or NxDPPModel(use_optimizer_wrapper=True) and "
+                "an optimizer or GradientReducer of nxd_optim"
+            )
+        if not self._has_compared:  # before a stage can fail: only its pipeline learns of that
+            check_same_start(parameters)
+            self._has_compared = True
+        return True
 
 
 def last_backward(syncs: Sequence[GradientSync], parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """A block for the only one; several would send in an order that depends on the graph, which ranks may not share."""
+    """Return the only object's block; several would send in the order of the graph, which may differ between ranks."""
     return syncs[0].last_backward(parameters) if len(syncs) == 1 else nullcontext()
 
 
@@ -83,11 +116,11 @@ def last_backward(syncs: Sequence[GradientSync], parameters: Iterable[Tensor]) -
 def average_over_replicas(parameters: Iterable[Tensor]) -> None:
     """Average gradients over the data- and context-parallel ranks, parameter by parameter; called by all of them.
 
-    A parameter with a gradient on some of them counts as zero on the others. Not for models of which the mesh splits
-    experts: parameters of experts, whose gradients the optimizer defines.
+    A parameter with a gradient on some of them counts as zero on the others. Not for models whose experts the mesh
+    splits: only an optimizer averages these correctly.
 
     Args:
-        parameters: the same on all of these ranks, in the same order.
+        parameters: the parameters, in the same order on all of these ranks.
     """
     if not model_parallel_is_initialized() or active_group("dp", "cp").size == 1:
         return
@@ -96,7 +129,7 @@ def average_over_replicas(parameters: Iterable[Tensor]) -> None:
     if not averaged:
         return
     has_gradient = [it.grad is not None for it in averaged]
-    if not records_graphs(averaged[0]):  # where all record one graph, and reading a value would cut it
+    if not records_graphs(averaged[0]):  # there all ranks record one graph, and reading a value would cut it
         flags = torch.tensor(has_gradient, dtype=torch.int32, device=averaged[0].device)
         has_gradient = all_reduce(flags, replicas, op="max").bool().tolist()
     for parameter, is_wanted in zip(averaged, has_gradient, strict=True):
@@ -106,8 +139,8 @@ def average_over_replicas(parameters: Iterable[Tensor]) -> None:
             parameter.grad = gradient
 
 
-def has_split_experts(layers: Iterable[nn.Module]) -> bool:
-    """Whether the mesh splits experts of layers; asked of the whole model, the same on all ranks."""
+def _has_split_experts(model: nn.Module) -> bool:
+    """Whether the mesh splits experts of the model; the same on all ranks."""
     if not model_parallel_is_initialized() or not splits_experts():
         return False
-    return any(getattr(it, "expert_model_parallel", False) for layer in layers for it in layer.parameters())
+    return any(getattr(it, "expert_model_parallel", False) for it in model.parameters())

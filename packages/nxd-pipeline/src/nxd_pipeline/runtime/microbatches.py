@@ -1,12 +1,29 @@
-"""Splitting a batch into microbatches along dim 0, and which of them a forward is of."""
+"""The inputs and the results of a step: a batch becomes microbatches, and their losses become the result."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from nxd_state import (
+    Group,
+    all_reduce,
+    broadcast,
+    get_group,
+    model_parallel_is_initialized,
+    transport_device,
+    widest_float,
+)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from nxd_pipeline.runtime.p2p import Failures
+
+_LOSS_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+LossSpec = Mapping[str, Any] | Sequence[Any] | bool | None  # of bools only True
 
 _under_way: ContextVar[int] = ContextVar("microbatch_under_way", default=0)
 
@@ -66,3 +83,157 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
 
 def _shapes(value: Any) -> Any:
     return tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__, value)
+
+
+def check_loss_spec(spec: LossSpec) -> None:
+    """Check that a spec says where the loss is.
+
+    Raises:
+        ValueError: it is neither True nor a tuple, list or mapping with one True.
+    """
+    if spec is None or spec is True:
+        return
+    if not isinstance(spec, Mapping | tuple | list):
+        raise ValueError(
+            f"output_loss_value_spec={spec!r} is a {type(spec).__name__}; pass a tuple or dict with the structure that "
+            "the model returns, such as (True, False), or True if it returns the loss itself"
+        )
+    marked = _count_true(spec)
+    if marked != 1:
+        raise ValueError(f"output_loss_value_spec={spec} marks {marked} values as True; mark only the loss")
+
+
+def pick_loss(output: Any, spec: LossSpec) -> Any:
+    """Return the part of `output` where `spec` has True; `output` itself if `spec` is True or None.
+
+    A place in a tuple also counts the values of a dict: transformers' outputs are taken so, and a trace makes dicts of
+    them.
+
+    Raises:
+        ValueError: `output` has nothing at that place.
+    """
+    if spec is None or isinstance(spec, bool):
+        return output
+    key, inner = next((key, inner) for key, inner in _pairs(spec) if _count_true(inner))
+    by_name = isinstance(output, Mapping) and isinstance(key, str)
+    try:
+        part = output[key] if by_name or not isinstance(output, Mapping) else list(output.values())[key]
+    except (KeyError, IndexError, TypeError):
+        raise ValueError(
+            f"output_loss_value_spec={spec} has the loss at {key!r}, but the model returned {_described(output)}; "
+            "pass a spec with the structure that the model returns"
+        ) from None
+    return part if inner is True else pick_loss(part, inner)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """The loss itself, if it is one.
+
+    Raises:
+        ValueError: it is not a scalar tensor that needs gradients.
+    """
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    raise ValueError(
+        f"the loss is {_described(loss)}; expected a scalar tensor that depends on parameters. Specify its place in "
+        "the model's output with output_loss_value_spec, such as (True, False) for (loss, logits)"
+    )
+
+
+def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source: int) -> Tensor:
+    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank and in its dtype.
+
+    It travels in the longest dtype, with its own beside it: the other ranks of the pipeline know neither.
+    """
+    device = transport_device(pipeline)
+    mine = torch.zeros(2, dtype=widest_float(device), device=device)
+    if loss is not None:
+        mine[0], mine[1] = loss.detach().reshape(()), _LOSS_DTYPES.index(loss.dtype)
+    sent = broadcast(mine, pipeline, source=source)
+    dtype = _LOSS_DTYPES[int(sent[1])]
+    return all_reduce(sent[0], replicas, op="avg").to(dtype)
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """The results of `run_train` and `run_eval`.
+
+    Attributes:
+        spec: place of the loss in the model's output.
+        per_microbatch: a list of the microbatches' losses, instead of their mean.
+        broadcast_and_average: every rank gets the mean, averaged over the data-parallel ranks.
+        on_cpu: as CPU tensors.
+        pipeline: the group of the pipeline's ranks.
+        last_rank: its rank that has the last stage.
+        failures: ends all ranks where a message fails.
+    """
+
+    spec: LossSpec
+    per_microbatch: bool
+    broadcast_and_average: bool
+    on_cpu: bool
+    pipeline: Group
+    last_rank: int
+    failures: Failures
+
+    def training_loss(self, output: Any) -> Tensor:
+        """The loss in what the model returned for a microbatch.
+
+        Raises:
+            ValueError: the output has no loss.
+        """
+        return check_loss(pick_loss(output, self.spec))
+
+    def evaluated(self, output: Any) -> Any:
+        """The loss where the output has one in its place, else the output."""
+        try:
+            loss = pick_loss(output, self.spec)
+        except ValueError:  # no labels, no loss
+            return output
+        return loss if _is_loss(loss) else output
+
+    def of_evaluation(self, results: Sequence[Any]) -> Any:
+        """The result of `run_eval`, from the values of `evaluated` for each microbatch on this rank."""
+        is_loss = all(map(_is_loss, results))
+        if self.broadcast_and_average:  # only the last stage's rank has seen what the model returns
+            seen = torch.tensor(is_loss, device=transport_device(self.pipeline))
+            with self.failures.end_all_ranks():
+                is_loss = bool(broadcast(seen, self.pipeline, source=self.last_rank))
+        return self.of_losses(results) if is_loss else results or None
+
+    def of_losses(self, losses: Sequence[Tensor]) -> Tensor | list[Tensor] | None:
+        """The result of `run_train`, from the microbatches' losses on this rank."""
+        if self.on_cpu:
+            losses = [loss.cpu() for loss in losses]
+        if self.per_microbatch:
+            return list(losses) or None
+        mean = torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None
+        if not self.broadcast_and_average:
+            return mean
+        replicas = get_group("dp") if model_parallel_is_initialized() else Group.solo("dp")
+        with self.failures.end_all_ranks():
+            mean = share_loss(mean, self.pipeline, replicas, source=self.last_rank)
+        return mean.cpu() if self.on_cpu else mean
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _pairs(spec: Mapping[str, Any] | Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    return spec.items() if isinstance(spec, Mapping) else enumerate(spec)
+
+
+def _count_true(spec: Any) -> int:
+    if isinstance(spec, Mapping | tuple | list):
+        return sum(_count_true(inner) for _, inner in _pairs(spec))
+    return int(spec is True)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        grad = "needing gradients" if value.requires_grad else "needing no gradients"
+        return f"a tensor of shape {tuple(value.shape)}, {grad}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {list(value)}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple | list) else f"a {type(value).__name__}"

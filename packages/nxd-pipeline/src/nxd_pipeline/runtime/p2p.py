@@ -12,7 +12,8 @@ contents of each buffer. On XLA all tensors are sent separately: a buffer there 
 
 import io
 import pickle
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 from nxd_state import (
     Group,
+    PeerError,
     Pending,
     Receive,
     Send,
+    abort_group,
     barrier,
     batch_isend_irecv,
     is_host,
@@ -233,6 +236,36 @@ class Route:
     def of(cls, layout: ValueLayout) -> "Route":
         """The route of values of this layout."""
         return cls(layout, Packing.of(layout.tensors), Packing.of(layout.gradients))
+
+
+class Failures:
+    """The failures of a pipeline."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._first: str | None = None
+
+    @contextmanager
+    def end_all_ranks(self) -> Iterator[None]:
+        """Where the body fails, the other ranks stop waiting, and raise the first failure.
+
+        Raises:
+            PeerError: the body failed, and another rank's failure was the first.
+            RuntimeError: one failed before.
+        """
+        if self._first is not None:
+            raise RuntimeError(
+                f"this pipeline has ended: {self._first}. Its ranks no longer wait for each other; start the job "
+                "again from a checkpoint"
+            )
+        try:
+            yield
+        except BaseException as error:
+            mine = f"pipeline rank {self._group.rank} failed with {type(error).__name__}: {error}"
+            self._first = abort_group(self._group, mine)
+            if self._first == mine:
+                raise
+            raise PeerError(f"this rank stopped because {self._first}") from error
 
 
 class P2PCommunicator:

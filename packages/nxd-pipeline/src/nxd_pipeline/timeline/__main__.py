@@ -3,8 +3,8 @@
 import argparse
 
 from nxd_pipeline.schedules import text_chart
-from nxd_pipeline.timeline.bubble import bubble_report
-from nxd_pipeline.timeline.chrome_trace import read_trace
+from nxd_pipeline.timeline.trace_file import read_trace
+from nxd_pipeline.timeline.traced_step import bubble_report
 
 
 def main() -> None:
