@@ -7,7 +7,7 @@ import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state import rank_order
+from nxd_state import mesh
 from nxd_testing import run_on_ranks
 
 pytestmark = pytest.mark.smoke
@@ -236,7 +236,7 @@ def test_every_group_of_every_axis_communicates_among_its_own_ranks():
 
 def test_group_whose_ranks_descend_keeps_the_order_of_the_mesh():
     def orders():
-        rank_order.RANK_ORDERS["first_with_last"] = lambda world_size, tp: [0, 3, 2, 1]
+        mesh.RANK_ORDERS["first_with_last"] = lambda world_size, tp: [0, 3, 2, 1]
         nxd_state.initialize_model_parallel(2, rank_order="first_with_last")
         rank = torch.tensor([dist.get_rank()])
         tp, dp = nxd_state.get_group("tp"), nxd_state.get_group("dp")

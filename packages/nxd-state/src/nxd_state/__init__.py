@@ -26,7 +26,7 @@ from nxd_state.collectives import (
 )
 from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
-from nxd_state.collectives.waits import wait_seconds
+from nxd_state.collectives.transport import wait_seconds
 from nxd_state.degrees import ParallelDegrees
 from nxd_state.device import (
     autocast_devices,

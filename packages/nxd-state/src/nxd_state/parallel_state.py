@@ -4,8 +4,6 @@ Holds the state (mesh and process groups). The arithmetic is in `mesh`, the docu
 """
 
 import atexit
-import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,39 +13,28 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from nxd_state.collectives import debug
-from nxd_state.collectives.abort import abort_group
 from nxd_state.degrees import ParallelDegrees
-from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.heartbeat import start_heartbeat, stop_heartbeat
 from nxd_state.mesh import Mesh, RankGroups
 from nxd_state.process_groups import (
+    crosses_stages,
+    group_with_rank,
+    groups_of_axes,
     job_store,
-    new_process_group,
+    launched_rank_and_world_size,
+    make_groups,
     new_process_group_of_members,
     start_torch_distributed,
+    timeout_from_environment,
     world_barrier,
 )
 from nxd_state.processes import hold_standard_streams
-from nxd_state.rank_failure import report_uncaught_failures
+from nxd_state.rank_failure import abort_group, report_uncaught_failures
 from nxd_state.same_values import compare_at_first_steps
 from nxd_state.shared_memory import share_memory
 
-GROUP_AXES: tuple[tuple[str, ...], ...] = (
-    ("tp",),
-    ("dp",),
-    ("pp",),
-    ("cp",),
-    ("ep",),
-    ("etp",),
-    ("dp_exp",),
-    ("dp", "cp"),
-    ("pp", "tp"),
-    ("pp", "ep", "etp"),
-    ("pp", "dp", "cp", "tp"),
-)
 WORLD_AXES = ("pp", "dp", "cp", "tp")
-_LONGEST_TIMEOUT = 1e9  # seconds; torch counts milliseconds in 64 bits, and adds to them
 
 
 @dataclass
@@ -112,7 +99,7 @@ def initialize_model_parallel(
         expert_model_parallel_size: ranks that split the experts of a layer.
         context_parallel_size: ranks that split each sequence.
         expert_tensor_parallel_size: ranks that split each expert; as many as split each layer if None.
-        rank_order: how mesh positions map to ranks; see `nxd_state.rank_order`.
+        rank_order: how mesh positions map to ranks; see `nxd_state.mesh`.
         timeout: how long a collective may wait for a peer; if None, the seconds of `NXD_TIMEOUT`, else torch's default.
         store: a new one, where the ranks find each other; the launcher's if None. Whoever can write to it can pose as a
             rank.
@@ -130,8 +117,8 @@ def initialize_model_parallel(
         )
     hold_standard_streams()
     debug.read_environment()
-    timeout = timeout or _timeout_from_environment()
-    rank, world_size = _planned or _launched_rank_and_world_size()
+    timeout = timeout or timeout_from_environment()
+    rank, world_size = _planned or launched_rank_and_world_size()
     mesh = Mesh(
         world_size,
         pp=pipeline_model_parallel_size,
@@ -157,7 +144,7 @@ def initialize_model_parallel(
     world = dist.group.WORLD
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, world=world, owns_world=owns_world)
     try:
-        _make_groups(state)
+        make_groups(mesh, rank, timeout, state.groups, state.created)
         _share_memory(state)
         if mesh.tp > 1 and dist.get_backend() != "fake":  # whose peers are not there
             state.first_steps = compare_at_first_steps(state.groups["tp"], splits_experts=mesh.splits_experts)
@@ -305,7 +292,7 @@ def subgroup(axis: str, size: int) -> Group:
                 f"size={size} does not divide the {whole.size} ranks of {whole}; use a divisor of {whole.size}"
             )
         runs = [ranks[start : start + size] for ranks in whole.replica_groups for start in range(0, whole.size, size)]
-        made = whole if size == whole.size else _make_group_of_members(state, axis, tuple(runs))
+        made = whole if size == whole.size else _make_subgroup(state, axis, tuple(runs))
         state.subgroups[axis, size] = made
     return state.subgroups[axis, size]
 
@@ -332,7 +319,7 @@ def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
             f"rank {state.rank} is in none of the groups {list(map(list, wanted))}; "
             "do not call this on ranks outside them"
         )
-    made = state.subgroups[wanted] = _make_group_of_members(state, "given", wanted)
+    made = state.subgroups[wanted] = _make_subgroup(state, "given", wanted)
     return made
 
 
@@ -362,7 +349,7 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
         replica_groups=(ranks,),
         process_group=process_group,
         name=process_group.group_name,
-        crosses_stages=state is not None and _crosses_stages(state.mesh, ranks),
+        crosses_stages=state is not None and crosses_stages(state.mesh, ranks),
     )
     if state is not None:
         state.foreign[process_group] = made
@@ -375,61 +362,8 @@ def _current() -> _ParallelState:
     return _state
 
 
-def _launched_rank_and_world_size() -> tuple[int, int]:
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and records_graphs() and os.environ.get("PJRT_DEVICE") == "CPU":
-        raise RuntimeError(
-            f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between "
-            "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_testing.run_on_replicas"
-        )
-    return int(os.environ.get("RANK", "0")), world_size
-
-
-def _timeout_from_environment() -> timedelta | None:
-    text = os.environ.get("NXD_TIMEOUT")
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < _LONGEST_TIMEOUT:
-        raise ValueError(f"NXD_TIMEOUT={text!r} must be a number of seconds above 0, such as 600")
-    return timedelta(seconds=seconds)
-
-
-def _make_groups(state: _ParallelState) -> None:
-    """Fill `state.groups`. Every rank makes every group, in one order; axes that cut the world alike share them."""
-    mesh = state.mesh
-    partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES}
-    partitions["embedding"] = mesh.embedding_groups()
-    world = dist.group.WORLD
-    process_groups: dict[RankGroups, dist.ProcessGroup | None] = {(tuple(range(mesh.world_size)),): world}
-    for axis, replica_groups in partitions.items():
-        if replica_groups not in process_groups:
-            made = [new_process_group(ranks, state.timeout) for ranks in replica_groups]
-            mine = next((process_group for process_group in made if process_group is not None), None)
-            process_groups[replica_groups] = mine
-            state.created += [mine] if mine is not None else []
-        process_group = process_groups[replica_groups]
-        if process_group is None:  # a middle stage is in no embedding group
-            continue
-        ranks = next(ranks for ranks in replica_groups if state.rank in ranks)
-        state.groups[axis] = Group(
-            axis=axis,
-            ranks=ranks,
-            rank=ranks.index(state.rank),
-            replica_groups=replica_groups,
-            process_group=process_group,
-            name=process_group.group_name,
-            crosses_stages=_crosses_stages(state.mesh, ranks),
-        )
-
-
 class _PlannedProcessGroup(dist.ProcessGroup):
-    """That of ranks that do not run, which says how many they are; a copy in a rank that runs is the one there."""
+    """The process group of ranks that do not run, which knows its size; unpickled in a running rank, the real one."""
 
     def __init__(self, axis: str, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # an overload that the stub lacks
@@ -444,27 +378,12 @@ def _process_group_of_axis(axis: str) -> dist.ProcessGroup | None:
 
 
 def _planned_groups(mesh: Mesh, rank: int) -> dict[str, Group]:
-    """The groups of a planned rank."""
-    partitions = {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES} | {"embedding": mesh.embedding_groups()}
     groups = {}
-    for axis, replica_groups in partitions.items():
-        ranks = next((ranks for ranks in replica_groups if rank in ranks), None)
-        if ranks is not None:
-            place = ranks.index(rank)
-            groups[axis] = Group(
-                axis=axis,
-                ranks=ranks,
-                rank=place,
-                replica_groups=replica_groups,
-                process_group=_PlannedProcessGroup(axis, place, len(ranks)),
-                crosses_stages=_crosses_stages(mesh, ranks),
-            )
+    for axis, replica_groups in groups_of_axes(mesh).items():
+        if any(rank in ranks for ranks in replica_groups):
+            group = group_with_rank(rank, mesh, axis, replica_groups)
+            groups[axis] = replace(group, process_group=_PlannedProcessGroup(axis, group.rank, group.size))
     return groups
-
-
-def _crosses_stages(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
-    first = mesh.coordinates(ranks[0])["pp"]
-    return any(mesh.coordinates(rank)["pp"] != first for rank in reversed(ranks))
 
 
 def _share_memory(state: _ParallelState) -> None:
@@ -473,18 +392,11 @@ def _share_memory(state: _ParallelState) -> None:
         state.groups[axis] = replace(group, shared_memory=memories.get(group.name))
 
 
-def _make_group_of_members(state: _ParallelState, axis: str, replica_groups: RankGroups) -> Group:
-    ranks = next(ranks for ranks in replica_groups if state.rank in ranks)
-    group = Group(
-        axis=axis,
-        ranks=ranks,
-        rank=ranks.index(state.rank),
-        replica_groups=replica_groups,
-        crosses_stages=_crosses_stages(state.mesh, ranks),
-    )
+def _make_subgroup(state: _ParallelState, axis: str, replica_groups: RankGroups) -> Group:
+    group = group_with_rank(state.rank, state.mesh, axis, replica_groups)
     if group.size == 1:
         return group
-    process_group = new_process_group_of_members(ranks, state.timeout)
+    process_group = new_process_group_of_members(group.ranks, state.timeout)
     state.created.append(process_group)
     group = replace(group, process_group=process_group, name=process_group.group_name)
     memory = share_memory([group], state.rank, group.name, state.timeout).get(group.name)

@@ -1,10 +1,12 @@
-"""Starting torch.distributed and making process groups, in a way that can be repeated in one process.
+"""Starting torch.distributed and making the groups of a mesh, in a way that can be repeated in one process.
 
-`parallel_state` decides which groups exist; `collectives` communicates over them.
+`parallel_state` keeps the groups; `collectives` communicates over them.
 """
 
 import inspect
+import math
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,14 +15,48 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from nxd_state.device import backend_of_device, get_device, set_current_device
+from nxd_state.device import backend_of_device, get_device, records_graphs, set_current_device
 from nxd_state.group import Group
+from nxd_state.mesh import Mesh, RankGroups
+
+GROUP_AXES: tuple[tuple[str, ...], ...] = (
+    *(("tp",), ("dp",), ("pp",), ("cp",), ("ep",), ("etp",), ("dp_exp",)),
+    *(("dp", "cp"), ("pp", "tp"), ("pp", "ep", "etp"), ("pp", "dp", "cp", "tp")),
+)
+_LONGEST_TIMEOUT = 1e9  # seconds; torch counts milliseconds in 64 bits, and adds to them
 
 # What torchrun, or whoever launched this process, sets: the same values mean the same launch.
 _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
 # Kept for the life of the process: where rank 0 hosts the store, a second one could not have its port.
 _launcher_stores: dict[tuple[str | None, ...], dist.Store] = {}
+
+
+def launched_rank_and_world_size() -> tuple[int, int]:
+    """The rank and world size from torch.distributed if it runs, else from the launcher's environment."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and records_graphs() and os.environ.get("PJRT_DEVICE") == "CPU":
+        raise RuntimeError(
+            f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between "
+            "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_testing.run_on_replicas"
+        )
+    return int(os.environ.get("RANK", "0")), world_size
+
+
+def timeout_from_environment() -> timedelta | None:
+    """The timeout of collectives that `NXD_TIMEOUT` sets; None without it."""
+    text = os.environ.get("NXD_TIMEOUT")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < _LONGEST_TIMEOUT:
+        raise ValueError(f"NXD_TIMEOUT={text!r} must be a number of seconds above 0, such as 600")
+    return timedelta(seconds=seconds)
 
 
 def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | None, store: dist.Store | None) -> None:
@@ -83,6 +119,54 @@ def transport_device(group: Group) -> torch.device:
     if group.size == 1 or dist.get_backend(group.process_group) == "gloo":
         return torch.device("cpu")
     return get_device()
+
+
+def groups_of_axes(mesh: Mesh) -> dict[str, RankGroups]:
+    """The ranks of all groups of each axis, or combination of axes, that has groups."""
+    return {"+".join(axes): mesh.groups(*axes) for axes in GROUP_AXES} | {"embedding": mesh.embedding_groups()}
+
+
+def make_groups(
+    mesh: Mesh, rank: int, timeout: timedelta | None, groups: dict[str, Group], created: list[dist.ProcessGroup]
+) -> None:
+    """Make the process groups of all axes: on every rank in the same order; axes that cut the world alike share them.
+
+    Args:
+        mesh: the mesh of all ranks.
+        rank: this rank.
+        timeout: timeout of each process group.
+        groups: filled with this rank's group of each axis.
+        created: filled with the process groups made, to destroy them even if a later one fails.
+    """
+    process_groups: dict[RankGroups, dist.ProcessGroup | None] = {(tuple(range(mesh.world_size)),): dist.group.WORLD}
+    for axis, replica_groups in groups_of_axes(mesh).items():
+        if replica_groups not in process_groups:
+            made = [new_process_group(ranks, timeout) for ranks in replica_groups]
+            mine = next((process_group for process_group in made if process_group is not None), None)
+            process_groups[replica_groups] = mine
+            created += [mine] if mine is not None else []
+        process_group = process_groups[replica_groups]
+        if process_group is not None:  # a middle stage is in no embedding group
+            group = group_with_rank(rank, mesh, axis, replica_groups)
+            groups[axis] = replace(group, process_group=process_group, name=process_group.group_name)
+
+
+def group_with_rank(rank: int, mesh: Mesh, axis: str, replica_groups: RankGroups) -> Group:
+    """The group of `rank` among `replica_groups`, without a process group."""
+    ranks = next(ranks for ranks in replica_groups if rank in ranks)
+    return Group(
+        axis=axis,
+        ranks=ranks,
+        rank=ranks.index(rank),
+        replica_groups=replica_groups,
+        crosses_stages=crosses_stages(mesh, ranks),
+    )
+
+
+def crosses_stages(mesh: Mesh, ranks: tuple[int, ...]) -> bool:
+    """Whether the ranks are in several pipeline stages."""
+    first = mesh.coordinates(ranks[0])["pp"]
+    return any(mesh.coordinates(rank)["pp"] != first for rank in reversed(ranks))
 
 
 def new_process_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:

@@ -1,9 +1,8 @@
-"""The report of a rank that cannot continue: its own failure in full, the failure of another rank in one line.
+"""The failure of a rank: it releases the ranks that wait for it, and reports why it ends.
 
-A disk that is full or gone is one line as well: no line of the program is wrong.
-
-The failure of one rank fails the others as well: their collectives are never completed. Only the first failure says
-what is wrong. So the other ranks wait until it has been shown, and then each of them shows one line: what it was doing.
+The failure of one rank fails the others as well: their collectives never complete. Only the first failure says what is
+wrong, so it is shown in full. The other ranks wait until it has been shown; then each shows one line: what it was
+doing. A full or missing disk takes one line as well: no line of the program is wrong.
 """
 
 import errno
@@ -14,11 +13,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from types import FrameType, TracebackType
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
 from nxd_state.heartbeat import call_site, is_collective, last_heartbeat
@@ -41,6 +43,8 @@ _BACKEND_FAILURE = re.compile(
     r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)|NCCL communicator was aborted|NCCL error: remote process exited"
 )
 _FAILURES_OF_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+_AT_ONCE = timedelta(milliseconds=1)
+_UNUSED_TAG = 1  # no message has it, so none is taken for an answer
 _ADVICE_OF_GLOO = " This is typically caused by"
 
 
@@ -178,3 +182,46 @@ def _await(*keys: str) -> None:
         # Asked again and again: when `Store.wait` times out, torch writes warnings to standard error.
         while not job_store().check(list(keys)) and time.monotonic() < give_up:
             time.sleep(_PAUSE)
+
+
+def abort_group(group: Group, reason: str) -> str:
+    """Break this rank's connections to the others of the group: those that wait for it raise, now or when they do.
+
+    For a rank that cannot continue, or that learnt from a collective's exception that another rank could not. The
+    group is unusable afterwards; groups of other ranks are not affected. Over nccl only this rank's own calls are
+    sure to end: the others may not notice before the timeout of the group.
+
+    Args:
+        group: the group to abort.
+        reason: why this rank cannot continue.
+
+    Returns:
+        The reason given by the first rank that aborted this group: `reason`, if this one was first.
+    """
+    if group.size == 1:
+        return reason
+    first = _first_reason(group, reason)
+    if group.shared_memory is not None:
+        group.shared_memory.abort(first)
+    if dist.get_backend(group.process_group) == "gloo":
+        _close_gloo(group)
+    elif group.process_group is not None:
+        group.process_group.abort()
+    return first
+
+
+def _first_reason(group: Group, reason: str) -> str:
+    try:
+        first = _get_default_store().compare_set(f"nxd_aborted/{group.name}", "", reason)
+        return printable(first.decode(errors="replace"))
+    except dist.DistError:  # the rank that serves the store has ended
+        return reason
+
+
+def _close_gloo(group: Group) -> None:
+    """gloo's own abort leaves connections open; but one that has waited in vain closes all connections of its group."""
+    for rank in set(group.ranks) - {group.ranks[group.rank]}:
+        with suppress(RuntimeError):  # as meant; or closed before
+            work = dist.irecv(torch.empty(1), src=rank, group=group.process_group, tag=_UNUSED_TAG)
+            assert work is not None  # this rank is in its group
+            work.wait(_AT_ONCE)

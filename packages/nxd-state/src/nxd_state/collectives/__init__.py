@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from nxd_state.collectives import debug
-from nxd_state.collectives.abort import abort_group
 from nxd_state.collectives.choice import host_transport_of, transport_of
 from nxd_state.collectives.point_to_point import (
     batch_isend_irecv,
@@ -32,6 +31,7 @@ from nxd_state.collectives.point_to_point import (
 )
 from nxd_state.collectives.transport import Pending, Receive, ReduceOp, Send, Transport, ready
 from nxd_state.group import Group
+from nxd_state.rank_failure import abort_group
 from nxd_state.shard_spec import checked_dim
 
 __all__ = [

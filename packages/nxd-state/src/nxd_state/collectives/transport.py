@@ -2,8 +2,13 @@
 
 A transport serves one group. Its callers have checked their arguments and handled groups of one. Four classes
 implement it: `SharedMemoryTransport`, `C10dTransport`, `XlaTransport` and `FunctionalTransport`; `choice` picks one.
+
+The main thread counts how long it waits for other ranks; the rest of a step is its own work. Backward runs in it on the
+CPU. On an accelerator the queue waits and not the caller, so nothing is counted there.
 """
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +17,33 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from nxd_state.collectives.waits import begin_wait, end_wait
+_waited_seconds = 0.0
+_depth_of_waits = 0
+
+
+def wait_seconds() -> float:
+    """Seconds that the main thread has spent in collectives and messages since the process began, on the CPU."""
+    return _waited_seconds
+
+
+def begin_wait() -> float | None:
+    """Begin to wait; pass the result to `end_wait`. Waits may be nested."""
+    global _depth_of_waits  # noqa: PLW0603 - the process has one main thread
+    if threading.get_ident() != threading.main_thread().ident:
+        return None
+    _depth_of_waits += 1
+    return time.perf_counter()
+
+
+def end_wait(began: float | None) -> None:
+    """End the wait that `begin_wait` began."""
+    global _depth_of_waits, _waited_seconds  # noqa: PLW0603
+    if began is None:
+        return
+    _depth_of_waits -= 1
+    if _depth_of_waits == 0:
+        _waited_seconds += time.perf_counter() - began
+
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from nxd_state.collectives.waits import begin_wait, end_wait
+from nxd_state.collectives.transport import begin_wait, end_wait
 from nxd_state.shared_memory.channel import Awaited, Channel, LostPeerError, SharedMemoryError, Steps
 from nxd_state.shared_memory.wakeups import EventCount
 
