@@ -178,7 +178,7 @@ def test_rank_that_is_killed_is_named_with_the_signal(tmp_path):
 
     first, of_peer = training.lines_of_failure()
     assert first == "nxd: rank 1 was killed by SIGKILL (signal 9)"
-    assert of_peer.startswith("rank 0 ended: LostPeerError: rank 1 is gone from group tp [0, 1]")
+    assert of_peer.startswith("rank 0 ended: LostPeerError: rank 1 has left group tp [0, 1]")
     assert "in step 11; all_reduce_ of group tp [0, 1]; forward of LlamaDecoderLayer > LlamaAttention" in of_peer
     training.check_traces()
 
@@ -209,7 +209,10 @@ def test_fault_of_a_rank_ends_all_ranks_and_is_named(tmp_path, fault, place, tra
         assert "rank 1 " in lines[0] or "local_rank: 1 " in lines[0], training.errors  # torchrun's own words
     else:
         assert (
-            training.errors.count("no word from rank 1: stopped, or cut off from the network; last heard of at ") == 1
+            training.errors.count(
+                "no heartbeat from rank 1: it has stopped or is cut off from the network; the last was"
+            )
+            == 1
         )
         assert not [line for line in lines if line.startswith("rank 1")]
     training.check_traces()

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
-from nxd_engine.models.llama import rotary_tables
+from nxd_engine.models.llama_config import rotary_tables
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
 from nxd_state import initialize_model_parallel
 

@@ -162,7 +162,7 @@ def test_rank_that_does_not_come_is_given_up_after_the_timeout(run_ranks):
 
     text, _ = run_ranks(wait, 2, env={"NXD_TIMEOUT": seconds})
 
-    assert f"rank 1 of group tp [0, 1] did not come to what rank 0 waits for in {float(seconds):g} s" in text
+    assert f"rank 1 of group tp [0, 1] did not reach what rank 0 waits for in {float(seconds):g} s" in text
 
 
 class WaitsForRelease(torch.nn.Module):

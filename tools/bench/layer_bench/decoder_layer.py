@@ -2,7 +2,7 @@
 
 import torch
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
-from nxd_engine.models.llama import rotary_tables
+from nxd_engine.models.llama_config import rotary_tables
 from nxd_state import active_group
 from processes.over_gloo import over_gloo
 

@@ -180,7 +180,7 @@ except DeviceError as error:
 """
     )
 
-    assert lines[0] == "the device's memory does not suffice"
+    assert lines[0] == "the device ran out of memory"
     assert "f32[3000000,3000000] of 0 (36,000,000,000,000 bytes)" in lines[1]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import nxd_engine as nxd
 import pytest
 import torch
-from nxd_engine.models import KeyValueCache, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_engine.models import LlamaCache, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers.context import SequenceCut, balanced_cut
 from nxd_state import all_reduce, destroy_model_parallel, get_group, initialize_model_parallel
 from nxd_testing import assemble_logical, logical_pieces
@@ -155,7 +155,7 @@ def test_attention_is_causal():
 
 
 def test_cache_token_by_token_equals_the_whole_sequence():
-    model, tokens, cache = make_model(), torch.randint(0, 32, (2, 8)), KeyValueCache()
+    model, tokens, cache = make_model(), torch.randint(0, 32, (2, 8)), LlamaCache()
 
     parts = [model(tokens[:, :3], cache=cache), *(model(tokens[:, i : i + 1], cache=cache) for i in range(3, 8))]
 
@@ -164,7 +164,7 @@ def test_cache_token_by_token_equals_the_whole_sequence():
 
 
 def test_cache_in_pieces_equals_the_whole_sequence():
-    model, tokens, cache = make_model(), torch.randint(0, 32, (2, 9)), KeyValueCache()
+    model, tokens, cache = make_model(), torch.randint(0, 32, (2, 9)), LlamaCache()
 
     parts = [model(tokens[:, start : start + 3], cache=cache) for start in (0, 3, 6)]
 
@@ -175,7 +175,7 @@ def test_cache_in_pieces_equals_the_whole_sequence():
 def test_cache_of_copied_heads_equals_the_whole_sequence(run_ranks, sizes):
     def check():
         initialize_model_parallel(tensor_model_parallel_size=4)
-        model, cache = make_model(**{"hidden_size": 48, **sizes}), KeyValueCache()
+        model, cache = make_model(**{"hidden_size": 48, **sizes}), LlamaCache()
         tokens = torch.arange(16).view(2, 8)
 
         parts = [model(tokens[:, :3], cache=cache), *(model(tokens[:, i : i + 1], cache=cache) for i in range(3, 8))]
@@ -212,7 +212,7 @@ def test_packed_documents_give_the_logits_of_each_alone():
 
 
 def test_packed_documents_with_a_cache_give_the_logits_without():
-    model, tokens, cache = make_model(), torch.randint(0, 32, (1, 9)), KeyValueCache()
+    model, tokens, cache = make_model(), torch.randint(0, 32, (1, 9)), LlamaCache()
     documents = torch.tensor([[0] * 4 + [1] * 5])
 
     parts = [model(tokens[:, i : i + 3], cache=cache, document_ids=documents[:, : i + 3]) for i in (0, 3, 6)]
@@ -254,7 +254,7 @@ def read_a_prompt():
         expected, _ = write_after_a_prompt(tokens, given)
         whole = learn_with_a_cache(tokens)
         with torch.no_grad():
-            padded = make_model()(tokens[:, :520], cache=KeyValueCache(), attention_mask=holes)
+            padded = make_model()(tokens[:, :520], cache=LlamaCache(), attention_mask=holes)
         destroy_model_parallel()
         initialize_model_parallel(context_parallel_size=2)
         found, lengths = write_after_a_prompt(tokens, given)
@@ -263,7 +263,7 @@ def read_a_prompt():
         found = learn_with_a_cache(tokens)
         torch.testing.assert_close(found, whole)
         with torch.no_grad():
-            logits = make_model()(tokens[:, :520], cache=KeyValueCache(), attention_mask=holes)
+            logits = make_model()(tokens[:, :520], cache=LlamaCache(), attention_mask=holes)
         torch.testing.assert_close(logits, padded)
         destroy_model_parallel()
 
@@ -272,7 +272,7 @@ def learn_with_a_cache(tokens):
     """Losses and a gradient of a sequence that is whole on every rank, as it has a cache."""
     model, count = make_model(max_position_embeddings=1024), torch.tensor(100.0)
     losses = [
-        model(tokens[:, :520], tokens[:, 1:521], cache=KeyValueCache(), num_items_in_batch=it) for it in (None, count)
+        model(tokens[:, :520], tokens[:, 1:521], cache=LlamaCache(), num_items_in_batch=it) for it in (None, count)
     ]
     losses[0].backward()
     return [*map(torch.detach, losses), model.model.layers[0].self_attn.q_proj.weight.grad]
@@ -280,7 +280,7 @@ def learn_with_a_cache(tokens):
 
 def write_after_a_prompt(tokens, documents):
     """Logits of a prompt of 520 tokens, and of three more after it, one at a time; how many this rank computed."""
-    model, cache, lengths = make_model(max_position_embeddings=1024), KeyValueCache(), []
+    model, cache, lengths = make_model(max_position_embeddings=1024), LlamaCache(), []
     model.model.embed_tokens.register_forward_hook(lambda *given: lengths.append(len(given[2])))
     of_tokens = [(0, 520), (520, 521), (521, 522), (522, 523)]
     documents_up_to = (None if documents is None else documents[:, :stop] for _, stop in of_tokens)
@@ -300,7 +300,7 @@ def test_cache_with_sequence_parallel_is_refused():
     model = LlamaForCausalLM(LlamaConfig(**SIZES), sequence_parallel=True)
 
     with pytest.raises(ValueError, match="sequence_parallel=False"):
-        model(torch.zeros(1, 1, dtype=torch.int64), cache=KeyValueCache())
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=LlamaCache())
 
 
 def test_tied_head_is_the_embedding_table():

@@ -33,7 +33,7 @@ class ParallelDegrees:
         zero1: the optimizer's states are sharded over the replicas.
 
     Raises:
-        ValueError: a degree is no positive number, or `etp` is neither 1 nor `tp`.
+        ValueError: a degree is not positive, or `etp` is neither 1 nor `tp`.
     """
 
     tp: int = 1
@@ -59,7 +59,7 @@ class ParallelDegrees:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
-        """The degrees that a complete config says; it leaves open how many replicas there are."""
+        """The degrees of a complete config; the number of replicas stays open."""
         sizes: dict[str, Any] = {axis: config[name] for axis, name in SIZES.items()}
         etp = config["expert_tensor_parallel_size"] or 0
         return cls(**sizes, etp=etp, sequence_parallel=bool(config["sequence_parallel"]))
@@ -71,10 +71,10 @@ class ParallelDegrees:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The degrees of "tp=2,pp=2": those that are left out are 1.
+        """The degrees of a text such as "tp=2,pp=2"; omitted degrees are 1.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is not of that form.
         """
         degrees: dict[str, Any] = {}
         for part in text.split(","):
@@ -90,7 +90,7 @@ class ParallelDegrees:
         return cls(**degrees)
 
     def as_config(self) -> dict[str, Any]:
-        """The arguments of `neuronx_distributed_config` that say these degrees."""
+        """These degrees as arguments of `neuronx_distributed_config`."""
         sizes: dict[str, Any] = {name: getattr(self, axis) for axis, name in SIZES.items()}
         whole_experts = {"expert_tensor_parallel_size": self.etp} if self.etp != self.tp else {}
         return {**sizes, **whole_experts, "sequence_parallel": self.sequence_parallel}
@@ -112,34 +112,34 @@ class ParallelDegrees:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether experts lie on the ranks in another way than the other layers."""
+        """Whether expert layers are laid out differently from dense ones."""
         return self.ep > 1 or self.etp != self.tp
 
     @property
     def splits_layers(self) -> bool:
-        """Whether a rank has a part of some layer only."""
+        """Whether some layer is split over ranks."""
         return self.tp > 1 or self.splits_experts
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same parameters, over which states are sharded: those of the data and of the contexts."""
+        """Ranks that hold the same parameters, over which states are sharded: data- and context-parallel ranks."""
         return self.dp * self.cp
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that have the same experts."""
+        """Ranks that hold the same experts."""
         return self.replicas * self.tp // (self.ep * self.etp)
 
     def on(self, world_size: int) -> Self:
-        """These degrees on so many ranks: `dp` is what they leave.
+        """These degrees on `world_size` ranks: `dp` takes the remaining ranks.
 
         Raises:
-            ValueError: they do not divide the ranks.
+            ValueError: the degrees do not divide the ranks.
         """
         return replace(self, dp=self.mesh(world_size).dp)
 
     def mesh(self, world_size: int | None = None) -> Mesh:
-        """The mesh of all ranks: of `world_size`, or of `dp` replicas.
+        """The mesh of `world_size` ranks, or of `dp` replicas if None.
 
         Raises:
             ValueError: the degrees do not divide the ranks.

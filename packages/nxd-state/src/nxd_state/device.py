@@ -25,10 +25,9 @@ from torch import Tensor
 from nxd_state.neuron_errors import device_errors
 
 ACCELERATORS = ("cuda", "neuron")
-
-
 DEVICE_TYPES = ("cpu", "xla", *ACCELERATORS)
 
+DeviceLike = Tensor | torch.device | str | None  # a tensor, a device or a device's type; this process's device if None
 
 _static_shapes: ContextVar[bool] = ContextVar("static_shapes", default=False)
 
@@ -86,62 +85,39 @@ def set_current_device() -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def records_graphs(what: Tensor | torch.device | str | None = None) -> bool:
+def records_graphs(what: DeviceLike = None) -> bool:
     """Whether a device records operations into a graph, which it compiles and runs later, as XLA devices do.
 
     Consequences on such a device: all ranks have to record the same graph, so a rank may differ in data only;
     reading a value waits for the whole graph; backward only records, so that no hook can overlap it with messages;
     messages block; and tensors have no memory that views could share.
-
-    Args:
-        what: a tensor, a device or a device's type; this process's device if None.
     """
     return _type_of(what) == "xla"
 
 
-def is_host(what: Tensor | torch.device | str | None = None) -> bool:
-    """Whether a device is the CPU: values can be read at once, and an operation that has returned is done.
-
-    Args:
-        what: a tensor or device, see `records_graphs`.
-    """
+def is_host(what: DeviceLike = None) -> bool:
+    """Whether a device is the CPU: values can be read at once, and an operation that has returned is done."""
     return _type_of(what) == "cpu"
 
 
-def has_streams(what: Tensor | torch.device | str | None = None) -> bool:
-    """Whether a device has streams: copies from and to pinned host memory run in the background.
-
-    Args:
-        what: a tensor or device, see `records_graphs`.
-    """
+def has_streams(what: DeviceLike = None) -> bool:
+    """Whether a device has streams: copies from and to pinned host memory run in the background."""
     kind = _type_of(what)
     return kind in ACCELERATORS and kind == _accelerator() and _has_pinned_memory_and_events(kind)
 
 
-def has_fused_optimizers(what: Tensor | torch.device | str | None = None) -> bool:
-    """Whether torch's optimizers have kernels there that update all parameters at once (`fused=True`).
-
-    Args:
-        what: a tensor or device, see `records_graphs`.
-    """
+def has_fused_optimizers(what: DeviceLike = None) -> bool:
+    """Whether torch's optimizers have kernels there that update all parameters at once (`fused=True`)."""
     return _type_of(what) in ("cpu", "cuda")
 
 
-def has_uneven_all_to_all(what: Tensor | torch.device | str | None = None) -> bool:
-    """Whether one all-to-all of a process group takes chunks of several sizes there.
-
-    Args:
-        what: a tensor or device, see `records_graphs`.
-    """
+def has_uneven_all_to_all(what: DeviceLike = None) -> bool:
+    """Whether one all-to-all of a process group takes chunks of several sizes there."""
     return _type_of(what) in ("cuda", "meta")  # of meta tensors nothing is sent
 
 
-def has_dynamic_shapes(what: Tensor | torch.device | str | None = None) -> bool:
-    """Whether shapes may depend on values there, as that of `nonzero` does; Neuron devices have graphs without them.
-
-    Args:
-        what: a tensor or device, see `records_graphs`.
-    """
+def has_dynamic_shapes(what: DeviceLike = None) -> bool:
+    """Whether shapes may depend on values there, as that of `nonzero` does; Neuron devices have graphs without them."""
     return not _static_shapes.get() and _type_of(what) not in ("xla", "neuron")
 
 
@@ -165,12 +141,8 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else torch.float32
 
 
-def compile_backend(what: Tensor | torch.device | str | None = None) -> str:
-    """The backend of torch.compile for a device: its own if it has one, like `neuron`, else "inductor".
-
-    Args:
-        what: a tensor or device, see `records_graphs`.
-    """
+def compile_backend(what: DeviceLike = None) -> str:
+    """The backend of torch.compile for a device: its own if it has one, like `neuron`, else "inductor"."""
     return "neuron" if _type_of(what) == "neuron" else "inductor"
 
 
@@ -264,7 +236,7 @@ def _check_asked(asked: str) -> str:
     return asked
 
 
-def _type_of(what: Tensor | torch.device | str | None) -> str:
+def _type_of(what: DeviceLike) -> str:
     if what is None:
         return device_type()
     if isinstance(what, Tensor):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from nxd_state.shared_memory import SharedMemoryTransport
 
-
 _given_ranks: ContextVar[dict["Group", Tensor]] = ContextVar("_given_ranks", default={})  # noqa: B039 - never changed
 
 

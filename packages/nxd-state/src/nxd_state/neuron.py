@@ -30,11 +30,11 @@ def prepare_neuron(
     """Set this process's environment by `neuron_settings`. Call it before torch-xla is imported.
 
     Returns:
-        What has been set, by name.
+        The variables set.
 
     Raises:
-        ValueError: as `neuron_settings`.
-        RuntimeError: torch-xla is imported already, and would not see what is to be set.
+        ValueError: see `neuron_settings`.
+        RuntimeError: torch-xla is imported already and would not see the variables.
     """
     settings = neuron_settings(
         os.environ, model_type=model_type, compile_cache=compile_cache, async_requests=async_requests, efa=efa
@@ -67,7 +67,7 @@ def neuron_settings(
         efa: set libfabric's variables for the network between hosts.
 
     Raises:
-        ValueError: what is set contradicts itself, or the launcher.
+        ValueError: the settings contradict each other or the launcher's.
     """
     world_size = _number(environment, "WORLD_SIZE", 1)
     local_world_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
@@ -104,7 +104,7 @@ def check_neuron_environment(environment: Mapping[str, str]) -> None:
     """Refuse settings that would fail on one rank only, hang, or be ignored.
 
     Raises:
-        ValueError: with all that is wrong.
+        ValueError: lists all mistakes.
     """
     world_size = _number(environment, "WORLD_SIZE", 1)
     mistakes = []
@@ -128,7 +128,7 @@ def check_neuron_environment(environment: Mapping[str, str]) -> None:
 
 
 def computes_on_neuron(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether `get_device` leads to a Neuron device by torch-xla, as far as the environment and this host say.
+    """Whether `get_device` gives a Neuron device of torch-xla, judged by the environment and this host's devices.
 
     Args:
         environment: this process's if None.
@@ -142,7 +142,7 @@ def computes_on_neuron(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def extracting_graphs(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether `neuron_parallel_compile` is collecting graphs: steps then compute zeros, and must leave nothing behind.
+    """Whether `neuron_parallel_compile` is collecting graphs: steps then compute zeros and must not write anything.
 
     Args:
         environment: this process's if None.

@@ -78,7 +78,7 @@ def explain_device_error(message: str, recorded: RecordedGraphs | None = None) -
     if not out_of_memory and not _NOT_COMPILED.search(message):
         return None
     code = _CODE.search(message)
-    what = "the device's memory does not suffice" if out_of_memory else "the compiler refused the graph"
+    what = "the device ran out of memory" if out_of_memory else "the compiler refused the graph"
     places = _places(message, recorded)
     largest = recorded.largest() if out_of_memory and recorded is not None else ""
     parts = [f"{what}{f' ({code[0]})' if code else ''}{f' in {places[0]}' if places else ''}"]

@@ -61,11 +61,7 @@ _planned: tuple[int, int] | None = None  # rank and world size, inside `planned_
 
 
 def initialize_mesh(degrees: ParallelDegrees, *, store: dist.Store | None = None) -> None:
-    """`initialize_model_parallel` with these degrees; `dp` is what the launched ranks leave.
-
-    Raises:
-        RuntimeError, ValueError: as that does.
-    """
+    """`initialize_model_parallel` with these degrees; data parallelism takes the remaining ranks."""
     initialize_model_parallel(
         degrees.tp,
         degrees.pp,
@@ -90,8 +86,8 @@ def initialize_model_parallel(
     """Lay the launched ranks out as a mesh and make the process groups of every axis.
 
     Starts torch.distributed if it is not running: from torchrun's environment if there is one, else as a world of one.
-    Data parallelism takes the ranks that the given degrees leave. A mesh whose torch.distributed has been ended since
-    is forgotten.
+    Data parallelism takes the ranks that the given degrees leave. Replaces a mesh whose torch.distributed has been
+    destroyed.
 
     Args:
         tensor_model_parallel_size: ranks that split each layer.
@@ -99,14 +95,14 @@ def initialize_model_parallel(
         expert_model_parallel_size: ranks that split the experts of a layer.
         context_parallel_size: ranks that split each sequence.
         expert_tensor_parallel_size: ranks that split each expert; as many as split each layer if None.
-        rank_order: how mesh positions map to ranks; see `nxd_state.mesh`.
+        rank_order: name of the order in which ranks take positions of the mesh; see `nxd_state.mesh`.
         timeout: how long a collective may wait for a peer; if None, the seconds of `NXD_TIMEOUT`, else torch's default.
-        store: a new one, where the ranks find each other; the launcher's if None. Whoever can write to it can pose as a
-            rank.
+        store: a new store, through which the ranks find each other; the launcher's if None. Whoever can write to it can
+            pose as a rank.
 
     Raises:
         RuntimeError: already initialised.
-        ValueError: degrees that do not divide the world size, or `NXD_TIMEOUT` is no number of seconds.
+        ValueError: the degrees do not divide the world size, or `NXD_TIMEOUT` is not a number of seconds.
     """
     global _state  # noqa: PLW0603  (the process has one mesh)
     if _state is not None and _state.is_stale:
@@ -179,10 +175,10 @@ def destroy_model_parallel() -> None:
 
 
 def abort_model_parallel(reason: str) -> None:
-    """Break this rank's connections in every group: whatever waits in a collective, here or on a peer, raises.
+    """Abort every group (see `abort_group`): whatever waits in a collective, here or on a peer, raises.
 
-    As `abort_group` of each group; any thread may call it. Nothing can be sent afterwards; then comes
-    `destroy_model_parallel`. Does nothing if not initialised.
+    Any thread may call it. Nothing can be sent afterwards; call `destroy_model_parallel` next. Does nothing if not
+    initialised.
 
     Args:
         reason: why this rank cannot continue.
@@ -219,7 +215,7 @@ def planned_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
     Args:
         world_size: number of ranks of the planned job.
-        rank: to act as.
+        rank: the rank that this process acts as.
 
     Raises:
         RuntimeError: model parallelism is initialised.
@@ -244,7 +240,7 @@ def get_mesh() -> Mesh:
 
 
 def splits_experts() -> bool:
-    """Whether expert layers lie on the ranks in another way than dense ones; False without an initialised mesh."""
+    """Whether expert layers are laid out differently from dense ones; False without an initialised mesh."""
     return model_parallel_is_initialized() and get_mesh().splits_experts
 
 
@@ -303,8 +299,8 @@ def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
     The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
 
     Args:
-        replica_groups: global ranks of each group, on all its members the same. Where it is those of an axis, or of a
-            subgroup made before, so is the result.
+        replica_groups: global ranks of each group, the same on all its members. If an axis or an earlier subgroup has
+            these groups, its group is returned.
 
     Raises:
         RuntimeError: not initialised.
@@ -324,10 +320,10 @@ def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
 
 
 def group_of(process_group: dist.ProcessGroup) -> Group:
-    """The group that a process group of torch is: one of the mesh, or, for one made elsewhere, one of its own.
+    """The `Group` of a torch process group: the mesh's own, or a new one if it was made elsewhere.
 
     Raises:
-        ValueError: it is no process group, or this rank is not in it.
+        ValueError: it is not a process group, or this rank is not in it.
     """
     if not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(

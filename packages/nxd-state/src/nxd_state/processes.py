@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -35,7 +33,7 @@ class Process(NamedTuple):
         """The process of this machine that has this pid now.
 
         Raises:
-            OSError: there is none.
+            OSError: there is no such process.
         """
         return cls(pid_namespace(), pid, _state_and_start(pid)[1])
 

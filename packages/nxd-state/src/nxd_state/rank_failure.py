@@ -37,7 +37,7 @@ _STORE_HAS_ENDED = (dist.DistError, PeerError)
 _LONGEST_MESSAGE = 600  # characters
 # torch has no classes for these errors of gloo and nccl; and what another rank gave as its reason comes as text.
 _TIMEOUT = re.compile(
-    r"[Tt]imed out waiting|Application timeout|did not come to what rank|no answer within|collective operation timeout"
+    r"[Tt]imed out waiting|Application timeout|did not reach what rank|no answer within|collective operation timeout"
 )
 _BACKEND_FAILURE = re.compile(
     r"(?s)gloo.*(peer|Broken pipe|[Cc]onnect)|NCCL communicator was aborted|NCCL error: remote process exited"
@@ -164,8 +164,11 @@ def _name_silent_ranks(rank: int) -> None:
 
 def _describe_silent_rank(rank: int, store: dist.Store) -> str:
     heard = last_heartbeat(rank, store)
-    last = "it never said what it did" if heard is None else f"last heard of {heard}"
-    return f"no word from rank {rank}: stopped, or cut off from the network; {last}; NXD_TIMEOUT sets the time to wait"
+    last = "it never sent one" if heard is None else f"the last was {heard}"
+    return (
+        f"no heartbeat from rank {rank}: it has stopped or is cut off from the network; {last}; "
+        "NXD_TIMEOUT sets the time to wait"
+    )
 
 
 def _tell(key: str, value: str) -> None:

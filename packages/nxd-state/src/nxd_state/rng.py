@@ -36,8 +36,8 @@ _streams = _Streams()
 def seed_model_parallel(seed: int) -> None:
     """Seed both streams of this rank from `seed`, its stage, its replica and, for "tp", its tensor-parallel rank.
 
-    Call it after the weights are initialised: those must come from one seed on all ranks. It holds for the current
-    mesh: another one, after `destroy_model_parallel`, has streams of its own.
+    Call it after the weights are initialised: those must come from one seed on all ranks. The streams belong to the
+    current mesh; call it again for another one.
     """
     coordinates = [0, 0, 0, 0]
     if model_parallel_is_initialized():
@@ -54,7 +54,7 @@ def rng_stream(name: str) -> Iterator[None]:
 
     Raises:
         RuntimeError: `seed_model_parallel` has not been called since the mesh was made.
-        ValueError: there is no such stream.
+        ValueError: unknown stream.
     """
     streams = _current_streams()
     if not streams:
@@ -74,10 +74,10 @@ def rng_stream(name: str) -> Iterator[None]:
 
 @contextmanager
 def one_random_state() -> Iterator[None]:
-    """Context in which all ranks draw the same numbers, however seeded, so that models start alike. Call on all ranks.
+    """Context in which all ranks draw the same numbers, so that models start equal. Called by all ranks.
 
-    Ranks that were seeded alike go on as they are. Otherwise all draw as rank 0 would have, and afterwards replicas
-    have their own streams again; the ranks of a replica, which need one stream, are given one if they had several.
+    Ranks with equal states keep them. Otherwise all draw from rank 0's state, and each rank's own is restored
+    afterwards; if the ranks of a replica, which need one stream, had different ones, they get a common one.
     """
     world = get_world_group() if model_parallel_is_initialized() else None
     if world is None or world.size == 1:
@@ -105,8 +105,8 @@ def one_random_state() -> Iterator[None]:
 def rng_of_own_rank() -> Iterator[None]:
     """Draw numbers of this tensor-parallel rank's own inside the `with` block, from a seed of the shared stream.
 
-    All tensor-parallel ranks enter alike. Unlike `rng_stream`, it needs no seeding before, and draws the same again
-    wherever torch's random state is restored, as torch's own activation checkpointing does.
+    All tensor-parallel ranks must enter it. Unlike `rng_stream`, it needs no seeding, and draws the same numbers again
+    when torch's random state is restored, as torch's own activation checkpointing does.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
     shared = _generator_states()

@@ -27,8 +27,6 @@ from nxd_state.shard_spec import Box, get_shard_spec
 from nxd_state.store_messages import read_message
 
 _WORDS = 1024  # added up side by side, so that a fingerprint also tells an order of values
-
-
 _CHUNK_BYTES = 2**24
 
 

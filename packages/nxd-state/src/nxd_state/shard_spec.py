@@ -281,7 +281,7 @@ def set_partition_attributes(parameter: Tensor, *, partition_dim: int, num_parti
 
 
 def copy_parameter_attributes(source: Tensor, target: Tensor) -> None:
-    """Carry spec and documented attributes over, for code that replaces a parameter by another of its shape."""
+    """Copy spec and documented attributes to a parameter that replaces another of its shape."""
     spec = get_shard_spec(source)
     if spec is not None:
         set_shard_spec(target, spec)

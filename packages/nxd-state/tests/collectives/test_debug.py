@@ -144,7 +144,7 @@ def test_rank_that_depends_on_ranks_that_disagree_raises_their_error():
         assert "rank 0: all_reduce((2,), torch.float32, op=sum) in group tp [0, 1]" in message
         assert "rank 1: all_reduce((3,), torch.float32, op=sum) in group tp [0, 1]" in message
     for message in messages[2:]:
-        assert "will not come to this collective:\n" in message
+        assert "will not reach this collective:\n" in message
         assert "barrier() in group pp+dp+cp+tp [0, 1, 2, 3]" in message
 
 
@@ -185,12 +185,12 @@ def test_rank_that_never_comes_raises_after_the_timeout_saying_where_it_was_last
 
     message = run_on_ranks(job, 2, env=DEBUG, timeout=20)[0]
 
-    assert "rank 1 did not come to this collective in 2 s:\n  rank 0: barrier()" in message
+    assert "rank 1 did not reach this collective in 2 s:\n  rank 0: barrier()" in message
     assert "it last went on:\n  rank 1: all_reduce((2,), torch.float32, op=sum)" in message
 
 
 def test_error_on_a_rank_that_shows_it_says_which_lines_disagree():
-    with pytest.raises(RankFailure, match="CollectiveMismatch: ranks came to different collectives"):
+    with pytest.raises(RankFailure, match="CollectiveMismatch: ranks reached different collectives"):
         run_on_ranks(differs_in_shape, 2, env=DEBUG, timeout=20)
 
 

@@ -18,7 +18,7 @@ _PEER_IS_GONE = (
     "Connection reset by peer",
     "Broken pipe",
     "connectFullMesh failed",
-    "is gone from group",
+    "has left group",
 )
 
 

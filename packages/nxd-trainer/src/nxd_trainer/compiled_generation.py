@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from nxd_engine.model_description import ModelDescription
 from nxd_engine.model_weights import ModelWeights, model_on_meta_of, transformers_model
-from nxd_engine.models import KeyValueCache, LlamaConfig, LlamaForCausalLM
-from nxd_engine.models.llama import long_rope_from, rotary_tables
+from nxd_engine.models import LlamaCache, LlamaConfig, LlamaForCausalLM
+from nxd_engine.models.llama_config import long_rope_from, rotary_tables
 from nxd_layers import gather_from_tensor_model_parallel_region
 from nxd_layers.hf import number_of_experts, parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
@@ -77,7 +77,7 @@ def _stacked(tables: Sequence[Tensor], length: int) -> Tensor:
     return torch.stack([functional.pad(table, (0, 0, 0, length - len(table))) for table in tables])
 
 
-class _LayersCache(KeyValueCache):
+class _LayersCache(LlamaCache):
     """The cache interface that the layers call."""
 
     def __init__(self, view: CacheView) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from nxd_engine.model_weights import load_model
-from nxd_engine.models import KeyValueCache
+from nxd_engine.models import LlamaCache
 from nxd_layers.hf import is_transformers_model
 from nxd_state import active_group, all_gather, get_device
 from nxd_trace.generation import SamplingSettings, choose_token
@@ -120,7 +120,7 @@ def _max_positions(model: Any) -> int | None:
 def _next_logits(model: Any) -> Callable[[Tensor], Tensor]:
     """Return a function from new tokens `[1, seq]` to the logits after them, `[vocab]`; it caches earlier tokens."""
     if not is_transformers_model(model):
-        cache = KeyValueCache()
+        cache = LlamaCache()
         return lambda tokens: all_gather(model(tokens, cache=cache)[0, -1], active_group("tp"))
     past: Any = None
     taken = inspect.signature(inspect.unwrap(type(model).forward)).parameters

@@ -13,9 +13,9 @@ Legend for shapes: S sequence, B batch, H hidden, N heads on this rank, K key-va
 V vocabulary. In sequence-parallel regions S is the rank's part of the sequence.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,82 +38,24 @@ from nxd_layers.context import (
     sum_over_contexts,
     whole_sequence,
 )
-from nxd_layers.hf.transformers_models import rope_frequencies
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_state import active_group, all_reduce
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-IGNORED_LABEL = -100
-SHORTEST_PROMPT = 512  # tokens that context-parallel ranks read together; of fewer each reads all
+from nxd_engine.models.llama_config import LlamaConfig, check_rope, rotary_tables, rotate
 
-# A trace, which cuts the model into pipeline stages, takes this as it is and does not look into it.
+IGNORED_LABEL = -100
+SHORTEST_PROMPT = 512  # tokens; context-parallel ranks split prompts of at least this length
+
+# Leaf functions of the torch.fx trace that splits the model into pipeline stages.
 fx.wrap("rotary_tables")
 fx.wrap("_number_of_labels")
 
 
-@dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes of a Llama; the names are those of a Hugging Face `config.json`."""
-
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    intermediate_size: int = 11008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 32
-    max_position_embeddings: int = 4096  # longest sequence the model is made for
-    rope_theta: float = 10000.0  # base of the rotary frequencies
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False  # the head is the embedding table
-    initializer_range: float = 0.02  # standard deviation of the initial weights
-    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)  # rope_type and its settings
-
-    @property
-    def rope_type(self) -> str:
-        """How rotary frequencies are made: "default", or as transformers names it."""
-        return "default" if self.rope_scaling is None else str(self.rope_scaling["rope_type"])
-
-    @property
-    def head_size(self) -> int:
-        """Length of each head's vectors."""
-        return self.hidden_size // self.num_attention_heads
-
-    def check(self, tensor_parallel_size: int) -> None:
-        """Check that the sizes fit each other and the tensor-parallel degree.
-
-        Raises:
-            ValueError: naming every size that does not divide, and the degrees that would work.
-        """
-        positive = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        mistakes = [f"{name}={getattr(self, name)} must be positive" for name in positive if getattr(self, name) < 1]
-        if self.num_hidden_layers > 10_000:  # layers are made one by one: a stranger's number would never end
-            mistakes.append(f"num_hidden_layers={self.num_hidden_layers} must be at most 10000")
-        if mistakes:
-            raise ValueError("; ".join(mistakes))
-        if self.hidden_size % self.num_attention_heads or self.head_size % 2:
-            mistakes.append(
-                f"hidden_size={self.hidden_size} must be num_attention_heads={self.num_attention_heads} "
-                "times an even head size"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            mistakes.append(
-                f"num_key_value_heads={self.num_key_value_heads} does not divide "
-                f"num_attention_heads={self.num_attention_heads}"
-            )
-        split = ("num_attention_heads", "intermediate_size", "vocab_size")
-        for name in split:
-            size = getattr(self, name)
-            if size % tensor_parallel_size:
-                mistakes.append(f"tensor_parallel_size={tensor_parallel_size} does not divide {name}={size}")
-        if mistakes:
-            usable = [d for d in range(1, 65) if all(getattr(self, name) % d == 0 for name in split)]
-            raise ValueError("; ".join(mistakes) + f". Degrees that divide all sizes: {usable}")
-
-
 @dataclass
-class KeyValueCache:
+class LlamaCache:
     """Keys and values of the tokens seen so far, per layer, for generation."""
 
     keys: list[Tensor] = field(default_factory=list)  # [B, K, S, D] per layer
@@ -125,7 +67,7 @@ class KeyValueCache:
         return self.keys[0].shape[2] if self.keys else 0
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values of one layer; returns all of them."""
+        """Append the new tokens' keys and values of one layer; return all of them."""
         if layer == len(self.keys):
             self.keys.append(key)
             self.values.append(value)
@@ -135,109 +77,41 @@ class KeyValueCache:
         return self.keys[layer], self.values[layer]
 
 
-def rotary_tables(positions: Tensor, longest: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[S, D]`, in the dtype and on the device of `like`.
-
-    Args:
-        positions: `[S]`.
-        longest: length of the whole sequence, which affects the frequencies of some types.
-        config: config of the model.
-        like: any tensor.
-    """
-    # float32 as in the original, whatever the model's dtype.
-    if config.rope_type == "default":
-        exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=torch.float32) / config.head_size
-        frequencies, scaling = config.rope_theta**-exponents, 1.0  # [D/2]
-    else:
-        values, scaling = _scaled_frequencies(config, _length_that_counts(config, longest))
-        frequencies = torch.tensor(values, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions.to(like.device, torch.float32), frequencies)  # [S, D/2]
-    angles = torch.cat([angles, angles], dim=-1)
-    return (angles.cos() * scaling).to(like.dtype), (angles.sin() * scaling).to(like.dtype)
-
-
-def long_rope_from(config: LlamaConfig) -> int | None:
-    """The length above which a sequence's frequencies are others, of type "longrope"; None for other types."""
-    if config.rope_type != "longrope" or config.rope_scaling is None:
-        return None
-    return int(config.rope_scaling.get("original_max_position_embeddings", config.max_position_embeddings))
-
-
-def _length_that_counts(config: LlamaConfig, length: int) -> int:
-    """One length for all that have the same frequencies."""
-    if config.rope_type == "dynamic":
-        return max(length, config.max_position_embeddings)
-    border = long_rope_from(config)
-    return 0 if border is None else border + int(length > border)
-
-
-@cache
-def _scaled_frequencies(config: LlamaConfig, length: int) -> tuple[tuple[float, ...], float]:
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "head_dim": config.head_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(config.rope_scaling or {})},
-    }
-    return rope_frequencies(sizes, length)
-
-
 def _number_of_labels(labels: Tensor) -> Tensor:
-    """Of all context-parallel ranks, 0-d."""
+    """The number of labels on all context-parallel ranks, 0-d."""
     return all_reduce((labels != IGNORED_LABEL).sum(), active_group("cp"))
 
 
 def _plan_of_prompt(
     input_ids: Tensor, document_ids: Tensor | None, padding_mask: Tensor | None
 ) -> AttentionPlan | None:
-    """None where only a dense mask says what is allowed, such as with padding between tokens."""
+    """The plan of a prompt that is split; None if only a dense mask can express it, such as padding between tokens."""
     try:
         return causal_plan(input_ids, document_ids, padding_mask)
     except ValueError:
         return None
 
 
-def rotate(x_bnsd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
-    """Rotate each pair (i, i + D/2) of a head's elements by its position's angle (Su et al. 2021)."""
-    first, second = x_bnsd.chunk(2, dim=-1)
-    return torch.addcmul(x_bnsd * cos_sd, torch.cat([-second, first], dim=-1), sin_sd)
-
-
-@dataclass(frozen=True)
 class _LayerFactory:
-    """Makes the layers of one model: what they have in common is said once, here."""
+    """Makes the layers of one model from the arguments that they share."""
 
-    config: LlamaConfig
-    sequence_parallel: bool
-    dtype: torch.dtype
-    device: torch.device | str | None
-
-    def _initialize(self, weight: Tensor) -> None:
-        nn.init.normal_(weight, std=self.config.initializer_range)
+    def __init__(
+        self, config: LlamaConfig, sequence_parallel: bool, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        self.config, self.sequence_parallel = config, sequence_parallel
+        self._norm: dict[str, Any] = {
+            "sequence_parallel_enabled": sequence_parallel,
+            "dtype": dtype,
+            "device": device,
+        }
+        self._weight = {**self._norm, "init_method": partial(nn.init.normal_, std=config.initializer_range)}
 
     def embedding(self) -> ParallelEmbedding:
-        return ParallelEmbedding(
-            self.config.vocab_size,
-            self.config.hidden_size,
-            init_method=self._initialize,
-            dtype=self.dtype,
-            device=self.device,
-            sequence_parallel_enabled=self.sequence_parallel,
-            sequence_dimension=0,
-        )
+        sizes = (self.config.vocab_size, self.config.hidden_size)
+        return ParallelEmbedding(*sizes, sequence_dimension=0, **self._weight)
 
     def column(self, input_size: int, output_size: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            input_size,
-            output_size,
-            bias=False,
-            gather_output=False,
-            sequence_parallel_enabled=self.sequence_parallel,
-            dtype=self.dtype,
-            device=self.device,
-            init_method=self._initialize,
-        )
+        return ColumnParallelLinear(input_size, output_size, bias=False, gather_output=False, **self._weight)
 
     def query_key_value(self) -> GQAQKVColumnParallelLinear:
         config = self.config
@@ -246,34 +120,16 @@ class _LayerFactory:
             [config.hidden_size, config.num_key_value_heads * config.head_size],
             bias=False,
             gather_output=False,
-            sequence_parallel_enabled=self.sequence_parallel,
-            dtype=self.dtype,
-            device=self.device,
             kv_size_multiplier=kv_size_multiplier_for(config.num_key_value_heads, active_group("tp").size),
-            init_method=self._initialize,
             num_key_value_heads=config.num_key_value_heads,
+            **self._weight,
         )
 
     def row(self, input_size: int, output_size: int) -> RowParallelLinear:
-        return RowParallelLinear(
-            input_size,
-            output_size,
-            bias=False,
-            input_is_parallel=True,
-            sequence_parallel_enabled=self.sequence_parallel,
-            dtype=self.dtype,
-            device=self.device,
-            init_method=self._initialize,
-        )
+        return RowParallelLinear(input_size, output_size, bias=False, input_is_parallel=True, **self._weight)
 
     def norm(self) -> RMSNorm:
-        return RMSNorm(
-            self.config.hidden_size,
-            self.config.rms_norm_eps,
-            sequence_parallel_enabled=self.sequence_parallel,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, **self._norm)
 
 
 class LlamaAttention(nn.Module):
@@ -302,7 +158,7 @@ class LlamaAttention(nn.Module):
         self,
         hidden_sbh: Tensor,
         rotary: tuple[Tensor, Tensor],
-        cache: KeyValueCache | None,
+        cache: LlamaCache | None,
         mask: Tensor | AttentionPlan | None = None,
     ) -> Tensor:
         """`[S, B, H]` to `[S, B, H]`."""
@@ -357,7 +213,7 @@ class LlamaDecoderLayer(nn.Module):
         self,
         hidden_sbh: Tensor,
         rotary: tuple[Tensor, Tensor],
-        cache: KeyValueCache | None,
+        cache: LlamaCache | None,
         mask: Tensor | AttentionPlan | None = None,
     ) -> Tensor:
         """`[S, B, H]` to `[S, B, H]`."""
@@ -373,9 +229,7 @@ class LlamaModel(nn.Module):
         self.config = make.config
         # Divides the positions of a chunk of a sequence that is cut over context-parallel ranks.
         self.multiple = active_group("tp").size if make.sequence_parallel else 1
-        for length in (1, make.config.max_position_embeddings):  # now, where wrong settings are the caller's mistake
-            if make.config.rope_type != "default":
-                _scaled_frequencies(make.config, _length_that_counts(make.config, length))
+        check_rope(make.config)
         self.embed_tokens = make.embedding()
         self.layers = nn.ModuleList([LlamaDecoderLayer(make, i) for i in range(make.config.num_hidden_layers)])
         self.norm = make.norm()
@@ -383,7 +237,7 @@ class LlamaModel(nn.Module):
     def forward(
         self,
         input_ids_bs: Tensor,
-        cache: KeyValueCache | None,
+        cache: LlamaCache | None,
         document_ids_bs: Tensor | None = None,
         padding_mask_bs: Tensor | None = None,
     ) -> Tensor:
@@ -470,7 +324,7 @@ class LlamaForCausalLM(nn.Module):
         self,
         input_ids: Tensor,
         labels: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: LlamaCache | None = None,
         document_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         num_items_in_batch: Tensor | None = None,
@@ -482,9 +336,9 @@ class LlamaForCausalLM(nn.Module):
             input_ids: token ids `[B, S]`; S is a multiple of the tensor-parallel degree if sequence parallel.
             labels: `[B, S]`, the token that follows each input token; -100 where there is none.
             cache: keys and values of earlier tokens; extended in place. Not with sequence parallelism.
-            document_ids: which document each token belongs to in packed sequences, `[B, S]`, with a cache also for the
-                tokens in it: attention stays within a document. Positions need not start again, since rotary ones
-                count as differences only.
+            document_ids: the document of each token in packed sequences, `[B, S]`, with a cache also for the tokens in
+                it: attention stays within a document. Positions need not restart, since only differences of rotary
+                positions count.
             attention_mask: 1 for tokens and 0 for padding, `[B, S]`, with a cache also for the tokens in it: no token
                 attends to padding. Labels at padding must be -100.
             num_items_in_batch: divides the sum of the losses, instead of the number of labels here, 0-d.

@@ -170,7 +170,7 @@ def _await_peers(store: dist.Store, mine: Announcement) -> None:
             last = _last(store, rank)
             whereabouts = f"it last {last.state}:\n{last}" if last else "it has announced none so far"
             raise CollectiveMismatch(
-                f"rank {rank} did not come to this collective in {patience:.0f} s:\n{mine}\n{whereabouts}"
+                f"rank {rank} did not reach this collective in {patience:.0f} s:\n{mine}\n{whereabouts}"
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
@@ -182,10 +182,10 @@ def _has_come(store: dist.Store, mine: Announcement, rank: int) -> bool:
     peer = _read(store, mine.key_of(rank))
     if peer is None:
         if last is not None and last.state == "raised":
-            raise CollectiveMismatch(f"rank {rank} will not come to this collective:\n{mine}\n{last.error}")
+            raise CollectiveMismatch(f"rank {rank} will not reach this collective:\n{mine}\n{last.error}")
         return False
     if peer.does != mine.does:
-        raise CollectiveMismatch(f"ranks came to different collectives:\n{_listed([mine, peer])}")
+        raise CollectiveMismatch(f"ranks reached different collectives:\n{_listed([mine, peer])}")
     return True
 
 

@@ -21,8 +21,6 @@ _TWO: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-
-
 REDUCTIONS = tuple(_TWO)
 
 

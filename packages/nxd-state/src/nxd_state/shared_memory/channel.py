@@ -177,7 +177,7 @@ class Channel:
             left = segment.words[LEFT]
             if left == _FAILED or (left == _DONE and peer in self.missing(awaited)):
                 reason = segment.read_text(REASON, segment.words[REASON_LENGTH])
-                return f"rank {self.ranks[peer]} is gone from {self.title}: {reason.decode(errors='replace')}"
+                return f"rank {self.ranks[peer]} has left {self.title}: {reason.decode(errors='replace')}"
         return None
 
 
@@ -333,7 +333,7 @@ class Rounds:
             f"  rank {ranks[index]}: {describe_signature(self.channel.read(index, word))}" for index in range(self.size)
         ]
         return SharedMemoryError(
-            f"ranks of {self.channel.title} came to different collectives:\n" + "\n".join(lines) + "\n"
+            f"ranks of {self.channel.title} reached different collectives:\n" + "\n".join(lines) + "\n"
             "NXD_DEBUG_COLLECTIVES=1 also names the lines"
         )
 

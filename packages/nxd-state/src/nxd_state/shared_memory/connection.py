@@ -26,9 +26,7 @@ from nxd_state.store_messages import read_message
 
 T = TypeVar("T")
 
-
 logger = logging.getLogger(__name__)
-
 
 _MOST_RANKS = 64  # no host has more ranks; larger groups are not tried
 

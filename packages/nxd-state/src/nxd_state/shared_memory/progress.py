@@ -276,14 +276,14 @@ def _check_peers(channel: Channel, awaited: Awaited, seconds: float, *, thorough
         process = channel.process(peer)
         if process.condition() == "has ended":
             return LostPeerError(
-                f"rank {channel.ranks[peer]} is gone from {channel.title}: its process {process.pid} has ended while "
+                f"rank {channel.ranks[peer]} has left {channel.title}: its process {process.pid} has ended while "
                 f"rank {channel.ranks[channel.rank]} waited for it; see what that rank printed"
             )
     if missing and seconds > channel.timeout:
         peer = missing[0]
         process = channel.process(peer)
         return LostPeerError(
-            f"rank {channel.ranks[peer]} of {channel.title} did not come to what rank {channel.ranks[channel.rank]} "
+            f"rank {channel.ranks[peer]} of {channel.title} did not reach what rank {channel.ranks[channel.rank]} "
             f"waits for in {channel.timeout:g} s: its process {process.pid} {process.condition()}; "
             "NXD_TIMEOUT or initialize_model_parallel(timeout=...) sets how many seconds to wait"
         )

@@ -66,10 +66,7 @@ class SharedMemoryTransport(MessageTransport):
 
     def all_gather(self, tensor: Tensor, dim: int, *, async_op: bool = False) -> Result:
         """Concatenate along `dim`."""
-        steps = all_gather(self._rounds, _detached(tensor), dim)
-        if async_op:
-            return self._begin(self._queue, steps, tensor)
-        return self._progress.complete(self._queue, steps)
+        return self._run(all_gather(self._rounds, _detached(tensor), dim), tensor, async_op=async_op)
 
     def all_gather_(self, tensor: Tensor, *, async_op: bool = False) -> Result:
         """Gather by messages, which fill the tensor; `all_gather` makes a new one."""
@@ -80,10 +77,7 @@ class SharedMemoryTransport(MessageTransport):
     def reduce_scatter(self, tensor: Tensor, dim: int, op: ReduceOp, *, async_op: bool = False) -> Result:
         """Combine, and keep this rank's part along `dim`."""
         check_reducible(tensor.dtype, op)
-        steps = reduce_scatter(self._rounds, _detached(tensor), dim, op)
-        if async_op:
-            return self._begin(self._queue, steps, tensor)
-        return self._progress.complete(self._queue, steps)
+        return self._run(reduce_scatter(self._rounds, _detached(tensor), dim, op), tensor, async_op=async_op)
 
     def reduce_scatter_mean(
         self, tensor: Tensor, *, sum_dtype: torch.dtype, dtype: torch.dtype, out: Tensor | None = None
@@ -95,9 +89,7 @@ class SharedMemoryTransport(MessageTransport):
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int, *, async_op: bool = False) -> Result:
         """Exchange along `split_dim`, concatenate along `concat_dim`."""
         steps = all_to_all(self._rounds, _detached(tensor), split_dim, concat_dim)
-        if async_op:
-            return self._begin(self._queue, steps, tensor)
-        return self._progress.complete(self._queue, steps)
+        return self._run(steps, tensor, async_op=async_op)
 
     def all_to_all_v(self, tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """Exchange by messages: a rank does not know how many rounds the others' exchanges would take."""
@@ -153,6 +145,11 @@ class SharedMemoryTransport(MessageTransport):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Steps:
         check_reducible(tensor.dtype, op)
         return all_reduce(self._rounds, _detached(tensor), op, in_place=in_place)
+
+    def _run(self, steps: Steps, tensor: Tensor, *, async_op: bool) -> Result:
+        if async_op:
+            return self._begin(self._queue, steps, tensor)
+        return self._progress.complete(self._queue, steps)
 
     def _begin_message(self, message: Send | Receive) -> Pending[Tensor]:
         if isinstance(message, Send):
