@@ -90,7 +90,7 @@ def test_a_rank_that_cannot_give_its_part_fails_the_saving_on_all_and_leaves_nob
     (first, own_of_first), (own_of_second, second) = run_ranks(save, 2)
 
     assert own_of_second == own_of_first == (MemoryError, "no room for a copy")
-    told = "rank 1 could not give its part of the model: MemoryError: no room for a copy"
+    told = "rank 1 could not read its part of the model: MemoryError: no room for a copy"
     assert (issubclass(first[0], RuntimeError), first[1]) == (True, told)
     assert second == (RuntimeError, "rank 0 could not write the model: MemoryError: no room for a copy")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 0

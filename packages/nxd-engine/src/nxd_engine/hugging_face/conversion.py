@@ -1,7 +1,7 @@
-"""The knowledge of transformers about a model: its config, and how its tensors are named, fused and split in files.
+"""What transformers knows about a model: its config, and how its tensors are named, fused and split in files.
 
-The only file of this package that imports transformers. The rules of transformers (`WeightRenaming`,
-`WeightConverter`) are applied to names and shapes only, so that each rank can then read just its bytes.
+Only this file of the package imports transformers. Its rules (`WeightRenaming`, `WeightConverter`) are applied to names
+and shapes only, so each rank can then read just its bytes.
 """
 
 import difflib
@@ -25,8 +25,8 @@ from nxd_engine.hugging_face.rearrangement import Rearranged, concatenate, stack
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ROTARY_FREQUENCIES = r"rotary_emb\.inv_freq$"
-_MOST_PARTS = 200_000  # modules and parameters of a model, whose experts are tensors of all of them
-_SDPA_WITHOUT_MASK = "sdpa_without_mask"  # transformers makes no masks for an attention that it does not know
+_MOST_PARTS = 200_000  # modules and parameters of one model; experts of a layer share their tensors
+_SDPA_WITHOUT_MASK = "sdpa_without_mask"  # transformers makes no masks for an unknown attention
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Arrangement:
     """How a model's tensors are made from a folder's.
 
     Attributes:
-        tensors: by the model's names.
-        unexpected: tensors of the folder that the model does not have.
-        doubled: tied tensors that are stored under their own names as well, by these, beside those of `tensors`.
+        tensors: the arrangements by the model's names.
+        unexpected: names of the folder's tensors that the model does not have.
+        doubled: arrangements of tied tensors that are also stored under their own names.
     """
 
     tensors: Mapping[str, Rearranged]
@@ -45,7 +45,7 @@ class Arrangement:
 
 
 class ReferenceModel:
-    """A model of transformers without memory, used for its names and rules."""
+    """A transformers model without memory, used for its names and rules."""
 
     def __init__(self, model: Any) -> None:
         """Wrap a whole, unsharded model, which may be on the meta device."""
@@ -58,16 +58,16 @@ class ReferenceModel:
 
     @property
     def config(self) -> Any:
-        """The model's."""
+        """The model's config."""
         return self._model.config
 
     @property
     def names(self) -> set[str]:
-        """Of the model's tensors; a tied one has its first name."""
+        """Names of the model's tensors; a tied tensor has its first name."""
         return self._shapes.keys() - self.tied.keys()
 
     def misshapen(self, arrangement: Arrangement) -> list[str]:
-        """Of each tensor whose shape is another in the model than in the files, what the two are."""
+        """Describe each tensor whose shape in the files differs from the model's."""
         return [
             f"{name!r} has shape {list(tensor.shape)} in the files, {list(self._shapes[name])} according to the config"
             for name, tensor in arrangement.tensors.items()
@@ -75,12 +75,12 @@ class ReferenceModel:
         ]
 
     def arrange(self, stored: Shapes) -> Arrangement:
-        """How the model's tensors are made of those stored under these names, with these shapes.
+        """Return how the model's tensors are made from stored tensors of these names and shapes.
 
-        A tied tensor comes once, under its first name.
+        A tied tensor appears once, under its first name.
 
         Raises:
-            ValueError: a tensor needs a conversion that is not a rearrangement, or two are stored for one.
+            ValueError: a tensor needs a conversion that is not a rearrangement, or is stored twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - optional
         from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415
@@ -108,14 +108,14 @@ class ReferenceModel:
         return Arrangement(self._untied(made), unexpected, doubled)
 
     def stored_shapes(self) -> Shapes:
-        """The names and shapes under which transformers itself would store the model."""
+        """The names and shapes with which transformers itself would store the model."""
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - optional
 
         own = {name: torch.empty(self._shapes[name], device="meta") for name in self._shapes if name not in self.tied}
         return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(self._model, own).items()}
 
     def _is_ignored(self, name: str) -> bool:
-        """Whether files may hold it though the model does not want it: some hold what is computed from the config."""
+        """Whether files may hold a tensor that the model lacks, such as one computed from the config."""
         patterns = (*(self._model._keys_to_ignore_on_load_unexpected or ()), _ROTARY_FREQUENCIES)
         return any(re.search(pattern, name) for pattern in patterns)
 
@@ -131,7 +131,7 @@ class ReferenceModel:
         return target, pattern
 
     def _converted(self, target: str, rule: Any, found: dict[str, list[Rearranged]]) -> dict[str, Rearranged]:
-        """Apply a rule to the tensors that its patterns have collected; returns tensors by the model's names."""
+        """Apply a rule to the tensors that its patterns match; return tensors by the model's names."""
         values: dict[str, list[Rearranged]] = found
         for operation in rule.operations:
             kind = type(operation).__name__
@@ -156,24 +156,24 @@ class ReferenceModel:
 
 
 def reference_model(config: Mapping[str, Any]) -> ReferenceModel | None:
-    """The model that a folder's `config.json` describes; None if transformers is missing or does not know it.
+    """Return the model that a `config.json` describes; None if transformers is missing or does not know it.
 
     Raises:
-        ValueError: the config is not one that transformers takes.
+        ValueError: transformers rejects the config.
     """
     model = model_on_meta(config)
     return None if model is None else ReferenceModel(model)
 
 
 def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
-    """As `reference_model`, the model itself, without memory.
+    """Make the transformers model that a config describes, without memory; None as for `reference_model`.
 
     Args:
         config: content of a `config.json`.
-        dtype: dtype of tensors without a dtype of their own in the model; torch's default if None.
+        dtype: default dtype of the model's tensors; torch's default if None.
 
     Raises:
-        ValueError: the config is not one that transformers takes.
+        ValueError: transformers rejects the config.
     """
     try:
         import transformers  # noqa: PLC0415 - optional
@@ -194,7 +194,7 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
         torch.set_default_dtype(dtype or default_dtype)
         with torch.device("meta"), _of_bounded_size():
             return model_class(config_class.from_dict(with_plain_floats(content)))
-    except Exception as error:  # whatever transformers stumbles over: its checks are of many kinds
+    except Exception as error:  # transformers raises errors of many kinds
         raise ValueError(
             f"transformers cannot create a {model_class.__name__} from the config: {type(error).__name__}: "
             f"{' '.join(str(error).split())}"
@@ -205,7 +205,7 @@ def model_on_meta(config: Mapping[str, Any], dtype: torch.dtype | None = None) -
 
 @contextmanager
 def _of_bounded_size() -> Iterator[None]:
-    """Raise ValueError where a model gets more parts than any has: configs have counts under many names."""
+    """Raise ValueError once a model has more parts than any real one: configs have counts under many names."""
     num_parts = 0
 
     def count(parent: nn.Module, name: str, part: Any) -> None:
@@ -223,9 +223,9 @@ def _of_bounded_size() -> Iterator[None]:
 
 
 def leave_out_masks(model: Any) -> None:
-    """Have a model whose attention is torch's say "causal" in place of a mask, also for a sliding window.
+    """Make a model with torch's attention pass "causal" instead of a mask, also for a sliding window.
 
-    A mask is made by looking at values, which a model on the meta device does not have.
+    Making a mask reads values, which a model on the meta device does not have.
     """
     from transformers import AttentionInterface  # noqa: PLC0415 - optional
 
@@ -235,7 +235,7 @@ def leave_out_masks(model: Any) -> None:
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that names its class: of one that does not, it is the causal language model of its type.
+    """Return a config that names its class; the default is the causal language model of its type.
 
     Raises:
         ValueError: transformers is missing, or has no such model.
@@ -249,10 +249,10 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of a model's config, with their defaults; as it is where transformers does not know its type.
+    """Return a model's config with all keys; unchanged if transformers does not know its type.
 
     Raises:
-        ValueError: the config is not one that transformers takes.
+        ValueError: transformers rejects the config.
     """
     config_class = _config_class(str(config.get("model_type")))
     if config_class is None:
@@ -260,18 +260,18 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     check_config(config, config_class.attribute_map)
     try:
         made = config_class.from_dict(with_plain_floats(config))
-    except Exception as error:  # its checks are of many kinds
+    except Exception as error:  # of many kinds
         raise ValueError(f"transformers rejects the config: {type(error).__name__}: {error}") from error
     content: dict[str, Any] = json.loads(made.to_json_string(use_diff=False), parse_constant=str)
     return content
 
 
 def check_keys(config: Mapping[str, Any], further: Iterable[str]) -> None:
-    """Raise ValueError for keys that the config's architecture does not have, with the nearest that it has.
+    """Raise ValueError for keys that the config's architecture does not have; the message suggests the nearest ones.
 
     Args:
         config: config of a model, including these keys.
-        further: the keys to inspect.
+        further: the keys to check.
     """
     config_class = _config_class(str(config.get("model_type")))
     if config_class is None:
@@ -298,17 +298,17 @@ def config_of_type(
     default_sizes: Mapping[str, Any],
     end_token: int,
 ) -> dict[str, Any]:
-    """The config of an architecture's causal language model: these sizes, and all else as the architecture has it.
+    """Return the config of an architecture's causal language model with these sizes and its other defaults.
 
     Args:
-        model_type: as transformers calls it, such as "qwen3".
-        sizes: by the names of a `LlamaConfig`; what the type calls them is found.
-        further: keys as the type calls them, on top of the sizes.
-        default_sizes: default sizes that the user has not set, so that a type may lack them.
-        end_token: the token that ends a text. No token begins one, and none is for padding, unless `further` has them.
+        model_type: transformers' name of the architecture, such as "qwen3".
+        sizes: sizes by their names in `LlamaConfig`, which are translated to the architecture's.
+        further: additional keys, by the architecture's names.
+        default_sizes: sizes that the user has not set; the architecture may lack them.
+        end_token: the token that ends a text. There is no begin or padding token unless `further` has one.
 
     Raises:
-        ValueError: transformers is not installed, has no such language model, or the type has no such key.
+        ValueError: transformers is not installed or has no such language model, or the architecture has no such key.
     """
     config_class = _config_class(model_type)
     if config_class is None or model_type not in _causal_language_models():
@@ -341,7 +341,7 @@ def config_of_type(
 
 
 def _config_class(model_type: str) -> Any:
-    """None if transformers is missing, or does not know the type."""
+    """The config class of a type; None if transformers is missing or does not know it."""
     try:
         from transformers import CONFIG_MAPPING  # noqa: PLC0415 - optional
 
@@ -351,7 +351,7 @@ def _config_class(model_type: str) -> Any:
 
 
 def _causal_language_models() -> Mapping[str, str]:
-    """Names of classes by type; empty if transformers is missing."""
+    """Class names by type; empty if transformers is missing."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
     except ImportError:
@@ -405,5 +405,5 @@ _OPERATIONS = {
     "Chunk": _chunked,
     "Transpose": _transposed,
 }
-# Of these operations, what makes them depend on more than the shapes of their inputs.
+# Options of these operations that make them depend on more than the shapes of their inputs.
 _OPTIONS_NOT_KNOWN = ("check_dims", "num_shards_attribute")

@@ -1,4 +1,4 @@
-"""The config of a Hugging Face folder: reading and writing it, and what in it is not believed."""
+"""The config of a Hugging Face folder: reading, writing and checking it."""
 
 import json
 import math
@@ -16,7 +16,7 @@ _COUNTS_MODULES = re.compile(r"^(?!.*(size|dim|vocab)).*(layer|block|depth|stage
 
 
 def read_config(folder: PathLike) -> dict[str, Any]:
-    """The content of `config.json`.
+    """Read `config.json`.
 
     Raises:
         ValueError: the file does not exist, or is not a JSON object.
@@ -28,16 +28,16 @@ def read_config(folder: PathLike) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The content of a JSON file.
+    """Read a JSON file.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: the file does not hold a JSON object.
     """
     return parse_json_object(path, path.read_bytes())
 
 
 def parse_json_object(path: PathLike, content_bytes: bytes) -> dict[str, Any]:
-    """As `read_json_object`, of the bytes of a file that has this name."""
+    """Parse the bytes of a JSON file; `path` is for messages, see `read_json_object`."""
     try:
         content = json.loads(content_bytes)
     except (ValueError, RecursionError) as error:
@@ -48,7 +48,7 @@ def parse_json_object(path: PathLike, content_bytes: bytes) -> dict[str, Any]:
 
 
 def with_plain_floats(value: Any) -> Any:
-    """A value of a config, with the floats that JSON does not know, written as `{"__float__": "Infinity"}`."""
+    """Decode the floats that JSON lacks, which transformers writes as `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         if list(value) == ["__float__"] and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -57,13 +57,13 @@ def with_plain_floats(value: Any) -> Any:
 
 
 def check_config(config: Mapping[str, Any], other_names: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError where a config, or one in it, has transformers run code from a hub, or work without end.
+    """Raise ValueError if a config, or a config in it, would make transformers run code from a hub or never finish.
 
-    transformers makes modules for each layer and a text for each label, so that a large enough count never ends.
+    transformers creates modules for each layer and a text for each label, so a huge count would never finish.
 
     Args:
         config: content of a `config.json`.
-        other_names: `attribute_map` of the config's class: by names of transformers, those that the class has instead.
+        other_names: `attribute_map` of the config's class: its own names, by transformers' common names.
     """
     for key, value in config.items():
         if key == "attribute_map":
@@ -85,7 +85,7 @@ def check_config(config: Mapping[str, Any], other_names: Mapping[str, str] | Non
 
 
 def _most(key: str) -> float:
-    """The largest number that is believed under a key of a config."""
+    """The largest number that a config may have under this key."""
     return 10_000 if _COUNTS_MODULES.search(key) else 1_000_000 if key.startswith("num_") else math.inf
 
 
@@ -98,5 +98,5 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def write_config(folder: PathLike, config: Mapping[str, Any]) -> None:
-    """Write `config.json`; keys keep their order."""
+    """Write `config.json`, keys in their order."""
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,13 +1,14 @@
-"""The tensors of all ranks as one source on rank 0, which requests each box from the others when it is written.
+"""The tensors of all ranks as one source on rank 0, which requests each box from the others as it is written.
 
-So the model is never in one memory, and only rank 0 needs the disk. The others wait in `_serve` until rank 0 is done,
-or has failed. Nothing is sent before every rank has confirmed that it has the requested tensors, so that a single
-failing rank leaves no other waiting.
+No rank ever holds the whole model, and only rank 0 needs the disk. The others wait in `_serve` until rank 0 finishes or
+fails. Nothing is sent before every rank has confirmed that its tensors are ready, so a failing rank leaves no other
+waiting.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from nxd_state import Group, all_gather_object, recv, send, transport_device
 from nxd_engine.rank_sync import together
 
 
-class _Errand(NamedTuple):
-    """A rank's part of a request."""
+class _Request(NamedTuple):
+    """A box of a tensor that a rank must send."""
 
     rank: int
     name: str
@@ -34,7 +35,7 @@ class _Held(NamedTuple):
 
 @dataclass
 class GatheredTensors:
-    """A `TensorSource` of all ranks' tensors; only rank 0 asks it."""
+    """A `TensorSource` of all ranks' tensors, for rank 0."""
 
     group: Group
     state: Mapping[str, ShardedTensor]
@@ -44,52 +45,52 @@ class GatheredTensors:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Type and shape of every tensor that any rank holds."""
+        """Dtype and shape of every tensor that any rank holds."""
         return {name: found.info for on_rank in self.held for name, found in on_rank.items()}
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
         """All elements of the box that any rank holds, each once.
 
         Raises:
-            RuntimeError: another rank could not give its part.
+            RuntimeError: another rank could not read its part.
         """
-        errands = self._errands(name, box)
-        if all(errand.rank == self.group.rank for errand in errands):
-            return [Shard(_values(self.state, errand).cpu(), errand.box.offsets) for errand in errands]
-        all_gather_object(errands, self.group)
+        requests = self._requests(name, box)
+        if all(request.rank == self.group.rank for request in requests):
+            return [Shard(_values(self.state, request).cpu(), request.box.offsets) for request in requests]
+        all_gather_object(requests, self.group)
         dtype, device = self.tensors[name].dtype, transport_device(self.group)
 
-        def own_values_or_room(errand: _Errand) -> torch.Tensor:
-            if errand.rank == self.group.rank:
-                return _values(self.state, errand)
-            return torch.empty(errand.box.shape, dtype=dtype, device=device)
+        def own_values_or_empty(request: _Request) -> torch.Tensor:
+            if request.rank == self.group.rank:
+                return _values(self.state, request)
+            return torch.empty(request.box.shape, dtype=dtype, device=device)
 
         found = []
-        for errand, values in zip(errands, _ready(errands, own_values_or_room, self.group), strict=True):
-            received = values if errand.rank == self.group.rank else recv(values, self.group, source=errand.rank)
-            found.append(Shard(received.cpu(), errand.box.offsets))
+        for request, values in zip(requests, _ready(requests, own_values_or_empty, self.group), strict=True):
+            received = values if request.rank == self.group.rank else recv(values, self.group, source=request.rank)
+            found.append(Shard(received.cpu(), request.box.offsets))
         return found
 
-    def _errands(self, name: str, box: Box) -> list[_Errand]:
-        missing, errands = [box], []
+    def _requests(self, name: str, box: Box) -> list[_Request]:
+        missing, requests = [box], []
         for rank, on_rank in enumerate(self.held):
             for held in on_rank[name].boxes if name in on_rank else ():
                 taken = [common for hole in missing if (common := hole.intersect(held)) is not None]
-                errands += [_Errand(rank, name, part) for part in taken]
+                requests += [_Request(rank, name, part) for part in taken]
                 missing = [rest for hole in missing for rest in subtract(hole, held)]
-        return errands
+        return requests
 
 
 @contextmanager
 def gathered(state: Mapping[str, ShardedTensor], group: Group) -> Iterator[GatheredTensors | None]:
-    """On rank 0 the tensors of all; the others answer its questions here, and get None when it has no more.
+    """Give rank 0 the tensors of all ranks; the others serve its requests here, and get None once it is done.
 
     Args:
         state: this rank's state.
-        group: all ranks, each of which calls this.
+        group: the group of all ranks; each calls this.
 
     Raises:
-        RuntimeError: another rank failed in between; with its error's text.
+        RuntimeError: another rank failed meanwhile; the message has its error.
     """
     own = {
         name: _Held(TensorInfo(it.dtype, it.global_shape), [shard.box for shard in it.shards])
@@ -118,11 +119,11 @@ def _serve(state: Mapping[str, ShardedTensor], group: Group) -> None:
             if asked:
                 raise own_failure or RuntimeError(f"rank 0 could not write the model: {asked}")
             return
-        own = [errand for errand in asked if errand.rank == group.rank]
+        own = [request for request in asked if request.rank == group.rank]
         try:
-            ready = _ready(own, lambda errand: _values(state, errand).to(transport_device(group)), group)
+            ready = _ready(own, lambda request: _values(state, request).to(transport_device(group)), group)
         except _NotReadyError:
-            continue  # rank 0 knows, and ends this at its next question
+            continue  # rank 0 knows, and ends this with its next request
         except Exception as error:
             own_failure = error
             continue
@@ -131,25 +132,23 @@ def _serve(state: Mapping[str, ShardedTensor], group: Group) -> None:
 
 
 class _NotReadyError(RuntimeError):
-    """Another rank has not got what it was asked for."""
+    """Another rank could not read a requested box."""
 
 
-def _ready(errands: Sequence[_Errand], make: Callable[[_Errand], torch.Tensor], group: Group) -> Sequence[torch.Tensor]:
-    """What is made for the errands, when all ranks have made theirs. Called by all ranks.
+def _ready(
+    requests: Sequence[_Request], make: Callable[[_Request], torch.Tensor], group: Group
+) -> Sequence[torch.Tensor]:
+    """Return the results of `make` once all ranks have theirs. Called by all ranks.
 
     Raises:
-        Exception: of `make`, on its rank.
-        _NotReadyError: another rank's `make` raised.
+        Exception: the exception of `make`, on its rank.
+        _NotReadyError: `make` raised on another rank.
     """
-    return together(
-        "give its part of the model",
-        lambda: [make(errand) for errand in errands],
-        group=group,
-        error_type=_NotReadyError,
-    )
+    make_all = partial(list, map(make, requests))
+    return together("read its part of the model", make_all, group=group, error_type=_NotReadyError)
 
 
-def _values(state: Mapping[str, ShardedTensor], errand: _Errand) -> torch.Tensor:
-    """A box of one tensor, contiguous; it is in one shard, since errands are cut along the shards' boxes."""
-    shard = next(it for it in state[errand.name].shards if it.box.contains(errand.box))
-    return shard.tensor[errand.box.relative_to(shard.box).slices()].detach().contiguous()
+def _values(state: Mapping[str, ShardedTensor], request: _Request) -> torch.Tensor:
+    """A requested box, contiguous. It lies in one shard, since requests are split along the shards' boxes."""
+    shard = next(it for it in state[request.name].shards if it.box.contains(request.box))
+    return shard.tensor[request.box.relative_to(shard.box).slices()].detach().contiguous()

@@ -1,6 +1,7 @@
-"""A folder of safetensors streams into a model's shards, or into a checkpoint without a model in memory.
+"""Streams a folder of safetensors into a model's shards, or into a checkpoint.
 
-`load_pretrained` is the first, each rank reading only its bytes; `import_hugging_face` the second.
+`load_pretrained` fills a model, each rank reading only its bytes; `import_hugging_face` writes a checkpoint without a
+model in memory.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ from nxd_engine.model_description import ModelDescription, tokenizer_in
 from nxd_engine.rank_sync import on_all_ranks
 from nxd_engine.unwrap import plain_model
 
-_NUM_SAMPLES, _SAMPLE_BYTES = 33, 4096  # of a file, from its first to its last bytes
+_NUM_SAMPLES, _SAMPLE_BYTES = 33, 4096  # spread over a file from its first to its last bytes
 
 
 def load_pretrained(
@@ -44,29 +45,29 @@ def load_pretrained(
     strict: bool = True,
     may_lack: Collection[str] = (),
 ) -> list[str]:
-    """Fill a model with the weights of a Hugging Face folder, whatever its layout. Called by all ranks.
+    """Fill a model of any layout with the weights of a Hugging Face folder. Called by all ranks.
 
-    Of each tensor a rank reads the boxes that it holds; padding is not changed. Names and fusions that transformers
-    keeps otherwise in files than in memory are taken care of where transformers is installed; a tied weight may be
-    stored under any of its names. Memory: this rank's part of the model, and 16 MiB.
+    Each rank reads only the boxes that it holds; padding is not changed. If transformers is installed, tensors that it
+    renames or fuses between files and memory are converted; a tied weight may be stored under any of its names. Memory:
+    this rank's part of the model, and 16 MiB.
 
     Args:
         model: result of `nxd_layers.hf.parallelize`, `initialize_parallel_model`, `NxDPPModel`, or any other module
-            whose logical tensors have the folder's names. One on the meta device gets its memory here, on this rank's
-            device; stages of a pipeline have theirs already.
-        folder: with `model.safetensors`, or several files and their index, and `config.json`.
-        dtype: dtype of the floating-point parameters afterwards; those of the model if None. Values are converted.
-        strict: every tensor of the model must be stored, and every stored one be the model's. Otherwise those that are
-            not stored keep their values.
-        may_lack: names of the model's tensors that need not be stored in any case, such as those of adapters.
+            whose logical tensors have the folder's names. A model on the meta device is allocated here, on this rank's
+            device; pipeline stages already have memory.
+        folder: a folder with `config.json` and `model.safetensors`, or several such files and their index.
+        dtype: new dtype of the floating-point parameters; unchanged if None. Values are converted.
+        strict: require the model and the folder to have the same tensors. Otherwise missing tensors keep their values.
+        may_lack: names of tensors that may be missing even if `strict`, such as those of adapters.
 
     Returns:
-        The names of this rank's tensors that are not stored, sorted; if `strict`, of those that need not be.
+        The sorted names of this rank's tensors that the folder lacks.
 
     Raises:
-        ValueError: names, shapes or types do not fit, or need a conversion that is not known; by name, on every rank.
+        ValueError: names, shapes or dtypes do not fit, or a tensor needs an unknown conversion; on every rank, with
+            the tensors' names.
         CheckpointError: the folder holds no safetensors, or they are damaged.
-        RuntimeError: another rank could not read its folder or its part of it.
+        RuntimeError: another rank could not read the folder.
     """
     check_dtype(dtype)
     module = plain_model(model)
@@ -84,23 +85,22 @@ def load_pretrained(
 def import_hugging_face(
     folder: PathLike, checkpoints: PathLike, tag: str = "imported", *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a model's weights as the checkpoint `tag`, one tensor after the other. Needs no process group.
+    """Write a folder's weights as the checkpoint `tag`, tensor by tensor. Needs no process group.
 
-    Its tensors have the names and shapes of the unsharded model, so that `nxd_ckpt.load` and `load_checkpoint` fill
-    a model of any layout with them. It holds the config, the tokenizer and the generation config as well, and remembers
-    the names in the folder's files, see `ModelDescription`. Memory: mapped files, and one tensor.
+    The tensors have the names and shapes of the unsharded model, so `nxd_ckpt.load` and `load_checkpoint` fill a model
+    of any layout with them. The checkpoint also holds the config, the tokenizer, the generation config and the names in
+    the folder's files, see `ModelDescription`. Memory: mapped files, and one tensor.
 
     Args:
-        folder: with `model.safetensors`, or several files and their index, and `config.json`.
+        folder: a folder as for `load_pretrained`.
         checkpoints: the folder of checkpoints; created if missing.
-        tag: name of the new one.
-        dtype: dtype for floating-point tensors; unchanged if None.
+        tag: name of the new checkpoint.
+        dtype: dtype of floating-point tensors; unchanged if None.
 
     Raises:
-        ValueError: `dtype` is no type, transformers does not take the config, tensors are missing, too many or of other
-            shapes than it says, or need a conversion that is not known; or a file of the tokenizer is a link that leads
-            out of the folder.
-        CheckpointError: the folder holds no safetensors, they are damaged, or the tag is taken.
+        ValueError: invalid `dtype`; transformers rejects the config, or the tensors do not match it or need an unknown
+            conversion; or a tokenizer file is a link that leads out of the folder.
+        CheckpointError: the folder holds no safetensors, they are damaged, or the tag exists.
     """
     check_dtype(dtype)
     config = read_model_config(folder)
@@ -112,14 +112,14 @@ def import_hugging_face(
 
 
 @dataclass(frozen=True)
-class ModelTensors:
-    """A folder's tensors under the names and in the shapes that they have in the model.
+class FolderTensors:
+    """A folder's tensors with the names and shapes that they have in the model.
 
     Attributes:
         source: the tensors.
         unexpected: names in the files that the model does not have.
-        missing: names of the model that are not in the files.
-        misshapen: description of each tensor whose shape differs from the config's.
+        missing: names of the model that the files lack.
+        misshapen: a description of each tensor whose shape differs from the config's.
     """
 
     source: RearrangedSource
@@ -129,20 +129,20 @@ class ModelTensors:
 
 
 def read_model_config(folder: PathLike) -> dict[str, Any]:
-    """A folder's config, without a tie that its weights do not have: as transformers does, the weights are believed.
+    """Read a folder's config, and untie weights that have different values in the files, as transformers does.
 
     Raises:
-        ValueError: there is no config, or one that ties what differs and cannot be told not to.
+        ValueError: there is no config, or it ties weights that differ and cannot be untied.
         CheckpointError: the folder holds no safetensors, or they are damaged.
     """
-    config, told = _believed_config(folder)
-    if told:
-        get_logger("nxd_engine").warning(f"{told}: they are not tied here (tie_word_embeddings=false)")
+    config, problem = _checked_config(folder)
+    if problem:
+        get_logger("nxd_engine").warning(f"{problem}: they are not tied here (tie_word_embeddings=false)")
     return config
 
 
-def _believed_config(folder: PathLike) -> tuple[dict[str, Any], str]:
-    """The config, and what was not believed of it."""
+def _checked_config(folder: PathLike) -> tuple[dict[str, Any], str]:
+    """Return the config, untied if the weights differ, and the reason; the reason is empty if it is unchanged."""
     config = read_config(folder)
     if config.get("tie_word_embeddings") is False:
         return config, ""
@@ -152,18 +152,18 @@ def _believed_config(folder: PathLike) -> tuple[dict[str, Any], str]:
     if not differing:
         return config, ""
     untied = _without_ties(config)
-    told = (
+    problem = (
         f"{folder}: the config ties {' and '.join(differing)} to another weight, but the files have a different value"
     )
     if _differing_ties(untied, stored, shapes):
-        raise ValueError(f"{told}; correct the config, or remove the second one from the files")
-    return untied, told
+        raise ValueError(f"{problem}; correct the config, or remove the second one from the files")
+    return untied, problem
 
 
 def _differing_ties(config: Mapping[str, Any], stored: TensorSource, shapes: Shapes) -> list[str]:
-    """The names of tensors that a config ties to others, and that are stored with other values than these."""
+    """Return the names of tensors that a config ties to others, but whose stored values differ."""
     reference = reference_model(config)
-    if reference is None:  # then names are those of the files
+    if reference is None:  # then the model's names are the files' names
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.get("tie_word_embeddings") else {}
         doubled = {name for name, first in tied.items() if name in shapes and first in shapes}
         return [name for name in doubled if not same_values(stored, name, tied[name])]
@@ -173,7 +173,7 @@ def _differing_ties(config: Mapping[str, Any], stored: TensorSource, shapes: Sha
 
 
 def _without_ties(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, and those in it that have the key, with `tie_word_embeddings=False`."""
+    """Set `tie_word_embeddings=False` in a config and in the nested configs that have the key."""
     inner = {
         key: _without_ties(value)
         for key, value in config.items()
@@ -182,32 +182,31 @@ def _without_ties(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **inner, "tie_word_embeddings": False}
 
 
-def model_tensors(folder: PathLike) -> ModelTensors:
-    """Open a folder. Where transformers is missing, or does not know the architecture, names are taken as they are
-    stored.
+def model_tensors(folder: PathLike) -> FolderTensors:
+    """Open a folder. If transformers is missing or does not know the architecture, names stay as stored.
 
     Raises:
-        ValueError: there is no config, or a tensor needs a conversion that is not known.
+        ValueError: there is no config, or a tensor needs an unknown conversion.
         CheckpointError: the folder holds no safetensors, or they are damaged.
     """
     stored = open_hugging_face(folder)
-    reference = reference_model(_believed_config(folder)[0])
+    reference = reference_model(_checked_config(folder)[0])
     shapes = {name: info.global_shape for name, info in stored.tensors.items()}
     if reference is None:
-        as_they_are = {name: Rearranged.whole(name, shape) for name, shape in shapes.items()}
-        return ModelTensors(RearrangedSource(stored, as_they_are), [], [], [])
+        unchanged = {name: Rearranged.whole(name, shape) for name, shape in shapes.items()}
+        return FolderTensors(RearrangedSource(stored, unchanged), [], [], [])
     arrangement = reference.arrange(shapes)
     missing = sorted(reference.names - arrangement.tensors.keys())
     source = RearrangedSource(stored, arrangement.tensors)
-    return ModelTensors(source, arrangement.unexpected, missing, reference.misshapen(arrangement))
+    return FolderTensors(source, arrangement.unexpected, missing, reference.misshapen(arrangement))
 
 
 def whole_model_tensors(folder: PathLike) -> RearrangedSource:
-    """As `model_tensors`, of a folder that has all of them and no others.
+    """Open a folder that must hold exactly the tensors of its model.
 
     Raises:
-        ValueError: as `model_tensors`; or tensors are missing, too many, or of other shapes than the config says.
-        CheckpointError: as `model_tensors`.
+        ValueError: see `model_tensors`; or the tensors do not match the config.
+        CheckpointError: see `model_tensors`.
     """
     found = model_tensors(folder)
     if found.missing or found.unexpected:
@@ -221,28 +220,17 @@ def whole_model_tensors(folder: PathLike) -> RearrangedSource:
 
 
 def make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
-    """Give a model parameters of the wanted type, in memory, and values to buffers that no file holds.
+    """Convert a model's parameters, allocate those on the meta device, and fill buffers that no file holds.
 
     Returns:
-        The names of what was on the meta device.
+        The names of the tensors that were on the meta device.
 
     Raises:
         ValueError: this is not a transformers model, and it has such buffers on the meta device.
     """
-    if dtype is not None:
-        _convert_parameters(module, dtype)
-    return _give_memory(module)
-
-
-def _convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    parameters = module.local_parameters() if isinstance(module, NxDPPModel) else module.parameters()
-    for parameter in parameters:
-        if parameter.is_floating_point():
+    for parameter in module.local_parameters() if isinstance(module, NxDPPModel) else module.parameters():
+        if dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def _give_memory(module: nn.Module) -> set[str]:
-    """Memory for what is on the meta device, and values for buffers that no file holds; the names of what was there."""
     if isinstance(module, NxDPPModel):
         return set()
     named = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -293,7 +281,7 @@ def _agree(
 
 
 def stored_shapes(folder: PathLike) -> Shapes:
-    """Names and shapes of the tensors in a folder's files.
+    """Return the names and shapes of the tensors in a folder's files.
 
     Raises:
         CheckpointError: the folder holds no safetensors, or they are damaged.
@@ -302,7 +290,7 @@ def stored_shapes(folder: PathLike) -> Shapes:
 
 
 def weights_fingerprint(folder: PathLike) -> str:
-    """A digest of the names and sizes of a folder's weight files, and of samples of their bytes."""
+    """Return a digest of the names and sizes of a folder's weight files, and of samples of their bytes."""
     digest = hashlib.sha256()
     for file in sorted(Path(folder).glob("*.safetensors")):
         size = file.stat().st_size
@@ -315,7 +303,7 @@ def weights_fingerprint(folder: PathLike) -> str:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise ValueError unless it is a floating-point `torch.dtype`, or None, which leaves weights as they are."""
+    """Raise ValueError unless `dtype` is a floating-point `torch.dtype` or None."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
     raise ValueError(f"dtype={dtype!r} is not a floating-point dtype; use one such as torch.bfloat16, or None")

@@ -1,8 +1,8 @@
 """Tensors made of boxes of other tensors, for tensors whose names or shapes differ between a folder and a model.
 
-transformers keeps some tensors otherwise in memory than in files: under another name, or fused, such as all experts
-of a layer in one tensor. Here such a tensor is a list of `Part`s, which work in both directions. Values are views;
-nothing is copied.
+transformers holds some tensors differently in memory than in files: under another name, or fused, such as all experts
+of a layer in one tensor. Here such a tensor is a list of `TensorPart`s, which work in both directions. Values are
+views; nothing is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a tensor that is a box of another one, up to the order of dims and dims of length one.
+class TensorPart:
+    """A box of a tensor that equals a box of a source tensor, up to the order of dims and dims of length one.
 
     Attributes:
         box: box of the tensor.
-        source: name of the other one.
-        source_box: its box; a dim that `order` omits has length one.
-        order: for each dim of `box` that of `source_box`; None for one of length one that the other has not.
+        source: name of the source tensor.
+        source_box: box of the source tensor; a dim that `order` omits has length one.
+        order: the source's dim for each dim of `box`; None for a dim of length one that the source lacks.
     """
 
     box: Box
@@ -33,7 +33,7 @@ class Part:
     order: tuple[int | None, ...]
 
     def source_box_of(self, box: Box) -> Box:
-        """Where a box inside `self.box` is in the other tensor."""
+        """The source's box for a box inside `self.box`."""
         offsets, shape = list(self.source_box.offsets), list(self.source_box.shape)
         for dim, source_dim in enumerate(self.order):
             if source_dim is not None:
@@ -41,14 +41,14 @@ class Part:
                 shape[source_dim] = box.shape[dim]
         return Box(tuple(offsets), tuple(shape))
 
-    def inverted(self, name: str) -> "Part":
-        """The same for the other tensor, of which `name` is the source."""
+    def inverted(self, name: str) -> "TensorPart":
+        """The same part seen from the source tensor, with the tensor `name` as its source."""
         places = {source_dim: dim for dim, source_dim in enumerate(self.order) if source_dim is not None}
         order = tuple(places.get(dim) for dim in range(len(self.source_box.shape)))
-        return Part(self.source_box, name, self.box, order)
+        return TensorPart(self.source_box, name, self.box, order)
 
     def view(self, values: Tensor) -> Tensor:
-        """Values of a box of the other tensor, as a box of this one."""
+        """Rearrange values of a box of the source into a box of the tensor."""
         kept = [dim for dim in self.order if dim is not None]
         left_out = [dim for dim in range(values.dim()) if dim not in kept]
         values = values.permute(*kept, *left_out).flatten(len(kept)) if left_out else values.permute(kept)
@@ -62,19 +62,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A tensor's shape and the parts that it is made of."""
+    """A tensor's shape and its parts."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> Self:
-        """Another tensor as it is."""
+        """An unchanged tensor."""
         box = Box.whole(tuple(shape))
-        return cls(box.shape, (Part(box, name, box, tuple(range(len(box.shape)))),))
+        return cls(box.shape, (TensorPart(box, name, box, tuple(range(len(box.shape)))),))
 
     def stacked_at(self, dim: int, index: int, count: int) -> "Rearranged":
-        """This one as number `index` of `count` along a new dim."""
+        """Return this tensor as number `index` of `count` along a new dim."""
         parts = [
             replace(
                 it,
@@ -86,7 +86,7 @@ class Rearranged:
         return Rearranged(_inserted(self.shape, dim, count), tuple(parts))
 
     def transposed(self, first: int, second: int) -> "Rearranged":
-        """With two dims exchanged."""
+        """Swap two dims."""
         dims = list(range(len(self.shape)))
         dims[first], dims[second] = dims[second], dims[first]
         parts = [
@@ -98,7 +98,7 @@ class Rearranged:
         return Rearranged(_picked(self.shape, dims), tuple(parts))
 
     def split(self, sizes: Sequence[int], dim: int) -> "list[Rearranged]":
-        """Cut along a dim."""
+        """Split along a dim."""
         starts = [0, *accumulate(sizes)]
         return [self._cut(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
 
@@ -114,13 +114,13 @@ class Rearranged:
 
 
 def stack(tensors: Sequence[Rearranged], dim: int) -> Rearranged:
-    """Tensors of one shape along a new dim."""
+    """Stack tensors of one shape along a new dim."""
     placed = [tensor.stacked_at(dim, index, len(tensors)) for index, tensor in enumerate(tensors)]
     return Rearranged(placed[0].shape, tuple(part for tensor in placed for part in tensor.parts))
 
 
 def concatenate(tensors: Sequence[Rearranged], dim: int) -> Rearranged:
-    """Tensors along a dim that they have."""
+    """Concatenate tensors along a dim."""
     parts, start = [], 0
     for tensor in tensors:
         for part in tensor.parts:
@@ -132,15 +132,15 @@ def concatenate(tensors: Sequence[Rearranged], dim: int) -> Rearranged:
 
 @dataclass(frozen=True)
 class RearrangedSource:
-    """Tensors of a source under other names and in another arrangement; the source's own are not shown.
+    """Tensors made from those of a source, under other names; the source's own are hidden.
 
     Args:
-        source: their source.
-        rearranged: rearrangement that makes each.
+        source: the source.
+        rearranged: the rearrangement that makes each tensor, by name.
         objects: additional objects, see `TensorSource`.
 
     Raises:
-        ValueError: the parts of a tensor differ in type.
+        ValueError: the parts of a tensor differ in dtype.
     """
 
     source: TensorSource
@@ -156,7 +156,7 @@ class RearrangedSource:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Type and shape of every tensor."""
+        """Dtype and shape of every tensor."""
         return {
             name: TensorInfo(self.source.tensors[tensor.parts[0].source].dtype, tensor.shape)
             for name, tensor in self.rearranged.items()
@@ -164,11 +164,11 @@ class RearrangedSource:
 
     @property
     def is_mapped(self) -> bool:
-        """As the source."""
+        """Whether the source's tensors are mapped files."""
         return self.source.is_mapped
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        """Views that hold all elements of the box.
+        """Return views that hold all elements of the box.
 
         Raises:
             CheckpointError: the source cannot be read.
@@ -188,13 +188,13 @@ class RearrangedSource:
 
 
 def inverse(rearranged: Mapping[str, Rearranged], shapes: Mapping[str, Sequence[int]]) -> dict[str, Rearranged]:
-    """The other direction: the sources, made of what was made of them.
+    """Return the inverse rearrangements: how the sources are made from the tensors that were made from them.
 
     Args:
-        rearranged: rearrangement that makes each tensor.
+        rearranged: the rearrangement that makes each tensor.
         shapes: shapes of the sources.
     """
-    parts: dict[str, list[Part]] = {name: [] for name in shapes}
+    parts: dict[str, list[TensorPart]] = {name: [] for name in shapes}
     for name, tensor in rearranged.items():
         for part in tensor.parts:
             parts[part.source].append(part.inverted(name))

@@ -1,4 +1,4 @@
-"""`save_pretrained`: a model of any layout becomes a Hugging Face folder, one tensor in memory at a time."""
+"""`save_pretrained`: writes a model of any layout as a Hugging Face folder, with one tensor in memory at a time."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from nxd_engine.hugging_face.rearrangement import RearrangedSource, inverse
 from nxd_engine.rank_sync import on_all_ranks
 from nxd_engine.unwrap import plain_model
 
-# A folder with one of them holds a model, whose config must not be replaced.
+# A folder with any of these files holds a model, whose config must not be replaced.
 _WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -36,25 +36,24 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a model of any layout as a Hugging Face folder, which transformers loads. Called by all ranks.
+    """Write a model of any layout as a Hugging Face folder that transformers can load. Called by all ranks.
 
-    Rank 0 writes; the others send it their parts of one tensor after the other. Memory there: the largest tensor.
+    Rank 0 writes; the others send it their parts, tensor by tensor. Rank 0 needs memory for the largest tensor.
 
     Args:
-        model: as for `load_pretrained`.
-        folder: created if missing; only rank 0 needs it.
-        like: the folder that the model was loaded from: the new one gets the same names of tensors, the same
-            config, and copies of its files of tokenizer, processor and generation. The names of transformers itself
-            if None.
-        config: config of transformers, or the content of a `config.json`; default: that of `like`, or of the model. It
-            must name the `architectures`, as one does that was read from a folder.
-        dtype: dtype for floating-point tensors; unchanged if None.
-        max_shard_size: most bytes of tensors in one file, such as "5GB" or "500MiB".
+        model: the model, see `load_pretrained`.
+        folder: the new folder, needed on rank 0 only; created if missing.
+        like: the folder that the model was loaded from; the new one gets its tensor names and config, and copies of
+            its tokenizer, processor and generation files. If None, tensors have transformers' own names.
+        config: a transformers config, or the content of a `config.json`, which must name the `architectures`; default:
+            the config of `like`, or of the model.
+        dtype: dtype of floating-point tensors; unchanged if None.
+        max_shard_size: maximum size of the tensors in one file, such as "5GB" or "500MiB".
 
     Raises:
-        ValueError: an argument is no type or no size, on all ranks; the folder holds a model already, or there is no
-            config, on rank 0.
-        RuntimeError: another rank failed; on every rank, since each of them has its part.
+        ValueError: invalid `dtype` or `max_shard_size`, on all ranks; or the folder already holds a model, or there is
+            no config, on rank 0.
+        RuntimeError: another rank failed; on every rank.
     """
     check_dtype(dtype)
     parse_size(max_shard_size)
@@ -83,15 +82,15 @@ def write_folder(
     """Write the folder of a model: config, companions, and the weights last. Called by one process.
 
     Args:
-        stored: tensors under the names that they have in files.
-        folder: created if missing.
-        config: content of its `config.json`; the type is put in.
-        companions: files of tokenizer, processor and generation by their names, see `read_companions`.
+        stored: the tensors, under their names in files.
+        folder: the new folder; created if missing.
+        config: content of its `config.json`, to which the dtype is added.
+        companions: tokenizer, processor and generation files by name, see `read_companions`.
         dtype: see `save_pretrained`.
         max_shard_size: see `save_pretrained`.
 
     Raises:
-        ValueError: the folder holds a model already, or an argument is no type or no size.
+        ValueError: the folder already holds a model, or `dtype` or `max_shard_size` is invalid.
         CheckpointError: the source cannot be read.
     """
     check_dtype(dtype)
@@ -107,7 +106,7 @@ def write_folder(
 
 
 def config_content(config: Any, like: PathLike | None, model: nn.Module) -> dict[str, Any]:
-    """The content for `config.json`.
+    """Return the content for `config.json`.
 
     Raises:
         ValueError: no config is given, or it does not name the architecture.
@@ -135,15 +134,15 @@ def config_content(config: Any, like: PathLike | None, model: nn.Module) -> dict
 
 
 def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | None = None) -> TensorSource:
-    """A model's tensors under the names and in the shapes that they have in files.
+    """Return a model's tensors with the names and shapes that they have in files.
 
     Args:
         source: source of the model's tensors.
         config: content of the model's `config.json`.
-        shapes: names and shapes that an existing folder of such a model has; those of transformers itself if None.
+        shapes: names and shapes in an existing folder of the model; transformers' own if None.
 
     Raises:
-        ValueError: the tensors are not those of such a model.
+        ValueError: the tensors do not match the config.
     """
     reference = reference_model(config)
     if reference is None:
@@ -161,7 +160,7 @@ def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | 
 
 
 def _dtype_entry(config: Mapping[str, Any], stored: TensorSource, dtype: torch.dtype | None) -> dict[str, str]:
-    """The type as `config.json` names it, under the key that is there already."""
+    """The dtype entry of `config.json`, under the key that it already has."""
     if dtype is None:
         dtype = next((info.dtype for info in stored.tensors.values() if info.dtype.is_floating_point), torch.float32)
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"

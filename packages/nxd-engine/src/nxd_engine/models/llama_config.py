@@ -45,9 +45,7 @@ class LlamaConfig:
         """
         positive = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
         mistakes = [f"{name}={getattr(self, name)} must be positive" for name in positive if getattr(self, name) < 1]
-        if (
-            self.num_hidden_layers > 10_000
-        ):  # layers are made one by one; configs may come from strangers
+        if self.num_hidden_layers > 10_000:  # layers are made one by one; configs may come from strangers
             mistakes.append(f"num_hidden_layers={self.num_hidden_layers} must be at most 10000")
         if mistakes:
             raise ValueError("; ".join(mistakes))
