@@ -6,7 +6,7 @@ import sys
 import nxd_state
 import pytest
 import torch.distributed as dist
-from nxd_state.shared_memory import Membership, connect
+from nxd_state.shared_memory import GroupMembers, connect
 from torch.distributed.distributed_c10d import _get_default_store
 
 
@@ -47,7 +47,7 @@ def test_offer_of_memory_that_is_none_is_an_error_that_says_so(run_ranks):
             store = dist.HashStore()
             store.set("1/offer", offers.pop(0))
             with pytest.raises(nxd_state.PeerError) as raised:
-                connect({"group": Membership("tp", (0, 1), 1.0)}, 0, store)
+                connect({"group": GroupMembers("tp", (0, 1), 1.0)}, 0, store)
             said.append(str(raised.value))
             if len(said) == 4:
                 own = json.loads(store.get("0/offer"))

@@ -58,7 +58,7 @@ def record_script(command: Sequence[str]) -> RecordedRank:
     Raises:
         ValueError: torch-xla is not installed, the script fails, or it runs no graph; the message has its output.
     """
-    check_torch_xla()
+    require_torch_xla()
     with tempfile.TemporaryDirectory(prefix="nxd-doctor-") as name:
         dump = Path(name) / "graphs.hlo"
         debug = dict.fromkeys(("XLA_IR_DEBUG", "XLA_HLO_DEBUG"), "1")
@@ -70,7 +70,7 @@ def record_script(command: Sequence[str]) -> RecordedRank:
     return RecordedRank(0, [[graph] for graph in graphs], has_steps=False)
 
 
-def check_torch_xla() -> None:
+def require_torch_xla() -> None:
     """Raise ValueError if torch-xla, which creates the graphs, is not installed."""
     if not has_torch_xla():
         raise ValueError(

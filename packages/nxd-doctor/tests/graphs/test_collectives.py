@@ -1,6 +1,6 @@
 import pytest
 from nxd_doctor.graphs import find_collectives, total_bytes
-from nxd_doctor.graphs.collectives import replica_groups
+from nxd_doctor.graphs.operations import replica_groups
 
 SUM = "add {\n  x = f32[] parameter(0)\n  y = f32[] parameter(1)\n  ROOT z = f32[] add(x, y)\n}"
 PARAMETER = "p = f32[8,16] parameter(0)"  # 512 bytes

@@ -1,7 +1,7 @@
 """Errors of a device are explained by the graphs that were recorded before them."""
 
 from nxd_doctor.graphs import parse_hlo
-from nxd_doctor.graphs.capture import RecordedGraphs
+from nxd_doctor.graphs.capture import DumpedGraphs
 from nxd_state.neuron_errors import explain_device_error
 
 GRAPH = """HloModule step
@@ -15,7 +15,7 @@ ENTRY main {
 """
 
 
-RECORDED = RecordedGraphs(lambda: [parse_hlo(GRAPH)])
+RECORDED = DumpedGraphs(lambda: [parse_hlo(GRAPH)])
 
 
 def test_instruction_that_is_only_named_is_looked_up_in_the_recorded_graph():

@@ -33,6 +33,7 @@ from nxd_lora import (
     find_target_layers,
     write_adapter_config,
 )
+from nxd_lora.config import DESCRIBED
 from torch import nn
 
 from nxd_engine.checkpoints.fill import check_names
@@ -44,20 +45,6 @@ from nxd_engine.unwrap import further_names, plain_model, tied_names
 
 ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
-
-# The config fields that describe an adapter in a checkpoint; the other fields say how to save and load.
-_DESCRIBED = (
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "bias",
-    "target_modules",
-    "use_rslora",
-    "use_dora",
-    "modules_to_save",
-    "init_lora_weights",
-    "target_parameters",
-)
 
 
 @dataclass(frozen=True)
@@ -329,7 +316,7 @@ def config_of_checkpoint(config: LoraConfig) -> tuple[LoraConfig, str | None]:
         return config, None
     tag, description = _describe(config.lora_save_dir, config.lora_load_tag)
     saved = config_from_adapter_config(description["adapter"])
-    return replace(config, **{name: getattr(saved, name) for name in _DESCRIBED}), tag
+    return replace(config, **{name: getattr(saved, name) for name in DESCRIBED}), tag
 
 
 def has_base(objects: Any) -> bool:

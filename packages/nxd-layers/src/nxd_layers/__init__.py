@@ -8,12 +8,11 @@ from nxd_layers.activation_checkpoint import (
 from nxd_layers.attention import CoreAttention, attention_mask, document_ids_from_lengths
 from nxd_layers.chunked_loss import linear_cross_entropy
 from nxd_layers.conv import InputChannelParallelConv2d, OutputChannelParallelConv2d
-from nxd_layers.cross_entropy import parallel_cross_entropy
+from nxd_layers.cross_entropy import entropy, parallel_cross_entropy, token_log_probs
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.head_padding import pad_model
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
-from nxd_layers.log_probs import entropy, token_log_probs
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

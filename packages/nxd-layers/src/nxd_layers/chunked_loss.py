@@ -10,12 +10,12 @@ of hidden states and weight are kept instead of hidden states and logits.
 from typing import Any, Literal, get_args
 
 import torch
-from nxd_state import Group, Pending, all_gather, all_reduce_, reduce_scatter
+from nxd_state import Group, Pending, all_gather, all_reduce_, at_least_float32, reduce_scatter
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from nxd_layers.cross_entropy import LossDefinition, check_loss_arguments, logits_grad, token_losses, widened
+from nxd_layers.cross_entropy import LossDefinition, check_loss_arguments, logits_grad, token_losses
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.tracing import leaf_of_traces
 
@@ -48,11 +48,11 @@ class _LinearCrossEntropy(Function):
         rows, labels = whole.reshape(-1, whole.shape[-1]), labels.reshape(-1)
         needed = [needs_grad and needs for needs in ctx.needs_input_grad[:3]]
         head = _HeadInChunks(weight.to(dtype), None if bias is None else bias.to(dtype), rows, needed)
-        total = widened(rows).new_zeros(())
+        total = at_least_float32(rows).new_zeros(())
         starts = range(0, max(1, rows.shape[0]), chunk_size)
         for start in starts:
             chunk = slice(start, start + chunk_size)
-            logits = widened(head.logits(chunk))
+            logits = at_least_float32(head.logits(chunk))
             losses, saved = token_losses(logits, labels[chunk], definition, overwrite=True)
             total += losses.sum()
             if any(needed):
@@ -88,7 +88,7 @@ class _HeadInChunks:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, rows: Tensor, needed: list[bool]) -> None:
         self.weight, self.bias, self.rows = weight, bias, rows
-        wide = widened(rows[:0]).dtype  # sums over chunks of short numbers would lose the last ones
+        wide = at_least_float32(rows[:0]).dtype  # sums over chunks of short numbers would lose the last ones
         self.grad_rows = torch.empty_like(rows) if needed[0] else None
         self.grad_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         self.grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None

@@ -1,15 +1,16 @@
-"""Cross entropy over logits that are split along the vocabulary.
+"""Cross entropy, log-probabilities and entropy from logits that are split along the vocabulary.
 
 Each rank reduces its own part of the logits to three numbers per token, and only those are exchanged: the whole
 logits exist nowhere (Shoeybi et al. 2019, section 3). Two small all-reduces forward, none backward. `chunked_loss`
-builds on the same two functions, and never has all tokens' logits at once either.
+builds on the same two functions, and never has all tokens' logits at once either. Losses over preferences and rewards
+use the log-probabilities and entropies (Rafailov et al. 2023; Schulman et al. 2017).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, all_reduce_
+from nxd_state import Group, active_group, all_reduce_, at_least_float32
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -66,7 +67,7 @@ def token_losses(
     is_mine = (local_label >= 0) & (local_label < local_vocab) & (labels < definition.vocab_size) & ~ignored
     index = local_label.masked_fill(~is_mine, 0).unsqueeze(-1)
 
-    largest = all_reduce_(widened(largest_logits(logits, padding)), group, op="max")
+    largest = all_reduce_(at_least_float32(largest_logits(logits, padding)), group, op="max")
     shifted = torch.sub(logits, largest.unsqueeze(-1), out=logits if overwrite else None)
     label_logit = shifted.gather(-1, index).squeeze(-1).masked_fill(~is_mine, 0.0)
     sums = [label_logit] if smoothing == 0.0 else [label_logit, fill_padding(shifted, padding, 0.0).sum(dim=-1)]
@@ -98,11 +99,6 @@ def logits_grad(
         fill_padding(grad, definition.padding_of(grad), 0.0)
     on_label = (scale * (smoothing - 1.0)).masked_fill(~is_mine.unsqueeze(-1), 0.0)
     return grad.scatter_add_(-1, index, on_label)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """In float32 if the dtype is shorter."""
-    return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def largest_logits(logits: Tensor, padding: Tensor | None) -> Tensor:
@@ -169,7 +165,7 @@ def parallel_cross_entropy(
     labels = labels.long()
     if group.size > 1:
         return _ParallelCrossEntropy.apply(parallel_logits, labels, definition)
-    wide = widened(parallel_logits if vocab_size is None else parallel_logits[..., :vocab_size])
+    wide = at_least_float32(parallel_logits if vocab_size is None else parallel_logits[..., :vocab_size])
     return F.cross_entropy(
         wide.reshape(-1, wide.shape[-1]),
         labels.reshape(-1),
@@ -210,3 +206,77 @@ def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definiti
                 f"label {int(labels[wrong][0])} is outside the vocabulary 0..{vocab - 1} and is not "
                 f"ignore_index={ignore_index}"
             )
+
+
+@leaf_of_traces
+def token_log_probs(
+    parallel_logits: Tensor, tokens: Tensor, *, ignore_index: int = -100, vocab_size: int | None = None
+) -> Tensor:
+    """The log-probability of each token.
+
+    Args:
+        parallel_logits: `[..., vocab/tp]`, any float dtype; half precision is computed in float32. Not changed. Divide
+            them by the temperature first, if there is one.
+        tokens: `[...]` integer: ids in the whole vocabulary.
+        ignore_index: an id that stands for no token.
+        vocab_size: number of tokens, if the logits' dim is padded.
+
+    Returns:
+        `[...]`, float32 or float64, the same on every rank; 0 and without gradient where the token is `ignore_index`.
+        For a text, give `logits[:, :-1]` and `tokens[:, 1:]`.
+
+    Raises:
+        ValueError: see `parallel_cross_entropy`.
+    """
+    return -parallel_cross_entropy(parallel_logits, tokens, ignore_index=ignore_index, vocab_size=vocab_size)
+
+
+@leaf_of_traces
+def entropy(parallel_logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
+    """The entropy of the tokens' distribution, in nats.
+
+    Args:
+        parallel_logits: `[..., vocab/tp]`, any float dtype; half precision is computed in float32. Not changed. Minus
+            infinity is a probability of zero.
+        vocab_size: number of tokens, if the logits' dim is padded.
+
+    Returns:
+        `[...]`, float32 or float64, the same on every rank.
+
+    Raises:
+        ValueError: a vocab_size of more than there are logits.
+    """
+    group = active_group("tp")
+    num_logits = parallel_logits.shape[-1] * group.size
+    vocab = num_logits if vocab_size is None else vocab_size
+    if not 0 < vocab <= num_logits:
+        raise ValueError(f"vocab_size={vocab} does not fit {num_logits} logits; use 1..{num_logits}")
+    result: Tensor = _Entropy.apply(parallel_logits, LossDefinition(0.0, -100, vocab, group))
+    return result
+
+
+class _Entropy(Function):
+    """H = log Z - sum(p x) of logits x, with p = exp(x) / Z; two all-reduces forward, none backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, definition: LossDefinition) -> Tensor:
+        group, padding = definition.group, definition.padding_of(logits)
+        largest = all_reduce_(at_least_float32(largest_logits(logits, padding)), group, op="max")
+        shifted = fill_padding(logits - largest.unsqueeze(-1), padding, -torch.inf)
+        exponentials = shifted.exp()
+        shifted = shifted.masked_fill(exponentials == 0, 0.0)  # what has no probability has no part in the sum
+        normalizer, weighted = all_reduce_(
+            torch.stack([exponentials.sum(dim=-1), (exponentials * shifted).sum(dim=-1)]), group
+        )
+        result: Tensor = normalizer.log() - weighted / normalizer
+        ctx.save_for_backward(exponentials, shifted, normalizer, result)
+        ctx.dtype = logits.dtype
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_entropy: Tensor) -> tuple[Tensor, None]:
+        exponentials, shifted, normalizer, result = ctx.saved_tensors
+        log_probs = shifted - normalizer.log().unsqueeze(-1)
+        scale = (-grad_entropy / normalizer).unsqueeze(-1)
+        return (scale * exponentials * (log_probs + result.unsqueeze(-1))).to(ctx.dtype), None

@@ -77,7 +77,7 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return own_part(whole, group, dim)
+        return local_part(whole, group, dim)
 
     @staticmethod
     @once_differentiable
@@ -96,7 +96,7 @@ class _Gather(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.grad_is_partial:
             return reduce_scatter(grad, ctx.group, dim=ctx.dim), None, None, None
-        return own_part(grad, ctx.group, ctx.dim), None, None, None
+        return local_part(grad, ctx.group, ctx.dim), None, None, None
 
 
 class _ReduceScatter(Function):
@@ -224,7 +224,7 @@ def reduce_scatter_to_sequence_parallel_region(
     return _ReduceScatter.apply(input_, group, checked_dim(sequence_dimension, input_.shape), dtype)
 
 
-def own_part(whole: Tensor, group: Group, dim: int) -> Tensor:
+def local_part(whole: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part along `dim` of a tensor that every rank holds, as a copy.
 
     Raises:
@@ -281,3 +281,30 @@ class _AllToAll(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         split_dim, concat_dim = ctx.dims
         return all_to_all(grad, ctx.group, split_dim=concat_dim, concat_dim=split_dim), None, None, None
+
+
+@leaf_of_traces
+def sum_over_contexts(part: Tensor) -> Tensor:
+    """Sum the context-parallel ranks' parts of a loss; the sum is the same on all of them.
+
+    Gradients must be averaged over replicas and context-parallel ranks alike, as `nxd_optim` does, so each rank's are
+    multiplied by the number of context-parallel ranks.
+
+    Args:
+        part: this rank's part, such as the sum of its losses divided by the number of all labels, 0-d.
+    """
+    if active_group("cp").size == 1:
+        return part
+    total: Tensor = _SumOverContexts.apply(part)
+    return total
+
+
+class _SumOverContexts(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        return all_reduce(part, active_group("cp"))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * active_group("cp").size

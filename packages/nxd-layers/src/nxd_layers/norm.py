@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from nxd_state import at_least_float32
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -21,7 +22,7 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = hidden.float() if hidden.itemsize < 4 else hidden
+        wide = at_least_float32(hidden)
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / wide.shape[-1]
         inverse_rms = torch.rsqrt(mean_square + eps)
         ctx.save_for_backward(hidden, weight, inverse_rms)

@@ -16,7 +16,7 @@ from nxd_layers.context import (
     interval_mask,
 )
 from nxd_layers.context import plan as plan_module
-from nxd_layers.context.dropout import draw_dropout
+from nxd_layers.context.block_attention import draw_dropout
 from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 from nxd_layers.padding import zero_padding_gradient
-from nxd_state import get_shard_spec
+from nxd_state import at_least_float32, get_shard_spec
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -36,7 +36,8 @@ class LayerKind:
         output_delta: `(layer, input)`: the branch's contribution to the layer's output; one per output, or None, if
             there are several. `column_parallel_linears` also passes `call=`. None if the branch is in the weights that
             the layer reads, see `read_weights`.
-        weight_deltas: `(layer)`: the values that merging adds to the layer's weights, by parameter name; `widened`.
+        weight_deltas: `(layer)`: the values that merging adds to the layer's weights, by parameter name,
+            in float32 at least.
         zero_factor: index of the factor that starts at zero, so that the branch adds nothing at first.
         parts: for a layer that holds several layers of the unsharded model, which are adapted separately: their names,
             beside the layer in its parent, by the ending of their factors' names. Empty if parts are parameters of
@@ -205,9 +206,9 @@ def reset_branch(layer: nn.Module) -> None:
         nn.init.zeros_(layer.get_parameter(factor_name(name, part)))
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32 or a wider dtype."""
-    return tensor.float() if tensor.itemsize < 4 else tensor
+def product(b: Tensor, a: Tensor) -> Tensor:
+    """`B A`, in float32 at least."""
+    return at_least_float32(b) @ at_least_float32(a)
 
 
 def _add_branch(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:

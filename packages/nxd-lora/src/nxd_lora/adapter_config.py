@@ -6,12 +6,12 @@ from typing import Any
 from nxd_state import active_group, all_gather_object
 
 from nxd_lora.adapter import adapted_layers, require_adapter
-from nxd_lora.config import LoraConfig
+from nxd_lora.config import DESCRIBED, LoraConfig
 from nxd_lora.dora import MAGNITUDE
 from nxd_lora.expert_weights import EXPERT_WEIGHTS, expert_weights
 from nxd_lora.model import LoraModel
 from nxd_lora.state import adapter_names
-from nxd_lora.targets import ALL_LINEAR, adaptable_layers, weights_of_experts
+from nxd_lora.targets import ALL_LINEAR, adaptable_layers, expert_weights_by_module
 
 # Entries of PEFT's file that do not affect the computation. Any other entry that is set must be supported.
 _WITHOUT_EFFECT = {
@@ -28,19 +28,7 @@ _WITHOUT_EFFECT = {
     "loftq_config",
     "qalora_group_size",
 }
-_UNDERSTOOD = {
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "bias",
-    "target_modules",
-    "use_rslora",
-    "use_dora",
-    "modules_to_save",
-    "init_lora_weights",
-    "target_parameters",
-}
+_UNDERSTOOD = {"peft_type", "r", *DESCRIBED} - {"lora_rank"}
 
 
 def adapter_config(model: LoraModel, *, base_model_name_or_path: str | None = None) -> dict[str, Any]:
@@ -187,7 +175,9 @@ def adapted_weights(model: LoraModel) -> dict[str, list[str]]:
 def target_parameters(model: LoraModel) -> list[str]:
     """Return the last parts of the names of adapted weights where these are unique, whole names elsewhere."""
     adapted = {f"{layer}.{it}".lstrip(".") for layer, weights in adapted_weights(model).items() for it in weights}
-    known = {f"{layer}.{it}".lstrip(".") for layer, them in weights_of_experts(model.module).items() for it in them}
+    known = {
+        f"{layer}.{it}".lstrip(".") for layer, them in expert_weights_by_module(model.module).items() for it in them
+    }
     others = set().union(*all_gather_object(known, active_group("pp"))) - adapted
     targets: set[str] = set()
     for end in {".".join(name.split(".")[-2:]) for name in adapted}:

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+# The fields that describe an adapter, in checkpoints and PEFT's files; the others say how to save and load it.
+DESCRIBED = (
+    *("lora_rank", "lora_alpha", "lora_dropout", "bias", "target_modules", "target_parameters", "modules_to_save"),
+    *("use_rslora", "use_dora", "init_lora_weights"),
+)
 BIAS_MODES = ("none", "all", "lora_only")
 INITIALIZATIONS = ("default", "gaussian")
 _FLAGS = (

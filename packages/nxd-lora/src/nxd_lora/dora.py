@@ -11,10 +11,17 @@ import torch
 from nxd_layers.initialization import empty_parameter
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
 from nxd_layers.padding import zero_padding_gradient
-from nxd_state import active_group, all_reduce, get_shard_spec, set_partition_attributes, set_shard_spec
+from nxd_state import (
+    active_group,
+    all_reduce,
+    at_least_float32,
+    get_shard_spec,
+    set_partition_attributes,
+    set_shard_spec,
+)
 from torch import Tensor, nn
 
-from nxd_lora.adapter import LoraAdapter, factor_name, require_adapter, widened
+from nxd_lora.adapter import LoraAdapter, factor_name, product, require_adapter
 
 MAGNITUDE = "lora_magnitude_vector"
 
@@ -112,7 +119,7 @@ def _gain(layer: Any, part: str) -> Tensor:
     given = magnitude if spec is None else zero_padding_gradient(magnitude, spec)
     complete = require_adapter(layer).kind.with_complete_gradient(layer, part, given)
     norms = _norms(layer, part)
-    return torch.where(norms > 0, widened(complete) / norms.where(norms > 0, 1.0), 1.0)
+    return torch.where(norms > 0, at_least_float32(complete) / norms.where(norms > 0, 1.0), 1.0)
 
 
 @torch.no_grad()
@@ -121,7 +128,7 @@ def _norms(layer: Any, part: str) -> Tensor:
     adapter = require_adapter(layer)
     a, b = (layer.get_parameter(factor_name(name, part)) for name in adapter.kind.factor_names)
     name, rows = _rows(adapter, layer, part)
-    squares = (widened(layer.get_parameter(name)[rows]) + adapter.scale * (widened(b) @ widened(a))).square().sum(dim=1)
+    squares = (at_least_float32(layer.get_parameter(name)[rows]) + adapter.scale * product(b, a)).square().sum(dim=1)
     if isinstance(layer, RowParallelLinear) and layer.tensor_parallel_size > 1:
         squares = all_reduce(squares, active_group("tp"))
     return squares.sqrt()

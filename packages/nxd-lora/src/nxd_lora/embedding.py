@@ -18,18 +18,12 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_lora.adapter import LayerKind, complete_factor, factor, scale_of, widened
+from nxd_lora.adapter import LayerKind, complete_factor, factor, product, scale_of
 from nxd_lora.config import LoraConfig
 from nxd_lora.factors import fill_factor, make_factor
 from nxd_lora.linear import check_parallel_features
 
-_SUPPORTED = (
-    "padding",
-    "sequence_parallel_enabled",
-    "padding_idx",
-    "forward",
-    "adapter",
-)
+_SUPPORTED = ("padding", "sequence_parallel_enabled", "padding_idx", "forward", "adapter")
 
 
 def _add_factors(layer: Any, config: LoraConfig, part: str) -> None:
@@ -47,8 +41,7 @@ def _add_factors(layer: Any, config: LoraConfig, part: str) -> None:
 
 
 def _weight_deltas(layer: Any) -> dict[str, Tensor]:
-    product = widened(layer.lora_embedding_B) @ widened(layer.lora_embedding_A)  # [hidden, vocab]
-    return {"weight": scale_of(layer) * product.t()}
+    return {"weight": scale_of(layer) * product(layer.lora_embedding_B, layer.lora_embedding_A).t()}
 
 
 def _embedding_delta(layer: Any, ids: Tensor) -> Tensor:

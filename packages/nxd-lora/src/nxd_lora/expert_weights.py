@@ -18,6 +18,7 @@ from nxd_state import (
     Box,
     ShardPiece,
     ShardSpec,
+    at_least_float32,
     get_shard_spec,
     set_partition_attributes,
     set_shard_spec,
@@ -26,7 +27,7 @@ from nxd_state import (
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from nxd_lora.adapter import LayerKind, factor, factor_name, require_adapter, scale_of, widened
+from nxd_lora.adapter import LayerKind, factor, factor_name, require_adapter, scale_of
 from nxd_lora.config import LoraConfig
 from nxd_lora.linear import FACTOR_NAMES, init_of_a
 
@@ -142,7 +143,7 @@ def _read_weights(layer: nn.Module) -> dict[str, Tensor]:
 def _weight_deltas(layer: nn.Module) -> dict[str, Tensor]:
     deltas = {}
     for part in require_adapter(layer).parts:
-        a, b = (widened(layer.get_parameter(factor_name(name, part))) for name in FACTOR_NAMES)
+        a, b = (at_least_float32(layer.get_parameter(factor_name(name, part))) for name in FACTOR_NAMES)
         deltas[part] = scale_of(layer) * torch.bmm(*_in_order(layer, a, b))
     return deltas
 

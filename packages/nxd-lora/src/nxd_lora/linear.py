@@ -1,4 +1,4 @@
-"""The branch beside linear layers: plain ones, and those whose weight is split along outputs or inputs.
+"""The branch beside linear layers: plain ones, convolutions, and those whose weight is split along outputs or inputs.
 
 Only products with A, `[..., r]`, are communicated, never a second copy of what the layer itself communicates. In a
 sequence-parallel region they are communicated like the layer's own input or output. A factor that is whole on every
@@ -9,20 +9,20 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from nxd_layers.initialization import InitMethod, default_linear_init
+from nxd_layers.initialization import InitMethod, default_linear_init, empty_parameter, fill_from_logical
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear, gathered_output
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
-    own_part,
+    local_part,
     reduce_from_tensor_model_parallel_region_,
     reduce_scatter_to_sequence_parallel_region,
 )
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.sharded_linear import ShardedLinear
 from nxd_layers.shared_input import SharedCall
-from nxd_state import active_group, get_shard_spec
+from nxd_state import active_group, get_shard_spec, shard_along
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,9 +32,9 @@ from nxd_lora.adapter import (
     adapter_of,
     complete_factor,
     factor,
+    product,
     require_adapter,
     scale_of,
-    widened,
 )
 from nxd_lora.config import LoraConfig
 from nxd_lora.factors import fill_factor, make_factor
@@ -62,7 +62,7 @@ def branch_dropout(input_: Tensor, probability: float, *, training: bool, split_
         shape[split_dim] *= group.size
     kept = torch.empty(shape, dtype=torch.bool, device=input_.device).bernoulli_(1.0 - probability)
     if split_dim is not None and group.size > 1:
-        kept = own_part(kept, group, split_dim)
+        kept = local_part(kept, group, split_dim)
     return input_ * kept * (1.0 / (1.0 - probability))
 
 
@@ -100,7 +100,7 @@ def scaled_down(layer: nn.Module, input_: Tensor, weight: Tensor, *, split_dim: 
 
 def _product(layer: Any) -> Tensor:
     """`scale * B A`, `[out, in]` on this rank."""
-    return scale_of(layer) * (widened(layer.lora_B) @ widened(layer.lora_A))
+    return scale_of(layer) * product(layer.lora_B, layer.lora_A)
 
 
 # Plain layers: whole on every rank, or with part of the weight if hooks communicate, as around Conv1D.
@@ -242,3 +242,35 @@ def _row_delta(layer: RowParallelLinear, input_: Tensor) -> Tensor:
 ROW_PARALLEL_LINEAR = LayerKind(
     FACTOR_NAMES, _add_parallel_factors, _row_delta, weight_delta, rows=every_row, is_linear=True
 )
+
+
+# Plain 2-D convolutions, whole on every rank. A `[r, in, height, width]` is a convolution with the layer's own kernel,
+# stride and padding into few channels, which B `[out, r, 1, 1]` projects up, as in PEFT.
+
+
+def _add_conv_factors(layer: nn.Conv2d, config: LoraConfig, part: str) -> None:
+    if layer.groups > 1 or layer.padding_mode != "zeros":
+        raise ValueError(
+            f"{layer} has groups={layer.groups} and padding_mode={layer.padding_mode!r}, but adapters support only "
+            "groups=1 and 'zeros'; leave it out of target_modules"
+        )
+    rank, like = config.lora_rank, layer.weight
+    shapes = ((rank, layer.in_channels, *layer.kernel_size), (layer.out_channels, rank, 1, 1))
+    for name, shape, fill in zip(FACTOR_NAMES, shapes, (init_of_a(config), nn.init.zeros_), strict=True):
+        whole = empty_parameter(shape, like.dtype, like.device)
+        fill_from_logical(whole, shard_along(shape, 0, rank=0, size=1), shape, fill)
+        layer.register_parameter(name, whole)
+
+
+def _conv_delta(layer: nn.Conv2d, input_: Tensor) -> Tensor:
+    dropped = branch_dropout(input_, require_adapter(layer).dropout, training=layer.training)
+    short = F.conv2d(dropped, factor(layer, 0), None, layer.stride, layer.padding, layer.dilation)
+    return F.conv2d(short * scale_of(layer), factor(layer, 1))
+
+
+def _conv_weight_delta(layer: Any) -> dict[str, Tensor]:
+    whole = product(layer.lora_B.flatten(1), layer.lora_A.flatten(1))  # [out, in * height * width]
+    return {"weight": scale_of(layer) * whole.view_as(layer.weight)}
+
+
+PLAIN_CONV2D = LayerKind(FACTOR_NAMES, _add_conv_factors, _conv_delta, _conv_weight_delta)

@@ -14,6 +14,7 @@ from nxd_layers.sharded_linear import ShardedLinear
 from nxd_state import (
     active_group,
     all_gather_object,
+    at_least_float32,
     get_shard_spec,
     model_parallel_is_initialized,
     ranks_run,
@@ -21,7 +22,7 @@ from nxd_state import (
 )
 from torch import Tensor, nn
 
-from nxd_lora.adapter import adapted_layers, attach, detach, require_adapter, reset_branch, widened
+from nxd_lora.adapter import adapted_layers, attach, detach, require_adapter, reset_branch
 from nxd_lora.config import LoraConfig
 from nxd_lora.dora import MAGNITUDE, add_magnitudes, gains_of, reset_magnitudes, scale_rows, with_magnitudes
 from nxd_lora.targets import TargetLayers, find_target_layers, is_saved_module, kind_of_target
@@ -217,7 +218,7 @@ def merge_adapters(module: nn.Module) -> None:
         for name, delta in adapter.kind.weight_deltas(layer).items():
             weight = layer.get_parameter(name)
             unmerged[name] = weight.to("cpu", copy=True)
-            whole = widened(weight) + delta
+            whole = at_least_float32(weight) + delta
             scale_rows(layer, name, whole, gains)
             weight.copy_(whole)
         adapter.unmerged_weights = unmerged

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from nxd_lora.adapter import LayerKind, factor, require_adapter, scale_of, widened
+from nxd_lora.adapter import LayerKind, factor, product, require_adapter, scale_of
 from nxd_lora.config import LoraConfig
 from nxd_lora.factors import factor_spec, fill_factor
 from nxd_lora.linear import (
@@ -33,14 +33,7 @@ from nxd_lora.linear import (
     weight_delta,
 )
 
-_SUPPORTED = (
-    "padding",
-    "gather_output",
-    "sequence_parallel_enabled",
-    "reduce_dtype",
-    "forward",
-    "adapter",
-)
+_SUPPORTED = ("padding", "gather_output", "sequence_parallel_enabled", "reduce_dtype", "forward", "adapter")
 
 
 def _add_factors(layer: GQAQKVColumnParallelLinear, config: LoraConfig, part: str) -> None:
@@ -118,11 +111,11 @@ class _CopiedRows(Function):
 
 def _weight_deltas(layer: GQAQKVColumnParallelLinear) -> dict[str, Tensor]:
     products = {
-        part: scale_of(layer) * (widened(getattr(layer, f"lora_B_{part}")) @ widened(getattr(layer, f"lora_A_{part}")))
+        part: scale_of(layer) * product(getattr(layer, f"lora_B_{part}"), getattr(layer, f"lora_A_{part}"))
         for part in require_adapter(layer).parts
     }
     if not layer.fuse_qkv:
-        return {f"weight_{part}": product for part, product in products.items()}
+        return {f"weight_{part}": it for part, it in products.items()}
     like = next(iter(products.values()))
     sections = [
         products[part] if part in products else like.new_zeros(layer.projection_spec(part).local_shape)

@@ -15,10 +15,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from nxd_lora.adapter import LayerKind, adapted_layers
 from nxd_lora.config import LoraConfig
-from nxd_lora.conv import PLAIN_CONV2D
 from nxd_lora.embedding import PARALLEL_EMBEDDING, PLAIN_EMBEDDING
 from nxd_lora.expert_weights import EXPERT_WEIGHTS, expert_weights
-from nxd_lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
+from nxd_lora.linear import COLUMN_PARALLEL_LINEAR, PLAIN_CONV2D, PLAIN_LINEAR, ROW_PARALLEL_LINEAR, TRANSPOSED_LINEAR
 from nxd_lora.qkv import COPIED_HEADS_LINEAR, QKV_LINEAR
 from nxd_lora.subclasses import check_forward, kind_for_forward
 
@@ -34,7 +33,7 @@ _KINDS: tuple[tuple[type[nn.Module], LayerKind], ...] = (
 )
 
 
-def kind_of(layer: nn.Module) -> LayerKind | None:
+def layer_kind_of(layer: nn.Module) -> LayerKind | None:
     """Return how a layer is adapted; None if it cannot be."""
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return None  # the output layer of nn.MultiheadAttention, which reads its weight and never calls it
@@ -46,7 +45,7 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
 
 def kind_of_target(layer: nn.Module) -> LayerKind | None:
     """Return the same, or how the expert weights of a module are adapted."""
-    return kind_of(layer) or (EXPERT_WEIGHTS if expert_weights(layer) else None)
+    return layer_kind_of(layer) or (EXPERT_WEIGHTS if expert_weights(layer) else None)
 
 
 def adaptable_layers(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -57,7 +56,7 @@ def adaptable_layers(module: nn.Module) -> dict[str, tuple[str, tuple[str, ...]]
     """
     found: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name, layer in module.named_modules():
-        kind = kind_of(layer)
+        kind = layer_kind_of(layer)
         if kind is None:
             continue
         found[name] = (name, tuple(kind.parts))
@@ -135,7 +134,7 @@ def _why_nothing_matches(
 def _weights_by_name(module: nn.Module) -> dict[str, str]:
     """Return modules with expert weights, and these weights: the ends of the names that `target_parameters` takes."""
     found = {}
-    for layer, parts in weights_of_experts(module).items():
+    for layer, parts in expert_weights_by_module(module).items():
         ends = {part: f"{layer.rpartition('.')[2]}.{part}".lstrip(".") for part in parts}
         found[layer] = " ".join(ends.values())
         found |= {f"{layer}.{part}".lstrip("."): end for part, end in ends.items()}
@@ -161,7 +160,7 @@ def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> 
             chosen.append(name)
             continue
         is_head = layer is head or (head is None and name.rpartition(".")[2] in _HEADS)
-        kind = kind_of(layer)
+        kind = layer_kind_of(layer)
         if kind is not None and kind.is_linear and not is_head:
             chosen.append(name)
     chosen = [name for name in chosen if not is_saved_module(name, config)]
@@ -241,7 +240,7 @@ def _target_layers(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str
     chosen: dict[str, tuple[str, ...]] = {}
     for name, found in targeted.items():
         layer = module.get_submodule(name)
-        kind = kind_of(layer)
+        kind = layer_kind_of(layer)
         assert kind is not None, f"{name} was found among the layers that can be adapted"
         check_forward(name, layer, config)
         chosen[name] = tuple(part for part in kind.parts if part in found)
@@ -279,7 +278,7 @@ def _check_others(module: nn.Module, targets: Sequence[str] | str | None, adapta
 
 def _layers_of_target_parameters(module: nn.Module, config: LoraConfig) -> dict[str, tuple[str, ...]]:
     """Return the layers that `target_parameters` selects; PEFT matches names or their ends."""
-    weights = weights_of_experts(module)
+    weights = expert_weights_by_module(module)
     full_names = {(layer, part): f"{layer}.{part}".lstrip(".") for layer, parts in weights.items() for part in parts}
     found: dict[str, list[str]] = {}
     used = set()
@@ -300,7 +299,7 @@ def _layers_of_target_parameters(module: nn.Module, config: LoraConfig) -> dict[
     return {layer: tuple(parts) for layer, parts in found.items()}
 
 
-def weights_of_experts(module: nn.Module) -> dict[str, list[str]]:
+def expert_weights_by_module(module: nn.Module) -> dict[str, list[str]]:
     """Return the modules with weights that `target_parameters` can name, and these weights."""
     return {
         name: weights

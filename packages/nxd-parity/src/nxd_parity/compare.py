@@ -20,8 +20,7 @@ from torch import Tensor
 
 from nxd_parity.case import ParityCase, check_batches, checked_config
 from nxd_parity.float64 import InFloat64
-from nxd_parity.layout import LayoutRun, LayoutStep, Piece
-from nxd_parity.placement import Distance, Part, distance, is_close, readings
+from nxd_parity.layout import Distance, LayoutRun, LayoutStep, RankPart, TensorPiece, distance, is_close, readings
 from nxd_parity.reference import Reference, ReferenceStep, run_reference
 
 
@@ -253,7 +252,7 @@ class _Comparison:
                 for call, output in enumerate(outputs):
                     microbatch, index = divmod(call, len(wanted[name]))
                     whole = wanted[name][index]
-                    part = Part(
+                    part = RankPart(
                         dp_rank * self._microbatches + microbatch, self._dp * self._microbatches, tp_rank, self._tp
                     )
                     nearest = _nearest(whole, output, part)
@@ -266,11 +265,11 @@ class _Comparison:
         self._go_through("activation", list(wanted), lambda name: (self._place, own.activations.get(name)), check)
 
     def _check_pieces(
-        self, step: int, kind: str, expected: Mapping[str, Tensor], own: Mapping[str, list[Piece]]
+        self, step: int, kind: str, expected: Mapping[str, Tensor], own: Mapping[str, list[TensorPiece]]
     ) -> None:
         peers = _largest(expected.values())
 
-        def check(name: str, parts: Sequence[tuple[tuple[int, int], list[Piece] | None]]) -> Verdict:
+        def check(name: str, parts: Sequence[tuple[tuple[int, int], list[TensorPiece] | None]]) -> Verdict:
             if all(pieces is None for _, pieces in parts):
                 return Difference(step, kind, name, problem="is missing on all ranks")
             whole = expected[name]
@@ -352,7 +351,7 @@ class _Comparison:
         return self._gather(item)[0]
 
 
-def _combined(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], rank: int, position: int) -> Tensor:
+def _combined(parts: Sequence[tuple[tuple[int, int], list[TensorPiece] | None]], rank: int, position: int) -> Tensor:
     """The gradient that this rank's optimizer should use: the mean over replicas of the sum over a split sequence."""
     (_, tp_rank), pieces = parts[rank]
     assert pieces is not None  # the caller iterates over its pieces
@@ -372,14 +371,16 @@ def _combined(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], rank:
     return torch.stack(sums).mean(0)
 
 
-def _combined_of_experts(parts: Sequence[tuple[tuple[int, int], list[Piece] | None]], piece: Piece) -> Tensor:
+def _combined_of_experts(
+    parts: Sequence[tuple[tuple[int, int], list[TensorPiece] | None]], piece: TensorPiece
+) -> Tensor:
     """`_combined` for experts: the ranks' gradients, each from the rank's own tokens, are summed."""
     values = [it.values for _, others in parts for it in others or [] if it.box == piece.box]
     replicas = len({dp_rank for (dp_rank, _), _ in parts})
     return torch.stack(values).sum(0) / piece.holders / replicas
 
 
-def _nearest(whole: Tensor, output: Tensor, part: Part) -> Distance | None:
+def _nearest(whole: Tensor, output: Tensor, part: RankPart) -> Distance | None:
     found = [
         distance(whole[box], output, [it.start for it in box]) for box in readings(whole.shape, output.shape, part)
     ]

@@ -7,11 +7,10 @@ from nxd_plan.devices import DEVICES, Device, find_device
 from nxd_plan.layout import Degrees, Job, Layout, Rejected
 from nxd_plan.memory import RankMemory
 from nxd_plan.model import OwnLlama, PlannedModel
-from nxd_plan.model_file import planned_model
 from nxd_plan.planner import Misfit, Plan, PlannedLayout, make_plan
-from nxd_plan.ready_config import config_call, recipe, save_recipe
+from nxd_plan.render import config_call, recipe, save_recipe
 from nxd_plan.step_time import Communication, StepTime
-from nxd_plan.transformers_model import TransformersModel
+from nxd_plan.transformers_model import TransformersModel, planned_model
 
 __all__ = [
     # what is planned

@@ -59,7 +59,7 @@ class Operation:
 
 
 @dataclass
-class Segment:
+class WorkSegment:
     """A part of a computation.
 
     Attributes:
@@ -81,7 +81,7 @@ class Segment:
     product_bytes: int = 0
 
 
-class _Made(NamedTuple):
+class _MetaTensor(NamedTuple):
     """A tensor that an operation has created."""
 
     shape: torch.Size
@@ -89,7 +89,7 @@ class _Made(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def like(cls, tensor: Tensor) -> "_Made":
+    def like(cls, tensor: Tensor) -> "_MetaTensor":
         return cls(tensor.shape, tensor.stride(), tensor.dtype)
 
     def again(self) -> Tensor:
@@ -100,7 +100,7 @@ class Outcomes:
     """Cached results of operations on the meta device; called in place of the operations."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Made | tuple[_Made, ...]] = {}
+        self._known: dict[Hashable, _MetaTensor | tuple[_MetaTensor, ...]] = {}
 
     def of(self, func: OpOverload) -> Callable[..., Any]:
         """Wrap an operation so that it runs once per kind of inputs, if all that it does is create tensors."""
@@ -116,9 +116,9 @@ class Outcomes:
                 result = func(*args, **kwargs)
                 if _is_new(result, (args, kwargs)):
                     alone = isinstance(result, Tensor)
-                    self._known[key] = _Made.like(result) if alone else tuple(map(_Made.like, result))
+                    self._known[key] = _MetaTensor.like(result) if alone else tuple(map(_MetaTensor.like, result))
                 return result
-            return known.again() if isinstance(known, _Made) else tuple(made.again() for made in known)
+            return known.again() if isinstance(known, _MetaTensor) else tuple(made.again() for made in known)
 
         return outcome
 
@@ -140,7 +140,7 @@ def _grouped_product(one: Tensor, other: Tensor, offsets: Tensor, *options: Any)
 
 def _described(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return _Made.like(value), value.device
+        return _MetaTensor.like(value), value.device
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(map(_described, value))
     if isinstance(value, Mapping):
@@ -172,14 +172,14 @@ class OperationLog(StepMemory):
     def __init__(self, outcomes: Outcomes, expert_group: str = "") -> None:
         super().__init__()
         self._outcomes, self._expert_group = outcomes, expert_group
-        self.segments: dict[str, Segment] = {}
-        self._current = Segment(0)
+        self.segments: dict[str, WorkSegment] = {}
+        self._current = WorkSegment(0)
 
     def begin(self, name: str) -> None:
         """End the current segment and begin one named `name`."""
         self._current.after, self._current.peak = self.held_bytes, self.peak_bytes
         self.peak_bytes = self.held_bytes
-        self._current = self.segments[name] = Segment(self.held_bytes)
+        self._current = self.segments[name] = WorkSegment(self.held_bytes)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

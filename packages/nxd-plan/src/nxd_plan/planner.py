@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from nxd_pipeline import Schedule
 from nxd_state import Mesh, ParallelDegrees
 
-from nxd_plan.expert_degrees import expert_degrees
 from nxd_plan.layout import (
     ON_XLA,
     Degrees,
@@ -17,6 +16,7 @@ from nxd_plan.layout import (
     Layout,
     Rejected,
     context_parallel_sizes,
+    expert_degrees,
     layouts_on,
     local_length,
     pipeline_parallel_sizes,

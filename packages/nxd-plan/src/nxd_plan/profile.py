@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from nxd_plan.model import PlannedModel
-from nxd_plan.operations import Operation, OperationLog, Outcomes, Segment
+from nxd_plan.operations import Operation, OperationLog, Outcomes, WorkSegment
 
 CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
@@ -110,15 +110,15 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartProfile:
     """A part of the model: the embedding, a decoder layer, or the final norm, head and loss."""
 
     forward: Pass
     backward: Pass
 
-    def extrapolated(self, to_three: "Part", size: int) -> "Part":
+    def extrapolated(self, to_three: "PartProfile", size: int) -> "PartProfile":
         """See `Pass.extrapolated`."""
-        return Part(
+        return PartProfile(
             self.forward.extrapolated(to_three.forward, size), self.backward.extrapolated(to_three.backward, size)
         )
 
@@ -127,9 +127,9 @@ class Part:
 class Profile:
     """The parts of a model, with one layer of each kind, and the bytes of the hidden states between them."""
 
-    embedding: Part
-    layers: tuple[Part, ...]
-    head: Part
+    embedding: PartProfile
+    layers: tuple[PartProfile, ...]
+    head: PartProfile
     hidden_bytes: int
 
     def extrapolated(self, to_three: "Profile", size: int) -> "Profile":
@@ -275,11 +275,11 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
     return mixed[..., :size]
 
 
-def _part(segments: dict[str, Segment], name: str) -> Part:
-    return Part(_pass(segments[f"{name} forward"]), _pass(segments[f"{name} backward"]))
+def _part(segments: dict[str, WorkSegment], name: str) -> PartProfile:
+    return PartProfile(_pass(segments[f"{name} forward"]), _pass(segments[f"{name} backward"]))
 
 
-def _pass(segment: Segment) -> Pass:
+def _pass(segment: WorkSegment) -> Pass:
     return Pass(
         kept=segment.after - segment.before,
         peak=segment.peak - segment.before,

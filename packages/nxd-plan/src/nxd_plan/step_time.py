@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from nxd_layers.context.heads import splits_heads
+from nxd_layers.context.exchange import splits_heads
 from nxd_pipeline import Costs, Schedule, StageCost, make_schedule, simulate
 from nxd_state import Mesh
 
@@ -16,7 +16,7 @@ from nxd_plan.devices import Device
 from nxd_plan.layout import ON_XLA, Job, Layout
 from nxd_plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
 from nxd_plan.operations import Operation
-from nxd_plan.profile import Part, Pass, Profile
+from nxd_plan.profile import PartProfile, Pass, Profile
 from nxd_plan.stages import StageParts
 
 SUSTAINED_FLOPS = 0.7  # fraction of the peak that large matrix products reach
@@ -102,7 +102,7 @@ def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Pro
         sending += sum(LATENCY + sent / expert_link for sent in work.to_experts if sent)
         return computing + sending + sum(LATENCY + sent / context_link for sent in exchanged if sent)
 
-    def both(part: Part) -> StageTime:
+    def both(part: PartProfile) -> StageTime:
         return StageTime(seconds(part.forward), seconds(part.backward))
 
     embedding, head = both(profile.embedding), both(profile.head)
@@ -257,7 +257,7 @@ def communication(
 def _of_passes(stage: StageParts, profile: Profile, sent: Callable[[Pass], Iterable[int]]) -> int:
     """Bytes of one microbatch on a stage, where `sent` gives the bytes of a pass."""
 
-    def of(part: Part) -> int:
+    def of(part: PartProfile) -> int:
         return sum(sent(part.forward)) + sum(sent(part.backward))
 
     total = sum(of(profile.layers[kind]) for kind in stage.layers)

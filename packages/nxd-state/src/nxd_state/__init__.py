@@ -29,6 +29,7 @@ from nxd_state.collectives.debug import CollectiveMismatch
 from nxd_state.collectives.transport import wait_seconds
 from nxd_state.degrees import ParallelDegrees
 from nxd_state.device import (
+    at_least_float32,
     autocast_devices,
     compile_backend,
     device_type,
@@ -224,6 +225,7 @@ __all__ = [
     "has_streams",
     "has_float64",
     "widest_float",
+    "at_least_float32",
     "has_dynamic_shapes",
     "static_shapes",
     "has_fused_optimizers",

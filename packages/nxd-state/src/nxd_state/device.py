@@ -141,6 +141,11 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else torch.float32
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32 if its dtype is narrower, else itself."""
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
 def compile_backend(what: DeviceLike = None) -> str:
     """The backend of torch.compile for a device: its own if it has one, like `neuron`, else "inductor"."""
     return "neuron" if _type_of(what) == "neuron" else "inductor"

@@ -13,11 +13,19 @@ from nxd_doctor.graphs.capture import (
     recent_graphs,
     start_capture,
 )
-from nxd_doctor.graphs.collectives import Collective, find_collectives, total_bytes
-from nxd_doctor.graphs.compare import Difference, first_difference
+from nxd_doctor.graphs.compare import GraphDifference, first_difference
 from nxd_doctor.graphs.hlo import Array, Computation, HloModule, Instruction, Shape, loops_counted_once
 from nxd_doctor.graphs.liveness import LiveBuffer, Memory, peak_memory
-from nxd_doctor.graphs.operations import Cast, Product, count_flops, find_casts, find_products
+from nxd_doctor.graphs.operations import (
+    Cast,
+    Collective,
+    Product,
+    count_flops,
+    find_casts,
+    find_collectives,
+    find_products,
+    total_bytes,
+)
 from nxd_doctor.graphs.parse import parse_hlo
 from nxd_doctor.graphs.scopes import module_scopes
 
@@ -41,7 +49,7 @@ __all__ = [
     "Cast",
     "loops_counted_once",
     "first_difference",
-    "Difference",
+    "GraphDifference",
     # recording; these need torch-xla
     "start_capture",
     "capture_steps",

@@ -91,10 +91,10 @@ def start_capture() -> None:
     os.environ["XLA_SAVE_TENSORS_FMT"] = "hlo"
     os.environ["XLA_IR_DEBUG"] = os.environ["XLA_HLO_DEBUG"] = "1"
     torch_xla_module()._XLAC._set_ir_debug(True)  # if torch-xla was imported before
-    explain_by(RecordedGraphs(lambda: [graph.module for graph in recent_graphs()]))
+    explain_by(DumpedGraphs(lambda: [graph.module for graph in recent_graphs()]))
 
 
-class RecordedGraphs:
+class DumpedGraphs:
     """Graphs that help to explain a device error; see `nxd_state.neuron_errors`.
 
     Args:

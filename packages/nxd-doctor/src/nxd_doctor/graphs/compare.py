@@ -11,7 +11,7 @@ from nxd_doctor.graphs.hlo import Computation, HloModule, Instruction
 
 
 @dataclass(frozen=True)
-class Difference:
+class GraphDifference:
     """Where two graphs first differ.
 
     Attributes:
@@ -30,7 +30,7 @@ class Difference:
 
 def first_difference(
     left: HloModule, right: HloModule, *, names: tuple[str, str] = ("the first", "the second")
-) -> Difference | None:
+) -> GraphDifference | None:
     """Find the first difference; None if both are the same program.
 
     Differences between arguments come first: a batch of another shape changes everything after it.
@@ -46,11 +46,11 @@ def first_difference(
                 f"argument {number} is {ours.shape} in {names[0]} and {theirs.shape} in {names[1]} "
                 f"({ours.place}): a tensor whose shape changes makes another graph"
             )
-            return Difference("parameter", ours.place, words)
+            return GraphDifference("parameter", ours.place, words)
     return next(_differences(left, right, names), None)
 
 
-def _differences(left: HloModule, right: HloModule, names: tuple[str, str]) -> Iterator[Difference]:
+def _differences(left: HloModule, right: HloModule, names: tuple[str, str]) -> Iterator[GraphDifference]:
     """The differences in the entry and in the computations it calls, in call order."""
     waiting, compared = [(left.main, right.main)], {(left.entry, right.entry)}
     while waiting:
@@ -63,14 +63,16 @@ def _differences(left: HloModule, right: HloModule, names: tuple[str, str]) -> I
                     waiting.append((left.computations[called], right.computations[matching]))
 
 
-def _in_computation(left: Computation, right: Computation, names: tuple[str, str]) -> Iterator[Difference]:
+def _in_computation(left: Computation, right: Computation, names: tuple[str, str]) -> Iterator[GraphDifference]:
     positions = [{item.name: at for at, item in enumerate(side.instructions)} for side in (left, right)]
     for number, (ours, theirs) in enumerate(zip(left.instructions, right.instructions, strict=False), start=1):
         kind = _kind_of_difference(ours, theirs, positions)
         if kind:
             where = f"instruction {number} of {len(left.instructions)} ({ours.place})"
             shown = [_show(item, kind) for item in (ours, theirs)]
-            yield Difference(kind, ours.place, f"{where}: {kind} {shown[0]} in {names[0]}, {shown[1]} in {names[1]}")
+            yield GraphDifference(
+                kind, ours.place, f"{where}: {kind} {shown[0]} in {names[0]}, {shown[1]} in {names[1]}"
+            )
     if len(left.instructions) != len(right.instructions):
         longer, name = max((left, names[0]), (right, names[1]), key=lambda side: len(side[0].instructions))
         extra = longer.instructions[min(len(left.instructions), len(right.instructions))]
@@ -78,7 +80,7 @@ def _in_computation(left: Computation, right: Computation, names: tuple[str, str
             f"{left.name} has {len(left.instructions)} instructions in {names[0]} and {len(right.instructions)} in "
             f"{names[1]}; the first that only {name} has is {extra.opcode} {extra.shape} ({extra.place})"
         )
-        yield Difference("length", extra.place, words)
+        yield GraphDifference("length", extra.place, words)
 
 
 def _kind_of_difference(ours: Instruction, theirs: Instruction, positions: list[dict[str, int]]) -> str:
@@ -117,7 +119,7 @@ def _show(item: Instruction, kind: str) -> str:
     return f"{item.opcode} {item.shape}"
 
 
-def _number_of_arguments(left: HloModule, right: HloModule, names: tuple[str, str]) -> Difference:
+def _number_of_arguments(left: HloModule, right: HloModule, names: tuple[str, str]) -> GraphDifference:
     sides = left.parameters, right.parameters
     longer = max(sides, key=len)
     pairs = enumerate(zip(*sides, strict=False))
@@ -128,4 +130,4 @@ def _number_of_arguments(left: HloModule, right: HloModule, names: tuple[str, st
         f"{extra.shape} ({extra.place}): probably a state that the first step creates, or a number that is data in "
         "one and a constant in the other"
     )
-    return Difference("parameter", extra.place, words)
+    return GraphDifference("parameter", extra.place, words)

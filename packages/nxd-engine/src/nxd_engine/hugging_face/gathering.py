@@ -8,7 +8,6 @@ waiting.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -144,8 +143,8 @@ def _ready(
         Exception: the exception of `make`, on its rank.
         _NotReadyError: `make` raised on another rank.
     """
-    make_all = partial(list, map(make, requests))
-    return together("read its part of the model", make_all, group=group, error_type=_NotReadyError)
+    doing = "read its part of the model"
+    return together(doing, lambda: [make(it) for it in requests], group=group, error_type=_NotReadyError)
 
 
 def _values(state: Mapping[str, ShardedTensor], request: _Request) -> torch.Tensor:

@@ -16,8 +16,7 @@ from nxd_layers.activation_checkpoint.find import (
     named_modules_of,
     named_transformer_layers,
 )
-from nxd_layers.activation_checkpoint.forward import CheckpointedForward, Keep, matmul_outputs
-from nxd_layers.activation_checkpoint.tiled import tile_modules
+from nxd_layers.activation_checkpoint.forward import CheckpointedForward, Keep, TiledForward, matmul_outputs
 from nxd_layers.linear import ColumnParallelLinear
 
 __all__ = [
@@ -85,6 +84,34 @@ def remove_activation_checkpointing(model: nn.Module) -> None:
             del module.forward
             if module.forward != checkpointed.forward:  # the module had one of its own, not its class's
                 module.forward = checkpointed.forward
+
+
+def tile_modules(
+    model: nn.Module, classes: ModuleClass | Sequence[ModuleClass], *, num_tiles: int, sequence_dim: int = 1
+) -> list[str]:
+    """Make modules compute their positions tile by tile. Call it the same way on all ranks.
+
+    Outputs are unchanged; gradients are the same sums in another order.
+
+    Args:
+        model: the model, changed in place.
+        classes: classes, or their names, such as "LlamaMLP", of modules with one input and one output tensor of the
+            same positions.
+        num_tiles: number of tiles of a sequence; fewer if it has fewer positions.
+        sequence_dim: sequence dim of that tensor: 1 for `[batch, seq, hidden]`.
+
+    Returns:
+        The names of the modules.
+
+    Raises:
+        ValueError: `num_tiles` is not positive, or the model has no module of a class.
+    """
+    if num_tiles < 1:
+        raise ValueError(f"num_tiles={num_tiles} must be at least 1")
+    found = named_modules_of(model, classes)
+    for module in found.values():
+        module.forward = TiledForward(module, num_tiles, sequence_dim)
+    return list(found)
 
 
 def _check_computed_inside(chosen: dict[str, nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""The replacement for a checkpointed module's `forward`.
+"""The replacements for the `forward` of checkpointed and tiled modules.
 
 It uses torch's non-reentrant `torch.utils.checkpoint`, which keeps autocast and torch's own random state, and adds
 this repository's random streams and the choice of operations whose outputs are kept. A recomputation stops where
@@ -18,7 +18,6 @@ from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nxd_layers.activation_checkpoint.buffers import BufferState
 from nxd_layers.mappings import reductions_out_of_place
 
 Keep = Callable[[OpOverload], bool]
@@ -162,3 +161,78 @@ class _Recomputation(AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave.__exit__(kind, error, trace)
+
+
+_LARGEST_COPY = 2**18  # elements; a larger buffer, such as a mask or a quantized weight, is taken to stay as it is
+
+
+class BufferState:
+    """The current buffers of a module and its submodules, for the forward that is computed again.
+
+    A forward may change buffers: running statistics, counters, codebooks. The recomputation must begin with the buffers
+    that the first forward began with, and leave those that it left. Buffers are exchanged, not written to: backward may
+    have saved their tensors.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        copies: dict[int, Tensor] = {}  # a buffer that modules share is copied once
+        self._buffers = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
+        self._versions: list[tuple[nn.Module, str, Tensor, int]] = []
+        for part, buffers in self._buffers:
+            for name, buffer in buffers.items():
+                if buffer is None:
+                    continue
+                if buffer.numel() <= _LARGEST_COPY and not buffer.requires_grad:
+                    buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+                else:
+                    self._versions.append((part, name, buffer, buffer._version))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, modules have copies of these buffers; afterwards those that they had before.
+
+        Raises:
+            RuntimeError: a buffer has changed that is too large to be copied.
+        """
+        for part, name, buffer, version in self._versions:
+            if part._buffers.get(name) is not buffer or buffer._version != version:
+                raise RuntimeError(
+                    f"buffer {name!r} of a {type(part).__name__}, {tuple(buffer.shape)}, has changed since the forward "
+                    "that activation checkpointing recomputes; exclude the module from checkpointing (buffers of "
+                    f"up to {_LARGEST_COPY} elements may change)"
+                )
+        copies: dict[int, Tensor] = {}
+        unchanged = {id(buffer) for _, _, buffer, _ in self._versions}
+        changed = [(part, dict(part._buffers)) for part, _ in self._buffers]
+        for part, buffers in self._buffers:
+            part._buffers.update(
+                {
+                    name: it if it is None or id(it) in unchanged else copies.setdefault(id(it), it.clone())
+                    for name, it in buffers.items()
+                }
+            )
+        try:
+            yield
+        finally:
+            for part, buffers in changed:
+                part._buffers.clear()
+                part._buffers.update(buffers)
+
+
+class TiledForward:
+    """The `forward` of a module that treats each position separately, such as an MLP, tile by tile.
+
+    Inside such a module activations are wider than its input. Tiles are recomputed for backward, so these activations
+    exist for one tile only: their memory does not grow with the sequence (Bekman et al. 2025, "Arctic Long Sequence
+    Training").
+    """
+
+    def __init__(self, module: nn.Module, num_tiles: int, sequence_dim: int) -> None:
+        self._forward = CheckpointedForward(module, None)
+        self._num_tiles = num_tiles
+        self._dim = sequence_dim
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The module's output."""
+        tiles = hidden.tensor_split(max(1, min(self._num_tiles, hidden.shape[self._dim])), self._dim)
+        return torch.cat([self._forward(tile) for tile in tiles], self._dim)

@@ -1,12 +1,10 @@
 """Context parallelism: one sequence cut over several ranks, and the attention of all its positions."""
 
 from nxd_layers.context.attention import Transport, cheapest_transport, context_parallel_attention
-from nxd_layers.context.balance import balanced_cut
-from nxd_layers.context.batch import causal_plan, own_part, own_positions, whole_sequence
-from nxd_layers.context.cut import Order, SequenceCut
-from nxd_layers.context.loss import sum_over_contexts
+from nxd_layers.context.cut import Order, SequenceCut, balanced_cut
 from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask
-from nxd_layers.context.plan import AttentionPlan, Block
+from nxd_layers.context.plan import AttentionPlan, Block, causal_plan, own_part, own_positions, whole_sequence
+from nxd_layers.mappings import sum_over_contexts
 
 __all__ = [
     "AttentionPlan",

@@ -10,10 +10,25 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from nxd_layers.context.block_attention import Scores, accumulation_dtype, attend, attend_backward
-from nxd_layers.context.dropout import Dropout, draw_dropout
-from nxd_layers.context.exchange import SEQUENCE, Exchange, GatherExchange, NoExchange, Pieces, RingExchange
-from nxd_layers.context.heads import exchange_heads, return_heads, splits_heads
+from nxd_layers.context.block_attention import (
+    Dropout,
+    Scores,
+    accumulation_dtype,
+    attend,
+    attend_backward,
+    draw_dropout,
+)
+from nxd_layers.context.exchange import (
+    SEQUENCE,
+    Exchange,
+    GatherExchange,
+    NoExchange,
+    Pieces,
+    RingExchange,
+    exchange_heads,
+    return_heads,
+    splits_heads,
+)
 from nxd_layers.context.plan import AttentionPlan, Block
 
 Transport = Literal["ring", "all_gather", "all_to_all"]

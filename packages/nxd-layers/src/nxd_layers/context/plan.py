@@ -1,6 +1,7 @@
 """The blocks of an attention: which queries meet which keys, on which rank, and whether a mask is needed there.
 
-What a mask empties is in no block, so it is neither computed nor sent.
+Blocks leave out what the mask empties, so it is neither computed nor sent. The functions at the end are for models that
+split their sequences themselves: this rank's part of a batch, and the plan of its attention.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,10 +10,13 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from nxd_state import active_group, all_gather
+from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from nxd_layers.context.cut import SequenceCut
-from nxd_layers.context.mask import IntervalMask
+from nxd_layers.context.cut import SequenceCut, balanced_cut
+from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask
+from nxd_layers.tracing import leaf_of_traces
 
 # Queries of a block that needs its mask in memory: few, as it is then computed for keys that are near them only.
 _MASKED_QUERIES = 512
@@ -175,3 +179,61 @@ def _pieces_of(borders: _Borders) -> list[tuple[tuple[int, int], Kind]]:
     else:
         pieces = [((begin, end), "masked")]
     return [(keys, kind) for keys, kind in pieces if keys[0] < keys[1]]
+
+
+@leaf_of_traces
+def own_part(whole: Tensor, multiple: int = 1, fill: int = 0, document_ids: Tensor | None = None) -> Tensor:
+    """Return this context-parallel rank's part of a batch: `[batch, seq, ...]` to `[batch, local, ...]`.
+
+    Args:
+        whole: token ids, labels or the like, the same on all these ranks.
+        multiple: divisor of each chunk's length, as for `SequenceCut`.
+        fill: the value at padded positions.
+        document_ids: `[batch or 1, seq]`, the document of each token in packed sequences.
+    """
+    rank = active_group("cp").rank_tensor(whole)
+    return _cut_of(whole, multiple, document_ids).part_of(whole, rank, fill=fill)
+
+
+@leaf_of_traces
+def own_positions(whole: Tensor, multiple: int = 1, document_ids: Tensor | None = None) -> Tensor:
+    """Return the positions of this rank's tokens in the sequence, for `[batch, seq, ...]`: `[local]`, int64."""
+    return _cut_of(whole, multiple, document_ids).positions_of(active_group("cp").rank_tensor(whole))
+
+
+def whole_sequence(part: Tensor, cut: SequenceCut, *, dim: int = 1) -> Tensor:
+    """Gather the sequence, in order and without padding: `[..., local, ...]` to `[..., length, ...]`.
+
+    Without gradients. Called by all context-parallel ranks.
+
+    Args:
+        part: this rank's part.
+        cut: cut of the sequence.
+        dim: dim of the sequence.
+    """
+    return cut.whole_of(all_gather(part.contiguous(), active_group("cp"), dim=dim), dim=dim)
+
+
+@leaf_of_traces
+def causal_plan(
+    input_ids: Tensor, document_ids: Tensor | None = None, padding_mask: Tensor | None = None, multiple: int = 1
+) -> AttentionPlan:
+    """Return the plan of causal attention within the documents of a batch, or in padded sequences.
+
+    Args:
+        input_ids: `[batch, seq]`.
+        document_ids: `[batch, seq]`, the document of each token.
+        padding_mask: `[batch, seq]`, 1 for tokens and 0 for padding.
+        multiple: see `own_part`.
+    """
+    cut = _cut_of(input_ids, multiple, document_ids)
+    mask = interval_mask(
+        cut.length, MaskRule(), document_ids=document_ids, padding_mask=padding_mask, device=input_ids.device
+    )
+    return AttentionPlan(mask, cut)
+
+
+def _cut_of(whole: Tensor, multiple: int, document_ids: Tensor | None) -> SequenceCut:
+    if document_ids is not None:
+        return balanced_cut(document_ids, active_group("cp").size, multiple=multiple)
+    return SequenceCut(whole.shape[1], active_group("cp").size, multiple=multiple)

@@ -7,10 +7,9 @@ from nxd_layers.experts.dispatch import (
     expert_parallel_forward,
     shares_tokens_out,
 )
-from nxd_layers.experts.layer import MoE
 from nxd_layers.experts.linear import ExpertLinear, mark_expert_parameter, shard_experts
 from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, separate_slots, weights_of_experts
-from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs
+from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs, MoE
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
 from nxd_layers.experts.routers import GroupLimitedRouter, RouterBase, RouterSinkhorn, RouterTopK
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from nxd_state import active_group, all_reduce, get_device, widest_float
+from nxd_state import active_group, all_reduce, at_least_float32, get_device, widest_float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -91,14 +91,9 @@ class RouterSums:
         return RouterSums(*(new.view_as(old) for new, old in zip(split, parts, strict=True)))
 
 
-def widened(logits: Tensor) -> Tensor:
-    """Return logits in float32, or in their own dtype if it is wider."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def probabilities_of(logits: Tensor) -> Tensor:
-    """Return the probability of each expert, in the dtype of `widened`."""
-    return F.softmax(widened(logits), dim=-1)
+    """Return the probability of each expert, in the dtype of `at_least_float32`."""
+    return F.softmax(at_least_float32(logits), dim=-1)
 
 
 def count_loads(used: Tensor, experts: int, rows: MicrobatchTokens) -> Tensor:

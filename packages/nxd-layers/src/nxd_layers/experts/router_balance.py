@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from nxd_state import active_group, all_reduce, get_device, get_rng_state, set_rng_state, widest_float
+from nxd_state import active_group, all_reduce, at_least_float32, get_device, get_rng_state, set_rng_state, widest_float
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -24,7 +24,6 @@ from nxd_layers.experts.balance import (
     count_loads,
     one_hot_of_top_k,
     probabilities_of,
-    widened,
 )
 
 T = TypeVar("T")
@@ -341,7 +340,7 @@ class RouterBalance:
             of_sequences = experts * rows.shares.to(sums.sequence_loss).prod(dim=1).sum()
             sums.sequence_loss += of_sequences / rows.sequences / active_group("cp").size
         if self.config.z_loss_coef:
-            squares = widened(logits).logsumexp(dim=-1).square()
+            squares = at_least_float32(logits).logsumexp(dim=-1).square()
             sums.z_loss += rows.only(squares).sum() / rows.tokens
 
     def gradient(self, logits: Tensor, rows: MicrobatchTokens) -> Tensor:
@@ -369,7 +368,7 @@ class RouterBalance:
             scaled = probabilities * (config.aux_loss_coef * experts * by_probability).to(probabilities)
             gradient += scaled - probabilities * scaled.sum(dim=-1, keepdim=True)
         if config.z_loss_coef and len(logits):
-            scaled = widened(logits).logsumexp(dim=-1, keepdim=True) * probabilities
+            scaled = at_least_float32(logits).logsumexp(dim=-1, keepdim=True) * probabilities
             gradient += scaled * (2 * config.z_loss_coef * replicas / len(self.layers) / rows.tokens)
         return rows.only(gradient * self._loss_scale)
 

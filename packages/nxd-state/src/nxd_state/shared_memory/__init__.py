@@ -7,7 +7,7 @@ and compiled graphs call; `algorithms` says which rank posts and adds what; `cha
 """
 
 from nxd_state.shared_memory.channel import SharedMemoryError
-from nxd_state.shared_memory.connection import Membership, connect, share_memory
+from nxd_state.shared_memory.connection import GroupMembers, connect, share_memory
 from nxd_state.shared_memory.transport import SharedMemoryTransport
 
-__all__ = ["Membership", "SharedMemoryError", "SharedMemoryTransport", "connect", "share_memory"]
+__all__ = ["GroupMembers", "SharedMemoryError", "SharedMemoryTransport", "connect", "share_memory"]

@@ -1,4 +1,4 @@
-"""`Channel`: the memory that the ranks of one group share, and how they meet in it, in rounds and by messages.
+"""`SharedChannel`: the memory that the ranks of one group share, and how they meet in it, in rounds and by messages.
 
 Each rank writes its own segment and reads those of the others; `memory.SegmentLayout` says where.
 """
@@ -64,7 +64,7 @@ class Peer:
     event_count: PeerEventCount
 
 
-class Channel:
+class SharedChannel:
     """The memory that one group shares.
 
     Args:
@@ -240,7 +240,7 @@ class Rounds:
         part_bytes: bytes of a slot for each rank, where it holds a part for each.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: SharedChannel) -> None:
         self.channel = channel
         self.rank, self.size, self.peers = channel.rank, channel.size, channel.peers
         self.part_bytes = SLOT_BYTES // self.size // _ALIGNMENT * _ALIGNMENT
@@ -344,7 +344,7 @@ class Outbox:
     The sender counts chunks sent, the receiver chunks received; each slot's signature describes the message.
     """
 
-    def __init__(self, channel: Channel, peer: int) -> None:
+    def __init__(self, channel: SharedChannel, peer: int) -> None:
         self._channel, self._peer = channel, peer
         self._sent_word = channel.layout.sent(peer)
         self._received_word = channel.layout.received(channel.rank)  # of the peer
@@ -376,7 +376,7 @@ class Outbox:
 class Inbox:
     """Messages from one other rank to this one."""
 
-    def __init__(self, channel: Channel, peer: int) -> None:
+    def __init__(self, channel: SharedChannel, peer: int) -> None:
         self._channel, self._peer = channel, peer
         self._sent_word = channel.layout.sent(channel.rank)  # of the peer
         self._received_word = channel.layout.received(peer)

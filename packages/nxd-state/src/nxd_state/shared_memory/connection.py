@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
 from nxd_state.processes import Process
-from nxd_state.shared_memory.channel import Channel, Peer
+from nxd_state.shared_memory.channel import Peer, SharedChannel
 from nxd_state.shared_memory.memory import LAYOUT_FORMAT, OwnSegment, SegmentLayout, host_identity, map_segment
-from nxd_state.shared_memory.progress import Progress
+from nxd_state.shared_memory.progress import ProgressEngine
 from nxd_state.shared_memory.transport import SharedMemoryTransport, serve_graphs
 from nxd_state.shared_memory.wakeups import EventCount, PeerEventCount
 from nxd_state.store_messages import read_message
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _MOST_RANKS = 64  # no host has more ranks; larger groups are not tried
 
 
-class Membership(NamedTuple):
+class GroupMembers(NamedTuple):
     """The description of a group, as needed here."""
 
     axis: str
@@ -44,7 +44,7 @@ class _ThisProcess:
 
     def __init__(self) -> None:
         self.event_count = EventCount()
-        self.progress = Progress(self.event_count)
+        self.progress = ProgressEngine(self.event_count)
         self.process = Process.of(os.getpid())
 
 
@@ -61,7 +61,7 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store) -> dict[str, SharedMemoryTransport]:
+def connect(memberships: Mapping[str, GroupMembers], rank: int, store: dist.Store) -> dict[str, SharedMemoryTransport]:
     """Share memory with the members of this rank's groups; every member calls this with the same groups.
 
     Args:
@@ -91,7 +91,7 @@ def connect(memberships: Mapping[str, Membership], rank: int, store: dist.Store)
     }
 
 
-def _share(groups: Mapping[str, Membership]) -> tuple[dict[str, OwnSegment], _ThisProcess | None]:
+def _share(groups: Mapping[str, GroupMembers]) -> tuple[dict[str, OwnSegment], _ThisProcess | None]:
     global _this_process  # noqa: PLW0603
     if host_identity() is None or not groups:
         return {}, None
@@ -144,12 +144,12 @@ def _read(store: dist.Store, ranks: Sequence[int], what: str, parse: Callable[[A
 
 
 def _map_all(
-    groups: Mapping[str, Membership],
+    groups: Mapping[str, GroupMembers],
     rank: int,
     own: Mapping[str, OwnSegment],
     process: _ThisProcess | None,
     offers: Mapping[int, Any],
-) -> dict[str, Channel]:
+) -> dict[str, SharedChannel]:
     if process is None:
         return {}
     here = host_identity()
@@ -176,7 +176,9 @@ def _map_all(
             errors.append(error)
             continue
         title = f"group {group.axis} {list(group.ranks)}"
-        channels[name] = Channel(title, group.ranks, group.ranks.index(rank), own[name], neighbours, group.timeout)
+        channels[name] = SharedChannel(
+            title, group.ranks, group.ranks.index(rank), own[name], neighbours, group.timeout
+        )
     if errors:  # of one cause, as a rule
         _go_without(errors[0])
     return channels
@@ -196,7 +198,7 @@ def share_memory(
     Returns:
         The transports of the groups that share memory, by the name of the process group.
     """
-    memberships: dict[str, Membership] = {}
+    memberships: dict[str, GroupMembers] = {}
     process_groups: dict[str, dist.ProcessGroup] = {}
     for group in groups:
         process_group = group.process_group
@@ -204,7 +206,7 @@ def share_memory(
             continue
         if group.name not in memberships:
             seconds = (timeout or _timeout(process_group)).total_seconds()
-            memberships[group.name] = Membership(group.axis, group.ranks, seconds)
+            memberships[group.name] = GroupMembers(group.axis, group.ranks, seconds)
             process_groups[group.name] = process_group
     if not memberships:
         return {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nxd_state.collectives.transport import begin_wait, end_wait
-from nxd_state.shared_memory.channel import Awaited, Channel, LostPeerError, SharedMemoryError, Steps
+from nxd_state.shared_memory.channel import Awaited, LostPeerError, SharedChannel, SharedMemoryError, Steps
 from nxd_state.shared_memory.wakeups import EventCount
 
 # Steps are hidden from the caller's dispatch modes, such as selective checkpointing's, which replay the operators that
@@ -29,7 +29,7 @@ _LONGEST_SLEEP = 0.05  # seconds; then the peers are looked at
 _GRACE_SECONDS = 1e-3  # for so long, an asynchronous operation is left to a caller that may wait for it
 
 
-class Operation:
+class PendingOperation:
     """A collective or message under way."""
 
     __slots__ = ("done", "error", "queue", "result", "steps")
@@ -57,9 +57,9 @@ class Operation:
 class OperationQueue:
     """Operations of one channel that run one after the other."""
 
-    def __init__(self, channel: Channel, progress: "Progress") -> None:
+    def __init__(self, channel: SharedChannel, progress: "ProgressEngine") -> None:
         self.channel, self.progress = channel, progress
-        self.operations: deque[Operation] = deque()
+        self.operations: deque[PendingOperation] = deque()
         self.awaited: Awaited | None = None
 
     def advance(self) -> None:
@@ -100,7 +100,7 @@ def _next(steps: Steps) -> Awaited:
         return next(steps)
 
 
-class Progress:
+class ProgressEngine:
     """All operations under way in this process."""
 
     def __init__(self, event_count: EventCount) -> None:
@@ -118,7 +118,7 @@ class Progress:
         """Mark this as the parent's, in a forked process."""
         self.is_foreign = True
 
-    def begin(self, queue: OperationQueue, steps: Steps) -> Operation:
+    def begin(self, queue: OperationQueue, steps: Steps) -> PendingOperation:
         """Begin an operation and advance it as far as possible; the thread does the rest."""
         operation = self._enter(queue, steps)
         if not operation.done:
@@ -131,7 +131,7 @@ class Progress:
         """Begin an operation and wait for its result."""
         return self._enter(queue, steps).wait()
 
-    def drive(self, operation: Operation) -> None:
+    def drive(self, operation: PendingOperation) -> None:
         """Advance everything until `operation` is done."""
         with self._waiting_lock:
             self._waiting_threads += 1
@@ -146,7 +146,7 @@ class Progress:
             if self._busy and self._thread is not None:
                 self._left_alone.set()
 
-    def abandon(self, channel: Channel, error: SharedMemoryError) -> None:
+    def abandon(self, channel: SharedChannel, error: SharedMemoryError) -> None:
         """Fail the operations under way on a channel."""
         with self._lock:
             channel.error = channel.error or error
@@ -154,7 +154,7 @@ class Progress:
                 queue.fail(error)
                 del self._busy[queue]
 
-    def _enter(self, queue: OperationQueue, steps: Steps) -> Operation:
+    def _enter(self, queue: OperationQueue, steps: Steps) -> PendingOperation:
         if self.is_foreign:
             raise SharedMemoryError(
                 f"{queue.channel.title} belongs to the process that this one was forked from; communicate there, or "
@@ -164,7 +164,7 @@ class Progress:
             raise SharedMemoryError(
                 f"{queue.channel.title} can no longer be used: {queue.channel.error}"
             ) from queue.channel.error
-        operation = Operation(queue, steps)
+        operation = PendingOperation(queue, steps)
         with self._lock:
             queue.operations.append(operation)
             if len(queue.operations) == 1:
@@ -180,7 +180,7 @@ class Progress:
                 if not queue.operations:
                     del self._busy[queue]
 
-    def _spin(self, operation: Operation) -> bool:
+    def _spin(self, operation: PendingOperation) -> bool:
         end = time.perf_counter() + _SPIN_SECONDS
         while True:
             self._advance()
@@ -190,7 +190,7 @@ class Progress:
                 return False
             os.sched_yield()  # where there are more ranks than cores, a peer can run now
 
-    def _sleep_until_done(self, operation: Operation) -> None:
+    def _sleep_until_done(self, operation: PendingOperation) -> None:
         began = looked = time.monotonic()
         while True:
             self._wait_for_event(operation)
@@ -202,7 +202,7 @@ class Progress:
                 looked = now
             self._check(operation.queue, now - began, thorough=thorough)
 
-    def _wait_for_event(self, operation: Operation | None) -> None:
+    def _wait_for_event(self, operation: PendingOperation | None) -> None:
         """Advance everything; if `operation` is not done then, sleep until something may have changed."""
         value = self._event_count.prepare_wait()
         try:
@@ -257,7 +257,7 @@ class Progress:
                 self._wait_for_event(None)
 
 
-def _check_peers(channel: Channel, awaited: Awaited, seconds: float, *, thorough: bool) -> LostPeerError | None:
+def _check_peers(channel: SharedChannel, awaited: Awaited, seconds: float, *, thorough: bool) -> LostPeerError | None:
     """The error to raise on a rank that has waited for `seconds`, if any.
 
     Args:

@@ -24,9 +24,9 @@ from nxd_state.shared_memory.algorithms import (
     check_reducible,
     reduce_scatter,
 )
-from nxd_state.shared_memory.channel import Channel, Inbox, Outbox, Rounds, SharedMemoryError, Steps
+from nxd_state.shared_memory.channel import Inbox, Outbox, Rounds, SharedChannel, SharedMemoryError, Steps
 from nxd_state.shared_memory.memory import plain
-from nxd_state.shared_memory.progress import OperationQueue, Progress
+from nxd_state.shared_memory.progress import OperationQueue, ProgressEngine
 
 
 class SharedMemoryTransport(MessageTransport):
@@ -36,7 +36,7 @@ class SharedMemoryTransport(MessageTransport):
         is_open: whether the group has not been destroyed.
     """
 
-    def __init__(self, channel: Channel, progress: Progress) -> None:
+    def __init__(self, channel: SharedChannel, progress: ProgressEngine) -> None:
         self._channel, self._progress = channel, progress
         self.is_open = True
         self._rounds = Rounds(channel)

@@ -62,7 +62,7 @@ def futex_wake(address: int) -> None:
 
 _SIZE = 4096
 _VALUE, _SLEEPING = FIRST_FREE_BYTE // 8, FIRST_FREE_BYTE // 8 + 8  # words, in lines of their own
-ANYTHING = 1  # the code of a sleeper that any event wakes; the others are those of `Channel`
+ANYTHING = 1  # the code of a sleeper that any event wakes; the others are those of `SharedChannel`
 _PID_BITS = 22  # as many as Linux ever uses; the rest of the word that can be compared counts
 _COUNTS = 2**10
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from nxd_doctor.graphs import CapturedGraph, capture_steps, module_scopes, start_capture
 from nxd_doctor.graphs.capture import record_steps
-from nxd_doctor.recording import RecordedRank, RecordedSteps, check_torch_xla, run_on_cpu
+from nxd_doctor.recording import RecordedRank, RecordedSteps, require_torch_xla, run_on_cpu
 from nxd_state import initialize_mesh, step_boundary
 
 from nxd_trainer.recipe import Recipe, check_layout, load_recipe, recipe_from_dict, save_recipe
@@ -67,7 +67,7 @@ def _record_ranks(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_
     Raises:
         ValueError: torch-xla is not installed, or the steps cannot be recorded; includes the process's output.
     """
-    check_torch_xla()
+    require_torch_xla()
     with tempfile.TemporaryDirectory(prefix="nxd-doctor-") as name:
         folder = Path(name)
         data = replace(recipe.data, cache_folder=recipe.token_cache_folder)

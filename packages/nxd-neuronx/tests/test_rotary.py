@@ -4,7 +4,12 @@ import math
 
 import pytest
 import torch
-from nxd_layers.rotary import ROPE_DEFAULTS, apply_rotary_polar_compatible, apply_scaling, precompute_freqs_cis
+from nxd_neuronx.attention import (
+    ROPE_DEFAULTS,
+    apply_rotary_polar_compatible,
+    apply_scaling,
+    precompute_freqs_cis,
+)
 
 
 def test_rotation_is_a_product_of_complex_numbers():
