@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from nxd_engine.hugging_face import complete_config
+from nxd_engine.hugging_face import full_config
 from nxd_plan import Degrees, Job, find_device, make_plan, planned_model, recipe, save_recipe
 from nxd_trainer.from_recipe import recipe_model
 from nxd_trainer.recipe import load_recipe
@@ -44,7 +44,7 @@ def test_recipe_of_a_plan_makes_the_model_that_was_planned(tmp_path, model_type,
     of_the_plan = load_recipe(save_recipe(recipe(job, planned.layout), tmp_path / f"it.{suffix}"))
 
     made = recipe_model(of_the_plan).description.config
-    asked_for = complete_config(json.loads((tmp_path / "config.json").read_text()))
+    asked_for = full_config(json.loads((tmp_path / "config.json").read_text()))
     ignored = ("eos_token_id", "architectures", "dtype")  # the first is the tokenizer's
     assert {name: it for name, it in made.items() if name not in ignored} == {
         name: it for name, it in asked_for.items() if name not in ignored

@@ -23,11 +23,11 @@ from nxd_doctor.machine import (
     check_clock,
     check_collective,
     check_environment,
-    check_folder,
     check_loopback,
     check_open_files,
     check_rendezvous,
     check_shared_memory,
+    check_writable_folder,
 )
 
 OWN = Path("/site/neuronx_distributed")
@@ -137,9 +137,9 @@ def test_folder_is_tried_and_left_as_it_was(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
 
-    assert check_folder(tmp_path / "new" / "checkpoints", free=100 * GIB).status == "ok"
-    assert check_folder(tmp_path, free=GIB).status == "warning"
-    assert check_folder(file).found == f"{file} is not a folder"
+    assert check_writable_folder(tmp_path / "new" / "checkpoints", free=100 * GIB).status == "ok"
+    assert check_writable_folder(tmp_path, free=GIB).status == "warning"
+    assert check_writable_folder(file).found == f"{file} is not a folder"
     assert sorted(tmp_path.iterdir()) == [file]
 
 
@@ -147,15 +147,15 @@ def test_folder_that_cannot_be_made_or_is_none_of_this_host_is_not_called_good(t
     dangling = tmp_path / "dangling"
     dangling.symlink_to(tmp_path / "nowhere")
 
-    assert check_folder(dangling / "run").found == f"{dangling} is not a folder"
-    assert "name too long" in check_folder(tmp_path / ("a" * 300)).found
-    assert check_folder("s3://bucket/run").mend == "try it: nxd-ckpt list s3://bucket/run"
+    assert check_writable_folder(dangling / "run").found == f"{dangling} is not a folder"
+    assert "name too long" in check_writable_folder(tmp_path / ("a" * 300)).found
+    assert check_writable_folder("s3://bucket/run").mend == "try it: nxd-ckpt list s3://bucket/run"
 
 
 def test_folder_of_a_server_whose_clock_is_off_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("nxd_doctor.machine.time.time", lambda: 1.0e9)
 
-    assert "s ahead of this host's" in check_folder(tmp_path).found
+    assert "s ahead of this host's" in check_writable_folder(tmp_path).found
 
 
 def test_folder_that_refuses_a_file_is_wrong(tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_folder_that_refuses_a_file_is_wrong(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.replace", refuse)
 
-    assert check_folder(tmp_path).found == "cannot be written: read-only file system"
+    assert check_writable_folder(tmp_path).found == "cannot be written: read-only file system"
 
 
 def test_half_an_installation_has_no_version_and_its_import_fails_with_a_reason(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nxd_engine.hugging_face import complete_config
+from nxd_engine.hugging_face import full_config
 from nxd_plan import Degrees, Job, config_call, find_device, make_plan, planned_model, recipe
 
 transformers = pytest.importorskip("transformers")
@@ -213,10 +213,10 @@ def test_infinite_values_of_a_config_are_read_as_transformers_writes_them(tmp_pa
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
 
-    completed = complete_config(content)
+    completed = full_config(content)
 
     assert completed["time_step_limit"] == content["time_step_limit"]
-    assert completed == complete_config(completed)
+    assert completed == full_config(completed)
 
 
 ALONE = Degrees(1, 1, False, False, 1, "none", expert_parallel_size=1)

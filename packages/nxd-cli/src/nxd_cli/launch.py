@@ -56,7 +56,7 @@ def launch_ranks(nproc: int, command: Sequence[str]) -> int:
     Raises:
         OSError: a process could not be started.
     """
-    with socket.create_server((_LOOPBACK, 0), backlog=2 * nproc) as listener, _Ranks() as ranks:
+    with socket.create_server((_LOOPBACK, 0), backlog=2 * nproc) as listener, _RankProcesses() as ranks:
         environment = _environment(nproc, listener.getsockname()[1])
         for rank in range(nproc):
             ranks.start(
@@ -129,7 +129,7 @@ def own_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Ranks:
+class _RankProcesses:
     """The processes of the ranks, in rank order. A context manager: processes still running at its exit are killed.
 
     Signals that arrive inside are forwarded; the third one kills.
@@ -185,7 +185,7 @@ class _Ranks:
             process.send_signal(handed_on if len(self.signals) <= 2 else signal.SIGKILL)
 
 
-def _wait(ranks: _Ranks, store: "StoreServer") -> int:
+def _wait(ranks: _RankProcesses, store: "StoreServer") -> int:
     """Wait for all ranks and report which one failed first; returns the exit code."""
     from nxd_state import EXIT_PEER_FAILED, FAILURE_SHOWN  # noqa: PLC0415 - it loads torch
 

@@ -73,7 +73,7 @@ def examine(
     yield check_rendezvous(os.environ)
     yield check_loopback()
     if folder is not None:
-        yield check_folder(folder)
+        yield check_writable_folder(folder)
     if try_ranks and torch.status == import_of_torch.status == "ok":
         code, output = run_two_ranks()
         if show_output is not None:
@@ -243,7 +243,7 @@ ENOUGH_BYTES = 10 << 30
 MOST_SKEW_SECONDS = 5.0
 
 
-def check_folder(folder: str | Path, free: int | None = None) -> Finding:
+def check_writable_folder(folder: str | Path, free: int | None = None) -> Finding:
     """Check a folder by writing, flushing, renaming and removing a file in it.
 
     Args:

@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_engine.adapters import adapt_model, choose_adapters
-from nxd_engine.config import complete_config, ensure_model_parallel, param_init_fn_of
+from nxd_engine.config import complete_config, ensure_model_parallel, given_param_init_fn
 from nxd_engine.model import NxDModel
 from nxd_engine.rank_sync import in_turns, together
 
@@ -262,7 +262,7 @@ def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable
 
     The model's own `_init_weights` also fills the values that the model sets in its layers.
     """
-    fill = param_init_fn_of(config)
+    fill = given_param_init_fn(config)
     if fill is None or not hf.is_transformers_model(module):
         return fill
     parameters = inspect.signature(fill).parameters.values()

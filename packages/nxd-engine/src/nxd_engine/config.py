@@ -178,7 +178,7 @@ def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def param_init_fn_of(config: Mapping[str, Any]) -> Any:
+def given_param_init_fn(config: Mapping[str, Any]) -> Any:
     """Return the function that fills parameters, from either of two sections; None if neither has it."""
     return (config["pipeline_config"] or {}).get("param_init_fn") or config["model_init_config"]["param_init_fn"]
 
@@ -239,7 +239,7 @@ def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
             f"optimizer_config.max_grad_norm={norm!r} is not allowed; expected a number above 0; "
             "grad_clipping=False turns clipping off"
         )
-    fill = param_init_fn_of(config)
+    fill = given_param_init_fn(config)
     if fill is not None and not callable(fill):
         mistakes.append(f"param_init_fn={fill!r} must be a function that fills the parameters of a module")
     if config["model_init_config"]["meta_device_init"] and fill is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_engine.hugging_face import check_keys, complete_config, model_on_meta, read_config, with_architecture
+from nxd_engine.hugging_face import check_keys, full_config, model_on_meta, read_config, with_architecture
 from nxd_layers import hf
 from torch import nn
 
@@ -155,7 +155,7 @@ def _text_decoder(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         ValueError: transformers has no such model, or it is multimodal.
     """
     headless = {name: value for name, value in config.items() if name != "architectures"}
-    content = complete_config(with_architecture(headless))
+    content = full_config(with_architecture(headless))
     outline = model_on_meta(content)
     if outline.config.get_text_config() is not outline.config:
         raise ValueError(

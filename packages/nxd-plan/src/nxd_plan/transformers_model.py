@@ -17,7 +17,7 @@ from nxd_engine.checkpoints.find import has_checkpoint, open_own
 from nxd_engine.hugging_face import (
     CONFIG_FILE,
     check_keys,
-    complete_config,
+    full_config,
     leave_out_masks,
     model_on_meta,
     with_architecture,
@@ -148,7 +148,7 @@ class TransformersModel:
     def _not_by_default(self) -> dict[str, Any]:
         """The smallest set of keys that reproduces the config."""
         kind = {"model_type": self._config.model_type}
-        whole, default = complete_config(self._content), complete_config(kind)
+        whole, default = full_config(self._content), full_config(kind)
         needed = {
             name: value
             for name, value in whole.items()
@@ -189,7 +189,7 @@ def _leave_layers(model: Any, path: str, places: list[int]) -> None:
 def _makes(content: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
     """Whether transformers reproduces a whole config from some of its keys."""
     try:
-        made = complete_config(content)
+        made = full_config(content)
     except ValueError:
         return False
     return all(made.get(name) == value for name, value in whole.items() if name not in _NOT_SAID)

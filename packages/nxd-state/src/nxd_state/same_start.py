@@ -15,7 +15,7 @@ from nxd_state.group import Group
 from nxd_state.parallel_state import active_group, get_world_group, model_parallel_is_initialized, splits_experts
 from nxd_state.same_values import (
     Claim,
-    agree,
+    are_equal,
     check_details,
     claims_of_split,
     details_of,
@@ -46,7 +46,7 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
     if group is None:
         claims += claims_of_split(tensors, active_group("tp"), splits_experts=splits_experts())
     fingerprints = fingerprints_of(tensors, claims)
-    if not agree(all_gather_object(summary_of(fingerprints), ranks)):
+    if not are_equal(all_gather_object(summary_of(fingerprints), ranks)):
         check_details(ranks, all_gather_object(details_of(tensors, fingerprints), ranks))
 
 

@@ -91,7 +91,7 @@ def summary_of(fingerprints: Iterable[tuple[Claim, int]]) -> dict[str, str]:
     return {key: digest.hexdigest()[:16] for key, digest in hashes.items()}
 
 
-def agree(summaries: Iterable[Mapping[str, str]]) -> bool:
+def are_equal(summaries: Iterable[Mapping[str, str]]) -> bool:
     """Whether the summaries have equal hashes under equal names."""
     first: dict[str, str] = {}
     return all(first.setdefault(key, value) == value for summary in summaries for key, value in summary.items())
@@ -207,7 +207,7 @@ class _FirstSteps:
         if not store.check(summaries):
             return
         self._compared.add(optimizer)
-        if not agree([read_message(it, store.get(it), dict) for it in summaries]):
+        if not are_equal([read_message(it, store.get(it), dict) for it in summaries]):
             details = [f"{key}/details_of_{rank}" for rank in ranks.ranks]
             check_details(ranks, [read_message(it, store.get(it), details_from) for it in details])
 

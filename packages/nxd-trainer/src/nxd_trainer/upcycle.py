@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt import Shard, TensorInfo
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.interop import TensorSource, read_companions
-from nxd_engine.hugging_face.conversion import complete_config
+from nxd_engine.hugging_face.conversion import full_config
 from nxd_engine.hugging_face.folder import read_config
 from nxd_engine.hugging_face.loading import whole_model_tensors
 from nxd_engine.hugging_face.saving import write_folder
@@ -118,7 +118,7 @@ def upcycle(
         raise ValueError(
             f"{dense} is a model of type {given.get('model_type')!r}; those of {', '.join(_FAMILIES)} can be upcycled"
         )
-    config = complete_config(given)
+    config = full_config(given)
     if "initializer_range" not in config:
         raise ValueError("completing the config needs transformers: pip install transformers")
     source = whole_model_tensors(dense)

@@ -32,7 +32,7 @@ from nxd_engine.checkpoints.fill import check_names, check_shapes, fill_state
 from nxd_engine.checkpoints.find import Found
 from nxd_engine.checkpoints.legacy_heads import CopiedHeads, copied_heads
 from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state, settle_optimizer_state
-from nxd_engine.checkpoints.state import CheckpointState, logical_name, model_state, named_parameters
+from nxd_engine.checkpoints.state import CheckpointState, logical_name, model_state, parameters_in_checkpoint
 from nxd_engine.checkpoints.stored_values import apply_settings, group_names
 from nxd_engine.unwrap import further_names
 
@@ -225,7 +225,7 @@ def _of_all_stages(own: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def _specs(model: nn.Module) -> dict[str, ShardSpec]:
-    return {name: spec for name, p in named_parameters(model) if (spec := get_shard_spec(p)) is not None}
+    return {name: spec for name, p in parameters_in_checkpoint(model) if (spec := get_shard_spec(p)) is not None}
 
 
 def _sharding_of_model(

@@ -16,10 +16,10 @@ from nxd_engine.checkpoints.state import (
     OPTIMIZER_PREFIX,
     CheckpointState,
     logical_name,
-    logical_names,
+    logical_names_of,
     logical_tensors,
-    named_parameters,
     owner_of,
+    parameters_in_checkpoint,
 )
 
 _ONLY_ZERO1 = {"skipped_steps"}  # other optimizers ignore it
@@ -50,7 +50,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
                     "optimizer with tensor parallelism"
                 )
             else:  # such as a step count, which each logical tensor of a fused parameter has
-                names = logical_names(name, parameter)
+                names = logical_names_of(name, parameter)
                 state.update({f"{OPTIMIZER_PREFIX}{logical}/{key}": value for logical in names})
     return state
 
@@ -62,7 +62,7 @@ def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> Checkpoin
     for entry in optimizer.sharded_state():
         name = names[entry.parameter]
         if entry.scalar is not None:
-            names_here = logical_names(name, entry.parameter)
+            names_here = logical_names_of(name, entry.parameter)
             state.update({f"{OPTIMIZER_PREFIX}{logical}/{entry.key}": entry.scalar for logical in names_here})
         for shard in entry.shards:
             full_name = f"{OPTIMIZER_PREFIX}{logical_name(name, shard.name)}/{entry.key}"
@@ -76,7 +76,7 @@ def weights_of_wider_masters(model: nn.Module, optimizer: Optimizer) -> set[str]
         return set()
     names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
     wider = optimizer.parameters_of_wider_masters()
-    return {logical for parameter in wider for logical in logical_names(names[parameter], parameter)}
+    return {logical for parameter in wider for logical in logical_names_of(names[parameter], parameter)}
 
 
 def allocate_optimizer_state(
@@ -105,7 +105,7 @@ def allocate_optimizer_state(
     def stored_keys(parameter: Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {
             key: description
-            for logical in [names[parameter], *logical_names(names[parameter], parameter)]
+            for logical in [names[parameter], *logical_names_of(names[parameter], parameter)]
             for key, description in keys_by_name.get(logical, {}).items()
         }
 
@@ -194,7 +194,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters_in_checkpoint(model)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:

@@ -48,7 +48,7 @@ def model_state(model: nn.Module) -> CheckpointState:
     """
     _check_shard_metadata(model)
     state: CheckpointState = {}
-    for name, parameter in named_parameters(model):
+    for name, parameter in parameters_in_checkpoint(model):
         state.update(logical_tensors(name, parameter, parameter.detach()))
     return state | _persistent_buffers(model)
 
@@ -72,7 +72,7 @@ def saved_here(model: nn.Module, state: CheckpointState) -> CheckpointState:
         logical
         for name, parameter in model.local_named_parameters()
         if getattr(parameter, "shared", False)
-        for logical in logical_names(model.tied_names().get(name, name), parameter)
+        for logical in logical_names_of(model.tied_names().get(name, name), parameter)
     }
     return {name: tensor for name, tensor in state.items() if owner_of(name) not in further}
 
@@ -100,7 +100,7 @@ def _check_shard_metadata(model: nn.Module) -> None:
                 )
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters_in_checkpoint(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Return this rank's parameters, each once, by their names in a checkpoint."""
     if not isinstance(model, NxDPPModel):
         return model.named_parameters()
@@ -128,7 +128,7 @@ def logical_tensors(name: str, parameter: Tensor, tensor: Tensor) -> CheckpointS
     return {logical: _sharded_tensor(tensor, found) for logical, found in pieces.items()}
 
 
-def logical_names(name: str, parameter: Tensor) -> list[str]:
+def logical_names_of(name: str, parameter: Tensor) -> list[str]:
     """Return the names of a parameter's logical tensors; its own name if it is all padding."""
     return list(logical_tensors(name, parameter, parameter)) or [name]
 

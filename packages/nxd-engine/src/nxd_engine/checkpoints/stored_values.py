@@ -19,7 +19,7 @@ from nxd_state import active_group, splits_experts
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_engine.checkpoints.state import OPTIMIZER_DICT_PREFIX, modules_with_extra_state, named_parameters
+from nxd_engine.checkpoints.state import OPTIMIZER_DICT_PREFIX, modules_with_extra_state, parameters_in_checkpoint
 from nxd_engine.rank_sync import is_first_replica
 
 # Names of a checkpoint's values, apart from the description of its model.
@@ -109,7 +109,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     Raises:
         ValueError: the optimizer holds a parameter that the model lacks.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters(model)}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters_in_checkpoint(model)}
     strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strangers:
         raise ValueError(
@@ -122,7 +122,7 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 def group_settings(names: Sequence[Sequence[str]], optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return index, names and settings of this rank's parameter groups."""
     return [
-        {"index": index, "names": list(group), "settings": settings_of(optimizer.param_groups[index])}
+        {"index": index, "names": list(group), "settings": savable_settings(optimizer.param_groups[index])}
         for index, group in enumerate(names)
     ]
 
@@ -178,7 +178,7 @@ def set_extra_states(model: nn.Module, states: Any, *, strict: bool) -> None:
             raise CheckpointError(f"it holds {name}, which no module of the model uses; pass strict=False to ignore it")
 
 
-def settings_of(group: Settings) -> dict[str, Any]:
+def savable_settings(group: Settings) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 

@@ -6,8 +6,8 @@
 
 from nxd_engine.hugging_face.conversion import (
     check_keys,
-    complete_config,
     config_of_type,
+    full_config,
     leave_out_masks,
     model_on_meta,
     with_architecture,
@@ -26,7 +26,7 @@ __all__ = [
     "read_config",
     "read_model_config",
     "config_of_type",
-    "complete_config",
+    "full_config",
     "check_keys",
     "with_architecture",
     "model_on_meta",

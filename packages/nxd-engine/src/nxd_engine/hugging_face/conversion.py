@@ -248,7 +248,7 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": [_causal_language_models()[model_type]]}
 
 
-def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's config with all keys; unchanged if transformers does not know its type.
 
     Raises:
@@ -337,7 +337,7 @@ def config_of_type(
     values = {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_token}
     values |= {names[name]: value for name, value in {**default_sizes, **sizes}.items() if name in names}
     architecture = _causal_language_models()[model_type]
-    return complete_config({**values, **further, "model_type": model_type, "architectures": [architecture]})
+    return full_config({**values, **further, "model_type": model_type, "architectures": [architecture]})
 
 
 def _config_class(model_type: str) -> Any:

@@ -19,7 +19,7 @@ from nxd_state import Group, all_gather_object, recv, send, transport_device
 from nxd_engine.rank_sync import together
 
 
-class _Request(NamedTuple):
+class _BoxRequest(NamedTuple):
     """A box of a tensor that a rank must send."""
 
     rank: int
@@ -59,7 +59,7 @@ class GatheredTensors:
         all_gather_object(requests, self.group)
         dtype, device = self.tensors[name].dtype, transport_device(self.group)
 
-        def own_values_or_empty(request: _Request) -> torch.Tensor:
+        def own_values_or_empty(request: _BoxRequest) -> torch.Tensor:
             if request.rank == self.group.rank:
                 return _values(self.state, request)
             return torch.empty(request.box.shape, dtype=dtype, device=device)
@@ -70,12 +70,12 @@ class GatheredTensors:
             found.append(Shard(received.cpu(), request.box.offsets))
         return found
 
-    def _requests(self, name: str, box: Box) -> list[_Request]:
+    def _requests(self, name: str, box: Box) -> list[_BoxRequest]:
         missing, requests = [box], []
         for rank, on_rank in enumerate(self.held):
             for held in on_rank[name].boxes if name in on_rank else ():
                 taken = [common for hole in missing if (common := hole.intersect(held)) is not None]
-                requests += [_Request(rank, name, part) for part in taken]
+                requests += [_BoxRequest(rank, name, part) for part in taken]
                 missing = [rest for hole in missing for rest in subtract(hole, held)]
         return requests
 
@@ -135,7 +135,7 @@ class _NotReadyError(RuntimeError):
 
 
 def _ready(
-    requests: Sequence[_Request], make: Callable[[_Request], torch.Tensor], group: Group
+    requests: Sequence[_BoxRequest], make: Callable[[_BoxRequest], torch.Tensor], group: Group
 ) -> Sequence[torch.Tensor]:
     """Return the results of `make` once all ranks have theirs. Called by all ranks.
 
@@ -147,7 +147,7 @@ def _ready(
     return together(doing, lambda: [make(it) for it in requests], group=group, error_type=_NotReadyError)
 
 
-def _values(state: Mapping[str, ShardedTensor], request: _Request) -> torch.Tensor:
+def _values(state: Mapping[str, ShardedTensor], request: _BoxRequest) -> torch.Tensor:
     """A requested box, contiguous. It lies in one shard, since requests are split along the shards' boxes."""
     shard = next(it for it in state[request.name].shards if it.box.contains(request.box))
     return shard.tensor[request.box.relative_to(shard.box).slices()].detach().contiguous()

@@ -14,8 +14,8 @@ from nxd_layers.context.block_attention import (
     Dropout,
     Scores,
     accumulation_dtype,
-    attend,
-    attend_backward,
+    attend_block,
+    attend_block_backward,
     draw_dropout,
 )
 from nxd_layers.context.exchange import (
@@ -184,7 +184,7 @@ class _Attention(Function):
         for pieces in exchange.pieces(torch.cat([key, value], dim=-1)):
             for block, rows, keys in own.of(pieces):
                 part_key, part_value = keys.split([key.shape[-1], value.shape[-1]], dim=-1)
-                part, part_sum = attend(
+                part, part_sum = attend_block(
                     query[:, :, rows],
                     part_key,
                     part_value,
@@ -217,7 +217,7 @@ class _Attention(Function):
                 found = {chunk: torch.zeros_like(piece, dtype=log_sum.dtype) for chunk, piece in pieces.items()}
                 for block, rows, keys in own.of(pieces):
                     part_key, part_value = keys.split([key.shape[-1], value.shape[-1]], dim=-1)
-                    of_query, of_key, of_value = attend_backward(
+                    of_query, of_key, of_value = attend_block_backward(
                         grad[:, :, rows],
                         query[:, :, rows],
                         part_key,

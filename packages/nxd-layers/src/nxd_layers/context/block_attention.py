@@ -109,7 +109,7 @@ class Scores:
     softcap: float | None = None
 
 
-def attend(
+def attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -148,7 +148,7 @@ def attend(
     return output, log_sum
 
 
-def attend_backward(
+def attend_block_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,

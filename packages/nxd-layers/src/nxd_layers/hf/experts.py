@@ -29,7 +29,7 @@ from nxd_layers.experts import (
 )
 from nxd_layers.experts.linear import check_expert_tensor_parallel_size
 from nxd_layers.hf.layers import mark_partial_gradients
-from nxd_layers.hf.plans import joined
+from nxd_layers.hf.plans import join_path
 from nxd_layers.hf.transformers_models import (
     is_transformers_model,
     look_for_documents_by,
@@ -102,7 +102,8 @@ def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
         left = [name for name, it in experts.named_parameters() if name not in names and it.shape[:1] == (number,)]
         if left:
             raise ValueError(
-                f"{joined(path, left[0])} has one row for each of {number} experts; give it the style {SPLIT_EXPERTS}"
+                f"{join_path(path, left[0])} has one row for each of {number} experts; give it the style "
+                f"{SPLIT_EXPERTS}"
             )
         if len(inspect.signature(experts.forward).parameters) != _INPUTS:
             raise ValueError(
@@ -142,7 +143,7 @@ def _modules(styles: Mapping[str, str]) -> list[str]:
 
 
 def _split_parameters(path: str, experts: nn.Module, styles: Mapping[str, str]) -> list[str]:
-    return [name for name, _ in experts.named_parameters() if styles.get(joined(path, name)) == SPLIT_EXPERTS]
+    return [name for name, _ in experts.named_parameters() if styles.get(join_path(path, name)) == SPLIT_EXPERTS]
 
 
 @cache
@@ -281,7 +282,7 @@ def _bias_of(model: nn.Module, router: str, num_experts: int) -> str | None:
         module = model.get_submodule(outer)
         for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
             if name.rpartition(".")[2] == _BIAS and tensor.numel() == num_experts:
-                return joined(outer, name)
+                return join_path(outer, name)
     return None
 
 

@@ -22,7 +22,7 @@ from nxd_state import (
 from torch import Tensor, nn
 
 from nxd_layers.column_linear import column_linear
-from nxd_layers.hf.layers import column_parallel, part_of, row_parallel
+from nxd_layers.hf.layers import column_parallel, row_parallel, shard_of
 from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.padding import zero_padding_gradient
@@ -281,7 +281,7 @@ def _placed_column(linear: nn.Linear, weight: ShardSpec, bias: ShardSpec) -> Col
 
 
 def _placed(full: Tensor, spec: ShardSpec, *, dim: int) -> nn.Parameter:
-    made = nn.Parameter(part_of(full, spec), requires_grad=full.requires_grad)
+    made = nn.Parameter(shard_of(full, spec), requires_grad=full.requires_grad)
     set_shard_spec(made, spec)
     set_partition_attributes(made, partition_dim=dim, num_partitions=active_group("tp").size)
     return made

@@ -15,7 +15,7 @@ from nxd_layers.hf.head_layout import (
     place_query_parameter,
     query_linear,
 )
-from nxd_layers.hf.plans import joined
+from nxd_layers.hf.plans import join_path
 from nxd_layers.hf.styles import Apply, Target, replace_linear
 from nxd_layers.hf.transformers_models import text_config
 
@@ -63,7 +63,7 @@ def layout_of(path: str, attention: nn.Module, model: nn.Module, tp_size: int) -
         raise ValueError(f"{path}: {error}") from error
 
 
-def place(target: Target, styles: Mapping[str, str], layout: HeadLayout) -> dict[str, Apply]:
+def plan_heads(target: Target, styles: Mapping[str, str], layout: HeadLayout) -> dict[str, Apply]:
     """Check the layers of an attention module whose heads are not in equal runs, and return how to shard each of them.
 
     Args:
@@ -77,7 +77,7 @@ def place(target: Target, styles: Mapping[str, str], layout: HeadLayout) -> dict
     Raises:
         ValueError: the styles of the module cannot be combined with such a layout.
     """
-    own = {path: style for path, style in styles.items() if path.startswith(joined(target.path, ""))}
+    own = {path: style for path, style in styles.items() if path.startswith(join_path(target.path, ""))}
     # In the model's order, so that all ranks raise the same error.
     placed = [path for path, style in own.items() if style not in ("replicated_with_grad_allreduce", "local_params")]
     if not any(own[path] == "rowwise" for path in placed):
@@ -97,7 +97,7 @@ def _placement(part: Target, attention: nn.Module, style: str, layout: HeadLayou
     return replace_linear(part, partial(make, layout=layout))
 
 
-def tell_counts(attention: nn.Module, layout: HeadLayout) -> None:
+def set_head_counts(attention: nn.Module, layout: HeadLayout) -> None:
     """Tell an attention module how many heads are on this rank; see `check_counts`."""
     for name, (_, here) in _counts(attention, layout).items():
         setattr(attention, name, here)

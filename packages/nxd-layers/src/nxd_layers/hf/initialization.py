@@ -15,7 +15,7 @@ from torch import nn
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.experts.linear import ExpertLinear
 from nxd_layers.hf.head_layout import CopiedHeadsLinear
-from nxd_layers.hf.layers import part_of, plain_class_of
+from nxd_layers.hf.layers import plain_class_of, shard_of
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 
@@ -153,4 +153,4 @@ def _keep_parts(module: nn.Module, full: nn.Module) -> None:
     for name, parameter in module._parameters.items():
         spec = None if parameter is None else get_shard_spec(parameter)
         if parameter is not None and spec is not None:
-            parameter.copy_(part_of(full.get_parameter(name), spec))
+            parameter.copy_(shard_of(full.get_parameter(name), spec))

@@ -31,7 +31,7 @@ _Parallel = TypeVar("_Parallel", bound=ColumnParallelLinear | RowParallelLinear)
 
 
 @torch.no_grad()
-def part_of(full: Tensor, spec: ShardSpec) -> Tensor:
+def shard_of(full: Tensor, spec: ShardSpec) -> Tensor:
     """Copy the shard that `spec` describes; padding is zero. The copy is on the device of `full`, meta included."""
     part = full.new_zeros(spec.local_shape)
     spec.copy_from_logical(full, part)
@@ -41,7 +41,7 @@ def part_of(full: Tensor, spec: ShardSpec) -> Tensor:
 def take_part(target: nn.Parameter, full: Tensor) -> nn.Parameter:
     """Return the shard of `full` for the parameter `target` of a layer on the meta device, with both's attributes."""
     spec = get_shard_spec(target)
-    part = full.detach() if spec is None else part_of(full, spec)
+    part = full.detach() if spec is None else shard_of(full, spec)
     made = nn.Parameter(part, requires_grad=full.requires_grad)
     copy_parameter_attributes(target, made)
     return made
@@ -61,7 +61,7 @@ def shard_parameter(module: nn.Module, name: str, dim: int, *, stride: int = 1) 
     """
     full = module.get_parameter(name)
     spec = shard_spec_along(full, dim, stride=stride)
-    made = nn.Parameter(part_of(full, spec), requires_grad=full.requires_grad)
+    made = nn.Parameter(shard_of(full, spec), requires_grad=full.requires_grad)
     set_shard_spec(made, spec)
     size = active_group("tp").size
     set_partition_attributes(made, partition_dim=dim % full.dim(), num_partitions=size, stride=stride)

@@ -38,7 +38,7 @@ def named_styles(model: nn.Module, plan: Mapping[str, str], *, must_match: bool)
     return {path: styles[path] for path in paths if path in styles}
 
 
-def joined(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """Return the path of `name` in the module at `path`, which is "" for the model itself."""
     return f"{path}.{name}" if path else name
 
@@ -55,7 +55,7 @@ def _paths(model: nn.Module) -> list[str]:
         if name:
             paths.append(name)
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        paths += [joined(name, key) for key, _ in own]
+        paths += [join_path(name, key) for key, _ in own]
     return paths
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from nxd_layers.hf.head_layout import CopiedHeadsLinear
 from nxd_layers.hf.layers import mark_partial_gradients
-from nxd_layers.hf.plans import joined
+from nxd_layers.hf.plans import join_path
 from nxd_layers.hf.transformers_models import is_activation
 from nxd_layers.linear import ColumnParallelLinear
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
@@ -91,7 +91,7 @@ def adapt_activations(model: nn.Module, split: Iterable[str], styles: Mapping[st
     for path in dict.fromkeys(path.rpartition(".")[0] for path in split):
         parent = model.get_submodule(path)
         for name, child in parent.named_children():
-            if joined(path, name) not in styles and is_activation(child):
+            if join_path(path, name) not in styles and is_activation(child):
                 mark_partial_gradients(list(child.parameters()))
         sparsity = getattr(parent, "activation_sparsity", 0.0)
         if hasattr(parent, _SPARSE) and sparsity > 0:

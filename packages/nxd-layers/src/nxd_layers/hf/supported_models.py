@@ -19,7 +19,7 @@ from torch import nn
 
 from nxd_layers.hf.experts import SPLIT_EXPERTS
 from nxd_layers.hf.experts import STYLES as EXPERT_STYLES
-from nxd_layers.hf.plans import OWN_PLANS, joined, named_styles
+from nxd_layers.hf.plans import OWN_PLANS, join_path, named_styles
 from nxd_layers.hf.transformers_models import (
     base_model_path,
     is_transformers_model,
@@ -129,7 +129,7 @@ def plan_of(model: Any) -> dict[str, str]:
     if ours is None:
         return dict(own_plan(model))
     base = base_model_path(model)
-    return {**own_plan(model), **{joined(base, pattern): style for pattern, style in ours.items()}}
+    return {**own_plan(model), **{join_path(base, pattern): style for pattern, style in ours.items()}}
 
 
 def checked_expert_plan(model: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model in two steps: `check_layers` checks a plan as a whole, `shard_layers` applies it.
+"""Tensor parallelism of a model in two steps: `check_plan` checks a plan as a whole, `shard_layers` applies it.
 
 Nothing of the model changes before all of the plan has been checked.
 """
@@ -13,7 +13,7 @@ from torch import nn
 from nxd_layers.hf import heads
 from nxd_layers.hf.head_layout import HeadLayout
 from nxd_layers.hf.layers import column_parallel, on_meta, parallel_embedding
-from nxd_layers.hf.plans import is_within, joined
+from nxd_layers.hf.plans import is_within, join_path
 from nxd_layers.hf.sequence import SequenceBlocks, SequenceRegion, sequence_blocks
 from nxd_layers.hf.split_activations import SplitDropout, adapt_activations, share_inputs
 from nxd_layers.hf.styles import KEEPING_STYLES, Apply, Target, style_named
@@ -55,7 +55,7 @@ class _TiedEnds:
     tied_to_bias: Sequence[str]
 
 
-def check_layers(
+def check_plan(
     model: Any, styles: Mapping[str, str], expert_styles: Mapping[str, str], *, sequence_parallel: bool
 ) -> CheckedLayers:
     """Check the whole plan for this model, and return what `shard_layers` needs to apply it.
@@ -84,7 +84,7 @@ def check_layers(
     done = set() if ends is None else {ends.table, ends.head}
     for path, layout in layouts.items():
         if not layout.is_plain:
-            apply |= heads.place(Target(model, path), styles, layout)
+            apply |= heads.plan_heads(Target(model, path), styles, layout)
     for path, style in styles.items():
         if path not in apply and path not in done:
             apply[path] = style_named(style)(Target(model, path))
@@ -101,7 +101,7 @@ def shard_layers(model: Any, checked: CheckedLayers) -> None:
     for apply in checked.apply.values():
         apply()
     for path, layout in checked.layouts.items():
-        heads.tell_counts(model.get_submodule(path), layout)
+        heads.set_head_counts(model.get_submodule(path), layout)
     share_inputs(model)
     columns = _sharded_outputs(checked.styles)
     adapt_activations(model, columns, checked.styles)
@@ -130,7 +130,7 @@ def _check_plan(model: nn.Module, styles: Mapping[str, str], attentions: Mapping
             )
     for path, attention in attentions.items():
         for name, _ in attention.named_parameters():
-            full_name = joined(path, name)
+            full_name = join_path(path, name)
             is_planned = any(style != "local_params" and is_within(full_name, it) for it, style in styles.items())
             if not is_planned and name.partition(".")[0] not in _BEFORE_SHARDED_LAYERS:
                 raise ValueError(
@@ -162,10 +162,10 @@ def _tied_ends(model: Any, ties: Sequence[Sequence[str]]) -> _TiedEnds | None:
     names = {module: name for name, module in model.named_modules()}
     if not (isinstance(table, nn.Embedding) and type(head) is nn.Linear and table.weight is head.weight):
         return None
-    if {joined(names[table], "weight"), joined(names[head], "weight")} not in map(set, ties):
+    if {join_path(names[table], "weight"), join_path(names[head], "weight")} not in map(set, ties):
         return None
     parallel_embedding(on_meta(table))
-    bias = joined(names[head], "bias")
+    bias = join_path(names[head], "bias")
     tied_to_bias = [name for tied in ties if bias in tied for name in tied if name != bias]
     return _TiedEnds(names[table], names[head], tied_to_bias)
 

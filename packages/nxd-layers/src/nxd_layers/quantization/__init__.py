@@ -5,7 +5,7 @@ from nxd_layers.quantization.model import (
     PARALLEL_LINEARS,
     convert,
     convert_qint8_to_int8_state_dict,
-    copy_model,
+    copy_with_metadata,
     quantize_linears,
 )
 from nxd_layers.quantization.tensors import (
@@ -48,6 +48,6 @@ __all__ = [
     "convert",
     "quantize_linears",
     "PARALLEL_LINEARS",
-    "copy_model",
+    "copy_with_metadata",
     "convert_qint8_to_int8_state_dict",
 ]

@@ -29,7 +29,7 @@ PARALLEL_LINEARS: dict[type[nn.Module], Quantize] = {
 _PACKED, _PACKED_DTYPE = "_packed_params._packed_params", "_packed_params.dtype"
 
 
-def copy_model(model: nn.Module) -> nn.Module:
+def copy_with_metadata(model: nn.Module) -> nn.Module:
     """Return a deep copy that keeps the metadata of its parameters and the process groups that its modules hold."""
     held = [value for module in model.modules() for value in vars(module).values()]
     copied = copy.deepcopy(model, {id(value): value for value in held if isinstance(value, dist.ProcessGroup)})
@@ -68,7 +68,7 @@ def convert(
     patterns = [include] if isinstance(include, str) else include
     config, functions = q_config or default_config(), PARALLEL_LINEARS if mapping is None else mapping
     if not inplace:
-        module = copy_model(module)
+        module = copy_with_metadata(module)
     if (function := _function_for(module, functions)) is not None:
         return function(module, config)
     converted: dict[nn.Module, nn.Module] = {}  # a layer may have several names
@@ -122,7 +122,7 @@ def quantize_linears(
     dtype = torch.int8 if dtype == torch.qint8 else dtype
     if dtype not in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"dtype: {dtype} is not supported to quantize a model; use int8, float8_e4m3fn or float8_e5m2")
-    model = float_model if inplace else copy_model(float_model)
+    model = float_model if inplace else copy_with_metadata(float_model)
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and name and not any(part in name for part in modules_to_not_convert or ()):
             owner, _, attribute = name.rpartition(".")

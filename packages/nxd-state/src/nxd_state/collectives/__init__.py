@@ -63,7 +63,7 @@ __all__ = [
 def _transport(name: str, tensor: Tensor, group: Group, **details: Any) -> Transport:
     """The tensor's transport; in debug mode, waits until all ranks have announced the same, except in graphs."""
     if debug.enabled() and not torch.compiler.is_compiling():
-        debug.agree(name, group, tensor, details)
+        debug.wait_for_agreement(name, group, tensor, details)
     return transport_of(tensor, group)
 
 
@@ -268,7 +268,7 @@ def barrier(group: Group) -> None:
     """Return once every rank of the group has called this."""
     if group.size > 1:
         if debug.enabled():
-            debug.agree("barrier", group, None, {})
+            debug.wait_for_agreement("barrier", group, None, {})
         host_transport_of(group).barrier()
 
 
@@ -277,7 +277,7 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     if debug.enabled():
-        debug.agree("all_gather_object", group, None, {})
+        debug.wait_for_agreement("all_gather_object", group, None, {})
     return host_transport_of(group).all_gather_object(value)
 
 

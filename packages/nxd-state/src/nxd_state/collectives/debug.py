@@ -4,7 +4,7 @@ Enabled if `NXD_DEBUG_COLLECTIVES=1` is set when model parallelism is initialise
 in the job's key-value store and reads what its peers posted. Three things raise, with the call sites of all ranks
 concerned: a peer that posted something else for the same turn of the same group; ranks that wait for each other in
 different groups; and a peer that raised one of these errors instead of arriving, so that the error reaches every rank
-that depends on it. The job cannot continue afterwards: the ranks no longer agree on each other's turns.
+that depends on it. The job cannot continue afterwards: the ranks no longer wait_for_agreement on each other's turns.
 """
 
 import json
@@ -101,7 +101,7 @@ def pair(group: Group, source: int, destination: int) -> Group:
     return replace(group, ranks=ranks, rank=index, replica_groups=(ranks,), name=name)
 
 
-def agree(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any]) -> None:
+def wait_for_agreement(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any]) -> None:
     """Wait until every rank of `group` has announced this same collective.
 
     Raises:
@@ -134,7 +134,7 @@ def confirm_message(mine: Announcement) -> None:
     """Wait until the other end of a message (see `pair`) has announced the same.
 
     Raises:
-        CollectiveMismatch: see `agree`.
+        CollectiveMismatch: see `wait_for_agreement`.
     """
     store = _get_default_store()
     _confirm(store, mine)

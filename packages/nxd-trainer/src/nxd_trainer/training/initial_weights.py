@@ -8,7 +8,7 @@ from typing import Any
 import nxd_ckpt
 from nxd_engine import NxDModel, NxDOptimizer, load_checkpoint
 from nxd_engine.checkpoints.find import Found, find_checkpoint
-from nxd_engine.hugging_face import CONFIG_FILE, complete_config, load_pretrained, read_model_config
+from nxd_engine.hugging_face import CONFIG_FILE, full_config, load_pretrained, read_model_config
 from nxd_engine.hugging_face.loading import weights_fingerprint
 from nxd_engine.model_description import (
     InitialWeights,
@@ -207,7 +207,7 @@ def _compared(description: ModelDescription) -> dict[str, Any]:
     try:
         return asdict(description.own_llama())
     except ValueError:
-        content = complete_config(description.config)
+        content = full_config(description.config)
         return {name: value for name, value in content.items() if name not in _NOT_COMPARED}
 
 
