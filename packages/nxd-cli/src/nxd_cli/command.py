@@ -97,9 +97,6 @@ def import_named(name: str, key: str = "") -> Any:
     Args:
         name: the object's name, such as "my_models:make".
         key: the key it was given under, such as "model.factory"; for messages.
-
-    Raises:
-        ValueError: the object cannot be imported.
     """
     module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:

@@ -307,9 +307,6 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that torchrun would set, for a task of a Slurm step with several tasks; else an empty dict.
 
     Variables that are already set are omitted, so that a job script can override any of them.
-
-    Raises:
-        ValueError: variables of the step are missing or malformed.
     """
     remedy = "start it with srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
     num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -343,11 +340,7 @@ def advice_on_ranks(nproc: int, environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: `trn[07-12,15],login` gives `trn07`.
-
-    Raises:
-        ValueError: not a node list.
-    """
+    """The first host of a Slurm node list: `trn[07-12,15],login` gives `trn07`."""
     found = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodelist)
     if found is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list; set MASTER_ADDR to the first host")

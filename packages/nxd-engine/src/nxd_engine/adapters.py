@@ -74,11 +74,7 @@ def choose_adapters(module: nn.Module, config: LoraConfig) -> ChosenAdapters:
 
 
 def adapt_model(model: NxDModel, chosen: ChosenAdapters) -> None:
-    """Add adapters to a model, and fill them from their checkpoint if they have one. Called by all ranks.
-
-    Raises:
-        CheckpointError: the checkpoint belongs to another model.
-    """
+    """Add adapters to a model, and fill them from their checkpoint if they have one. Called by all ranks."""
     lora = model.add_adapters(chosen.config, chosen.layers)
     root = chosen.config.lora_save_dir
     if chosen.tag is None or root is None:
@@ -279,11 +275,7 @@ def load_lora_checkpoint(path: str | os.PathLike[str], model: LoraModel, tag: st
 
 
 def read_lora_config(path: str | os.PathLike[str], tag: str | None = None) -> LoraConfig:
-    """Return the config of the adapter in a checkpoint, the newest if no tag is given. Called by all ranks.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it holds no adapter.
-    """
+    """Return the config of the adapter in a checkpoint, the newest if no tag is given. Called by all ranks."""
     return config_from_adapter_config(_describe(path, tag)[1]["adapter"])
 
 
@@ -308,9 +300,6 @@ def config_of_checkpoint(config: LoraConfig) -> tuple[LoraConfig, str | None]:
     """Return the adapters' config, completed from their checkpoint if they have one, and its tag or None.
 
     Called by all ranks.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it holds no adapter.
     """
     if not (config.enable_lora and config.load_lora_from_ckpt) or config.lora_save_dir is None:
         return config, None
@@ -325,11 +314,7 @@ def has_base(objects: Any) -> bool:
 
 
 def lora_state(model: LoraModel, *, with_base: bool) -> CheckpointState:
-    """Return the adapter, and the base model if wanted, as logical tensors that share the model's memory.
-
-    Raises:
-        RuntimeError: the adapter is merged into the weights.
-    """
+    """Return the adapter, and the base model if wanted, as logical tensors that share the model's memory."""
     if model.is_merged:
         raise RuntimeError("the adapter is merged into the base model's weights; unmerge() first")
     state = model_state(model.module)

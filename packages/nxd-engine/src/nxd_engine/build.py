@@ -293,9 +293,6 @@ def _plan_padding(module: nn.Module) -> _HeadPadding:
 
     Padded are the layers of modules with a row-parallel layer of their own that takes whole heads in: it takes the
     padding away again. So an output head, and what does not come in heads, stays as it is.
-
-    Raises:
-        ValueError: the model does not say how many heads it has.
     """
     num_heads = _number_of_heads(module)
     classes = {
@@ -307,11 +304,7 @@ def _plan_padding(module: nn.Module) -> _HeadPadding:
 
 
 def _pad_heads(model: nn.Module, padding: _HeadPadding) -> None:
-    """Pad a model, or a rank's stages of it. Called by all ranks, which fail together.
-
-    Raises:
-        ValueError: a layer cannot be padded.
-    """
+    """Pad a model, or a rank's stages of it. Called by all ranks, which fail together."""
 
     def pad() -> None:
         present = tuple(cls for cls in padding.classes if any(type(module) is cls for module in model.modules()))

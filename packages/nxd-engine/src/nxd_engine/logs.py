@@ -17,11 +17,7 @@ LEVEL_VARIABLE = "NXD_LOG_LEVEL"
 
 
 def log_level() -> int:
-    """Return the level that `NXD_LOG_LEVEL` names; "info" if it is unset.
-
-    Raises:
-        ValueError: the level is unknown.
-    """
+    """Return the level that `NXD_LOG_LEVEL` names; "info" if it is unset."""
     name = os.environ.get(LEVEL_VARIABLE, "info")
     if name.lower() not in LEVELS:
         raise ValueError(f"unknown level {LEVEL_VARIABLE}={name!r}; use one of {', '.join(LEVELS)}")

@@ -95,11 +95,7 @@ class ModelDescription:
         return {KEY: {name: value for name, value in values.items() if value is not None}}
 
     def own_llama(self) -> LlamaConfig:
-        """Return the sizes of this package's own Llama that fit the tensors.
-
-        Raises:
-            ValueError: it is another model, or a Llama that ours does not support.
-        """
+        """Return the sizes of this package's own Llama that fit the tensors."""
         return own_llama_config(self.config)
 
     def own_llama_at(self, tensor_parallel_size: int) -> LlamaConfig | None:
@@ -207,11 +203,7 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
 
 
 def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """Return the description of the LoRA adapter in a checkpoint; None if it holds no adapter.
-
-    Raises:
-        ValueError: it holds an adapter without a description.
-    """
+    """Return the description of the LoRA adapter in a checkpoint; None if it holds no adapter."""
     if not isinstance(checkpoint.objects, dict) or ADAPTER_KEY not in checkpoint.objects:
         return None
     found = checkpoint.objects[ADAPTER_KEY]
@@ -222,11 +214,7 @@ def adapter_in(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
 
 def holds_adapter_alone(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint holds a LoRA adapter without its base model.
-
-    Raises:
-        ValueError: as for `adapter_in`.
-    """
+    """Whether a checkpoint holds a LoRA adapter without its base model."""
     return adapter_in(checkpoint) is not None and not checkpoint.objects[ADAPTER_KEY].get("has_base")
 
 
@@ -248,11 +236,7 @@ def tokenizer_in(folder: str | Path | None) -> str | None:
 
 
 def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
-    """Return the sizes in a `config.json`, for this package's own Llama.
-
-    Raises:
-        ValueError: it describes another model, or a Llama that ours does not support.
-    """
+    """Return the sizes in a `config.json`, for this package's own Llama."""
     if config.get("model_type") != "llama" or config.get("architectures") not in (None, ["LlamaForCausalLM"]):
         raise ValueError(f"{config.get('architectures') or config.get('model_type')} is not a LlamaForCausalLM")
     theta, scaling = rope_of(config)
@@ -281,11 +265,7 @@ def own_llama_config(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Return the base of the rotary frequencies in a `config.json` and their scaling, in the form of `LlamaConfig`.
-
-    Raises:
-        ValueError: the entry is not a table.
-    """
+    """Return the base of the rotary frequencies in a `config.json` and their scaling, in the form of `LlamaConfig`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters={rope!r} is not a table of settings")

@@ -48,11 +48,7 @@ def llama_spec(config: LlamaConfig, *, sequence_parallel: bool, dtype: torch.dty
 
 
 def transformers_spec(module: Any, description: ModelDescription, dtype: torch.dtype) -> ModelSpec:
-    """Return the spec of a transformers model, which may be without memory; it is trained on `shift_labels`.
-
-    Raises:
-        ValueError: it cannot take the next tokens as `shift_labels`, or its attention sees them.
-    """
+    """Return the spec of a transformers model, which may be without memory; it is trained on `shift_labels`."""
     if not takes_causal_lm_loss(module):
         raise ValueError(
             f"{type(module).__name__} computes its loss in its own way, so it cannot take the next tokens as labels; "

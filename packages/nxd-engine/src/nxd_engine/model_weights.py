@@ -66,11 +66,7 @@ class ModelTensors:
         return {name: self.source.tensors[stored] for name, stored in self._weights.items()}
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        """As the source.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """As the source."""
         average = average_name(name)
         if not self.averaged or average not in self.source.tensors:
             return self.source.shards(self._weights[name], box)
@@ -105,11 +101,7 @@ class ModelWeights:
         return {name: info for name, info in self.source.tensors.items() if name not in factors}
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the box of this shape that begins at `offsets`, on the CPU.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Return the box of this shape that begins at `offsets`, on the CPU."""
         box = Box(tuple(offsets), tuple(shape))
         values = torch.empty(box.shape, dtype=self.source.tensors[name].dtype)
         fill(self.source, name, box, values)
@@ -118,11 +110,7 @@ class ModelWeights:
         return values
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        """The box itself, see `TensorSource`.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """The box itself, see `TensorSource`."""
         return [Shard(self.read_box(name, box.offsets, box.shape), box.offsets)]
 
 
@@ -214,22 +202,14 @@ def _model_without_weights(description: ModelDescription, dtype: torch.dtype) ->
 
 
 def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
-    """Return this rank's part of the transformers model, with memory, but without values for its parameters.
-
-    Raises:
-        ValueError: transformers is missing or lacks the model, or it cannot be split over this many ranks.
-    """
+    """Return this rank's part of the transformers model, with memory, but without values for its parameters."""
     model = parallelize(model_on_meta_of(description), expert_parallel=splits_experts())
     make_room(model, dtype)
     return model
 
 
 def model_on_meta_of(description: ModelDescription, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return the whole transformers model, without memory; in its config's dtype if `dtype` is None.
-
-    Raises:
-        ValueError: transformers is missing or lacks the model.
-    """
+    """Return the whole transformers model, without memory; in its config's dtype if `dtype` is None."""
     model: nn.Module | None = model_on_meta(description.config, dtype)
     if model is None:
         if "auto_map" in description.config:
@@ -274,9 +254,6 @@ def merged_weights(
         source: the tensors of the model, and those of the adapter.
         adapter: the adapter's description, with the keys of PEFT's `adapter_config.json`; None without an adapter.
         description: the model's description.
-
-    Raises:
-        ValueError: as for `model_weights`.
     """
     return ModelWeights(source, {} if adapter is None else _branches(source, adapter, description))
 

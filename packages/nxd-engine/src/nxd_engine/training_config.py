@@ -35,9 +35,6 @@ def training_config(
         max_grad_norm: the norm to clip gradients to; 0 for no clipping.
         loss_scaling: whether the loss is scaled, for float16.
         stochastic_rounding: whether bfloat16 weights are rounded stochastically, in place of master weights.
-
-    Raises:
-        ValueError: the schedule does not support this.
     """
     pipeline: dict[str, Any] = {
         "num_microbatches": num_microbatches,

@@ -26,11 +26,7 @@ class Subjects:
 
     @property
     def group_names(self) -> list[list[str]]:
-        """The names of the parameters in each of the optimizer's groups.
-
-        Raises:
-            ValueError: the optimizer holds a parameter that the model lacks.
-        """
+        """The names of the parameters in each of the optimizer's groups."""
         return [] if self.model is None or self.optimizer is None else group_names(self.model, self.optimizer)
 
     def model_tensors(self) -> CheckpointState:
@@ -48,11 +44,7 @@ def subjects_of(model: nn.Module | None, optimizer: object) -> Subjects:
 
 
 def describe_subjects(model: object, optimizer: object, scheduler: object, num_workers: object) -> dict[str, object]:
-    """Check the arguments, and describe which are given; this must be the same on all ranks.
-
-    Raises:
-        ValueError: one of them has the wrong type.
-    """
+    """Check the arguments, and describe which are given; this must be the same on all ranks."""
     if type(num_workers) is not int or not 1 <= num_workers <= MAX_WORKERS:
         raise ValueError(f"num_workers={num_workers!r} is not a number of workers; use 1 to {MAX_WORKERS}")
     if not isinstance(model, nn.Module | None):

@@ -182,9 +182,6 @@ def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definiti
         logits_shape: shape of the whole logits, padding included.
         labels: as the user gave them.
         definition: definition of the loss.
-
-    Raises:
-        ValueError: as for `parallel_cross_entropy`.
     """
     if logits_shape[:-1] != labels.shape:
         raise ValueError(

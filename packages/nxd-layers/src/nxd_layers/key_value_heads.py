@@ -96,9 +96,6 @@ def padded_layout(
         head_size: rows of the weights that belong to a head.
         copies: as of `KeyValueLayout`.
         tensor_parallel_size: as of `KeyValueLayout`.
-
-    Raises:
-        ValueError: that gives no whole number of heads, or not one that can be distributed with so many copies.
     """
     query_heads, heads = head_counts
     padded_heads, rest = divmod(heads * padded_query_heads, query_heads)

@@ -288,9 +288,6 @@ def column_outputs(
         input_: as for `ColumnParallelLinear.forward`.
         layers: layers with the same sequence-parallel arguments.
         sums_input_grad: False leaves the input's gradient partial: it is summed over the ranks elsewhere.
-
-    Raises:
-        ValueError: the layers expect different inputs.
     """
     first = layers[0]
     for layer in layers[1:]:

@@ -113,11 +113,7 @@ class _ReduceScatter(Function):
 
 
 def process_group_as(given: GivenGroup) -> Group:
-    """The group to communicate over: the tensor-parallel one if None is given.
-
-    Raises:
-        ValueError: what is given is no process group, or this rank is not in it.
-    """
+    """The group to communicate over: the tensor-parallel one if None is given."""
     if given is None:
         return active_group("tp")
     return given if isinstance(given, Group) else group_of(given)
@@ -225,11 +221,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def local_part(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's part along `dim` of a tensor that every rank holds, as a copy.
-
-    Raises:
-        ValueError: the group's size does not divide that dim.
-    """
+    """This rank's part along `dim` of a tensor that every rank holds, as a copy."""
     dim = checked_dim(dim, whole.shape)
     length, rest = divmod(whole.shape[dim], group.size)
     if rest:

@@ -87,9 +87,6 @@ def length_for_heads(length: int, num_heads: int, padded_num_heads: int, *, num_
         num_heads: attention heads of the model.
         padded_num_heads: attention heads after padding.
         num_parts: number of equal parts that the dim is cut into.
-
-    Raises:
-        ValueError: the new length is not whole, or cannot be cut into the parts.
     """
     padded, rest = divmod(length * padded_num_heads, num_heads)
     if rest or padded % num_parts:

@@ -301,9 +301,6 @@ def layer_group(built_for: int, given: Group | None = None) -> Group:
     Args:
         built_for: size of the group when the layer was built.
         given: the group that the layer was given, if any.
-
-    Raises:
-        RuntimeError: the group has another size now, so the layer's parts of the weights do not fit it.
     """
     if given is not None:
         return given

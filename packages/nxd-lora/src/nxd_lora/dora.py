@@ -27,11 +27,7 @@ MAGNITUDE = "lora_magnitude_vector"
 
 
 def add_magnitudes(layer: nn.Module) -> None:
-    """Give the parts of an adapted layer their magnitudes, `[out]`, split as B is, and fill them.
-
-    Raises:
-        ValueError: the layer has no rows, or gathers the outputs of several parts.
-    """
+    """Give the parts of an adapted layer their magnitudes, `[out]`, split as B is, and fill them."""
     adapter = require_adapter(layer)
     if adapter.kind.rows is None or (len(adapter.kind.parts) > 1 and getattr(layer, "gather_output", False)):
         raise ValueError(f"use_dora=True does not support {type(layer).__name__}; leave it out of target_modules")

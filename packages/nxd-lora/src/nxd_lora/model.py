@@ -204,11 +204,7 @@ def _world_rank() -> int:
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> None:
-    """Add each adapter's product to its layer's weights. Merged layers are skipped.
-
-    Raises:
-        ValueError: another layer also uses a weight to be merged, and would change with it.
-    """
+    """Add each adapter's product to its layer's weights. Merged layers are skipped."""
     layers = [layer for layer in adapted_layers(module).values() if not require_adapter(layer).is_merged]
     _check_not_tied(module, layers)
     for layer in layers:
@@ -226,11 +222,7 @@ def merge_adapters(module: nn.Module) -> None:
 
 @torch.no_grad()
 def unmerge_adapters(module: nn.Module) -> None:
-    """Restore the weights of all merged layers, bit for bit.
-
-    Raises:
-        ValueError: a merged layer's weight was quantized since, so the restored one would not fit its scales.
-    """
+    """Restore the weights of all merged layers, bit for bit."""
     for name, layer in adapted_layers(module).items():
         is_quantized = isinstance(layer, ShardedLinear) and layer.scale is not None
         if require_adapter(layer).is_merged and is_quantized:

@@ -146,11 +146,7 @@ _HEADS = ("lm_head", "embed_out")  # of models that do not declare theirs
 
 
 def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> list[str]:
-    """Match as PEFT's "all-linear": every linear layer except the output head and modules that train themselves.
-
-    Raises:
-        ValueError: the model has no such layer.
-    """
+    """Match as PEFT's "all-linear": every linear layer except the output head and modules that train themselves."""
     head = output_embeddings(module)
     chosen = []
     for name in names:
@@ -180,11 +176,7 @@ def _is_in(saved: str, name: str) -> bool:
 
 
 def check_saved_modules(module: nn.Module, config: LoraConfig) -> None:
-    """Check that each of `modules_to_save` names parameters of a whole model that no other module uses.
-
-    Raises:
-        ValueError: one names no parameters, or tied ones.
-    """
+    """Check that each of `modules_to_save` names parameters of a whole model that no other module uses."""
     named = dict(module.named_parameters(remove_duplicate=False))
     for saved in config.modules_to_save or ():
         if not any(_is_in(saved, name) for name in named):
@@ -253,9 +245,6 @@ def _check_others(module: nn.Module, targets: Sequence[str] | str | None, adapta
     """Check that no target also selects modules that cannot be adapted, besides layers that can.
 
     A target may also match a module that contains adapted layers, and a regular expression may match activations.
-
-    Raises:
-        ValueError: a target names a module that cannot have an adapter.
     """
     refused = []
     for name, layer in module.named_modules():

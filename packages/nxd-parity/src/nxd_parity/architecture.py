@@ -105,9 +105,6 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Sizes are reduced to those in `SMALL_SIZES`. Lists with an entry per layer keep an entry of every kind, and there
     are more than `LAYERS` layers if there are more kinds. Everything else is unchanged.
-
-    Raises:
-        ValueError: transformers has no causal language model for the config, or the model is multimodal.
     """
     content, outline = _text_decoder(config)
     names: Mapping[str, str] = outline.config.attribute_map
@@ -149,11 +146,7 @@ def remember_equal(folder: Path) -> str:
 
 
 def _text_decoder(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The causal language model of a config's type: its complete config, and the model on the meta device.
-
-    Raises:
-        ValueError: transformers has no such model, or it is multimodal.
-    """
+    """The causal language model of a config's type: its complete config, and the model on the meta device."""
     headless = {name: value for name, value in config.items() if name != "architectures"}
     content = full_config(with_architecture(headless))
     outline = model_on_meta(content)

@@ -40,11 +40,7 @@ class ParityCase:
 
 
 def checked_config(case: ParityCase) -> dict[str, Any]:
-    """Return the complete config of the layout; adapters are newly initialized and have no dropout.
-
-    Raises:
-        ValueError: the config is invalid, or there are no batches.
-    """
+    """Return the complete config of the layout; adapters are newly initialized and have no dropout."""
     config = complete_config(case.nxd_config)
     if not case.batches:
         raise ValueError("batches is empty; pass the inputs of at least one step")
@@ -54,11 +50,7 @@ def checked_config(case: ParityCase) -> dict[str, Any]:
 
 
 def check_batches(case: ParityCase, replicas: int) -> None:
-    """Check that every batch can be divided among this number of replicas.
-
-    Raises:
-        ValueError: an input cannot be divided.
-    """
+    """Check that every batch can be divided among this number of replicas."""
     for step, batch in enumerate(case.batches, start=1):
         for name, value in batch.items():
             if has_batch(value) and value.shape[0] % replicas:

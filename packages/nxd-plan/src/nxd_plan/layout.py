@@ -257,11 +257,7 @@ def _zero1_choices(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[b
 
 
 def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[ParallelDegrees]:
-    """The degrees to try: those that divide experts and ranks, with whole experts or experts split as other layers are.
-
-    Raises:
-        ValueError: `fixed` splits experts that cannot be split so.
-    """
+    """The degrees to try: those that divide experts and ranks, with experts whole or split like other layers."""
     size, of_expert = fixed.expert_parallel_size, fixed.expert_tensor_parallel_size
     experts = job.model.num_experts
     if (size is not None and size > 1) or (of_expert is not None and of_expert != tensor_parallel_size):
@@ -284,11 +280,7 @@ def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[
 
 
 def check_expert_size(job: Job, expert_parallel_size: int) -> None:
-    """Reject an expert-parallel size that the model does not support.
-
-    Raises:
-        ValueError: the model has no experts with an expert-parallel plan, or the size does not divide their number.
-    """
+    """Reject an expert-parallel size that the model does not support."""
     experts = job.model.num_experts
     if not experts:
         raise ValueError(

@@ -39,9 +39,6 @@ def planned_ranks(degrees: ParallelDegrees, *, has_static_shapes: bool = False) 
     """Inside, this process is the first of the ranks that split a layer and its experts, with one stage and no CP.
 
     With `has_static_shapes`, the model computes as on devices where no shape may depend on values.
-
-    Raises:
-        RuntimeError: torch.distributed is already initialized in this process.
     """
     if dist.is_initialized() or model_parallel_is_initialized():
         raise RuntimeError(
@@ -172,9 +169,6 @@ class Profiler:
             sequence_parallel: whether activations between the layers are split along the sequence.
             checkpointing: one of `CHECKPOINTING` that the model supports.
             microbatch_size: sequences per microbatch.
-
-        Raises:
-            ValueError: the model cannot be split this way, or reads tensor values, which meta tensors do not have.
         """
         if microbatch_size <= 2:  # size 1 is not linear: one sequence may be transposed without a copy
             return self._measured(sequence_parallel, checkpointing, microbatch_size)

@@ -110,9 +110,6 @@ class StagePlanner:
         Args:
             num_stages: number of stages in the pipeline.
             parameters: the result of `parameters`.
-
-        Raises:
-            ValueError: the model cannot be cut into this many stages.
         """
         if num_stages not in self._stage_of:
             self._stage_of[num_stages] = self._cut(num_stages)

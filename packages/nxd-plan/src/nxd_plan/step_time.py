@@ -125,11 +125,7 @@ def _over_contexts(operation: Operation, context_parallel_size: int) -> int:
 
 
 def check_heads(profile: Profile, context_parallel_size: int) -> None:
-    """Reject attention that XLA cannot compute on split sequences: it needs whole sequences of some of the heads.
-
-    Raises:
-        ValueError: the heads of a layer cannot be split.
-    """
+    """Reject attention that XLA cannot compute on split sequences: it needs whole sequences of some of the heads."""
     for operation in (it for layer in profile.layers for it in layer.forward.operations if it.keys):
         num_heads, num_key_heads = operation.heads
         if not splits_heads(num_heads, num_key_heads, context_parallel_size):
@@ -196,11 +192,7 @@ def pipeline_seconds(
 
 @cache
 def planned_schedule(name: str, ranks: int, num_microbatches: int) -> Schedule:
-    """`make_schedule`, cached.
-
-    Raises:
-        ValueError: the schedule does not support this number of microbatches.
-    """
+    """`make_schedule`, cached."""
     return make_schedule(name, ranks, num_microbatches)
 
 

@@ -61,11 +61,7 @@ class Process(NamedTuple):
 
 
 def pid_namespace() -> str:
-    """The machine since its boot, and the namespace in which process ids are valid.
-
-    Raises:
-        OSError: this is not Linux, or /proc is not readable.
-    """
+    """The machine since its boot, and the namespace in which process ids are valid."""
     return f"{_BOOT_ID.read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 

@@ -29,9 +29,6 @@ def read_message(key: str, data: bytes, parse: Callable[[Any], T]) -> T:
         data: the value found.
         parse: builds the message from plain values; raises ValueError, TypeError, KeyError, IndexError or
             AttributeError if they are invalid.
-
-    Raises:
-        PeerError: the value is not such a message.
     """
     try:
         return parse(json.loads(data))

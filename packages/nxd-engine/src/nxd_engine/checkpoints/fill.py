@@ -84,9 +84,6 @@ def check_ties(source: TensorSource, tied: Mapping[str, str], what: str) -> None
         source: source of the model's tensors.
         tied: maps each further name of a tied weight to its name in checkpoints.
         what: the source, for the message.
-
-    Raises:
-        CheckpointError: they differ, so filling the model with one would lose the other.
     """
     for name, known in tied.items():
         if name in source.tensors and known in source.tensors and not same_values(source, name, known):

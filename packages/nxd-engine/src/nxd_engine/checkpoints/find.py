@@ -50,9 +50,6 @@ def choose_tag(path: str | os.PathLike[str], tag: str) -> tuple[str, str, int | 
     """Return folder, tag and step to save to; without a tag, the path itself becomes the checkpoint.
 
     The step is that of the newest checkpoint there, such as one of `nxd train`, so that the new one counts as newer.
-
-    Raises:
-        ValueError: path or tag is invalid, or no tag is given and the path holds checkpoints.
     """
     folder = _folder(path)
     there = nxd_ckpt.list_checkpoints(folder)
@@ -168,11 +165,7 @@ def open_own_together(path: str | os.PathLike[str], tag: str | None) -> Checkpoi
 
 
 def check_kept(num_kept_ckpts: int | None) -> int:
-    """Return the number of checkpoints to keep, `KEEP_ALL` for None.
-
-    Raises:
-        ValueError: it is not a number of checkpoints.
-    """
+    """Return the number of checkpoints to keep, `KEEP_ALL` for None."""
     kept = KEEP_ALL if num_kept_ckpts is None else num_kept_ckpts
     if type(kept) is not int or (kept < 1 and kept != KEEP_ALL):
         raise ValueError(f"num_kept_ckpts={num_kept_ckpts!r} is not a number of checkpoints; use 1 or more, or None")

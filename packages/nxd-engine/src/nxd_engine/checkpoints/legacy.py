@@ -243,9 +243,6 @@ def _sharding_of_model(
         specs_of_ranks: the shard metadata of all stages' parameters on each tensor-parallel rank.
         saved_shapes: shapes of the tensors that the first tensor-parallel rank saved.
         saved_tp_size: number of tensor-parallel ranks of the saving run.
-
-    Raises:
-        CheckpointError: the number of ranks has changed, and the split of a tensor is unknown.
     """
     rules: dict[str, Sharding] = dict(experts)
     specs_of_ranks = [{name: spec for name, spec in specs.items() if name not in rules} for specs in specs_of_ranks]

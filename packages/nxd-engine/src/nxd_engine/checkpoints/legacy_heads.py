@@ -138,11 +138,7 @@ class CopiedHeads:
         return False
 
     def tiled(self) -> dict[str, Pieces]:
-        """Describe how the ranks hold the parameters of the layer and of the output projection in tiled order.
-
-        Raises:
-            CheckpointError: it is not clear which layer is the output projection.
-        """
+        """Describe how the ranks hold the parameters of the layer and of the output projection in tiled order."""
         if len(self.outputs) != 1:
             raise CheckpointError(
                 f"the copies of heads in {self.layer} are in trn1 order, which also permutes the columns of the output "

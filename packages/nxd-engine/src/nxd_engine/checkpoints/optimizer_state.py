@@ -30,9 +30,6 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
 
     With ZeRO-1 each rank contributes the boxes that it owns; names, shapes and values are the same as without it, so
     a checkpoint of one loads into the other.
-
-    Raises:
-        ValueError: the optimizer holds a parameter that the model lacks, or a state is neither tensor nor number.
     """
     if isinstance(optimizer, NeuronZero1Optimizer):
         return _zero1_state(model, optimizer)
@@ -91,9 +88,6 @@ def allocate_optimizer_state(
         model: the model whose parameters the optimizer has.
         optimizer: the optimizer, whose existing state is replaced.
         stored: dtype and global shape of every tensor in the checkpoint.
-
-    Raises:
-        ValueError: the states belong to an optimizer of another class.
     """
     keys_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for full_name, description in stored.items():
@@ -139,9 +133,6 @@ def settle_optimizer_state(optimizer: Optimizer, others: Mapping[str, Any]) -> N
     Args:
         optimizer: the optimizer with these states.
         others: the result of `other_optimizer_state`; empty if there is none.
-
-    Raises:
-        ValueError: the optimizer cannot load them.
     """
     attributes = others.get("attributes", {})
     is_zero1 = isinstance(optimizer, NeuronZero1Optimizer)
@@ -162,11 +153,7 @@ def settle_optimizer_state(optimizer: Optimizer, others: Mapping[str, Any]) -> N
 
 
 def other_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state that an optimizer keeps outside its parameters' states and groups; empty if there is none.
-
-    Raises:
-        ValueError: its `state_dict` has an unknown form, or it keeps such tensors while the model is split over ranks.
-    """
+    """Return the state that an optimizer keeps outside its parameters' states and groups; empty if there is none."""
     if isinstance(optimizer, NeuronZero1Optimizer):
         numbers = {key: value for key, value in optimizer.other_state().items() if value}
         return {"attributes": numbers} if numbers else {}

@@ -304,11 +304,7 @@ class _Save:
             self.finish()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete.
-
-        Raises:
-            CheckpointError: the save failed.
-        """
+        """Wait until the checkpoint is complete."""
         if self.handle is not None:
             self.handle.wait()
 

@@ -36,11 +36,7 @@ _SUFFIX = ".pt"
 
 
 def pack_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the arguments `objects` and `extra` of `nxd_ckpt.save` that store these values; None is left out.
-
-    Raises:
-        ValueError: a value could only be read by running code.
-    """
+    """Return the arguments `objects` and `extra` of `nxd_ckpt.save` that store these values; None is left out."""
     objects: dict[str, Any] = {}
     extra: dict[str, bytes] = {}
     for name, value in values.items():
@@ -58,11 +54,7 @@ def holds_value(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def unpack_value(checkpoint: Checkpoint, name: str) -> Any:
-    """Return a value as it was saved, None if there is none.
-
-    Raises:
-        CheckpointError: it is damaged, or could only be read by running code.
-    """
+    """Return a value as it was saved, None if there is none."""
     if name + _SUFFIX not in checkpoint.extra:
         return _objects(checkpoint).get(name)
     content = io.BytesIO(checkpoint.read_extra(name + _SUFFIX))
@@ -104,11 +96,7 @@ def _objects(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of the parameters in each group, on this rank.
-
-    Raises:
-        ValueError: the optimizer holds a parameter that the model lacks.
-    """
+    """Return the names of the parameters in each group, on this rank."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters_in_checkpoint(model)}
     strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strangers:
@@ -134,11 +122,7 @@ def extra_states(model: nn.Module | None) -> dict[str, Any]:
 
 
 def digests_of(states: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each extra state; empty except on first replicas, whose states are saved.
-
-    Raises:
-        ValueError: a state could only be read by running code.
-    """
+    """Return a hash of each extra state; empty except on first replicas, whose states are saved."""
     digests = {name: hashlib.sha256(_torch_bytes(name, value)).hexdigest() for name, value in states.items()}
     return digests if is_first_replica() else {}
 
@@ -165,11 +149,7 @@ def check_equal_states(digests_of_ranks: Sequence[Mapping[str, str]], doing: str
 
 
 def set_extra_states(model: nn.Module, states: Any, *, strict: bool) -> None:
-    """Give modules their extra states.
-
-    Raises:
-        CheckpointError: with `strict`, a stored state belongs to no module of this model.
-    """
+    """Give modules their extra states."""
     modules = modules_with_extra_state(model)
     for name, value in (states or {}).items():
         if name in modules:
@@ -184,11 +164,7 @@ def savable_settings(group: Settings) -> dict[str, Any]:
 
 
 def match_settings(stored: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Settings]:
-    """Return the stored settings for each group of these names; a group that is empty here is matched by its index.
-
-    Raises:
-        ValueError: no settings were stored for a group, or parameters of one group had different settings.
-    """
+    """Return the stored settings for each group of these names; a group that is empty here is matched by its index."""
     return [_match_group(stored, index, set(group)) for index, group in enumerate(names)]
 
 
@@ -225,9 +201,6 @@ def dict_state(state: Mapping[str, Any], *, zero1: bool) -> dict[str, Tensor]:
     Args:
         state: an optimizer's `state_dict()`.
         zero1: whether each replica has its own state; it also does if experts are split over replicas.
-
-    Raises:
-        ValueError: it could only be read by running code.
     """
     if not _is_of_each_rank(zero1) and not is_first_replica():
         return {}
@@ -243,11 +216,7 @@ def holds_dict_state(checkpoint: Checkpoint) -> bool:
 
 
 def read_dict_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the `state_dict` that this rank, or its first replica, saved.
-
-    Raises:
-        CheckpointError: it was saved at other degrees, or is damaged.
-    """
+    """Return the `state_dict` that this rank, or its first replica, saved."""
     for zero1 in (True, False):
         name = _own_name(zero1=zero1)
         if name in checkpoint.tensors:

@@ -78,9 +78,6 @@ class ReferenceModel:
         """Return how the model's tensors are made from stored tensors of these names and shapes.
 
         A tied tensor appears once, under its first name.
-
-        Raises:
-            ValueError: a tensor needs a conversion that is not a rearrangement, or is stored twice.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - optional
         from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415
@@ -156,11 +153,7 @@ class ReferenceModel:
 
 
 def reference_model(config: Mapping[str, Any]) -> ReferenceModel | None:
-    """Return the model that a `config.json` describes; None if transformers is missing or does not know it.
-
-    Raises:
-        ValueError: transformers rejects the config.
-    """
+    """Return the model that a `config.json` describes; None if transformers is missing or does not know it."""
     model = model_on_meta(config)
     return None if model is None else ReferenceModel(model)
 

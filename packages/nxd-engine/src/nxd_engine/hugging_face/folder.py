@@ -28,11 +28,7 @@ def read_config(folder: PathLike) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: the file does not hold a JSON object.
-    """
+    """Read a JSON file."""
     return parse_json_object(path, path.read_bytes())
 
 

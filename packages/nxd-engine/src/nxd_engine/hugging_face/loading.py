@@ -224,9 +224,6 @@ def make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
 
     Returns:
         The names of the tensors that were on the meta device.
-
-    Raises:
-        ValueError: this is not a transformers model, and it has such buffers on the meta device.
     """
     for parameter in module.local_parameters() if isinstance(module, NxDPPModel) else module.parameters():
         if dtype is not None and parameter.is_floating_point():

@@ -168,11 +168,7 @@ class RearrangedSource:
         return self.source.is_mapped
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        """Return views that hold all elements of the box.
-
-        Raises:
-            CheckpointError: the source cannot be read.
-        """
+        """Return views that hold all elements of the box."""
         found = []
         for part in self.rearranged[name].parts:
             common = part.box.intersect(box)

@@ -106,11 +106,7 @@ def write_folder(
 
 
 def config_content(config: Any, like: PathLike | None, model: nn.Module) -> dict[str, Any]:
-    """Return the content for `config.json`.
-
-    Raises:
-        ValueError: no config is given, or it does not name the architecture.
-    """
+    """Return the content for `config.json`."""
     if config is None and like is not None:
         return read_model_config(like)
     found = getattr(model, "config", None) if config is None else config
@@ -140,9 +136,6 @@ def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | 
         source: source of the model's tensors.
         config: content of the model's `config.json`.
         shapes: names and shapes in an existing folder of the model; transformers' own if None.
-
-    Raises:
-        ValueError: the tensors do not match the config.
     """
     reference = reference_model(config)
     if reference is None:

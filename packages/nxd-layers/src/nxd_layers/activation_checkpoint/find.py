@@ -14,9 +14,6 @@ def named_modules_of(model: nn.Module, classes: ModuleClass | Sequence[ModuleCla
     Args:
         model: searched, itself included.
         classes: one or several; a string is the name of a class.
-
-    Raises:
-        ValueError: no class is given, an argument is not a class, or the model has no module of a class.
     """
     wanted = [classes] if isinstance(classes, str | type) else list(classes)
     if not wanted:
@@ -31,11 +28,7 @@ def named_modules_of(model: nn.Module, classes: ModuleClass | Sequence[ModuleCla
 
 
 def named_modules_accepted_by(accepts: Callable[[nn.Module], bool], model: nn.Module) -> dict[str, nn.Module]:
-    """The model's modules that a function accepts, by name.
-
-    Raises:
-        ValueError: it accepts none.
-    """
+    """The model's modules that a function accepts, by name."""
     found = {name: module for name, module in model.named_modules() if accepts(module)}
     if not found:
         present = sorted({type(module).__name__ for module in model.modules()})
@@ -56,9 +49,6 @@ def named_transformer_layers(
         layer_classes: classes of blocks. By default the classes that the model names in `_no_split_modules`, as Hugging
             Face's do; else the elements of each outermost `nn.ModuleList` whose elements are of one class and have
             submodules.
-
-    Raises:
-        ValueError: there are none.
     """
     if layer_classes is not None:
         return named_modules_of(model, layer_classes)

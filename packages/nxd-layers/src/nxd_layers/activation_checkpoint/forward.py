@@ -189,11 +189,7 @@ class BufferState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, modules have copies of these buffers; afterwards those that they had before.
-
-        Raises:
-            RuntimeError: a buffer has changed that is too large to be copied.
-        """
+        """Inside, modules have copies of these buffers; afterwards those that they had before."""
         for part, name, buffer, version in self._versions:
             if part._buffers.get(name) is not buffer or buffer._version != version:
                 raise RuntimeError(

@@ -67,9 +67,6 @@ def draw_dropout(rate: float, num_heads: int, device: torch.device) -> Dropout |
         rate: probability that a weight is dropped; returns None for 0.
         num_heads: number of heads on each tensor-parallel rank.
         device: device of the generator.
-
-    Raises:
-        ValueError: `rate` is outside [0, 1).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout={rate} must be at least 0 and below 1")

@@ -69,9 +69,6 @@ def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
 
     Args:
         spec: of the parameter with all experts, over the ranks that split each.
-
-    Raises:
-        ValueError: the expert-parallel ranks do not divide the experts.
     """
     group, experts = active_group("ep"), spec.local_shape[0]
     if experts % group.size:

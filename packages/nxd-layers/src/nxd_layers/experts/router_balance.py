@@ -108,9 +108,6 @@ class RouterBalance:
             modules: of this rank, by their names in the whole model.
             layers: of the whole model, from `find_routers`.
             config: what is to be done.
-
-        Raises:
-            ValueError: the routers cannot do it.
         """
         _check(layers, config)
         self.config, self.layers = config, dict(layers)

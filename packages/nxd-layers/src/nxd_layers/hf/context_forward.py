@@ -176,9 +176,6 @@ def _rule_of(mask_function: Callable[..., Any]) -> MaskRule:
 
     The function is read, and not the config: transformers passes masks as closures only, and whether conditions of the
     model's own have been added to a window is written nowhere else. Functions other than these are refused.
-
-    Raises:
-        ValueError: it is not one of the functions for text.
     """
     causal, window, chunk, is_causal_window = False, None, None, False
     for part in _conjuncts(mask_function):
@@ -210,11 +207,7 @@ def _conjuncts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def layers_with_state(model: Any) -> list[nn.Module]:
-    """Return the modules of a model that pass a state along the sequence, as its config's `layer_types` says.
-
-    Raises:
-        ValueError: a layer that passes a state has no module of a known name.
-    """
+    """Return the modules of a model that pass a state along the sequence, as its config's `layer_types` says."""
     kinds = getattr(text_config(model), "layer_types", None) or []
     if not any(kind in _LAYERS_WITH_STATE for kind in kinds):
         return []

@@ -83,11 +83,7 @@ class HeadLayout:
         return KeyValueLayout(self.padded_key_value_heads, head_size, self.copies, self.tp_size, padding)
 
     def query_spec(self, logical_shape: tuple[int, ...], dim: int, tp_rank: int) -> ShardSpec:
-        """Return the spec of a rank's shard of a tensor that has the query heads along `dim`.
-
-        Raises:
-            ValueError: the length of the dimension is not a multiple of the number of heads.
-        """
+        """Return the spec of a rank's shard of a tensor that has the query heads along `dim`."""
         head_size, rest = divmod(logical_shape[dim], self.num_heads)
         if rest:
             raise ValueError(
@@ -214,11 +210,7 @@ class CopiedHeadsLinear(nn.Module):
 
 
 def key_value_linear(linear: nn.Linear, layout: HeadLayout) -> nn.Module:
-    """Return the projection to keys or values with this layout.
-
-    Raises:
-        ValueError: its outputs are not a multiple of the number of heads.
-    """
+    """Return the projection to keys or values with this layout."""
     head_size, rest = divmod(linear.out_features, layout.num_key_value_heads)
     if rest:
         raise ValueError(
@@ -234,22 +226,14 @@ def key_value_linear(linear: nn.Linear, layout: HeadLayout) -> nn.Module:
 
 
 def query_linear(linear: nn.Linear, layout: HeadLayout) -> ColumnParallelLinear:
-    """Return a projection to queries, or to anything else that each query head has of its own, with this layout.
-
-    Raises:
-        ValueError: its outputs are not a multiple of the number of heads.
-    """
+    """Return a projection to queries, or to anything else that each query head has of its own, with this layout."""
     tp_rank = active_group("tp").rank
     weight = layout.query_spec((linear.out_features, linear.in_features), 0, tp_rank)
     return _placed_column(linear, weight, layout.query_spec((linear.out_features,), 0, tp_rank))
 
 
 def output_linear(linear: nn.Linear, layout: HeadLayout) -> RowParallelLinear:
-    """Return the projection of the heads' outputs with this layout.
-
-    Raises:
-        ValueError: its inputs are not a multiple of the number of heads.
-    """
+    """Return the projection of the heads' outputs with this layout."""
     spec = layout.query_spec((linear.out_features, linear.in_features), 1, active_group("tp").rank)
     layer = row_parallel(linear, input_is_parallel=True, pad=True, cls=PlacedRowParallelLinear)
     layer.place(linear, spec)

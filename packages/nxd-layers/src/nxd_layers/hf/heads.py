@@ -73,9 +73,6 @@ def plan_heads(target: Target, styles: Mapping[str, str], layout: HeadLayout) ->
 
     Returns:
         By path, the function that shards it. Full norms of single heads are left to their styles.
-
-    Raises:
-        ValueError: the styles of the module cannot be combined with such a layout.
     """
     own = {path: style for path, style in styles.items() if path.startswith(join_path(target.path, ""))}
     # In the model's order, so that all ranks raise the same error.

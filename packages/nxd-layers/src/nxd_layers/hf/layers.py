@@ -55,9 +55,6 @@ def shard_parameter(module: nn.Module, name: str, dim: int, *, stride: int = 1) 
         name: the parameter's name in it.
         dim: the dimension that is sharded.
         stride: number of matrices fused along `dim`, each of which is sharded on its own.
-
-    Raises:
-        ValueError: the ranks do not divide the dimension.
     """
     full = module.get_parameter(name)
     spec = shard_spec_along(full, dim, stride=stride)
@@ -69,11 +66,7 @@ def shard_parameter(module: nn.Module, name: str, dim: int, *, stride: int = 1) 
 
 
 def shard_spec_along(full: Tensor, dim: int, *, stride: int = 1) -> ShardSpec:
-    """Return the spec of this rank's shard for `shard_parameter`.
-
-    Raises:
-        ValueError: the ranks do not divide the dimension.
-    """
+    """Return the spec of this rank's shard for `shard_parameter`."""
     group = active_group("tp")
     return equal_shards(full.shape, dim, rank=group.rank, size=group.size, stride=stride)
 
@@ -107,11 +100,7 @@ def row_parallel(
     pad: bool = False,
     cls: type[_Row] = RowParallelLinear,  # type: ignore[assignment]
 ) -> _Row:
-    """Return the `RowParallelLinear` (or subclass) that replaces a linear; the other arguments are the layer's.
-
-    Raises:
-        ValueError: the ranks do not divide the inputs.
-    """
+    """Return the `RowParallelLinear` (or subclass) that replaces a linear; the other arguments are the layer's."""
     return _take_over(linear, cls, input_is_parallel=input_is_parallel, pad=pad)
 
 
@@ -146,9 +135,6 @@ def split_conv1d_outputs(layer: Any, *, stride: int = 1) -> None:
     Args:
         layer: the `Conv1D`.
         stride: number of matrices fused along the outputs, each of which is sharded on its own.
-
-    Raises:
-        ValueError: the ranks do not divide the outputs.
     """
     shard_parameter(layer, "weight", 1, stride=stride)
     shard_parameter(layer, "bias", 0, stride=stride)
@@ -157,11 +143,7 @@ def split_conv1d_outputs(layer: Any, *, stride: int = 1) -> None:
 
 
 def split_conv1d_inputs(layer: Any) -> None:
-    """Have a `Conv1D` take this rank's inputs, `[..., in/tp]`, and sum the products over the ranks.
-
-    Raises:
-        ValueError: the ranks do not divide the inputs.
-    """
+    """Have a `Conv1D` take this rank's inputs, `[..., in/tp]`, and sum the products over the ranks."""
     shard_parameter(layer, "weight", 0)
     layer.nx = layer.weight.shape[0]
     share_bias(layer, "bias")
@@ -212,9 +194,6 @@ def parallel_embedding(table: nn.Embedding, *, shard_across_embedding: bool = Fa
 
     The layer that replaces a subclass of `nn.Embedding`, such as one that scales its vectors, still does what the
     subclass does around the lookup.
-
-    Raises:
-        ValueError: the table has options that change its values or its gradients.
     """
     if table.max_norm is not None or table.scale_grad_by_freq or table.sparse:
         raise ValueError(

@@ -133,11 +133,7 @@ def plan_of(model: Any) -> dict[str, str]:
 
 
 def checked_expert_plan(model: Any) -> dict[str, str]:
-    """Return the plan of the model's experts, if models of its type have been compared.
-
-    Raises:
-        ValueError: experts of this type have not been compared with one process.
-    """
+    """Return the plan of the model's experts, if models of its type have been compared."""
     plan, model_type = expert_plan_of(model), model_type_of(model)
     if plan and model_type not in COMPARED_EXPERTS:
         raise ValueError(

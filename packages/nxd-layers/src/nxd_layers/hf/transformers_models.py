@@ -119,9 +119,6 @@ def rope_frequencies(sizes: Mapping[str, Any], length: int) -> tuple[tuple[float
 
     Returns:
         Radians per position, `head/2` of them, and the factor of cosines and sines.
-
-    Raises:
-        ValueError: transformers is not installed, or refuses the type or its settings.
     """
     rope = dict(sizes["rope_parameters"])
     named = f"rope_scaling={ {name: value for name, value in rope.items() if name != 'rope_theta'} }"

@@ -118,11 +118,7 @@ def _replace_parameters(
 
 
 def _checked_config(config: QuantizationConfig) -> tuple[QuantizationType, QuantizedDtype]:
-    """Return the way of quantizing and the dtype of the values.
-
-    Raises:
-        ValueError: either is unsupported.
-    """
+    """Return the way of quantizing and the dtype of the values."""
     way = QuantizationType(config.get("quantization_type", QuantizationType.PER_TENSOR_SYMMETRIC))
     dtype = QuantizedDtype(config.get("quantized_dtype", QuantizedDtype.INT8))
     axis = config.get("quantization_per_channel_axis")

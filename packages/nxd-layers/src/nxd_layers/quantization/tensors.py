@@ -52,22 +52,14 @@ class _NamedDtype(Enum, metaclass=_ContainsValues):
 
     @classmethod
     def has_dtype(cls, dtype_string: str) -> None:
-        """Check a name, in any case.
-
-        Raises:
-            ValueError: there is none such.
-        """
+        """Check a name, in any case."""
         if dtype_string.upper() not in cls.__members__:
             names = ", ".join(cls.__members__)
             raise ValueError(f"{dtype_string} is not a valid {cls.__name__}; use one of {names}")
 
     @classmethod
     def get_dtype(cls, dtype_string: str) -> torch.dtype:
-        """The dtype of a name, in any case.
-
-        Raises:
-            ValueError: there is none such.
-        """
+        """The dtype of a name, in any case."""
         cls.has_dtype(dtype_string)
         dtype: torch.dtype = cls[dtype_string.upper()].value
         return dtype

@@ -131,11 +131,7 @@ def announce(name: str, group: Group, tensor: Tensor | None, details: dict[str, 
 
 
 def confirm_message(mine: Announcement) -> None:
-    """Wait until the other end of a message (see `pair`) has announced the same.
-
-    Raises:
-        CollectiveMismatch: see `wait_for_agreement`.
-    """
+    """Wait until the other end of a message (see `pair`) has announced the same."""
     store = _get_default_store()
     _confirm(store, mine)
     # Its one reader has read it. Turns need not be confirmed in their order, so none tells of those before it.

@@ -298,11 +298,7 @@ class Rounds:
         self.channel.publish(POSTED, round_number + 1)
 
     def all_posted(self, round_number: int, what: int) -> Generator[Awaited, None, None]:
-        """Wait until every rank has posted.
-
-        Raises:
-            SharedMemoryError: a rank is doing something else.
-        """
+        """Wait until every rank has posted."""
         channel = self.channel
         if channel.behind(POSTED, round_number + 1):
             yield Awaited(POSTED, round_number + 1, self.peers)
@@ -387,11 +383,7 @@ class Inbox:
         self._received = 0
 
     def receive(self, tensor: Tensor) -> Steps:
-        """Receive into a contiguous tensor.
-
-        Raises:
-            SharedMemoryError: the peer has sent a tensor of another dtype or size.
-        """
+        """Receive into a contiguous tensor."""
         channel, peer = self._channel, self._peer
         what = encode_signature("send to recv", tensor.numel(), tensor.dtype)
         address, size = tensor.data_ptr(), tensor.nbytes

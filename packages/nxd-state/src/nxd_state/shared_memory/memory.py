@@ -29,11 +29,7 @@ _MACHINES = ("x86_64", "AMD64")
 
 
 def host_identity() -> str | None:
-    """A text that is the same for processes that can map each other's memory; None if none can, or if switched off.
-
-    Raises:
-        ValueError: `NXD_SHM` is neither 0 nor 1.
-    """
+    """A text that is the same for processes that can map each other's memory; None if none can, or if switched off."""
     switch = os.environ.get("NXD_SHM", "1")
     if switch not in ("0", "1"):
         raise ValueError(f"unknown NXD_SHM={switch!r}; use 1 to let ranks of one host share memory, or 0")
@@ -142,9 +138,6 @@ def map_segment(handle: Any) -> Segment:
 
     Args:
         handle: the result of `Handle.to_json` there.
-
-    Raises:
-        OSError: it cannot be opened, or is not the one that the handle describes.
     """
     wanted = Handle(*handle)
     descriptor = os.open(f"/proc/{wanted.pid}/fd/{wanted.descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -41,11 +41,7 @@ class PendingOperation:
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the result.
-
-        Raises:
-            SharedMemoryError: the operation has failed.
-        """
+        """Wait for the result."""
         if not self.done:
             self.queue.progress.drive(self)
         if self.error is not None:

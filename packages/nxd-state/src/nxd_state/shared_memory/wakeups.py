@@ -42,11 +42,7 @@ _syscall.argtypes = (
 
 
 def futex_wait(address: int, value: int, seconds: float) -> None:
-    """Sleep while the 32-bit word at `address` is `value`: until woken, a signal arrives, or the time is over.
-
-    Raises:
-        OSError: the kernel refuses, for example in a sandbox that forbids the call.
-    """
+    """Sleep while the 32-bit word at `address` is `value`: until woken, a signal arrives, or the time is over."""
     nanoseconds = int(seconds * _NANOSECONDS)
     timeout = _Timespec(nanoseconds // _NANOSECONDS, nanoseconds % _NANOSECONDS)
     if _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, value, ctypes.addressof(timeout), None, 0) < 0:
