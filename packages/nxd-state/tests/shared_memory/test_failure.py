@@ -119,7 +119,7 @@ def test_stopped_rank_is_named_when_the_time_of_the_group_is_over():
     first, _, last = run_on_ranks(job, WORLD_SIZE, env=SHARED, timeout=60)
 
     for message in (first, last):
-        assert "rank 1 of group tp [0, 1, 2] did not come" in message
+        assert "rank 1 of group tp [0, 1, 2] did not reach" in message
         assert "in 1 s: its process" in message
 
 
