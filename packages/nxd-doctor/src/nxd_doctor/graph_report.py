@@ -236,11 +236,7 @@ _NOTES = (
 
 
 def render_report(report: GraphReport, console: Console | None = None) -> None:
-    """Print the tables, the findings, and what the numbers mean.
-
-    Args:
-        console: the console to print to; standard output if None.
-    """
+    """Print the tables, the findings, and what the numbers mean."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE, no_color=True)

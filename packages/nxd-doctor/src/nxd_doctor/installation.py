@@ -125,12 +125,7 @@ def check_xla(versions: Mapping[str, str]) -> Finding:
 
 
 def check_neuron(versions: Mapping[str, str], *, has_device: bool) -> Finding:
-    """Whether a host with Neuron devices has the packages that drive them, matching this torch.
-
-    Args:
-        versions: the installed versions.
-        has_device: whether the host has a Neuron device.
-    """
+    """Whether a host with Neuron devices has the packages that drive them, matching this torch."""
     name, index = "Neuron packages", "AWS's package index (the packages of that name on PyPI are placeholders)"
     parts = {part: versions[part] for part in ("torch-neuronx", "neuronx-cc", "libneuronxla") if part in versions}
     listed = ", ".join(f"{part} {version}" for part, version in parts.items())

@@ -52,9 +52,6 @@ class RecordedSteps:
 def record_script(command: Sequence[str]) -> RecordedRank:
     """Record all graphs that a script runs as one process.
 
-    Args:
-        command: the script and its arguments.
-
     Raises:
         ValueError: torch-xla is not installed, the script fails, or it runs no graph; the message has its output.
     """

@@ -170,12 +170,6 @@ def settle_adapters(lora: LoraModel | None, objects: Any) -> None:
 def wanted_tensors(lora: LoraModel | None, objects: Any, state: CheckpointState, where: str) -> CheckpointState:
     """Return the tensors of a model that a checkpoint should fill.
 
-    Args:
-        lora: the model's adapters, or None.
-        objects: the checkpoint's objects.
-        state: all tensors of the model.
-        where: the checkpoint, for messages.
-
     Raises:
         CheckpointError: it holds only adapters, and the model has none.
         ValueError: its adapters have a different scale than the model's.

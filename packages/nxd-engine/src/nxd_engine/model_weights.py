@@ -166,12 +166,6 @@ def load_model(weights: ModelWeights, description: ModelDescription, dtype: torc
 
     Our own Llama is used if it supports the model, otherwise transformers.
 
-    Args:
-        weights: the model's weights.
-        description: the model's description.
-        dtype: dtype of its parameters.
-        where: the origin of the weights, for messages.
-
     Raises:
         ValueError: transformers is missing or lacks the model, or it cannot be split over this many ranks.
         CheckpointError: the weights are damaged, or belong to another model; on all ranks.

@@ -69,7 +69,7 @@ _Grads = list[Tensor | None]
 
 
 def _parameter_grads(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) -> tuple[_Grads, _Grads]:
-    """Of the weights and of the biases; None for what does not learn."""
+    """Return the gradients of the weights and of the biases; None for frozen ones."""
     needs = ctx.needs_input_grad[5:]
     weight_grads = [
         grad.t().mm(whole_rows) if needed and whole_rows is not None else None
@@ -80,7 +80,7 @@ def _parameter_grads(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) ->
 
 
 def _grads_of_copied_rows_first(ctx: Any, rows: list[Tensor], whole_rows: Tensor | None) -> tuple[_Grads, _Grads]:
-    """As `_parameter_grads`, with the copies' gradients added up while those of the other rows are computed."""
+    """Like `_parameter_grads`, but sum the copies' gradients while those of the other rows are computed."""
     needs = ctx.needs_input_grad[5:]
     bias_grads = [grad.sum(dim=0) if needed else None for grad, needed in zip(rows, needs[len(rows) :], strict=True)]
     weight_grads = [
@@ -140,8 +140,8 @@ def column_linear(
         biases: `[out_i/tp]` or None each.
         group: the tensor-parallel group; None where the input comes from a `SharedInput`, which sums its gradient.
         sequence_dim: the dim along which the input is split over the group, if it is.
-        copies: of the heads in some weights' last rows, if there are any; their gradients are added up.
-        reduce_dtype: in which gradients are summed over the ranks; in their own if None.
+        copies: the copied heads in some weights' last rows, if any, whose gradients are summed.
+        reduce_dtype: dtype in which gradients are summed over the ranks; their own if None.
 
     Returns:
         `[..., out_i/tp]` each, over the whole sequence.
@@ -159,7 +159,7 @@ def column_linear(
 
 
 def in_autocast_dtype(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype in which a product is taken here."""
+    """Convert a tensor to the dtype of products, if autocast is enabled."""
     kind = tensor.device.type
     if tensor.is_meta or not torch.is_autocast_enabled(kind):  # torch knows no autocast of tensors without memory
         return tensor

@@ -24,7 +24,7 @@ OUTPUT_CHANNEL_DIM, INPUT_CHANNEL_DIM = 0, 1  # of a kernel, [out, in, height, w
 
 
 class _ShardedConv2d(ShardedLinear):
-    """What both convolutions share: sizes, and one kernel split along a channel dim."""
+    """Base of both convolutions: sizes, and one kernel split along a channel dim."""
 
     def __init__(
         self,
@@ -148,19 +148,9 @@ class InputChannelParallelConv2d(_ShardedConv2d):
     Args:
         in_channels: channels of the input, over all ranks.
         out_channels: channels of the output.
-        kernel_size: height and width of the kernel; one number where they are equal.
-        stride: step between the kernel's positions.
-        padding: zeros around the image.
-        dilation: distance between the kernel's points.
-        groups: must be 1.
+        kernel_size: see `OutputChannelParallelConv2d`, also for the other arguments.
         bias: whether to add a bias (once, after the sum).
-        padding_mode: must be "zeros".
         input_is_parallel: the input is this rank's part of the channels, as an output-channel-parallel layer leaves it.
-        dtype: dtype of weight and bias.
-        device: device of weight and bias; None: torch's default device.
-        init_method: fills the whole kernel in place; None: like `nn.Conv2d`.
-        keep_master_weight: keep the whole initial kernel and bias as `master_weight` and `master_bias`.
-        partition_pad: allow channels that do not divide: zeros fill up the last ranks' parts.
 
     Attributes:
         weight: `[out, in/tp, height, width]`.

@@ -176,13 +176,7 @@ def parallel_cross_entropy(
 
 
 def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definition: LossDefinition) -> None:
-    """Check what a user gave, before anything is computed or sent.
-
-    Args:
-        logits_shape: shape of the whole logits, padding included.
-        labels: as the user gave them.
-        definition: definition of the loss.
-    """
+    """Check what a user gave, before anything is computed or sent."""
     if logits_shape[:-1] != labels.shape:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not match logits of shape {logits_shape}; expected "

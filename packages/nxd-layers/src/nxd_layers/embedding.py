@@ -194,10 +194,10 @@ def lookup_own_tokens(ids: Tensor, table: Tensor, padding_idx: int | None, first
     """Vectors `[..., hidden]` of the tokens in this rank's part of the vocabulary, zeros for the others.
 
     Args:
-        ids: `[...]`, in the whole vocabulary.
+        ids: `[...]`, tokens of the whole vocabulary.
         table: `[vocab/tp, hidden]`.
-        padding_idx: in the whole vocabulary, the token whose vector gets no gradient, if there is one.
-        first_token: of the table's first row, 0-d.
+        padding_idx: the token whose vector gets no gradient, if there is one.
+        first_token: the token of the table's first row, 0-d.
     """
     rows = table.shape[0]
     local = ids - first_token

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def kv_size_multiplier_for(num_key_value_heads: int, tensor_parallel_size: int) -> int:
-    """The fewest copies of each key and value head with which the ranks get equally many."""
+    """The fewest copies of each key and value head that give all ranks equally many heads."""
     return tensor_parallel_size // math.gcd(num_key_value_heads, tensor_parallel_size)
 
 
@@ -25,11 +25,11 @@ class KeyValueLayout:
     """How the heads of a key or value projection lie on the ranks.
 
     Attributes:
-        num_heads: of the model.
-        head_size: rows of the weight that belong to a head.
-        copies: of each head, over all ranks; divides the tensor-parallel size.
-        tensor_parallel_size: divides `num_heads * copies`.
-        padding: rows at the end of the last heads that are no part of the model.
+        num_heads: number of heads of the model.
+        head_size: rows of the weight per head.
+        copies: copies of each head over all ranks; divides the tensor-parallel size.
+        tensor_parallel_size: number of ranks; divides `num_heads * copies`.
+        padding: number of padding rows, at the end of the last heads.
     """
 
     num_heads: int
@@ -40,12 +40,12 @@ class KeyValueLayout:
 
     @property
     def heads_per_rank(self) -> int:
-        """Copies included."""
+        """Heads on each rank, including copies."""
         return self.num_heads * self.copies // self.tensor_parallel_size
 
     @property
     def rows_per_rank(self) -> int:
-        """Copies included."""
+        """Rows on each rank, including copies."""
         return self.heads_per_rank * self.head_size
 
     @property
@@ -59,7 +59,7 @@ class KeyValueLayout:
         return [expanded // self.copies for expanded in range(first, first + self.heads_per_rank)]
 
     def spec(self, tp_rank: int, row_shape: tuple[int, ...], name: str) -> ShardSpec:
-        """What a rank's part `[rows_per_rank, *row_shape]` holds of the logical tensor called `name`."""
+        """The spec of a rank's part `[rows_per_rank, *row_shape]` of the logical tensor `name`."""
         num_rows = self.num_heads * self.head_size - self.padding
 
         def box(first_row: int, num_rows: int) -> Box:
@@ -89,13 +89,6 @@ def padded_layout(
 
     Query head h attends to key and value head `h // (query heads / key and value heads)`. For that to stay, key and
     value heads are padded by the same ratio.
-
-    Args:
-        head_counts: query heads, and key and value heads, of the model.
-        padded_query_heads: query heads with padding.
-        head_size: rows of the weights that belong to a head.
-        copies: as of `KeyValueLayout`.
-        tensor_parallel_size: as of `KeyValueLayout`.
     """
     query_heads, heads = head_counts
     padded_heads, rest = divmod(heads * padded_query_heads, query_heads)
@@ -118,12 +111,12 @@ def padded_layout(
 
 @dataclass(frozen=True)
 class HeadCopies:
-    """The copies of this rank's key and value heads, here and on other ranks, whose gradients belong together.
+    """The copies of this rank's key and value heads, here and on other ranks, whose gradients are summed.
 
     Attributes:
         group: the ranks that share heads.
-        layout: where the heads lie.
-        rows: of each weight and bias of a layer, how many of its last rows are these heads.
+        layout: the layout of the heads.
+        rows: for each weight and bias of a layer, the number of its last rows that are these heads.
     """
 
     group: Group
@@ -142,12 +135,12 @@ class HeadCopies:
         """Start to add up the copies' gradients, for all tensors in one message.
 
         Args:
-            grads: `[k * heads * head_size, ...]` each, contiguous, for any k: keys, values, or both in one. They get
-                the sums.
-            dtype: in which they are summed; in their own if None.
+            grads: contiguous tensors `[k * heads * head_size, ...]` for any k: keys, values, or both in one. The sums
+                are written to them.
+            dtype: dtype of the sums; their own if None.
 
         Returns:
-            What to call to wait for the sums.
+            A function that waits for the sums.
         """
         slots = self._slots(grads[0])
         heads_here, head_size = self.layout.heads_per_rank, self.layout.head_size

@@ -50,14 +50,14 @@ def generate_padding_mask(
     tp_rank: int,
     hardware_type: Enum | None = None,
 ) -> torch.Tensor:
-    """Which query heads of a rank are the model's, where padding stands behind the heads of each key and value head.
+    """Return which query heads of a rank are the model's, if padding follows the heads of each key and value head.
 
     Args:
         num_heads: query heads of the model.
         num_heads_with_pad: query heads with padding.
         num_kv_heads: key and value heads of the model.
         tp_degree: tensor-parallel ranks.
-        tp_rank: whose heads.
+        tp_rank: the rank.
         hardware_type: a member of the enum `hardware` of scripts for NeuronX Distributed. On "TRN1" copies of a key
             and value head are spread over the ranks; on others, and if None, they are neighbors.
 
@@ -79,11 +79,11 @@ def generate_padding_mask(
 
 
 def length_for_heads(length: int, num_heads: int, padded_num_heads: int, *, num_parts: int) -> int:
-    """The length that a split dim gets when the model's heads become more: it grows as they do.
+    """The length of a split dim after the model's heads are padded: it grows by the same ratio.
 
     Args:
-        length: of the dim, made for `num_heads`. Dims of fewer (key and value) heads, or of no heads at all, grow by
-            the same ratio.
+        length: length of the dim for `num_heads`. Dims of fewer (key and value) heads, or of no heads, grow by the same
+            ratio.
         num_heads: attention heads of the model.
         padded_num_heads: attention heads after padding.
         num_parts: number of equal parts that the dim is cut into.

@@ -56,19 +56,19 @@ class GQAQKVColumnParallelLinear(ShardedLinear):
         bias: whether to add biases.
         gather_output: give every rank q, k and v whole, each head once; otherwise its parts.
         sequence_parallel_enabled: the input is split along the sequence, and is gathered first.
-        dtype: of all parameters.
-        device: of all parameters; torch's default device if None.
+        dtype: dtype of all parameters.
+        device: device of all parameters; torch's default device if None.
         kv_size_multiplier: copies of each key and value head; divides the tensor-parallel degree.
         fuse_qkv: hold one weight and one bias per rank, and compute one product.
         init_method: fills each whole weight in place; as in `nn.Linear` if None.
         sequence_dimension: which dim of the input is the sequence; 0 if None.
-        num_key_value_heads: of the model, so that heads are copied and distributed as wholes. None treats a rank's rows
-            as one head: right without copies, and where the multiplier just suffices for one head per rank; with
-            copies it warns.
+        num_key_value_heads: the model's number of key and value heads, so that whole heads are copied and distributed.
+            None treats a rank's rows as one head, which is right without copies, and with one head per rank; it warns
+            if there are copies.
         output_size: another spelling of `output_sizes`.
         keep_master_weight: keep the whole initial weights as `master_weight_q`, `master_weight_k`, `master_weight_v`.
-        reduce_dtype: in which gradients of the input, and of copies of heads, are summed over the ranks; in their own
-            if None.
+        reduce_dtype: dtype in which gradients of the input and of copied heads are summed over the ranks; their own if
+            None.
 
     Attributes:
         weight_qkv: `[(q + 2 * kv * kv_size_multiplier)/tp, in]`, q above k above v, if fused; otherwise `weight_q`

@@ -197,7 +197,7 @@ class ShardedLinear(nn.Module):
         """Return the parameters as the product reads them: padding gets no gradient.
 
         Args:
-            dtype: of the input; a quantized weight is converted to it, and `scaled` must follow the product.
+            dtype: dtype of the input; a quantized weight is converted to it, and `scaled` must follow the product.
         """
         if self.scale is not None:
             return self.weight.to(dtype), self.bias
@@ -296,12 +296,7 @@ class ShardedLinear(nn.Module):
 
 
 def layer_group(built_for: int, given: Group | None = None) -> Group:
-    """Return the current tensor-parallel group, or the group that the layer was given.
-
-    Args:
-        built_for: size of the group when the layer was built.
-        given: the group that the layer was given, if any.
-    """
+    """Return the current tensor-parallel group, or the group that the layer was given."""
     if given is not None:
         return given
     group = active_group("tp")

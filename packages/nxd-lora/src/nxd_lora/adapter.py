@@ -121,14 +121,7 @@ def factor_name(name: str, part: str) -> str:
 
 
 def attach(layer: nn.Module, kind: LayerKind, parts: Mapping[str, int], config: LoraConfig) -> None:
-    """Give parts of `layer` their factors, and the layer its branch.
-
-    Args:
-        layer: a layer without an adapter.
-        kind: how layers of its class are adapted.
-        parts: the parts to adapt, with a random seed for each.
-        config: rank, scale and initialization.
-    """
+    """Give parts of `layer` their factors, and the layer its branch."""
     adapter = LoraAdapter(kind, tuple(parts), config.scale, config.lora_dropout)
     layer.lora = adapter  # type: ignore[assignment]
     for part, seed in parts.items():

@@ -74,14 +74,7 @@ def init_of_a(config: LoraConfig) -> InitMethod:
 
 
 def add_linear_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int], out_dim: int = 0) -> None:
-    """Register A and B with `layer`.
-
-    Args:
-        layer: the layer.
-        config: rank and initialization.
-        sizes: input and output size of the whole layer.
-        out_dim: the output dim of the layer's weight.
-    """
+    """Register A and B with `layer`."""
     rank = config.lora_rank
     parallel = getattr(layer, "sequence_parallel_enabled", None)
     partial = getattr(layer.weight, "sequence_parallel_enabled", False) if parallel is None else parallel

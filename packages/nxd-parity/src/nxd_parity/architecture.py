@@ -123,11 +123,7 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def small_model(content: Mapping[str, Any]) -> nn.Module:
-    """Make a model with random values in every parameter, including norms and biases, from torch's current RNG state.
-
-    Args:
-        content: the content of its `config.json`.
-    """
+    """Make a model with random values in every parameter, including norms and biases, from torch's RNG state."""
     model = model_on_meta(content)
     config = model.config
     config._experts_implementation = "eager"  # the others do not support float64

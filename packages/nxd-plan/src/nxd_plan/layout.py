@@ -203,14 +203,7 @@ def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list
 def layouts_on(
     job: Job, fixed: Degrees, degrees: ParallelDegrees, choices: Sequence[bool]
 ) -> Iterator[Layout | Rejected]:
-    """Yield all layouts with these degrees, by ascending microbatch size, and the rejected ones with their reasons.
-
-    Args:
-        job: the job to plan.
-        fixed: the degrees fixed in advance.
-        degrees: the degrees over all ranks.
-        choices: the choices of sequence parallelism.
-    """
+    """Yield all layouts with these degrees, by ascending microbatch size, and the rejected ones with their reasons."""
     what = degrees.describe()
     if degrees.cp > 1 and degrees.pp > 1 and job.device.name in ON_XLA:
         yield Rejected(what, f"{job.device.name} does not combine context and pipeline parallelism; use one of them")

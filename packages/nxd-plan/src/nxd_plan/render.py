@@ -40,12 +40,7 @@ def render_table(plan: Plan) -> str:
 
 
 def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -> str:
-    """Memory by kind of the first, the fullest and the last pipeline rank; bytes by axis; the parts of the step time.
-
-    Args:
-        planned: the layout.
-        activation_modes: the result of `planner.activation_modes`.
-    """
+    """Memory by kind of the first, the fullest and the last pipeline rank; bytes by axis; parts of the step time."""
     time, sent = planned.time, planned.communication
     modes = ", ".join(f"{mode} {show_memory(number)}" for mode, number in activation_modes.items())
     return "\n".join(

@@ -105,12 +105,7 @@ class StagePlanner:
         return made
 
     def stages(self, num_stages: int, parameters: Parameters) -> list[StageParts]:
-        """All stages.
-
-        Args:
-            num_stages: number of stages in the pipeline.
-            parameters: the result of `parameters`.
-        """
+        """All stages of a pipeline; `parameters` is the result of the method of that name."""
         if num_stages not in self._stage_of:
             self._stage_of[num_stages] = self._cut(num_stages)
         stage_of = self._stage_of[num_stages]

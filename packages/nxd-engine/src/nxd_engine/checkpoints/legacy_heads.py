@@ -161,11 +161,7 @@ class CopiedHeads:
 
 
 def copied_heads(modules: Mapping[str, nn.Module]) -> dict[str, CopiedHeads]:
-    """Return the layers whose heads the two orders arrange differently, by name.
-
-    Args:
-        modules: this rank's modules, by name.
-    """
+    """Return the layers whose heads the two orders arrange differently, by name."""
     return {
         name: _copied_heads(name, module, modules)
         for name, module in modules.items()

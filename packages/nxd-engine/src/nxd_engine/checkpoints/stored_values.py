@@ -130,10 +130,6 @@ def digests_of(states: Mapping[str, Any]) -> dict[str, str]:
 def check_equal_states(digests_of_ranks: Sequence[Mapping[str, str]], doing: str) -> None:
     """Compare the extra states that several ranks would save.
 
-    Args:
-        digests_of_ranks: each rank's `digests_of`.
-        doing: the operation, for the message.
-
     Raises:
         ValueError: tensor-parallel ranks have different states of a module; the same text on all ranks.
     """

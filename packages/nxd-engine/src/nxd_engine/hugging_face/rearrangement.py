@@ -184,12 +184,7 @@ class RearrangedSource:
 
 
 def inverse(rearranged: Mapping[str, Rearranged], shapes: Mapping[str, Sequence[int]]) -> dict[str, Rearranged]:
-    """Return the inverse rearrangements: how the sources are made from the tensors that were made from them.
-
-    Args:
-        rearranged: the rearrangement that makes each tensor.
-        shapes: shapes of the sources.
-    """
+    """Return the inverse rearrangements: how the sources are made from the tensors that were made from them."""
     parts: dict[str, list[TensorPart]] = {name: [] for name in shapes}
     for name, tensor in rearranged.items():
         for part in tensor.parts:

@@ -9,12 +9,7 @@ ModuleClass = type[nn.Module] | str
 
 
 def named_modules_of(model: nn.Module, classes: ModuleClass | Sequence[ModuleClass]) -> dict[str, nn.Module]:
-    """The model's modules of some classes, or of classes derived from them, by name.
-
-    Args:
-        model: searched, itself included.
-        classes: one or several; a string is the name of a class.
-    """
+    """The model's modules of some classes, or of classes derived from them, by name."""
     wanted = [classes] if isinstance(classes, str | type) else list(classes)
     if not wanted:
         raise ValueError("no module class is given; name at least one, or pass None to checkpoint nothing")

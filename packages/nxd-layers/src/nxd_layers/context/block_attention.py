@@ -158,19 +158,10 @@ def attend_block_backward(
     causal: bool,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block's share of the gradients of queries, keys and values.
+    """A block's share of the gradients of queries, keys and values; the arguments are those of `attend_block`.
 
-    Args:
-        grad: gradient of the output for all keys.
-        query: as for `attend`, like the others.
-        key: keys of the block.
-        value: values of the block.
-        output: output for all keys.
-        log_sum: log-sum-exp over all keys; finite.
-        scores: definition of the scores.
-        mask: mask of the block.
-        causal: whether the block is causal.
-        dropout: dropout of the block.
+    `grad` and `output` are the output's gradient and the output for all keys, and `log_sum` is the finite log-sum-exp
+    over all keys.
     """
     if dropout is None and _has_kernel(query, scores):
         return _backward_by_kernel(grad, query, key, value, output, log_sum, scores, mask, causal)

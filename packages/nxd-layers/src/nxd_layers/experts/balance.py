@@ -14,7 +14,7 @@ def load_balancing_loss(router_logits: Tensor, num_experts: int, top_k: int) -> 
 
     Args:
         router_logits: `[tokens, experts]`, of all layers one after the other.
-        num_experts: of a layer.
+        num_experts: number of experts of a layer.
         top_k: experts of each token.
 
     Returns:
@@ -33,12 +33,12 @@ class MicrobatchTokens:
     """The tokens that a router is given in a microbatch.
 
     Attributes:
-        is_token: bool `[tokens]`, false for padding and filling; None if all are tokens.
-        tokens: of the global batch, without padding.
-        sequences: of the global batch, those with tokens.
+        is_token: bool `[tokens]`, false for padding; None if all are tokens.
+        tokens: number of tokens in the global batch, without padding.
+        sequences: number of sequences with tokens in the global batch.
         shares: `[sequences, 2, experts]`, the share of tokens and the mean probability in each sequence of a layer;
-            None unless there is a loss of them.
-        lengths: `[sequences, 1, 1]`, tokens of each sequence, at least 1; with `shares`.
+            None without a loss per sequence.
+        lengths: `[sequences, 1, 1]`, number of tokens in each sequence, at least 1; with `shares`.
     """
 
     is_token: Tensor | None
@@ -48,7 +48,7 @@ class MicrobatchTokens:
     lengths: Tensor = field(default_factory=lambda: torch.ones(()))
 
     def only(self, values: Tensor) -> Tensor:
-        """`[tokens, ...]` with zeros for what is no token, also where that is not a number."""
+        """`[tokens, ...]` with zeros for padding, even where it is NaN."""
         if self.is_token is None:
             return values
         return values.masked_fill(~self.is_token.view(-1, *[1] * (values.dim() - 1)), 0.0)
@@ -56,15 +56,15 @@ class MicrobatchTokens:
 
 @dataclass
 class RouterSums:
-    """Over layers and tokens.
+    """Sums over layers and tokens.
 
     Attributes:
-        tokens: `[layers, experts]`, that the routers sent.
-        chosen: `[experts]`, of the largest probabilities, over all layers.
-        probabilities: `[experts]`, over all layers.
+        tokens: `[layers, experts]`, the tokens sent to each expert.
+        chosen: `[experts]`, how often an expert had one of the largest probabilities, over all layers.
+        probabilities: `[experts]`, sums of the probabilities, over all layers.
         rows: 0-d, tokens times layers.
-        sequence_loss: 0-d, over layers, each the mean over the sequences of the global batch.
-        z_loss: 0-d, over layers, each the mean over the tokens of the global batch.
+        sequence_loss: 0-d, the sum over layers of the mean over the sequences of the global batch.
+        z_loss: 0-d, the sum over layers of the mean over the tokens of the global batch.
     """
 
     tokens: Tensor
@@ -76,13 +76,13 @@ class RouterSums:
 
     @classmethod
     def zeros(cls, layers: int, experts: int) -> "RouterSums":
-        """Return sums of nothing yet, on this rank's device."""
+        """Return sums of zero, on this rank's device."""
         shapes: Sequence[tuple[int, ...]] = ((layers, experts), (experts,), (experts,), (), (), ())
         device = get_device()
         return cls(*(torch.zeros(shape, dtype=widest_float(device), device=device) for shape in shapes))
 
     def over_ranks(self) -> "RouterSums":
-        """Of all tokens and layers: tensor-parallel ranks have the same ones."""
+        """Return the sums over all tokens and layers; tensor-parallel ranks have the same tokens."""
         parts = list(vars(self).values())
         flat = torch.cat([part.reshape(-1) for part in parts])
         for group in (active_group("dp", "cp"), active_group("pp")):
@@ -97,7 +97,7 @@ def probabilities_of(logits: Tensor) -> Tensor:
 
 
 def count_loads(used: Tensor, experts: int, rows: MicrobatchTokens) -> Tensor:
-    """`[experts]`, how many tokens chose each; `used` is `[tokens, k]`, with other numbers for no expert."""
+    """Count the tokens of each expert, `[experts]`; `used` is `[tokens, k]`, with other numbers for no expert."""
     counts = (used >= 0) & (used < experts)
     if rows.is_token is not None:
         counts &= rows.is_token.view(-1, 1)

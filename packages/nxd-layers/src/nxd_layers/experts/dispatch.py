@@ -33,11 +33,11 @@ Dispatcher = Literal["all_to_all", "all_gather"]
 
 
 class TokenDispatch(Protocol):
-    """Where the tokens of this rank go, and which came."""
+    """How the tokens of this rank are sent to their experts' ranks, and the tokens received."""
 
     @property
     def experts(self) -> LocalExperts:
-        """The local experts of the tokens that came."""
+        """The local experts of the received tokens."""
 
     def send(self, of_tokens: Tensor) -> Tensor:
         """`[tokens, n]` to `[received, n]`."""
@@ -48,14 +48,14 @@ class TokenDispatch(Protocol):
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Each token to the ranks that have experts of its own.
+    """Sends each token to the ranks that have its experts.
 
     Attributes:
         group: the ranks.
-        num_tokens: of this rank.
-        tokens: `[sent]`, the tokens sent, rank by rank; of one rank each is there once at most.
-        send_counts: tokens for each rank.
-        receive_counts: tokens from each rank.
+        num_tokens: number of tokens of this rank.
+        tokens: `[sent]`, the tokens sent, rank by rank; each at most once per rank.
+        send_counts: number of tokens for each rank.
+        receive_counts: number of tokens from each rank.
         experts: see `TokenDispatch`.
     """
 
@@ -84,12 +84,12 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class AllGather:
-    """All tokens to all ranks, those of each filled up to as many.
+    """Sends all tokens to all ranks, padded to the same number on each rank.
 
     Attributes:
         group: the ranks.
-        num_tokens: of this rank.
-        most: of any rank.
+        num_tokens: number of tokens of this rank.
+        most: largest number of tokens of any rank.
         experts: see `TokenDispatch`.
     """
 
@@ -109,12 +109,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Tokens that all ranks have already.
-
-    Attributes:
-        group: the ranks.
-        experts: see `TokenDispatch`.
-    """
+    """For tokens that all ranks of the group have already: nothing is sent, and outputs are summed."""
 
     group: Group
     experts: LocalExperts
@@ -129,7 +124,7 @@ class AllReduce:
 
 
 def share_of_ranks(top_k: int, num_experts: int, ranks: int) -> float:
-    """How many of the ranks a token goes to on average, as a part of them, where all experts are chosen alike."""
+    """The fraction of the ranks that a token goes to on average, if all experts are equally likely."""
     if top_k >= num_experts:
         return 1.0
     elsewhere = math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k)
@@ -138,9 +133,10 @@ def share_of_ranks(top_k: int, num_experts: int, ranks: int) -> float:
 
 @torch.no_grad()
 def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group) -> Callable[[], AllToAll]:
-    """Of tokens and their experts, `[tokens, k]`; on the meta device those of an even choice.
+    """Start the dispatch of tokens with experts `[tokens, k]`; on the meta device routing is assumed to be even.
 
-    Counts of tokens are on their way then. What is returned waits for them, and makes the dispatch.
+    Returns:
+        A function that waits for the counts of tokens, which are being exchanged, and returns the dispatch.
     """
     if top_k_index.is_meta:
         return partial(_expected_all_to_all, top_k_index, experts_per_rank, group)
@@ -164,7 +160,7 @@ def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group:
 
 
 def _expected_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllToAll:
-    """TokenDispatch of tokens without values, of which all ranks have as many."""
+    """The dispatch of tokens without values, equally many on all ranks."""
     tokens, top_k = top_k_index.shape
     counts = [round(tokens * share_of_ranks(top_k, experts_per_rank * group.size, group.size))] * group.size
     made = top_k_index.new_zeros
@@ -175,7 +171,7 @@ def _expected_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Grou
 
 @torch.no_grad()
 def all_gather_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllGather:
-    """Of tokens and their experts, `[tokens, k]`; where shapes are static, all ranks have as many tokens."""
+    """Return the dispatch of tokens with experts `[tokens, k]`; with static shapes all ranks have as many tokens."""
     own = most = len(top_k_index)
     if group.size > 1 and not (top_k_index.is_meta or needs_static_shapes(top_k_index)):
         most = int(all_gather(torch.tensor([own], device=top_k_index.device), group, dim=0).max())
@@ -185,7 +181,7 @@ def all_gather_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group
 
 @torch.no_grad()
 def replicated_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllReduce:
-    """Of tokens that all ranks have, and their experts, `[tokens, k]`."""
+    """Return the dispatch of tokens that all ranks have, with experts `[tokens, k]`."""
     return AllReduce(group, find_local_experts(top_k_index, experts_per_rank, group))
 
 
@@ -205,35 +201,34 @@ def expert_parallel_forward(
     dispatcher: Dispatcher | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts, of which each rank has an equal part in their order.
+    """Return the weighted sum of each token's experts, which are distributed evenly over the ranks, in order.
 
-    Called by all ranks of the expert-parallel group, with as many tokens as each has, also none; where shapes must be
-    static (on XLA and Neuron devices, and while torch compiles) all have as many. On the meta device, where nothing
-    says where tokens go, as many go to each rank as an even choice of experts sends on average.
+    Called by all ranks of the expert-parallel group with any number of tokens; with static shapes (on XLA and Neuron
+    devices, and while torch compiles) all ranks must have the same number. On the meta device routing is assumed to be
+    even.
 
     Args:
-        compute: the experts of this rank, called where there are tokens for them: of tokens `[rows, hidden]`, the
-            index among the local experts `[rows, 1]` and its weight `[rows, 1]`, it makes `[rows, hidden]`. Where
-            shapes must be static it is given all tokens, with index and weights `[rows, k]`, of which it makes the
-            weighted sum; the number of local experts stands for none among the indices (see `separate_slots`).
+        compute: the experts of this rank: maps tokens `[rows, hidden]`, local expert indices `[rows, 1]` and weights
+            `[rows, 1]` to `[rows, hidden]`. It is only called if there are tokens. With static shapes it gets all
+            tokens, with indices and weights `[rows, k]`, and returns the weighted sums; an index equal to the number of
+            local experts means none (see `separate_slots`).
         hidden_states: `[tokens, hidden]` of this rank.
-        top_k_index: `[tokens, k]`, the experts of each token among those of all ranks. Entries outside of
+        top_k_index: `[tokens, k]`, the experts of each token among all experts. Entries outside of
             `0..num_experts - 1` mean no expert.
         top_k_weights: `[tokens, k]`, float.
-        num_experts: number of experts of all ranks together.
-        trains_experts: whether `compute` needs gradients for weights of its own; the same on all ranks.
-        dispatcher: method by which tokens are sent; if None all-gather where shapes are static or nearly all tokens go
-            to all ranks, by all-to-all elsewhere. The sums are the same.
-        meanwhile: computes what does not need the sum, such as shared experts; it is called while the ranks tell each
-            other how many tokens will come, and not at all where nothing is told.
+        num_experts: number of experts on all ranks.
+        trains_experts: whether the weights of `compute` need gradients; the same on all ranks.
+        dispatcher: how tokens are sent; None: by all-gather with static shapes or if nearly all tokens go to all ranks,
+            else by all-to-all. The sums are the same.
+        meanwhile: a function for work that does not need the sums, such as shared experts; called while the ranks
+            exchange the numbers of tokens, and not at all if nothing is exchanged.
 
     Returns:
         `[tokens, hidden]`, with the dtype of `hidden_states`.
 
     Raises:
         ValueError: the expert-parallel ranks do not divide the experts.
-        NotImplementedError: all-to-all on XLA and Neuron devices, or while torch compiles: where tokens go is not
-            known then.
+        NotImplementedError: all-to-all on XLA and Neuron devices, or while torch compiles.
     """
     group = active_group("ep")
     experts_per_rank = _experts_per_rank(num_experts, group.size)
@@ -264,25 +259,11 @@ def dispatch_replicated_tokens(
     dispatcher: Dispatcher | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """`expert_parallel_forward` of tokens that all tensor-parallel ranks have.
+    """`expert_parallel_forward` for tokens that all tensor-parallel ranks have; the arguments are the same.
 
-    Where these split each expert, every one of them sends all tokens, and the result is its part of a sum. Where they
-    have other experts, each sends a share of the tokens, and the result is gathered; or, where they are just the ranks
-    of the experts, each computes its own for all tokens, and the results are summed: that is the all-gather of what is
-    everywhere already.
-
-    Args:
-        compute: as for `expert_parallel_forward`, like the others.
-        hidden_states: `[tokens, hidden]`.
-        top_k_index: `[tokens, k]`.
-        top_k_weights: `[tokens, k]`.
-        num_experts: number of experts of all ranks together.
-        trains_experts: whether `compute` needs gradients for weights of its own.
-        dispatcher: method by which tokens are sent.
-        meanwhile: computes something else while counts are on their way.
-
-    Returns:
-        `[tokens, hidden]`.
+    If these ranks split each expert, every rank sends all tokens, and its result is its part of a sum. If they have
+    different experts, each sends a share of the tokens, and the results are gathered. If they are exactly the
+    expert-parallel ranks, each may instead compute its experts for all tokens, and the results are summed.
     """
     forward = partial(
         expert_parallel_forward,
@@ -311,7 +292,7 @@ def dispatch_replicated_tokens(
 
 
 def shares_tokens_out() -> bool:
-    """Whether tensor-parallel ranks have other experts, and so send a share of their tokens each."""
+    """Whether tensor-parallel ranks have different experts, so that each sends a share of the tokens."""
     return active_group("etp").size < active_group("tp").size
 
 
@@ -325,10 +306,8 @@ def _experts_per_rank(num_experts: int, ranks: int) -> int:
     return num_experts // ranks
 
 
-_LEAST_SHARE = 0.95  # of the ranks that a token goes to, from which on gathering all tokens sends hardly more
-
-
-_LEAST_SHARE_OF_REPLICATED = 0.5  # from here on an all-reduce sends no more than all-to-alls and the gathering after
+_LEAST_SHARE = 0.95  # fraction of the ranks that a token goes to, above which an all-gather sends hardly more
+_LEAST_SHARE_OF_REPLICATED = 0.5  # above, an all-reduce sends no more than all-to-alls and the gathering after them
 
 
 def _cheapest(
@@ -336,7 +315,7 @@ def _cheapest(
 ) -> Dispatcher:
     if needs_static_shapes(hidden_states):
         return "all_gather"
-    if hidden_states.is_meta:  # what is planned is the least that can be sent
+    if hidden_states.is_meta:  # plans count the least that can be sent
         return "all_to_all"
     return "all_gather" if share_of_ranks(top_k, num_experts, ranks) >= least_share else "all_to_all"
 

@@ -60,15 +60,15 @@ def check_expert_tensor_parallel_size() -> None:
 
 
 def mark_expert_parameter(parameter: Tensor) -> None:
-    """Say of a parameter that it is an expert's: its replicas are the ranks that have the same experts."""
+    """Mark a parameter as an expert's: its replicas are the ranks that have the same experts."""
     parameter.expert_model_parallel = True  # type: ignore[attr-defined]
 
 
 def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
-    """What this expert-parallel rank holds of a parameter `[experts, ...]`.
+    """Return the spec of this expert-parallel rank's part of a parameter `[experts, ...]`.
 
     Args:
-        spec: of the parameter with all experts, over the ranks that split each.
+        spec: the spec of the parameter with all experts, over the ranks that split each expert.
     """
     group, experts = active_group("ep"), spec.local_shape[0]
     if experts % group.size:
@@ -92,8 +92,6 @@ def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
 
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 _GROUPED_ALIGNMENT = 16  # bytes: rows of other lengths are refused by torch
 
 
@@ -149,11 +147,11 @@ class ExpertLinear(nn.Module):
         stride: as given.
 
     Raises:
-        ValueError: ranks do not divide experts or sizes, or are to split an expert that are some of the
-            tensor-parallel ones only.
+        ValueError: ranks do not divide experts or sizes, or only some of the tensor-parallel ranks would split an
+            expert.
     """
 
-    is_transposed = True  # as transformers says it of weights [experts, in, out]
+    is_transposed = True  # transformers' name for weights [experts, in, out]
 
     def __init__(
         self,

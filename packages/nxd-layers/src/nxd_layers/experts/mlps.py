@@ -41,11 +41,10 @@ class Experts(nn.Module):
     Args:
         num_experts: number of experts of all ranks.
         hidden_size: hidden size of tokens.
-        intermediate_size: between the products.
+        intermediate_size: size between the products.
         glu: whether the activation of a gate multiplies the first product: weights `[hidden, 2 * intermediate]`, the
             gate's first.
-        activation: activation of the first product, or of the gate and it: `(gate, up)` to what the second product
-            takes.
+        activation: activation of the first product; with a gate, a function of `(gate, up)`.
         dtype: dtype of the weights.
         device: device of the weights.
         input_init_method: initializer of the first product's weight of an expert.
@@ -105,7 +104,7 @@ class Experts(nn.Module):
 
 
 class ExpertMLPs(nn.Module):
-    """Passes tokens through their experts, wherever these are.
+    """Applies experts to their tokens, on whichever ranks the experts are.
 
     Args:
         num_experts: number of experts of all ranks.
@@ -226,7 +225,7 @@ def _gated_by(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tenso
 
 
 def _check_whole_sequences(capacity_factor: float) -> None:
-    """Raise a ValueError where a rank does not see whole sequences, whose first tokens an expert takes."""
+    """Raise a ValueError if ranks do not have whole sequences, whose first tokens an expert takes."""
     if active_group("cp").size > 1:
         raise ValueError(
             f"capacity_factor={capacity_factor} drops tokens by their position in the sequence, but sequences are cut "
@@ -235,13 +234,13 @@ def _check_whole_sequences(capacity_factor: float) -> None:
 
 
 def within_capacity(expert_index: Tensor, sequences: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
-    """Which of the tokens' experts have room for them: each takes the first ones of every sequence, in its order.
+    """Return which of the tokens' experts have room for them: each takes the first tokens of every sequence.
 
     Args:
         expert_index: `[tokens, k]`.
         sequences: `[sequences, length]`, the tokens of each sequence in their order; each token is there once.
-        num_experts: of the layer.
-        capacity_factor: what an expert has room for, as a multiple of its even share of a sequence's tokens.
+        num_experts: number of experts of the layer.
+        capacity_factor: the capacity of an expert, as a multiple of its even share of a sequence's tokens.
 
     Returns:
         `[tokens, k]` bool.

@@ -1,8 +1,8 @@
 """Balance between experts over a global batch: losses of routers, biases that follow the load, and the tokens counted.
 
-Hooks on routers count what they choose, and add the gradients of the losses to those of their logits. So a model need
-not return logits, and a pipeline's stages need not send them. Padding, and what fills up a sequence that is cut over
-context-parallel ranks, counts nowhere. `balance` has the arithmetic.
+Hooks on routers count their choices, and add the gradients of the losses to those of their logits. So a model need not
+return logits, and a pipeline's stages need not send them. Padding is never counted, including the padding of sequences
+that are split over context-parallel ranks. `balance` has the arithmetic.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """What is done for even loads of experts.
+    """How the loads of experts are balanced.
 
     Attributes:
         aux_loss_coef: weight of the load-balancing loss, `experts * sum(share of tokens * mean probability)`.
@@ -39,9 +39,8 @@ class BalanceConfig:
             transformers do over their batch. "sequence" takes them over a row of the batch in a layer (DeepSeek-AI
             2024, "DeepSeek-V3"), and the mean over these.
         z_loss_coef: weight of the mean square of the logits' logsumexp (Zoph et al. 2022, "ST-MoE").
-        bias_update_rate: what `e_score_correction_bias` changes by in a step, up for experts with fewer tokens than
-            the mean of their layer, and down for those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load
-            Balancing").
+        bias_update_rate: the change of `e_score_correction_bias` per step: up for experts with fewer tokens than the
+            mean of their layer, down for those with more (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing").
     """
 
     aux_loss_coef: float = 0.0
@@ -55,9 +54,9 @@ class RouterLayer:
     """A router of the whole model.
 
     Attributes:
-        num_experts: it chooses among.
+        num_experts: number of experts of the layer.
         top_k: experts of each token.
-        bias: path of its `e_score_correction_bias`; None if it has none.
+        bias: path of its `e_score_correction_bias`, or None.
         keeps_order: whether its tokens are in the order of the sequences, one after the other.
     """
 
@@ -69,10 +68,10 @@ class RouterLayer:
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """What the routers did in a step, the same on all ranks.
+    """The routers' choices and losses in a step, the same on all ranks.
 
     Attributes:
-        tokens_per_expert: `[layers, experts]`, float, of the global batch.
+        tokens_per_expert: `[layers, experts]`, float, over the global batch.
         aux_loss: 0-d, weighted; None without one.
         z_loss: 0-d, weighted; None without one.
     """
@@ -83,20 +82,20 @@ class RouterStatistics:
 
     @property
     def loss(self) -> Tensor | None:
-        """What the routers add to the loss."""
+        """The sum of the routers' losses; None without any."""
         parts = [it for it in (self.aux_loss, self.z_loss) if it is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
 
 class RouterBalance:
-    """Counts what routers choose in a step, and trains them to choose evenly.
+    """Counts the routers' choices in a step, and trains them to choose evenly.
 
     Attributes:
-        config: what is done.
-        layers: all routers of the model by name, also those on other ranks.
-        statistics: of the last step; None before the first.
-        padding_mask: `[batch, length]` of the next step, true for tokens, for models that are given no mask; a caller
-            of `train` reads it and sets it to None.
+        config: the config.
+        layers: all routers of the model by name, including those on other ranks.
+        statistics: the statistics of the last step; None before the first.
+        padding_mask: `[batch, length]` of the next step, true for tokens, for models without a mask input; a caller of
+            `train` reads it and sets it to None.
     """
 
     def __init__(
@@ -105,9 +104,9 @@ class RouterBalance:
         """Hook into the routers of a model.
 
         Args:
-            modules: of this rank, by their names in the whole model.
-            layers: of the whole model, from `find_routers`.
-            config: what is to be done.
+            modules: this rank's modules, by their names in the whole model.
+            layers: the routers of the whole model, from `find_routers`.
+            config: the config.
         """
         _check(layers, config)
         self.config, self.layers = config, dict(layers)
@@ -131,7 +130,7 @@ class RouterBalance:
 
     @property
     def needs_totals(self) -> bool:
-        """Whether gradients depend on what is counted in the whole global batch."""
+        """Whether gradients depend on counts over the whole global batch."""
         return self.config.aux_loss_coef > 0 and self.config.aux_loss_scope == "global"
 
     def train(
@@ -149,21 +148,22 @@ class RouterBalance:
         """Run forward and backward of a step.
 
         Args:
-            run: does that.
-            count: computes the same forwards without gradients, for counts that the first backward needs. None for one
-                forward, behind which `forward_is_done` is called.
-            num_microbatches: of this rank in `run`, all with as many tokens, padding included.
-            num_sequences: in each.
-            num_tokens: of this rank in `run`, padding included; used where only other replicas have padding.
-            tokens: bool `[sequences, length]` of each microbatch, false for padding. None if there is none.
-            microbatch: the number of the microbatch whose forward is under way.
-            loss_scale: the number that `run` multiplies the gradients of the loss by.
+            run: runs forward and backward.
+            count: computes the same forwards without gradients, for counts that the first backward needs; None if there
+                is a single forward, after which `forward_is_done` is called.
+            num_microbatches: number of microbatches of this rank in `run`, all with as many tokens, including padding.
+            num_sequences: number of sequences in each microbatch.
+            num_tokens: number of tokens of this rank in `run`, including padding; used if only other replicas have
+                padding.
+            tokens: bool `[sequences, length]` of each microbatch, false for padding; None without padding.
+            microbatch: returns the number of the microbatch whose forward is running.
+            loss_scale: the factor of the loss's gradients in `run`.
 
         Returns:
-            What `run` returns. `statistics` are those of the step then.
+            The result of `run`; `statistics` then holds those of the step.
 
         Raises:
-            ValueError: there is padding, and it is not known which of a router's tokens are padding.
+            ValueError: there is padding, and it is unknown which of a router's tokens are padding.
         """
         self._microbatches, self._sequences = num_microbatches, num_sequences
         self._tokens, self._microbatch, self._loss_scale = tokens, microbatch, loss_scale
@@ -186,7 +186,7 @@ class RouterBalance:
         return result
 
     def forward_is_done(self) -> None:
-        """Add up what the ranks have counted, if this was the forward of a step. Called by all of them."""
+        """Sum the ranks' counts, if this was the forward of a step. Called by all ranks."""
         if self._sums is not None and self._is_one_forward:
             self._add_up()
 
@@ -275,7 +275,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def _rows_of(self, router: nn.Module, logits: Tensor, layer: RouterLayer) -> "MicrobatchTokens":
-        """What is known of the tokens that a router is given in a microbatch."""
+        """Return which of a router's tokens in a microbatch are padding, and the counts that the losses need."""
         cut, contexts, replicas = cut_under_way.get(), active_group("cp"), active_group("dp").size
         length = len(logits) // max(self._sequences, 1) * contexts.size if cut is None else cut.length
         whole = None if self._tokens is None else self._tokens[self._microbatch()].to(logits.device)
@@ -341,13 +341,13 @@ class RouterBalance:
             sums.z_loss += rows.only(squares).sum() / rows.tokens
 
     def gradient(self, logits: Tensor, rows: MicrobatchTokens) -> Tensor:
-        """Of the losses of all ranks, by this rank's logits, times the replicas, over which gradients are averaged.
+        """Return the gradient of all ranks' losses with respect to this rank's logits.
 
-        It is multiplied by the loss scale.
+        It is multiplied by the number of replicas, over which gradients are averaged, and by the loss scale.
 
         Args:
             logits: `[tokens, experts]` of a microbatch in a layer.
-            rows: of them.
+            rows: the tokens of these logits.
         """
         experts = logits.shape[1]
         config, replicas = self.config, active_group("dp", "cp").size
@@ -371,7 +371,7 @@ class RouterBalance:
 
 
 class _AddGradients(Function):
-    """Hands on what a model uses of a router, and in backward adds the losses' gradient to that of the logits."""
+    """Passes on the router's output, and in backward adds the losses' gradient to that of the logits."""
 
     @staticmethod
     def forward(ctx: Any, used: Tensor, logits: Tensor, balance: RouterBalance, rows: MicrobatchTokens) -> Tensor:

@@ -12,7 +12,7 @@ _SMALL = 1e-8
 
 
 class RouterBase(nn.Module):
-    """What routers share: the linear layer, and the function that makes affinities of its logits.
+    """Base of the routers: the linear layer, and the function that turns its logits into affinities.
 
     Args:
         num_experts: number of experts of the layer, on all ranks together.
@@ -25,8 +25,8 @@ class RouterBase(nn.Module):
         device: device of the weight.
         bias: whether the linear layer has one.
         tensor_model_parallel_group: the ranks that share the sequence.
-        jitter_eps: in training, tokens are multiplied by random numbers within that of 1 (Fedus et al. 2021, "Switch
-            Transformers").
+        jitter_eps: in training, tokens are multiplied by random numbers in `1 - jitter_eps` to `1 + jitter_eps` (Fedus
+            et al. 2021, "Switch Transformers").
 
     Raises:
         ValueError: `top_k` is not possible, or `act_fn` is unknown.
@@ -93,9 +93,9 @@ class RouterTopK(RouterBase):
     """The `top_k` experts with the largest logits; nothing balances them but a loss, `load_balancing_loss`.
 
     Args:
-        num_experts: as for `RouterBase`, like the others.
-        top_k: experts of each token.
-        hidden_size: hidden size of tokens.
+        num_experts: see `RouterBase`.
+        top_k: see `RouterBase`.
+        hidden_size: see `RouterBase`.
         apply_act_fn_over_topk: affinities among the chosen ones only.
         **options: options of `RouterBase`.
     """
@@ -107,7 +107,7 @@ class RouterTopK(RouterBase):
         self.apply_act_fn_over_topk = apply_act_fn_over_topk
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `RouterBase.forward` says."""
+        """See `RouterBase.forward`."""
         logits = self.get_router_logits(hidden_states)
         chosen, index = torch.topk(logits, self.top_k, dim=1)
         if self.apply_act_fn_over_topk:
@@ -124,9 +124,9 @@ class GroupLimitedRouter(RouterBase):
     Experts are compared by their sigmoid plus the bias, groups by the sum of their two best; affinities are without it.
 
     Args:
-        num_experts: as for `RouterBase`, like the others.
-        top_k: experts of each token.
-        hidden_size: hidden size of tokens.
+        num_experts: see `RouterBase`.
+        top_k: see `RouterBase`.
+        hidden_size: see `RouterBase`.
         n_group: groups of experts.
         topk_group: groups of each token.
         **options: options of `RouterBase`, except `act_fn`.
@@ -155,7 +155,7 @@ class GroupLimitedRouter(RouterBase):
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `RouterBase.forward` says."""
+        """See `RouterBase.forward`."""
         logits = self.get_router_logits(hidden_states)
         affinities = self.apply_activation_fn(logits).to(hidden_states.dtype)
         with torch.no_grad():
@@ -173,16 +173,10 @@ class RouterSinkhorn(RouterBase):
     et al. 2022, "Unified Scaling Laws for Routed Language Models").
 
     Args:
-        num_experts: as for `RouterBase`, like the others.
+        num_experts: see `RouterBase`, also for the arguments up to `device`.
         top_k: 1.
-        hidden_size: hidden size of tokens.
-        act_fn: "sigmoid" or "softmax".
-        sequence_parallel_enabled: as for `RouterBase`.
-        sequence_dimension: as for `RouterBase`.
-        dtype: dtype of the weight.
-        device: device of the weight.
-        sinkhorn_iterations: at most this many; 30 if None.
-        sinkhorn_tol: end when the scales of experts change by less on average; None not to look.
+        sinkhorn_iterations: maximum number of iterations; 30 if None.
+        sinkhorn_tol: mean change of the experts' scales at which to stop; None: never.
 
     Raises:
         ValueError: `top_k` is not 1.
@@ -210,7 +204,7 @@ class RouterSinkhorn(RouterBase):
         self.sinkhorn_tol = sinkhorn_tol
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `RouterBase.forward` says."""
+        """See `RouterBase.forward`."""
         logits = self.get_router_logits(hidden_states)
         affinities = self.apply_activation_fn(logits).to(hidden_states.dtype)
         chosen = self._balanced(logits.detach()) if self.training else logits.detach()

@@ -66,12 +66,7 @@ _NUM_CHOICES = ("num_router_classes", "n_routed_experts", "num_experts")
 
 
 def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raise a ValueError where experts cannot be distributed as a plan asks.
-
-    Args:
-        model: the unsharded model.
-        styles: the styles of its experts, by path; see `STYLES`.
-    """
+    """Raise a ValueError where experts cannot be distributed as a plan asks."""
     check_expert_tensor_parallel_size()
     for path, style in styles.items():
         parent = path.rpartition(".")[0]

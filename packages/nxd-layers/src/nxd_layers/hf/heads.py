@@ -66,11 +66,6 @@ def layout_of(path: str, attention: nn.Module, model: nn.Module, tp_size: int) -
 def plan_heads(target: Target, styles: Mapping[str, str], layout: HeadLayout) -> dict[str, Apply]:
     """Check the layers of an attention module whose heads are not in equal runs, and return how to shard each of them.
 
-    Args:
-        target: the module.
-        styles: the styles of all paths.
-        layout: the layout of its heads.
-
     Returns:
         By path, the function that shards it. Full norms of single heads are left to their styles.
     """

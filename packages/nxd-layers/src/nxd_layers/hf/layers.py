@@ -162,10 +162,6 @@ def share_bias(module: nn.Module, name: str) -> None:
     """Have a module add 1/tp of its bias on each rank, so that the sum of the ranks' outputs has the bias once.
 
     The gradient of the bias is then partial; see `mark_partial_gradients`.
-
-    Args:
-        module: a module whose output is summed over the ranks.
-        name: the name of its bias, which is full on every rank.
     """
     mark_partial_gradients([module.get_parameter(name)])
     share = _Share(name)

@@ -1,7 +1,7 @@
-"""Numbers in fewer bits: a tensor as small integers or fp8 values times a scale, and the names of the ways.
+"""Quantized tensors, small integers or fp8 values times a scale, and the names of the quantization types.
 
-All ways are symmetric: zero stays zero, and `value = quantized * scale`. A scale is of the whole tensor, `[1]`, or of
-each index along one dim, as `[out, 1]`. Scales are float32.
+All types are symmetric: zero stays zero, and `value = quantized * scale`. There is one scale for the whole tensor,
+`[1]`, or for each index along one dim, such as `[out, 1]`. Scales are float32.
 """
 
 import enum
@@ -14,12 +14,12 @@ import torch
 from nxd_state import Group, all_reduce
 from torch import Tensor
 
-_LEAST_SCALE = 1e-5  # of fp8; a channel of zeros has it
+_LEAST_SCALE = 1e-5  # for fp8; the scale of a channel of zeros
 _LEAST_INT8_SCALE = torch.finfo(torch.float32).eps
 
 
 class _ContainsValues(enum.EnumMeta):
-    """`value in SomeEnum` holds for the values of members, too."""
+    """`value in SomeEnum` is also true for the values of members."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -30,7 +30,7 @@ class _ContainsValues(enum.EnumMeta):
 
 
 class QuantizationType(Enum, metaclass=_ContainsValues):
-    """What has a scale of its own."""
+    """The parts of a tensor that have their own scales."""
 
     PER_TENSOR_SYMMETRIC = "per_tensor_symmetric"
     PER_CHANNEL_SYMMETRIC = "per_channel_symmetric"
@@ -40,7 +40,7 @@ class QuantizationType(Enum, metaclass=_ContainsValues):
 
 
 class ActivationQuantizationType(Enum, metaclass=_ContainsValues):
-    """Whether a layer's input is quantized as well, by a scale of the moment or by a fixed one."""
+    """Whether a layer's input is quantized as well, with a dynamic or a fixed scale."""
 
     DYNAMIC = "dynamic"
     STATIC = "static"
@@ -48,11 +48,11 @@ class ActivationQuantizationType(Enum, metaclass=_ContainsValues):
 
 
 class _NamedDtype(Enum, metaclass=_ContainsValues):
-    """Dtypes under names of their own."""
+    """Dtypes with their own names."""
 
     @classmethod
     def has_dtype(cls, dtype_string: str) -> None:
-        """Check a name, in any case."""
+        """Raise ValueError for an unknown name, in any case."""
         if dtype_string.upper() not in cls.__members__:
             names = ", ".join(cls.__members__)
             raise ValueError(f"{dtype_string} is not a valid {cls.__name__}; use one of {names}")
@@ -66,7 +66,7 @@ class _NamedDtype(Enum, metaclass=_ContainsValues):
 
 
 class QuantizedDtype(_NamedDtype):
-    """Dtypes of quantized values. The packed ones, four values to a word, are for NKI kernels only."""
+    """Dtypes of quantized values. The packed ones, four values per word, are for NKI kernels only."""
 
     INT8 = torch.int8
     F8E4M3 = torch.float8_e4m3fn
@@ -81,7 +81,7 @@ class QuantizedDtype(_NamedDtype):
         return self is not QuantizedDtype.INT8
 
     def get_packed_count(self) -> int:
-        """Values to an element."""
+        """Number of values per element."""
         return 4 if self.value in (torch.uint16, torch.uint32) else 1
 
 
@@ -92,12 +92,12 @@ class ScaleDtype(_NamedDtype):
     F8E8M0 = torch.uint8
 
     def get_default_scale(self) -> float:
-        """The scale that changes nothing."""
+        """The scale that leaves values unchanged."""
         return 127 if self is ScaleDtype.F8E8M0 else 1.0
 
 
 class DtypeBound(Enum):
-    """Largest and smallest values that are used of each dtype. That of fp8 e4m3 is what Trainium's variant reaches."""
+    """The largest and smallest values used of each dtype; for fp8 e4m3 they are those of Trainium's variant."""
 
     F8E4M3_MAX = 240.0
     F8E4M3_MIN = -240.0
@@ -117,7 +117,7 @@ class DtypeBound(Enum):
         """Largest and smallest value used of a dtype.
 
         Raises:
-            ValueError: nothing is quantized to it.
+            ValueError: the dtype is not one for quantized values.
         """
         names = {
             torch.float8_e4m3fn: "F8E4M3",
@@ -134,8 +134,8 @@ class DtypeBound(Enum):
 class QuantizationConfig(TypedDict, total=False):
     """How a model's layers are quantized.
 
-    `quantization_per_channel_axis` is 0, the outputs; None means the same. `clamp_bound` bounds what values count for a
-    scale of an input. The keys of blocks are for `BLOCKWISE_SYMMETRIC`.
+    `quantization_per_channel_axis` is 0, the outputs; None means the same. `clamp_bound` bounds the values that
+    determine the scale of an input. `block_axis` and `block_size` are for `BLOCKWISE_SYMMETRIC`.
     """
 
     quantization_type: QuantizationType
@@ -149,7 +149,7 @@ class QuantizationConfig(TypedDict, total=False):
 
 
 def default_config(quantization_type: QuantizationType = QuantizationType.PER_TENSOR_SYMMETRIC) -> QuantizationConfig:
-    """The config of a way: int8 per tensor or channel, fp8 with the others; inputs stay as they are."""
+    """The config of a quantization type: int8 per tensor or channel, fp8 for the others; inputs are not quantized."""
     is_int8 = quantization_type in (QuantizationType.PER_TENSOR_SYMMETRIC, QuantizationType.PER_CHANNEL_SYMMETRIC)
     config = QuantizationConfig(
         quantization_type=quantization_type,
@@ -173,14 +173,14 @@ def quantize(
     clamp_bound: float = float("inf"),
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A tensor as values of a small dtype and their scale.
+    """Quantize a tensor to values of a small dtype and their scale.
 
     Args:
         tensor: any shape and float dtype.
         dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2.
-        channel_axis: the dim whose indices have a scale each; one scale for all if None.
-        clamp_bound: larger values do not enlarge a scale; they are clamped.
-        group: ranks that hold parts of what shares a scale: it is that of all parts. Called by all of them.
+        channel_axis: the dim that has one scale per index; one scale for the tensor if None.
+        clamp_bound: bound of the values; larger ones are clamped.
+        group: the ranks whose parts share a scale; all of them call this.
 
     Returns:
         Values of the tensor's shape, and the scale in float32: `[1]`, or with length 1 in all dims but `channel_axis`.
@@ -207,30 +207,24 @@ def quantize(
 
 
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values times their scale, computed in float32.
-
-    Args:
-        values: of any dtype.
-        scale: broadcast against them.
-        dtype: of the result.
-    """
+    """Values times their scale, which is broadcast, computed in float32 and converted to `dtype`."""
     return (values.to(torch.float32) * scale).to(dtype)
 
 
 def broadcastable_block_shapes(
     tensor_shape: Sequence[int], scale_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Views in which a scale per block is broadcast against a tensor.
+    """Return the view shapes in which a scale per block broadcasts against a tensor.
 
     Args:
-        tensor_shape: of the values.
-        scale_shape: of the scales: as many dims or fewer, each the number of blocks along the tensor's.
+        tensor_shape: shape of the values.
+        scale_shape: shape of the scales: at most as many dims, each the number of blocks along the tensor's dim.
 
     Returns:
-        A shape for each: a dim in blocks becomes two, their number and their length (1 in the scale).
+        A shape for each: a dim with blocks becomes two, their number and their length (1 in the scale).
 
     Raises:
-        ValueError: they do not fit, or nothing is in blocks.
+        ValueError: the shapes do not fit, or no dim has blocks.
     """
     scales = [*scale_shape, *[1] * (len(tensor_shape) - len(scale_shape))]
     fits = len(scale_shape) <= len(tensor_shape) and all(
@@ -254,8 +248,8 @@ def blockwise_dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> T
 
     Args:
         values: any shape, int8 or fp8.
-        scale: see `broadcastable_block_shapes`; exponents of two, counted from -127, if uint8.
-        dtype: of the result.
+        scale: see `broadcastable_block_shapes`; uint8 scales are exponents of two, counted from -127.
+        dtype: dtype of the result.
 
     Raises:
         ValueError: shapes do not fit, or values are packed.
@@ -269,12 +263,7 @@ def blockwise_dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> T
 
 
 def quantize_to_qint8(tensor: Tensor, channel_axis: int | None = None) -> Tensor:
-    """A tensor as torch's own quantized tensor, which carries its scale.
-
-    Args:
-        tensor: any shape, float32.
-        channel_axis: as for `quantize`.
-    """
+    """Quantize a float32 tensor to torch's own quantized tensor, which has its scale; see `quantize`."""
     _, scale = quantize(tensor, torch.int8, channel_axis=channel_axis)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deprecated", category=UserWarning)  # that torch will drop them
@@ -289,7 +278,7 @@ def extract_q_scale(q_tensor: Tensor) -> Tensor:
     """The scale of torch's quantized tensor, in float32: `[1]`, or with length 1 in all dims but the channels'.
 
     Raises:
-        ValueError: it is of another scheme.
+        ValueError: the scheme is neither per tensor nor per channel.
     """
     if q_tensor.qscheme() == torch.per_tensor_affine:
         return torch.tensor([q_tensor.q_scale()])
