@@ -117,7 +117,7 @@ def attention_mask(
     document_ids: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which keys each query may inspect. Make it once for all layers of a forward.
+    """Return the mask of keys that each query may read. Make it once for all layers of a forward.
 
     Args:
         num_queries: the last positions of the sequence.

@@ -36,7 +36,7 @@ class LossDefinition:
     group: Group
 
     def padding_of(self, logits: Tensor) -> Tensor | None:
-        """Which of this rank's last logits belong to no token: bool `[last]`, as many on every rank.
+        """The mask of this rank's last logits that belong to no token: bool `[last]`, of one length on every rank.
 
         None if the vocabulary is not padded.
         """

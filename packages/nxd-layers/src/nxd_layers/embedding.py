@@ -131,7 +131,7 @@ class ParallelEmbedding(ShardedLinear):
         return ids, self.sequence_dimension - (self.sequence_dimension < 0)
 
     def _vectors_here(self, ids: Tensor, group: Group) -> Tensor:
-        """What this rank knows of the vectors: its elements of each, or those of its tokens."""
+        """This rank's part of the vectors: its elements of each vector, or the vectors of its tokens."""
         if group.size == 1 or self.shard_across_embedding:
             return F.embedding(ids, self.weight, self.padding_idx)
         return lookup_own_tokens(ids, self.weight, self.padding_idx, self.first_token(ids, group))

@@ -60,11 +60,11 @@ def fill_from_logical(
 
 
 def default_linear_init(weight: Tensor) -> None:
-    """As `nn.Linear`: uniform within 1/sqrt(in)."""
+    """The initialization of `nn.Linear`: uniform within 1/sqrt(in)."""
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 def default_bias_init(input_size: int) -> InitMethod:
-    """As `nn.Linear` for a bias: uniform within 1/sqrt(in)."""
+    """The initialization of a bias of `nn.Linear`: uniform within 1/sqrt(in)."""
     bound = 1 / math.sqrt(input_size) if input_size > 0 else 0.0
     return lambda bias: nn.init.uniform_(bias, -bound, bound)

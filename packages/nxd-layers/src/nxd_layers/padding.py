@@ -165,7 +165,7 @@ def zero_padding_gradient(parameter: Tensor, spec: ShardSpec) -> Tensor:
 @functools.cache
 @torch.inference_mode(False)
 def _kept(spec: ShardSpec, dim: int, device: torch.device) -> Tensor:
-    """Which indices along `dim`, the only one that is padded, are in a piece: bool, 1 long in all other dims."""
+    """The mask of the indices along `dim`, the only padded dim, that are in a piece: bool, length 1 in other dims."""
     shape = [1] * len(spec.local_shape)
     shape[dim] = spec.local_shape[dim]
     kept = torch.zeros(shape, dtype=torch.bool)

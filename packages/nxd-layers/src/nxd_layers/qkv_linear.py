@@ -240,7 +240,7 @@ class GQAQKVColumnParallelLinear(ShardedLinear):
         self.head_copies()  # as after building
 
     def _padded_layout(self, num_heads: int, padded_q_size: int) -> KeyValueLayout:
-        """Of keys and values; the heads are the model's if their number was not given."""
+        """The layout of padded keys and values; the heads are the model's if their number was not given."""
         if self.num_key_value_heads is not None:
             head_size = self.kv_size // self.num_key_value_heads
         else:
@@ -268,7 +268,7 @@ class GQAQKVColumnParallelLinear(ShardedLinear):
         return [p if p is None else zero_padding_gradient(p, spec) for p, spec in zip(held, specs, strict=True)]
 
     def head_copies(self) -> HeadCopies | None:
-        """Of this rank's key and value heads; None if there are none."""
+        """The copies of this rank's key and value heads; None without copies."""
         layout = self.key_value_layout
         if layout.copies == 1:
             return None
@@ -344,7 +344,7 @@ class GQAQKVColumnParallelLinear(ShardedLinear):
 
 
 def _sections(fused: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """As `split` along the last dim, whose parts cannot be changed in place."""
+    """Split along the last dim; unlike those of `Tensor.split`, the parts can be changed in place."""
     ends = itertools.accumulate(sizes)
     return [fused[..., end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
@@ -360,7 +360,7 @@ def _query_and_key_size(sizes: Sequence[int] | int | None) -> tuple[int, int]:
 
 
 def _layout(q_size: int, kv_size: int, num_heads: int | None, copies: int, tp_size: int) -> KeyValueLayout:
-    """Of keys and values, after checking that every rank gets equally many of them and of the queries."""
+    """The layout of keys and values, checked to give every rank equally many of them and of the queries."""
     if q_size % tp_size:
         raise ValueError(
             f"tensor_model_parallel_size={tp_size} does not divide the length of q, {q_size}; use a degree that does"

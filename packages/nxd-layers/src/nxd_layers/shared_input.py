@@ -78,7 +78,7 @@ def _has_own_forward(layer: ColumnParallelLinear) -> bool:
 
 
 class _Gathered(Function):
-    """From this rank's part to a whole tensor that is there already; partial gradients are reduce-scattered."""
+    """Replaces this rank's part by the whole tensor gathered before; partial gradients are reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, group: Group, dim: int) -> Tensor:

@@ -123,7 +123,7 @@ def _frames_of_main_thread() -> Iterator[FrameType]:
 
 
 def _module_of(frame: FrameType) -> list[str]:
-    """By the code's name, not by its locals: asking a running frame for these would keep tensors alive."""
+    """The module whose forward runs, by the code's name: reading a running frame's locals would keep tensors alive."""
     code = frame.f_code
     is_forward = code.co_name == "forward" and code.co_varnames[:1] == ("self",)
     return code.co_qualname.split(".")[-2:-1] if is_forward else []

@@ -43,7 +43,7 @@ class RecordedGraphs(Protocol):
         """Module and source line of an instruction of that name; None if no graph has it."""
 
     def largest(self) -> str:
-        """What the largest of them needs, in words; empty if none was recorded."""
+        """The memory that the largest graph needs, as text; empty if none was recorded."""
 
 
 _recorded: RecordedGraphs | None = None

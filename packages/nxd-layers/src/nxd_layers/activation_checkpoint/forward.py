@@ -82,14 +82,14 @@ class CheckpointedForward:
 
 
 def _inputs_on_host() -> Context:
-    """What torch's checkpoint saves of its inputs; in pinned memory where copies from it run beside the computation."""
+    """Keep the inputs that torch's checkpoint saves on the host, in pinned memory if copies can overlap computation."""
     if is_host():
         return nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=has_streams(), device_type=device_type())
 
 
 def _contexts(module: nn.Module, keep: Keep | None) -> tuple[Context, Context]:
-    """In which one forward runs, and in which it runs again."""
+    """The contexts of the forward and of its recomputation."""
     if keep is None:
         return nullcontext(), _Recomputation(module, nullcontext)
     forward, recomputation = _selection(keep)

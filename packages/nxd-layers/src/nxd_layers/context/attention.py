@@ -49,33 +49,33 @@ def context_parallel_attention(
     dropout: float = 0.0,
     transport: Transport | None = None,
 ) -> Tensor:
-    """`softmax(scale * Q K^T + mask) V` of all positions, of which each rank has its part. By all ranks of the group.
+    """`softmax(scale * Q K^T + mask) V` over all positions, of which each rank has a part. Called by all ranks.
 
-    Gradients are those of the whole sequence's attention: what other ranks' queries give to this rank's keys and values
-    is in them. Transports differ in what travels: keys and values step by step ("ring") or at once ("all_gather"), or
-    queries, keys, values and outputs, so that each rank has whole sequences of some heads ("all_to_all", Jacobs et al.
-    2023, "DeepSpeed Ulysses").
+    Gradients are those of the whole sequence's attention, including the contributions of other ranks' queries to this
+    rank's keys and values. Transports differ in what they send: keys and values step by step ("ring") or at once
+    ("all_gather"), or queries, keys, values and outputs, so that each rank has whole sequences of some heads
+    ("all_to_all", Jacobs et al. 2023, "DeepSpeed Ulysses").
 
     Args:
-        query: `[batch, heads, local, head]`, of this rank's positions in ascending order.
+        query: `[batch, heads, local, head]`, for this rank's positions in ascending order.
         key: `[batch, kv_heads, local, head]`; each serves a run of consecutive query heads.
         value: `[batch, kv_heads, local, value_head]`.
         plan: plan of the mask; the same on all ranks.
         scale: scale of the scores; 1 / sqrt(head) if None.
         softcap: see `Scores`.
-        sinks: `[heads]`, a further score of each head, which takes weight and gives no value (Xiao et al. 2023).
-        dropout: probability that a weight is dropped: the same ones at every context-parallel size and with every
-            transport, by the random state of the first of these ranks, but others than torch's own attention drops.
-        transport: the cheapest if None.
+        sinks: `[heads]`, an additional score of each head, which takes weight but has no value (Xiao et al. 2023).
+        dropout: probability that a weight is dropped. The dropped weights depend on the first rank's random state, not
+            on the context-parallel size or the transport; torch's own attention drops different ones.
+        transport: the transport; the cheapest if None.
 
     Returns:
-        `[batch, heads, local, value_head]`, zeros for a query that may inspect nothing.
+        `[batch, heads, local, value_head]`, zeros for a query without keys.
 
     Raises:
         ValueError: sizes do not fit the plan, `dropout` is outside [0, 1), heads cannot be split over the ranks for
-            "all_to_all", or there is no such transport.
+            "all_to_all", or the transport is unknown.
         NotImplementedError: while torch compiles; on XLA, where one graph serves all ranks, with dropout, with pipeline
-            stages, or with another transport than "all_to_all".
+            stages, or with a transport other than "all_to_all".
     """
     group = active_group("cp")
     _check(query, key, value, plan, group, transport)
@@ -98,13 +98,9 @@ def context_parallel_attention(
 
 
 def cheapest_transport(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Transport:
-    """The transport that sends the fewest bytes in forward; all ranks choose the same.
+    """Return the transport that sends the fewest bytes in forward; all ranks choose the same.
 
-    Args:
-        query: as for `context_parallel_attention`, like the others.
-        key: keys of this rank.
-        value: values of this rank.
-        plan: plan of the mask.
+    The arguments are those of `context_parallel_attention`.
     """
     size, local = plan.cut.size, plan.cut.local_length
     of_keys = key.shape[1] * (key.shape[-1] + value.shape[-1])
@@ -146,7 +142,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, group
 
 
 def _check_recorded(query: Tensor, key: Tensor, group: Group, transport: str | None, dropout: float) -> None:
-    """One graph serves all ranks: with whole sequences all compute the same blocks, else each has its own."""
+    """Check that one graph can serve all ranks: only with whole sequences do all compute the same blocks."""
     if transport not in (None, "all_to_all") or not splits_heads(query.shape[1], key.shape[1], group.size):
         raise NotImplementedError(
             f"transport={transport!r} with {query.shape[1]} query heads and {key.shape[1]} key heads: on XLA sequences "
@@ -162,7 +158,7 @@ def _check_recorded(query: Tensor, key: Tensor, group: Group, transport: str | N
 
 
 class _Attention(Function):
-    """The blocks of this rank's queries, combined; one node, so that nothing of their size is kept."""
+    """Combines the blocks of this rank's queries, as one node, so that no scores are kept for backward."""
 
     @staticmethod
     def forward(
@@ -245,7 +241,7 @@ class _Attention(Function):
 
 
 class _OwnBlocks:
-    """The blocks of a rank, with where their queries and keys lie."""
+    """The blocks of a rank, and the places of their queries and keys."""
 
     def __init__(self, plan: AttentionPlan, rank: int, dropout: Dropout | None, device: torch.device) -> None:
         self._plan = plan
@@ -266,14 +262,14 @@ class _OwnBlocks:
         return pieces[block.chunk].narrow(SEQUENCE, block.keys[0] - first, block.keys[1] - block.keys[0])
 
     def mask_of(self, block: Block) -> Tensor | None:
-        """Which keys the block's queries inspect, where it is neither all nor those before them."""
+        """The mask of a block; None if its queries read all keys, or all up to their own."""
         if block.kind != "masked":
             return None
         queries, keys = (torch.arange(*it, device=self._device) for it in (block.queries, block.keys))
         return self._mask.allowed(queries, keys)
 
     def dropout_of(self, block: Block) -> Dropout | None:
-        """Which of the block's weights are dropped."""
+        """The dropout of a block's weights."""
         if self._dropout is None:
             return None
         return replace(self._dropout, first_query=block.queries[0], first_key=block.keys[0])
@@ -286,7 +282,7 @@ class _OwnBlocks:
 
 
 def _merge(total: Tensor, log_sum: Tensor, part: Tensor, part_sum: Tensor) -> None:
-    """Weigh a block's output against what there is, in place."""
+    """Merge a block's output into the total, in place."""
     both = _log_added(log_sum, part_sum)
     known = both.masked_fill(both == -torch.inf, 0.0)
     total.mul_((log_sum - known).exp().unsqueeze(-1)).add_(part * (part_sum - known).exp().unsqueeze(-1))

@@ -89,17 +89,17 @@ def _shifted(numbers: Tensor, bits: int) -> Tensor:
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
-# Scores in memory at once where there is no kernel that keeps them in registers.
+# Maximum number of scores in memory without a kernel that keeps them in registers.
 _MOST_SCORES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made.
+    """The definition of scores.
 
     Attributes:
         scale: scale of the products of queries and keys.
-        softcap: they are squashed to below this (Gemma Team 2024, "Gemma 2"); None for not at all.
+        softcap: soft upper bound of the scores (Gemma Team 2024, "Gemma 2"); None for no bound.
     """
 
     scale: float
@@ -116,20 +116,20 @@ def attend_block(
     causal: bool,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The values, mixed.
+    """Attention of a block's queries to its keys.
 
     Args:
         query: `[batch, heads, queries, head]`.
         key: `[batch, kv_heads, keys, head]`, where each serves a run of query heads.
         value: `[batch, kv_heads, keys, value_head]`.
         scores: definition of the scores.
-        mask: bool `[batch or 1, 1, queries, keys]`, true where a query may look; None for everywhere.
-        causal: as many keys as queries, of which each query looks at those up to its own place.
-        dropout: dropout of the weights, which are summed before it.
+        mask: bool `[batch or 1, 1, queries, keys]`, true for keys that a query may read; None for all.
+        causal: there are as many keys as queries, and each query reads those up to its own place.
+        dropout: dropout of the weights; sums are taken before it.
 
     Returns:
         `[batch, heads, queries, value_head]`, and the logarithm of the sum of the exponentials of each query's scores,
-        `[batch, heads, queries]`, in float32 or wider: -inf for a query that looks at nothing, whose output is zero.
+        `[batch, heads, queries]`, in float32 or wider: -inf for a query without keys, whose output is zero.
     """
     if dropout is None and _has_kernel(query, scores):
         output, log_sum = _forward_by_kernel(query, key, value, scores, mask, causal)
@@ -180,7 +180,7 @@ def attend_block_backward(
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which weights are summed: float32, or wider where the inputs are."""
+    """The dtype of sums of weights: float32, or wider for wider inputs."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -226,7 +226,7 @@ def _backward_by_kernel(
 
 
 def _widened(tensor: Tensor, size: int) -> Tensor:
-    """As the kernel reads it: heads of one size, whose elements are neighbors."""
+    """The layout that the kernel needs: heads of one size with contiguous elements."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 

@@ -16,19 +16,19 @@ from nxd_layers.context.cut import SequenceCut
 from nxd_layers.context.plan import AttentionPlan
 from nxd_layers.mappings import all_to_all_region
 
-SEQUENCE = 2  # the dim of `[batch, kv_heads, seq, n]`
+_HEADS, SEQUENCE = 1, 2  # dims of `[batch, kv_heads, seq, n]`
 
 Pieces = Mapping[int, Tensor]  # by chunk: `[batch, kv_heads, needed, n]`
 
 
 class Exchange(Protocol):
-    """Keys and values to all ranks that need them, and gradients back."""
+    """Sends keys and values to the ranks that need them, and gradients back."""
 
     def pieces(self, local: Tensor) -> Iterator[Pieces]:
-        """What this rank needs, one rank's chunks after the other's, its own first."""
+        """Yield the pieces that this rank needs, rank by rank, its own first."""
 
     def return_gradients(self, gradients: Iterator[Pieces], like: Tensor) -> Tensor:
-        """The sum of all ranks' gradients of what this rank gave.
+        """Return the sum of all ranks' gradients of `local`.
 
         Args:
             gradients: gradients of the results of `pieces`, in the same order, in the dtype of `like`.
@@ -37,10 +37,10 @@ class Exchange(Protocol):
 
 
 class RingExchange:
-    """Step by step: the next rank's pieces travel while those of the last one are used.
+    """Sends pieces step by step: the next rank's pieces travel while those of the last rank are used.
 
-    The steps are those of Liu et al. 2023 ("Ring Attention"), but pieces come straight from the rank that has them, so
-    that none passes on what it does not need.
+    The steps are those of Liu et al. 2023 ("Ring Attention"), but pieces come directly from the rank that has them, so
+    no rank forwards pieces that it does not need.
     """
 
     def __init__(self, plan: AttentionPlan, group: Group) -> None:
@@ -73,7 +73,7 @@ class RingExchange:
         return total
 
     def _steps(self) -> list[tuple[int, int]]:
-        """Of each step the rank whose keys are used here, and the one that uses those of this rank."""
+        """For each step, the rank whose keys are used here, and the rank that uses this rank's keys."""
         rank, size = self._group.rank, self._group.size
         return [((rank - step) % size, (rank + step) % size) for step in range(1, size)]
 
@@ -91,7 +91,7 @@ class RingExchange:
 
 
 class GatherExchange:
-    """All pieces at once, before the first is used: one message for each pair of ranks, and more memory."""
+    """Sends all pieces at once, before the first is used: one message per pair of ranks, and more memory."""
 
     def __init__(self, plan: AttentionPlan, group: Group) -> None:
         self._parts = _Parts(plan, group.rank)
@@ -133,7 +133,7 @@ class GatherExchange:
 
 
 class NoExchange:
-    """One rank has the whole sequence."""
+    """Sends nothing: one rank has the whole sequence."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._parts = _Parts(plan, 0)
@@ -150,18 +150,18 @@ class NoExchange:
 
 
 class _Parts:
-    """Which parts of a rank's chunks travel, and where they lie."""
+    """The parts of a rank's chunks that are sent, and their places."""
 
     def __init__(self, plan: AttentionPlan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
 
     def own(self, local: Tensor) -> Pieces:
-        """What this rank needs of what it has."""
+        """The pieces that this rank needs of its own chunks."""
         return {chunk: self._within(local, chunk, part) for chunk, part in self._needed_from(self._rank)}
 
     def needed_by(self, local: Tensor, user: int) -> Tensor:
-        """What another rank needs of what this one has; nothing for this rank itself."""
+        """This rank's positions that another rank needs; none for this rank itself."""
         nothing = local.narrow(SEQUENCE, 0, 0)
         if user == self._rank:
             return nothing
@@ -169,20 +169,20 @@ class _Parts:
         return torch.cat([nothing, *(self._within(local, *part) for part in parts)], SEQUENCE)
 
     def room_for(self, like: Tensor, source: int) -> Tensor:
-        """Memory for what another rank sends."""
+        """Memory for the positions that another rank sends."""
         parts = [] if source == self._rank else self._needed_from(source)
         shape = list(like.shape)
         shape[SEQUENCE] = sum(stop - first for _, (first, stop) in parts)
         return like.new_empty(shape)
 
     def of(self, received: Tensor, source: int) -> Pieces:
-        """The pieces of what another rank has sent."""
+        """Split the positions that another rank has sent into pieces."""
         parts = self._needed_from(source)
         pieces = received.split([stop - first for _, (first, stop) in parts], SEQUENCE)
         return {chunk: piece for (chunk, _), piece in zip(parts, pieces, strict=True)}
 
     def add(self, total: Tensor, received: Tensor, user: int) -> None:
-        """Add what another rank gave back to what belongs to it."""
+        """Add the gradients that another rank has returned."""
         parts = self._plan.sent(self._rank, user)
         pieces = received.split([stop - first for _, (first, stop) in parts], SEQUENCE)
         for part, piece in zip(parts, pieces, strict=True):
@@ -210,9 +210,6 @@ def _joined(pieces: Pieces, like: Tensor) -> Tensor:
 def _wait_for(pending: Sequence[Pending[Tensor]]) -> None:
     for message in pending:
         message.wait()
-
-
-_HEADS, _SEQUENCE = 1, 2
 
 
 def splits_heads(num_heads: int, num_key_value_heads: int, size: int) -> bool:
@@ -250,14 +247,14 @@ def exchange_heads(
 def return_heads(output: Tensor, cut: SequenceCut, group: Group) -> Tensor:
     """The inverse for `[batch, heads/cp, filled, value_head]`: `[batch, heads, local, value_head]`."""
     filled = _filled(cut)
-    by_rank = torch.cat([filled.part_of(output, rank, dim=_SEQUENCE) for rank in range(cut.size)], dim=_SEQUENCE)
-    returned: Tensor = all_to_all_region(by_rank, group, _SEQUENCE, _HEADS)
+    by_rank = torch.cat([filled.part_of(output, rank, dim=SEQUENCE) for rank in range(cut.size)], dim=SEQUENCE)
+    returned: Tensor = all_to_all_region(by_rank, group, SEQUENCE, _HEADS)
     return returned
 
 
 def _to_heads(local: Tensor, cut: SequenceCut, group: Group) -> Tensor:
-    by_rank: Tensor = all_to_all_region(local, group, _HEADS, _SEQUENCE)
-    return _filled(cut).whole_of(by_rank, dim=_SEQUENCE)
+    by_rank: Tensor = all_to_all_region(local, group, _HEADS, SEQUENCE)
+    return _filled(cut).whole_of(by_rank, dim=SEQUENCE)
 
 
 def _filled(cut: SequenceCut) -> SequenceCut:

@@ -1,8 +1,8 @@
 """Masks of attention as an interval of keys for each query.
 
-Causal and bidirectional masks, sliding windows, chunks, packed documents, and padding at either end all let a query
-inspect one run of neighboring positions. So a mask of a million tokens is two integers for each, and what it empties
-is known without making it.
+With causal and bidirectional masks, sliding windows, chunks, packed documents, and padding at either end, each query
+reads one run of neighboring positions. So a mask of a million tokens takes two integers per token, and its empty parts
+are known without building it.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +15,13 @@ from torch.utils._pytree import register_dataclass
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys of its own document a query may inspect.
+    """The keys of its own document that a query may read.
 
     Attributes:
-        causal: none after it.
-        window: number of keys up to and including the query; without `causal`, on each side of it. None for all.
-        chunk: only keys of the same chunk of this many positions, counted from the document's first one. None for all.
+        causal: no keys after the query.
+        window: number of keys up to and including the query; without `causal`, on each side of it. None: no limit.
+        chunk: length of chunks, counted from the document's start; a query reads keys of its own chunk only. None: no
+            chunks.
     """
 
     causal: bool = True
@@ -33,8 +34,8 @@ class IntervalMask:
     """The keys of each query.
 
     Attributes:
-        first: `[batch or 1, seq]`, int64, the first key that the query at this position may inspect.
-        last: `[batch or 1, seq]`, int64, the last one; before `first` where there is none.
+        first: `[batch or 1, seq]`, int64, the first key that the query at this position may read.
+        last: `[batch or 1, seq]`, int64, the last key; before `first` if there are none.
     """
 
     first: Tensor
@@ -42,7 +43,7 @@ class IntervalMask:
 
     @property
     def length(self) -> int:
-        """Of the sequence."""
+        """Length of the sequence."""
         return self.first.shape[1]
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -51,13 +52,13 @@ class IntervalMask:
         return ((keys >= first) & (keys <= last)).unsqueeze(1)
 
     def filled_to(self, length: int) -> "IntervalMask":
-        """The mask of a longer sequence. No query looks at what is filled up, but what is filled up itself."""
+        """The mask of the padded sequence, in which only padding reads padding."""
         further = torch.arange(self.length, length, device=self.first.device).expand(len(self.first), -1)
         first = torch.cat([self.first, self.first[:, -1:].expand_as(further)], dim=1)
         return IntervalMask(first, torch.cat([self.last, further], dim=1))
 
     def to(self, device: torch.device) -> "IntervalMask":
-        """The same on a device."""
+        """The same mask on a device."""
         return replace(self, first=self.first.to(device), last=self.last.to(device))
 
 
@@ -72,15 +73,15 @@ def interval_mask(
     padding_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> IntervalMask:
-    """The mask of a rule in a sequence of documents, or one that is padded.
+    """Return the mask of a rule in a sequence of documents, or in a padded sequence.
 
     Args:
         length: length of the sequence.
-        rule: within each document.
-        document_ids: integer `[batch or 1, seq]`, the number of each token's document, whose tokens are neighbors.
-        padding_mask: bool or integer `[batch, seq]`, true for tokens, which are neighbors: no query looks at padding.
-        device: device of the mask; that of the other tensors if there are any. Without them the mask for a device that
-            records graphs is on the CPU, as it is the same in all steps.
+        rule: the rule within each document.
+        document_ids: integer `[batch or 1, seq]`, the document of each token; tokens of a document are neighbors.
+        padding_mask: bool or integer `[batch, seq]`, true for tokens, which are neighbors: no query reads padding.
+        device: device of the mask; the other tensors' device if they are given. Otherwise the mask for a device that
+            records graphs is on the CPU, since it is the same in all steps.
 
     Raises:
         ValueError: both are given, or there is padding between tokens, or a document begins a second time.

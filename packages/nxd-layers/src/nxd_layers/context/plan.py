@@ -18,7 +18,7 @@ from nxd_layers.context.cut import SequenceCut, balanced_cut
 from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask
 from nxd_layers.tracing import leaf_of_traces
 
-# Queries of a block that needs its mask in memory: few, as it is then computed for keys that are near them only.
+# Queries of a block that needs its mask in memory: few, so that only keys near them are computed.
 _MASKED_QUERIES = 512
 
 Kind = Literal["full", "causal", "masked"]
@@ -29,10 +29,10 @@ class Block:
     """Neighboring queries, and neighboring keys of one chunk, by their positions.
 
     Attributes:
-        queries: from and up to which position.
-        keys: as `queries`.
+        queries: first position of the queries, and the position after the last.
+        keys: the same for the keys.
         chunk: chunk of the keys.
-        kind: all queries inspect all keys ("full"), each at those up to its own ("causal"), or at those of its interval
+        kind: whether each query reads all keys ("full"), those up to its own ("causal"), or those of its interval
             ("masked").
     """
 
@@ -43,13 +43,13 @@ class Block:
 
     @property
     def is_causal(self) -> bool:
-        """Whether each query looks at the keys up to its own."""
+        """Whether each query reads the keys up to its own."""
         return self.kind == "causal"
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """A mask, and what follows from it for each rank.
+    """A mask, and the attention blocks of each rank that follow from it.
 
     Attributes:
         mask: mask of the sequence; padded here.
@@ -65,7 +65,7 @@ class AttentionPlan:
 
     @cached_property
     def blocks(self) -> list[list[Block]]:
-        """Of each rank."""
+        """The blocks of each rank."""
         found: list[list[Block]] = [[] for _ in range(self.cut.size)]
         for chunk in range(self.cut.num_chunks):
             found[self.cut.rank_of(chunk)] += self._blocks_of(chunk)
@@ -73,7 +73,7 @@ class AttentionPlan:
 
     @cached_property
     def needs(self) -> list[dict[int, tuple[int, int]]]:
-        """Of each rank: from and up to which position it looks at a chunk's keys."""
+        """For each rank, the first and the end position of the keys that it reads, by chunk."""
         needs: list[dict[int, tuple[int, int]]] = []
         for blocks in self.blocks:
             of_rank: dict[int, tuple[int, int]] = {}
@@ -85,12 +85,12 @@ class AttentionPlan:
 
     @cached_property
     def of_one_rank(self) -> "AttentionPlan":
-        """The same attention where one rank has the whole sequence, filling included."""
+        """The same attention for one rank that has the whole sequence, including padding."""
         return AttentionPlan(self.mask, SequenceCut(self.cut.filled_length, 1))
 
     @cached_property
     def most_received(self) -> int:
-        """Positions whose keys the rank that needs the most gets from others."""
+        """The largest number of positions whose keys a rank gets from others."""
         ranks = range(self.cut.size)
         return max(
             sum(stop - first for source in ranks if source != rank for _, (first, stop) in self.sent(source, rank))
@@ -98,7 +98,7 @@ class AttentionPlan:
         )
 
     def sent(self, source: int, destination: int) -> list[tuple[int, tuple[int, int]]]:
-        """The chunks of one rank that another looks at, and from and up to which position, in the source's order."""
+        """The chunks of `source` that `destination` reads, with first and end positions, in the source's order."""
         needs = self.needs[destination]
         return [(chunk, needs[chunk]) for chunk in self.cut.chunks_of(source) if chunk in needs]
 
@@ -148,12 +148,12 @@ register_dataclass(AttentionPlan)  # pipeline stages send it to one another
 
 @dataclass(frozen=True)
 class _Borders:
-    """Of the intervals of neighboring queries.
+    """The borders of the intervals of neighboring queries.
 
     Attributes:
-        queries: from and up to which position.
-        first: the least and the greatest first key; of a query without keys the length of the sequence.
-        last: the least and the greatest last key; of a query without keys -1.
+        queries: first position of the queries, and the position after the last.
+        first: the least and the greatest first key; the sequence's length for a query without keys.
+        last: the least and the greatest last key; -1 for a query without keys.
         ends_at_query: whether each query is its own last key.
     """
 

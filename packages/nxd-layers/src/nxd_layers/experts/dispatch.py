@@ -352,7 +352,7 @@ class _Dispatch(Function):
 
 
 class _Combine(Function):
-    """What the ranks computed for each token, added up where the token came from."""
+    """Sums the ranks' outputs for each token on the token's own rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: TokenDispatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The experts of this rank among those that tokens have, and the weighted sum of what they compute."""
+"""The experts of this rank among the tokens' experts, and the weighted sum of their outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ def needs_static_shapes(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of a token and a local expert of it, as many as there are.
+    """All pairs of a token and one of its local experts.
 
     Attributes:
         rows: `[pairs]`, the token.
-        slots: `[pairs]`, where among the token's k experts this one is.
-        index: `[pairs]`, the expert among the local ones.
-        places: `[pairs]`, which of its token's local experts it is, counted from 0.
-        most: local experts of any token.
+        slots: `[pairs]`, the expert's place among the token's k experts.
+        index: `[pairs]`, the index among the local experts.
+        places: `[pairs]`, the expert's place among the token's local experts, counted from 0.
+        most: largest number of local experts of a token.
     """
 
     rows: Tensor
@@ -34,7 +34,7 @@ class Pairs:
     most: int
 
     def weighted_sum(self, compute: ComputeExperts, tokens: Tensor, weights: Tensor) -> Tensor | None:
-        """Of each token's local experts, `[tokens, hidden]`; None if there are none."""
+        """Return the weighted sum of each token's local experts, `[tokens, hidden]`; None without pairs."""
         if not self.most:
             return None
         outputs = compute(tokens[self.rows], self.index.unsqueeze(1), weights[self.rows, self.slots].unsqueeze(1))
@@ -46,16 +46,16 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Slots:
-    """All k experts of each token, whether they are local or not, so that shapes do not depend on values.
+    """All k experts of each token, local or not, so that shapes do not depend on values.
 
     Attributes:
-        index: `[tokens, k]` among the local experts; one more than the last of them stands for none.
+        index: `[tokens, k]`, the index among the local experts; the number of local experts means none.
     """
 
     index: Tensor
 
     def weighted_sum(self, compute: ComputeExperts, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Of each token's local experts, `[tokens, hidden]`."""
+        """Return the weighted sum of each token's local experts, `[tokens, hidden]`."""
         return compute(tokens, self.index, weights)
 
 
@@ -64,11 +64,11 @@ LocalExperts = Pairs | Slots
 
 @torch.no_grad()
 def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group) -> LocalExperts:
-    """This rank's experts among those of tokens.
+    """Find this rank's experts among the tokens' experts.
 
     Args:
-        top_k_index: `[tokens, k]`, among the experts of all ranks.
-        experts_per_rank: each has this many, in the order of ranks.
+        top_k_index: `[tokens, k]`, indices among the experts of all ranks.
+        experts_per_rank: number of experts on each rank, in the order of ranks.
         group: the ranks.
     """
     if needs_static_shapes(top_k_index):
@@ -86,7 +86,7 @@ def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group)
 
 
 def expected_pairs(top_k_index: Tensor, pairs: int, experts_per_rank: int) -> Pairs:
-    """So many pairs without values, on the meta device."""
+    """A number of pairs without values, on the meta device."""
     rows, slots, local, places = (top_k_index.new_zeros(pairs) for _ in range(4))
     return Pairs(rows, slots, local, places, most=min(top_k_index.shape[1], experts_per_rank))
 
@@ -95,9 +95,9 @@ def weights_of_experts(index: Tensor, weights: Tensor, num_experts: int) -> Tens
     """Return the weight of every expert for each token, 0 for experts that the token is not sent to.
 
     Args:
-        index: `[tokens, k]`; `num_experts` stands for none.
+        index: `[tokens, k]`; `num_experts` means none.
         weights: `[tokens, k]`.
-        num_experts: local ones.
+        num_experts: number of local experts.
 
     Returns:
         `[tokens, num_experts]`.
@@ -107,14 +107,14 @@ def weights_of_experts(index: Tensor, weights: Tensor, num_experts: int) -> Tens
 
 
 def rows_of_experts(tokens: Tensor, of_experts: Tensor) -> Tensor:
-    """What every expert computes with where each computes with all tokens.
+    """Return the inputs of the experts if each computes for all tokens.
 
-    In float16 a token of others may overflow in an expert, and no weight of 0 makes a number of that again: there an
-    expert has zeros in its place.
+    In float16 a token of other experts may overflow, and a weight of 0 would then give NaN, so an expert gets zeros
+    instead of such tokens.
 
     Args:
         tokens: `[tokens, hidden]`.
-        of_experts: `[tokens, num_experts]`, of `weights_of_experts`.
+        of_experts: `[tokens, num_experts]`, the result of `weights_of_experts`.
 
     Returns:
         `tokens` itself, or `[num_experts, tokens, hidden]` in float16.
@@ -132,9 +132,9 @@ def separate_slots(tokens: Tensor, index: Tensor, weights: Tensor, num_experts: 
 
     Args:
         tokens: `[tokens, hidden]`.
-        index: `[tokens, k]`; `num_experts` stands for none.
+        index: `[tokens, k]`; `num_experts` means none.
         weights: `[tokens, k]`.
-        num_experts: local ones.
+        num_experts: number of local experts.
 
     Returns:
         `[tokens * k, hidden]`, and index and weights `[tokens * k, 1]`.

@@ -143,7 +143,7 @@ def _all_reduce_parts(rounds: Rounds, tensor: Tensor, op: str, out: Tensor, what
 
 
 def _part_of(rounds: Rounds, numel: int, index: int) -> tuple[int, int]:
-    """Where the part that a rank adds begins and ends."""
+    """The first and the end element of the part that a rank reduces."""
     length = -(-numel // (rounds.size * _ALIGNMENT)) * _ALIGNMENT
     return min(index * length, numel), min((index + 1) * length, numel)
 

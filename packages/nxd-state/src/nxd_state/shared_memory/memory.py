@@ -55,7 +55,7 @@ class Handle:
     token: int
 
     def to_json(self) -> list[int]:
-        """As plain numbers."""
+        """The handle as plain numbers."""
         return [self.pid, self.descriptor, self.size, self.token]
 
 
@@ -197,12 +197,12 @@ class SegmentLayout:
 
     @property
     def bytes(self) -> int:
-        """Of the whole segment; memory is taken only for slots that have been used."""
+        """Size of the whole segment; memory is taken only for slots that have been used."""
         return self.message_slot(self.size, 0)
 
     @property
     def message_slot_bytes(self) -> int:
-        """Of one slot for messages to one rank: less where there are many of them."""
+        """Size of one slot for messages to one rank; smaller in groups of many ranks."""
         return min(_LARGEST_MESSAGE_SLOT, max(_LEAST_MESSAGE_SLOT, _MESSAGE_SLOTS_BYTES // self.size // _PAGE * _PAGE))
 
     def slot(self, round_number: int) -> int:
