@@ -22,7 +22,7 @@ def sent_bytes(text: str, world_size: int) -> int:
 
 
 def least_bytes(layout: Layout, world_size: int) -> int:
-    """What a rank must send for one step, by the rings' count: see `nxd_doctor.graphs.collectives`.
+    """What a rank must send for one step, by the rings' count: see `nxd_doctor.graphs.operations`.
 
     Without sequence parallelism an all-reduce of the activations after attention, MLP and embedding forward, and before
     attention, MLP and head backward; with it as many bytes in pairs of all-gather and reduce-scatter, and the norms'

@@ -267,7 +267,7 @@ def _config(
 def _from_float(cls: type[Any], plain: type[nn.Module], layer: Any, config: QuantizationConfig | None) -> Any:
     if not isinstance(layer, plain):
         raise ValueError(f"{cls.__name__}.from_float takes a {plain.__name__}; got a {type(layer).__name__}")
-    made: Any = quantization.copy_model(layer)
+    made: Any = quantization.copy_with_metadata(layer)
     quantization.quantize_weight(made, config or quantization.default_config())
     made.__class__ = cls  # adds no state, so every flag of the layer is kept
     return made

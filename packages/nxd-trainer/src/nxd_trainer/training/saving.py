@@ -16,7 +16,7 @@ from nxd_elastic.peers.store import job_url
 from nxd_engine import NxDModel
 from nxd_engine.checkpoints.contents import Contents
 from nxd_engine.checkpoints.save import finalize_checkpoint, is_saving, write_checkpoint
-from nxd_engine.checkpoints.state import RNG_PREFIX, logical_name, named_parameters
+from nxd_engine.checkpoints.state import RNG_PREFIX, logical_name, parameters_in_checkpoint
 from nxd_engine.model_weights import average_name
 from nxd_engine.unwrap import plain_model
 from nxd_optim import WeightAverage
@@ -244,7 +244,7 @@ def average_tensors(average: WeightAverage, model: NxDModel, *, with_copies: boo
         model: the model whose parameters are averaged.
         with_copies: whether to include further copies of a tied weight, which are loaded but not saved.
     """
-    names: Mapping[Tensor, str] = {parameter: name for name, parameter in named_parameters(plain_model(model))}
+    names: Mapping[Tensor, str] = {parameter: name for name, parameter in parameters_in_checkpoint(plain_model(model))}
     shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
     for state in average.sharded_state():
         if getattr(state.parameter, "shared", False) and not with_copies:
