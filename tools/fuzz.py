@@ -43,7 +43,7 @@ from nxd_ckpt.interop import (
 from nxd_ckpt.interop.neuronx import Split
 from nxd_engine.hugging_face import model_on_meta, read_config
 from nxd_lora import read_peft_config
-from nxd_trace.manifest import Manifest
+from nxd_trace.manifest import ModelManifest
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.recipe import RecipeError, load_recipe
@@ -132,7 +132,7 @@ def read_traced(folder: Path) -> None:
         manifest.write_text(json.dumps(content))
     except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError):
         pass  # the damage is in the manifest
-    Manifest.read(folder / "model").check(folder / "model")
+    ModelManifest.read(folder / "model").check(folder / "model")
 
 
 def make_tokenizer(folder: Path) -> None:

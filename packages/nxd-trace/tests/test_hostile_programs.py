@@ -18,7 +18,7 @@ import pytest
 import torch
 import traced_models as models
 from nxd_trace.compilers import COMPILERS
-from nxd_trace.manifest import Manifest
+from nxd_trace.manifest import ModelManifest
 from safetensors.torch import load_file, save_file
 
 X = torch.ones(2, models.IN, dtype=torch.float64)
@@ -396,7 +396,7 @@ def test_changed_model_is_whole_or_refused_and_takes_no_memory(folder, tmp_path,
         if name != "manifest.json":
             sign(changed)
         try:
-            Manifest.read(changed).check(changed)
+            ModelManifest.read(changed).check(changed)
         except nxd_trace.ModelFolderError:
             refused += 1
         shutil.rmtree(changed)

@@ -28,20 +28,20 @@ __all__ = [
     "shard_checkpoint",
     "prepare_workers",
     "start_fork_server",
-    # traces that are used again
+    # cached traces
     "TraceContent",
     "source_digest",
-    # models that are there already
+    # existing models
     "trace_module",
     "Program",
     "rank_weights",
     "whole_weights",
     "write_rank_weights",
-    # the result
+    # traced models
     "TensorParallelModel",
     "Signature",
     "TensorSpec",
-    # when it goes wrong
+    # errors
     "WorkerError",
     "ModelFolderError",
     "MissingMainGuardError",

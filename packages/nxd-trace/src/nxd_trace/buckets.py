@@ -1,7 +1,7 @@
-"""Buckets: one program per input length, and the choice of one at each call.
+"""Buckets: one program per input length, one of which is selected at each call.
 
-A bucket kernel takes the inputs of a call, pads them, and chooses their bucket. Scripted kernels are saved with the
-model. Plain Python kernels are not; pass the configuration again when loading.
+A bucket kernel pads the inputs of a call and selects their bucket. Scripted kernels are saved with the model. Plain
+Python kernels are not; pass the configuration again when loading.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,17 @@ _KERNEL_FILE, _PREPROCESSOR_FILE = "bucket_kernel.pt", "state_preprocessor.pt"
 
 @dataclass(frozen=True)
 class BucketModelConfig:
-    """How a model with several buckets chooses one; as `torch_neuronx.BucketModelConfig`.
+    """How a call selects its bucket; like `torch_neuronx.BucketModelConfig`.
 
     Attributes:
-        bucket_kernel: function without arguments that returns the kernel: a function (scripted or plain Python) from
-            the list of a call's inputs to the padded inputs and their bucket's index. None for the built-in kernel:
-            zeros are appended until the inputs have the shapes of the first bucket that they fit into.
-        shared_state_buffer: initial values of the state, one tensor per alias in order, if it is larger than
-            the state of a bucket.
+        bucket_kernel: function without arguments that returns the kernel: a scripted or plain function from the list of
+            a call's inputs to the padded inputs and their bucket's index. None for the built-in kernel, which appends
+            zeros up to the shapes of the first bucket that fits.
+        shared_state_buffer: initial state, one tensor per alias in order, if it is larger than a bucket's state.
         shared_state_buffer_preprocessor: function without arguments that returns a function from the shapes of a
-            bucket's state, the state, and the bucket's index to the tensors that the bucket works on. They must be
-            views of the state: what a bucket writes into a copy is lost.
-        func_kwargs: arguments for `func`: one dict for all buckets, or a list with one per bucket.
+            bucket's state, the state, and the bucket's index to the bucket's state. The result must be views: writes to
+            copies are lost.
+        func_kwargs: arguments of `func`: one dict for all buckets, or a list with one per bucket.
     """
 
     bucket_kernel: Callable[[], BucketKernel] | None
@@ -55,10 +54,10 @@ class BucketModelConfig:
             raise ValueError("shared_state_buffer_preprocessor needs shared_state_buffer, the state that it slices")
 
     def kwargs_of(self, bucket: int, num_buckets: int) -> Mapping[str, Any]:
-        """The arguments of `func` for one bucket.
+        """Return the arguments of `func` for one bucket.
 
         Raises:
-            ValueError: the list has another length.
+            ValueError: the list does not have one entry per bucket.
         """
         if self.func_kwargs is None:
             return {}
@@ -73,7 +72,7 @@ class BucketModelConfig:
 
 
 def save_functions(config: BucketModelConfig, folder: Path) -> dict[str, Any]:
-    """Write the scripted functions of a configuration; returns its entry in the manifest."""
+    """Write the scripted functions of a configuration; returns its entry of the manifest."""
     kinds = {}
     for name, make, file in (
         ("kernel", config.bucket_kernel, _KERNEL_FILE),
@@ -91,10 +90,10 @@ def save_functions(config: BucketModelConfig, folder: Path) -> dict[str, Any]:
 def load_kernel(
     stored: Mapping[str, Any], folder: Path, config: BucketModelConfig | None, signatures: Sequence[Signature]
 ) -> BucketKernel:
-    """The bucket kernel of a model.
+    """Return the bucket kernel of a model.
 
     Raises:
-        ModelFolderError: the kernel was plain Python, and no configuration is given.
+        ModelFolderError: the kernel was plain Python, and there is no configuration.
     """
     if config is not None:
         return fitting_kernel(signatures) if config.bucket_kernel is None else config.bucket_kernel()
@@ -110,7 +109,7 @@ def load_kernel(
 
 
 def load_preprocessor(stored: Mapping[str, Any], folder: Path) -> StatePreprocessor | None:
-    """The scripted state preprocessor of a model, if it has one."""
+    """Return the scripted state preprocessor of a model, if it has one."""
     if stored["preprocessor"] != "scripted":
         return None
     preprocessor: StatePreprocessor = torch.jit.load(str(folder / _PREPROCESSOR_FILE))
@@ -118,7 +117,7 @@ def load_preprocessor(stored: Mapping[str, Any], folder: Path) -> StatePreproces
 
 
 def fitting_kernel(signatures: Sequence[Signature]) -> BucketKernel:
-    """The built-in kernel: pads with zeros along every dim, to the first bucket that all inputs fit into."""
+    """Return the built-in kernel, which pads with zeros along every dim to the first bucket that all inputs fit."""
 
     def kernel(inputs: list[Tensor]) -> tuple[list[Tensor], int]:
         for index, signature in enumerate(signatures):
@@ -132,10 +131,10 @@ def fitting_kernel(signatures: Sequence[Signature]) -> BucketKernel:
 def choose_bucket(
     kernel: BucketKernel, signatures: Sequence[Signature], inputs: list[Tensor]
 ) -> tuple[int, list[Tensor]]:
-    """Choose the bucket for these inputs and pad them for it.
+    """Select the bucket of these inputs; returns its index and the padded inputs.
 
     Raises:
-        ValueError: the inputs exceed the largest bucket, or the kernel chose no valid bucket or padded wrongly.
+        ValueError: the inputs exceed the largest bucket, or the kernel's bucket or padding is invalid.
     """
     _check_not_too_long(signatures, inputs)
     padded, chosen = kernel(inputs)

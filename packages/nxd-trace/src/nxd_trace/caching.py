@@ -1,8 +1,8 @@
-"""Caches on disk, keyed by content: compiled programs, and whole traces without their weights.
+"""The cache on disk, keyed by content: compiled programs, and whole traces without their weights.
 
-An entry is a folder named by its key. It is written beside the others and renamed, so it is complete or absent. Loading
-a program may run code in its files, so an entry that is damaged, or that another user could have written, is not used
-but made again.
+An entry is a folder named by its key. It is written under another name and renamed, so it is complete or absent.
+Loading a program may run code from its files, so an entry that is damaged, or that another user could have written, is
+rebuilt.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ _MADE_BY = ("nxd_trace", "nxd_state")
 
 @dataclass(frozen=True)
 class TraceContent:
-    """The content that identifies a trace, so that an equal earlier trace is reused.
+    """Identifies a trace, so that an equal earlier trace is reused.
 
     Attributes:
-        made_of: JSON-serializable values: everything that recorded graphs depend on, such as the model's sizes and the
-            versions of the code that builds it. The trace adds its programs, its settings, the names, shapes and
-            dtypes of the weights, and the versions of torch, this package and nxd-state.
-        check: function called in this process before a new trace is made; its errors propagate.
+        made_of: JSON-serializable values that the recorded graphs depend on, such as the model's sizes and the versions
+            of the code that builds it. The trace adds its programs and settings, the names, shapes and dtypes of the
+            weights, and the versions of torch, this package and nxd-state.
+        check: function called in this process before a new trace; its errors propagate.
     """
 
     made_of: Mapping[str, Any]
@@ -47,7 +47,7 @@ class TraceContent:
 
 @cache
 def source_digest(*packages: str) -> str:
-    """Hash all Python files of these packages, without importing them; the hash changes whenever their code does.
+    """Hash all Python files of these packages, without importing them.
 
     Raises:
         ValueError: a package is not installed.
@@ -64,18 +64,18 @@ def source_digest(*packages: str) -> str:
 
 
 def default_cache_folder() -> Path:
-    """`nxd_trace` in the user's cache folder."""
+    """Return `nxd_trace` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nxd_trace"
 
 
 def program_key(**made_of: Any) -> str:
-    """A key for everything that a compiled program depends on: these JSON values, torch and the machine."""
+    """Return the key of a compiled program that depends on these JSON values, torch and the machine."""
     text = json.dumps([system_name(), torch_version(), made_of], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def trace_key(source: WeightSource, **made_of: Any) -> str:
-    """A key for a whole trace: like `program_key`, plus this package's code and everything but the weights' values."""
+    """Return the key of a whole trace: like `program_key`, plus this package's code and the weights' descriptions."""
     weights = {name: [str(tensor.dtype), list(tensor.global_shape)] for name, tensor in source.tensors.items()}
     return program_key(weights=weights, code=source_digest(*_MADE_BY), **made_of)
 
@@ -84,7 +84,7 @@ class ArtifactCache:
     """Cached folders of compiled programs and traces, by key.
 
     Args:
-        folder: the cache's folder; created if needed, for this user alone.
+        folder: the cache's folder; created if needed, only for this user.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,14 +95,14 @@ class ArtifactCache:
         return (self._folder / key).exists()
 
     def copy_to(self, key: str, destination: Path) -> bool:
-        """Copy an entry's files into a folder; False if there is no entry that is intact and this user's own."""
+        """Copy an entry's files into a folder; returns False if there is no intact entry that this user owns."""
         entry = self._folder / key
         try:
             if not (entry.exists() and private_folder(self._folder) and _is_own(entry.lstat())):
                 return False
             hashes = json.loads((entry / _HASHES).read_text(encoding="utf-8"))
             names = [str(path.relative_to(entry)) for path in entry.rglob("*") if path.is_file()]
-            names.remove(_HASHES)  # only files that exist here: paths in the list may point elsewhere
+            names.remove(_HASHES)  # the files that exist here: paths in the list may point elsewhere
             if {"key": key, "files": {name: sha256_of(entry / name) for name in names}} != hashes:
                 return False
             for name in names:
@@ -113,9 +113,9 @@ class ArtifactCache:
         return True
 
     def add(self, key: str, made: Path) -> None:
-        """Store a copy of the folder `made` as the entry of this key, replacing an unusable one.
+        """Store a copy of the folder `made` as this key's entry, replacing an unusable one.
 
-        If other users can write to the cache, or the disk is full or read-only, it warns and stores nothing.
+        Warns and stores nothing if other users can write to the cache, or the disk is full or read-only.
         """
         try:
             private_folder(self._folder)
@@ -125,34 +125,34 @@ class ArtifactCache:
             warnings.warn(
                 f"{self._folder} cannot keep what was compiled, so the next start compiles it again: {why}; "
                 "make room there, or set XDG_CACHE_HOME",
-                stacklevel=1,  # the same place, so that it is shown once for all programs
+                stacklevel=1,  # always the same place, so that the warning is shown once
             )
 
     def _copy_in(self, key: str, made: Path) -> None:
         new = Path(mkdtemp(prefix=f".{key}-", dir=self._folder))
         try:
             shutil.copytree(made, new, dirs_exist_ok=True)
-            new.chmod(0o700)  # copytree has copied the mode of `made`
+            new.chmod(0o700)  # copytree copied the mode of `made`
             files = {str(path.relative_to(new)): sha256_of(path) for path in new.rglob("*") if path.is_file()}
             (new / _HASHES).write_text(json.dumps({"key": key, "files": files}), encoding="utf-8")
             shutil.rmtree(self._folder / key, ignore_errors=True)
             new.rename(self._folder / key)
         except OSError:
-            if not (self._folder / key / _HASHES).is_file():  # otherwise another process was faster
+            if not (self._folder / key / _HASHES).is_file():  # otherwise another process stored it first
                 raise
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
     def add_trace(self, key: str, made: Path, programs: Sequence[Signature], source: WeightSource) -> None:
-        """Store a trace: signatures, each rank's description, and buffers that the source of weights lacks.
+        """Store a trace: signatures, each rank's manifest, and buffers that the source of weights lacks.
 
         Its programs are separate entries. A trace whose state does not start as zeros is not stored.
 
         Args:
-            key: the trace's key.
-            made: the model's folder.
-            programs: the signatures of its programs.
-            source: the source that the model's weights came from.
+            key: key of the trace.
+            made: folder of the model.
+            programs: signatures of its programs.
+            source: source of the model's weights.
         """
         ranks = sorted(path.name for path in made.glob("tp_rank_*"))
         with TemporaryDirectory(prefix="nxd_trace_") as scratch:
@@ -169,9 +169,10 @@ class ArtifactCache:
             self.add(key, Path(scratch))
 
     def copy_trace_to(self, key: str, num_ranks: int, destination: Path) -> tuple[Signature, ...] | None:
-        """Copy a trace and its programs, without weights, into a new folder; returns the programs' signatures.
+        """Copy a trace and its programs, without weights, into a new folder.
 
-        Returns None if there is no such trace or part of it is unusable.
+        Returns:
+            The programs' signatures; None if there is no such trace or part of it is unusable.
         """
         try:
             if not self.copy_to(key, destination):
@@ -188,6 +189,6 @@ class ArtifactCache:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Whether it is a folder that only this user can write to."""
+    """Whether this is a folder that only this user can write to."""
     may_others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not may_others_write

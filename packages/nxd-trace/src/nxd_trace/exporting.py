@@ -1,9 +1,9 @@
-"""Records a model as a graph without weights, state or, if the model allows it, ranks.
+"""Records a model as a graph whose inputs are weights, state, and the user's inputs, in this order.
 
-The graph's inputs are weights, states and the user's inputs, in this order. So weights can be replaced, several
-programs can share weights and state, and ranks with equal graphs share one compiled program. The rank's numbers in its
-tensor-parallel, data-parallel and expert-parallel groups, which layers get from `Group.rank_tensor`, are three of the
-weights.
+So weights can be replaced, several programs can share weights and state, and ranks with equal graphs share one compiled
+program. The ranks in the tensor-parallel, data-parallel and expert-parallel groups, which layers get from
+`Group.rank_tensor`, are three of the weights. State is named by aliases: tensors that stay in the workers and that each
+call updates in place.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ class Alias:
     """One state tensor.
 
     Attributes:
-        name: name of the parameter or buffer that holds it.
-        output: index of the model's (flattened) output that is its new value; that output is not returned to callers.
-            None if `forward` writes into the tensor itself or assigns a new tensor to the buffer.
+        name: name of the parameter or buffer.
+        output: index of the model's (flattened) output with the new value, which callers do not get; None if `forward`
+            writes into the tensor or assigns a new tensor to the buffer.
     """
 
     name: str
@@ -39,13 +39,13 @@ def read_aliases(model: nn.Module, aliases: Any) -> list[Alias]:
     """Normalize the aliases that `func` returned with the model.
 
     Args:
-        model: the model that the aliases belong to.
-        aliases: a mapping from state to output index (or None), or just the state that `forward` updates in place.
-            State is a parameter or buffer of the model, or its name.
+        model: the model.
+        aliases: a mapping from state to output index or None, or a list of state that `forward` updates in place. State
+            is a parameter or buffer of the model, or its name.
 
     Raises:
-        TypeError: `aliases` has none of these forms.
-        ValueError: the model lacks a tensor or name, or a state or output appears twice.
+        TypeError: `aliases` is neither.
+        ValueError: the model has no such tensor, or a state or output appears twice.
     """
     if aliases is None:
         return []
@@ -67,7 +67,7 @@ def read_aliases(model: nn.Module, aliases: Any) -> list[Alias]:
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers; each tensor once, under its first name."""
+    """Return all parameters and buffers; each tensor once, under its first name."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
@@ -96,7 +96,7 @@ RANK_WEIGHTS = {f"nxd_trace.{axis}_rank": axis for axis in RANK_AXES}  # extra w
 
 
 def rank_tensors() -> dict[str, Tensor]:
-    """This process's rank in each of its groups, as extra weights of every model; groups of one rank are omitted."""
+    """Return this process's rank in each of its groups of several ranks, as extra weights of every model."""
     groups = {name: active_group(axis) for name, axis in RANK_WEIGHTS.items()}
     return {name: torch.tensor([group.rank], device=get_device()) for name, group in groups.items() if group.size > 1}
 
@@ -107,13 +107,13 @@ class ExportedModel:
 
     Attributes:
         exported: the graph.
-        tensors: its example inputs: weights, states, inputs.
-        weights: names of the weights among them.
+        tensors: example inputs of the graph: weights, states, inputs.
+        weights: names of the weights.
         states: names of the states.
         state_shapes: shapes of the states.
-        signature: signature of the other inputs and the outputs.
-        digest: a hash of the graph, its shapes and its constants; equal for programs that compute the same.
-        groups: names of the process groups that its collectives use.
+        signature: signature of the user's inputs and the outputs.
+        digest: hash of the graph, its shapes and its constants; equal for programs that compute the same.
+        groups: names of the process groups of its collectives.
     """
 
     exported: ExportedProgram
@@ -127,7 +127,7 @@ class ExportedModel:
 
 
 class _OutputStructure:
-    """How a model's outputs are nested, stored during recording. (torch.export undoes changes of attributes.)"""
+    """The nesting of a model's outputs; a separate object, because torch.export restores a module's attributes."""
 
     value: Structure = None
 
@@ -137,7 +137,7 @@ class _Functional(nn.Module):
 
     def __init__(self, model: nn.Module, weights: Sequence[str], aliases: Sequence[Alias]) -> None:
         super().__init__()
-        self._model = [model]  # in a list, so that its tensors are not this module's
+        self._model = [model]  # in a list, so that its tensors do not become this module's
         self._weights = weights
         self._aliases = aliases
         self.output_structure = _OutputStructure()
@@ -164,7 +164,7 @@ class _Functional(nn.Module):
         if not kept:
             raise ValueError("the model returns only new state; also return a tensor for the caller")
         structure = without(structure, set(new_states))
-        # A model that returns (output, new state) returns just the output to callers.
+        # Callers of a model that returns (output, new state) get just the output.
         alone = bool(new_states) and structure in ({"tuple": [0]}, {"list": [0]})
         self.output_structure.value = 0 if alone else structure
         return kept
@@ -176,14 +176,14 @@ def export_model(
     """Record `model(*args, **kwargs)`.
 
     Args:
-        model: the model in evaluation mode, on the device it will run on.
-        aliases: its state.
+        model: the model, in evaluation mode and on its device.
+        aliases: aliases of its state.
         name: name of the program.
         args: positional inputs: tensors in nested tuples, lists and dicts.
         kwargs: keyword inputs.
 
     Raises:
-        ValueError: the model updates a weight or an input in place, or an alias does not fit the outputs.
+        ValueError: the model updates a weight or an input in place, or an alias does not match the outputs.
     """
     states = [alias.name for alias in aliases]
     tensors = {**dict(named_tensors(model)), **rank_tensors()}
@@ -242,7 +242,7 @@ def _new_value(alias: Alias, state: Tensor, outputs: Sequence[Tensor]) -> Tensor
 
 
 def _drop_metadata_checks(graph: fx.GraphModule) -> None:
-    """Remove dtype checks: they cannot fail with fixed shapes and dtypes, but cost time at every call."""
+    """Remove checks of dtypes, which cannot fail with fixed shapes and dtypes, but cost time at every call."""
     for node in list(graph.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.graph.erase_node(node)
@@ -255,7 +255,7 @@ def _output_nodes(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _check_updates(graph: fx.GraphModule, roles: Mapping[fx.Node, str | None]) -> None:
-    """Raise if anything but state is updated in place: weights are shared, and all ranks read the inputs' memory."""
+    """Check that only state is updated in place: weights are shared, and so is the memory of inputs."""
     for node in graph.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
@@ -272,7 +272,7 @@ def _check_updates(graph: fx.GraphModule, roles: Mapping[fx.Node, str | None]) -
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """The node whose memory this one is a view of; itself if it is not a view."""
+    """Return the node whose memory this one is a view of, or the node itself."""
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.returns or schema.returns[0].alias_info is None:

@@ -1,13 +1,13 @@
-"""Stores a traced model as a folder, and checks that it can be loaded here.
+"""The folder of a traced model: its manifests, and the checks that it can be loaded.
 
-    manifest.json           description of the model, and every other file with its size and hash; written last
+    manifest.json           the model, and every other file with its size and hash; written last
     programs/<key>/         a compiled program, for all ranks whose graphs are equal
-    tp_rank_00/rank.json    this rank's weights, state and programs
+    tp_rank_00/rank.json    the rank's weights, state and programs
     tp_rank_00/weights.safetensors
     tp_rank_00/state.safetensors      only state that does not start as zeros
     bucket_kernel.pt, ...   scripted functions of a bucket configuration
 
-It contains no Python pickle. Everything read here may come from a stranger, so it is treated as data and checked.
+It contains no Python pickle. Files may come from a stranger, so everything that is read here is checked.
 """
 
 import hashlib
@@ -31,27 +31,27 @@ from nxd_trace.weights import Weight, stored_tensors
 FORMAT = 3  # since the generation cache has heads first
 MANIFEST, RANK_MANIFEST = "manifest.json", "rank.json"
 WEIGHTS, STATE = "weights.safetensors", "state.safetensors"
-KEPT = "kept.safetensors"  # in a cached trace: tensors that the source of weights lacks
+KEPT = "kept.safetensors"  # in a cached trace: buffers that the source of weights lacks
 
 _BUCKET_FUNCTIONS = ("built-in", "python", "scripted")
 
-# Errors from reading something that is not a manifest.
+# Errors from reading an invalid manifest.
 _NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 def torch_version() -> str:
-    """Version of torch, without the build suffix."""
+    """Return torch's version without the build suffix."""
     return torch.__version__.partition("+")[0]
 
 
 def system_name() -> str:
-    """The operating system and architecture, such as "Linux x86_64"."""
+    """Return the operating system and architecture, such as "Linux x86_64"."""
     return f"{platform.system()} {platform.machine()}"
 
 
 @dataclass(frozen=True)
-class StateTensor:
-    """One state tensor of a rank: its shape and dtype, and whether it starts as zeros."""
+class StateSpec:
+    """Shape and dtype of one state tensor of a rank, and whether it starts as zeros."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -64,8 +64,8 @@ class RankProgram:
 
     Attributes:
         folder: folder of the compiled program, relative to the model's.
-        weights: names of the weights, its first inputs.
-        states: names of the states, its next inputs.
+        weights: names of the weights, the first inputs.
+        states: names of the states, the next inputs.
         state_shapes: shapes of the states in the program.
     """
 
@@ -77,14 +77,14 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """The contents of one rank."""
+    """Describes one rank's weights, state and programs."""
 
     weights: Mapping[str, Weight]
-    states: Mapping[str, StateTensor]
+    states: Mapping[str, StateSpec]
     programs: tuple[RankProgram, ...]
 
     def write(self, folder: Path) -> None:
-        """Write it to a rank's folder."""
+        """Write the manifest to a rank's folder."""
         value = {
             "weights": {name: weight.to_json() for name, weight in self.weights.items()},
             "states": {name: asdict(state) for name, state in self.states.items()},
@@ -94,7 +94,7 @@ class RankManifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read it from a rank's folder.
+        """Read the manifest of a rank's folder.
 
         Raises:
             ModelFolderError: the file is damaged.
@@ -105,7 +105,7 @@ class RankManifest:
             states = {}
             for name, state in value["states"].items():
                 spec = TensorSpec.from_json(state)
-                states[name] = StateTensor(spec.shape, spec.dtype, bool(state["zeros"]))
+                states[name] = StateSpec(spec.shape, spec.dtype, bool(state["zeros"]))
             programs = tuple(
                 RankProgram(
                     str(program["folder"]),
@@ -146,22 +146,22 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The description of a traced model, for all ranks.
+class ModelManifest:
+    """Describes a traced model.
 
     Attributes:
-        tp_degree: ranks per replica.
-        compiler: name of the compiler of the programs.
+        tp_degree: number of ranks per replica.
+        compiler: name of the programs' compiler.
         compiler_version: version of the compiler.
-        inline_weights: whether the weights are part of the programs, so that they cannot be replaced.
+        inline_weights: whether the weights belong to the programs, so that they cannot be replaced.
         programs: signatures of the programs.
-        buckets: rule for choosing a bucket; None without a bucket configuration.
-        device: type of the device: "cpu", "cuda" or "xla".
+        buckets: kinds of the bucket functions; None without a bucket configuration.
+        device: type of the device, such as "cpu".
         torch: version of torch.
         system: operating system and processor architecture.
         files: every other file of the folder, by relative path.
-        replicas: number of replicas, which share the work of some programs.
-        expert_parallel_size: ranks that split its experts.
+        replicas: number of replicas.
+        expert_parallel_size: number of ranks that split the experts.
     """
 
     tp_degree: int
@@ -179,11 +179,11 @@ class Manifest:
 
     @property
     def num_ranks(self) -> int:
-        """Number of worker processes that run the model."""
+        """Number of worker processes."""
         return self.tp_degree * self.replicas
 
     def write(self, folder: Path) -> Self:
-        """Write the manifest with a list of the folder's files; returns the manifest with this list."""
+        """Write the manifest with the folder's files; returns the manifest with these files."""
         (folder / MANIFEST).unlink(missing_ok=True)
         paths = _files(folder)
         files = {
@@ -232,7 +232,7 @@ class Manifest:
             raise ModelFolderError(f"{path} is damaged ({error}); copy it again, or save the model again") from error
 
     def check(self, folder: Path) -> None:
-        """Check that the folder is complete and that its programs run here.
+        """Check that the folder is complete, and that its programs run on this machine.
 
         Raises:
             ModelFolderError: there are problems; the message lists all of them.
@@ -245,10 +245,10 @@ class Manifest:
             raise ModelFolderError(f"the model in {folder} cannot be loaded: {listed}")
 
     def check_is_data(self, folder: Path) -> None:
-        """Check that loading the model would not run code from the folder.
+        """Check that loading the model runs no code from the folder.
 
         Raises:
-            ModelFolderError: its programs or its bucket functions are code.
+            ModelFolderError: the programs or the bucket functions are code.
         """
         what = ""
         if COMPILERS[self.compiler].is_code:
@@ -302,7 +302,7 @@ class Manifest:
             )
 
     def _problems_of_ranks(self, folder: Path) -> Iterator[str]:
-        """Find files that are intact but inconsistent, or that hold something a traced model cannot hold."""
+        """Find inconsistent or invalid contents of intact files."""
         known = {str(PurePath(file).parent) for file in self.files}
         checked: set[tuple[str, int]] = set()
         for rank in range(self.num_ranks):
@@ -362,18 +362,18 @@ class Manifest:
 
 
 def rank_folder(rank: int) -> str:
-    """Name of a rank's folder."""
+    """Return the name of a rank's folder."""
     return f"tp_rank_{rank:02d}"
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's content."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _hashes_of(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file; files are read in parallel, since hashing takes a second per gigabyte and core."""
+    """Return the SHA-256 of each file, in parallel: hashing takes a second per gigabyte and core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(sha256_of, paths))
 

@@ -22,7 +22,7 @@ from nxd_trace.buckets import BucketKernel, BucketModelConfig, choose_bucket, lo
 from nxd_trace.compilers import choose_compiler
 from nxd_trace.errors import WorkerError
 from nxd_trace.exporting import RANK_WEIGHTS
-from nxd_trace.manifest import MANIFEST, WEIGHTS, Manifest, RankManifest, rank_folder
+from nxd_trace.manifest import MANIFEST, WEIGHTS, ModelManifest, RankManifest, rank_folder
 from nxd_trace.programs import Signature, TensorSpec, flatten
 from nxd_trace.weights import Weights, WeightSource, as_source, check_fit, find_misfits, open_safetensors, tied_names
 from nxd_trace.workers.communication import ReadState, ReplaceWeights, ResetState, Serve, SharedTensors, WriteState
@@ -31,11 +31,11 @@ from nxd_trace.workers.pickling import check_not_in_worker, dumps_for_workers
 
 
 class TensorParallelModel(nn.Module):
-    """A traced model whose shards live in worker processes.
+    """A traced model whose shards are in worker processes.
 
-    It holds one or several programs, which share weights and state. A call picks one: `model(...)` by its bucket or
-    by the shapes of its inputs, `model.run("decode", ...)` by name. State (what aliases name, such as a key-value
-    cache) stays in the workers between calls; `reset_state` resets it.
+    It has one or several programs, which share weights and state. `model(...)` selects one by bucket or by the shapes
+    of the inputs, `model.run("decode", ...)` by name. State, such as a key-value cache, stays in the workers between
+    calls.
 
     Calls run one after the other, even from several threads. A call returns the outputs of rank 0, on the CPU. `close`,
     or leaving a `with` block, ends the processes; they also end when the model is garbage-collected or this process
@@ -45,14 +45,14 @@ class TensorParallelModel(nn.Module):
 
     Args:
         folder: folder of the model, whose manifest has been checked.
-        bucket_config: the bucket configuration of the trace, passed again when loading.
-        workers: running workers; new ones are started if None.
-        temporary: the folder, if it must be removed with the model.
+        bucket_config: bucket configuration of the trace.
+        workers: running workers; None starts new ones.
+        temporary: the folder, if it is to be removed with the model.
 
     Attributes:
-        tp_degree: ranks of each replica.
-        num_ranks: worker processes: `tp_degree` of each replica.
-        programs: signature by name.
+        tp_degree: number of ranks per replica.
+        num_ranks: number of worker processes.
+        programs: signatures of the programs, by name.
         folder: folder of the programs and weights.
     """
 
@@ -65,7 +65,7 @@ class TensorParallelModel(nn.Module):
         temporary: TemporaryDirectory[str] | None = None,
     ) -> None:
         super().__init__()
-        manifest = Manifest.read(folder)
+        manifest = ModelManifest.read(folder)
         self._manifest = manifest
         self._compiler = choose_compiler(manifest.compiler)
         self._bucket_config = bucket_config
@@ -84,17 +84,17 @@ class TensorParallelModel(nn.Module):
         self._start(workers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the program that these inputs fit, or their bucket's.
+        """Run the program that matches these inputs, or the program of their bucket.
 
         Args:
-            *args: inputs in the traced structure: tensors in nested tuples, lists and dicts.
-            **kwargs: keyword inputs in the traced structure.
+            *args: inputs, nested as in the trace.
+            **kwargs: keyword inputs, nested as in the trace.
 
         Returns:
             The model's output on rank 0; with buckets, for the padded inputs.
 
         Raises:
-            ValueError: inputs of other shapes than traced, or longer than the largest bucket.
+            ValueError: the inputs match no program, or are longer than the largest bucket.
             WorkerError: a worker raised or died, or the model is closed.
         """
         if self._kernel is not None:
@@ -105,10 +105,10 @@ class TensorParallelModel(nn.Module):
         return self._call(index, self._manifest.programs[index].flat_inputs(args, kwargs))
 
     def run(self, program: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the program of this name; otherwise as a call of the model.
+        """Run the program of this name.
 
         Raises:
-            ValueError: there is no such program, or the inputs do not have the shapes that it was traced with.
+            ValueError: there is no such program, or the inputs do not match it.
             WorkerError: a worker raised or died, or the model is closed.
         """
         if program not in self._indices:
@@ -116,7 +116,7 @@ class TensorParallelModel(nn.Module):
         return self._call(self._indices[program], self.programs[program].flat_inputs(args, kwargs))
 
     def reset_state(self) -> None:
-        """Reset the state to its values before the first call.
+        """Reset the state to its initial values.
 
         Raises:
             WorkerError: a worker died, or the model is closed.
@@ -126,7 +126,7 @@ class TensorParallelModel(nn.Module):
             self._running_workers().ask_all(ResetState(), "resetting the state")
 
     def read_state(self, name: str, rank: int = 0) -> Tensor:
-        """Return a copy of one rank's part of a state tensor.
+        """Return a copy of one rank's shard of a state tensor.
 
         Raises:
             WorkerError: there is no such state, a worker died, or the model is closed.
@@ -137,10 +137,10 @@ class TensorParallelModel(nn.Module):
             return state
 
     def write_state(self, name: str, value: Tensor, rank: int = 0) -> None:
-        """Overwrite one rank's part of a state tensor, until it changes or is reset.
+        """Overwrite one rank's shard of a state tensor.
 
         Raises:
-            ValueError: the rank has no such state, or has it in another shape or dtype.
+            ValueError: the rank has no such state, or the value has another shape or dtype.
             WorkerError: a worker died, or the model is closed.
         """
         self._check_apart("state")
@@ -157,7 +157,7 @@ class TensorParallelModel(nn.Module):
             self._running_workers().ask({rank: WriteState(name, value.detach().cpu())}, "writing state")
 
     def read_weights(self, rank: int = 0) -> dict[str, Tensor]:
-        """Return a copy of one rank's weights, by their names in its part of the model.
+        """Return a copy of one rank's weights, by their names in its shard of the model.
 
         Raises:
             ValueError: there is no such rank.
@@ -166,22 +166,22 @@ class TensorParallelModel(nn.Module):
         if rank not in range(self.num_ranks):
             raise ValueError(f"rank={rank} is outside the model's {self.num_ranks} ranks")
         with self._lock, open_safetensors(self.folder / rank_folder(rank) / WEIGHTS) as stored:
-            names = set(stored.keys()) - RANK_WEIGHTS.keys()  # those are ours
+            names = set(stored.keys()) - RANK_WEIGHTS.keys()  # not the model's
             return {name: stored.get_tensor(name).clone() for name in sorted(names)}
 
     def replace_weights(self, weights: Weights) -> None:
-        """Replace the weights, without compiling; each rank reads only its part.
+        """Replace the weights without compiling; each rank reads only its shard.
 
         Args:
             weights: logical tensors, with the names and shapes of the unsharded model: a safetensors file or a folder
-                of them, a dict of tensors, or an open checkpoint (`nxd_ckpt.open_checkpoint(...)`). Buffers that it
-                lacks keep their values, and so does the state. Floating-point numbers are converted to the dtype that
-                the model has; integers must have that dtype. Only a checkpoint may hold more than the model
-                does, such as an optimizer's state, and a dict tied weights under each of their names.
+                of them, a dict of tensors, or an open checkpoint (`nxd_ckpt.open_checkpoint(...)`). Missing buffers and
+                the state keep their values. Floating-point numbers are converted to the model's dtype; integers must
+                have that dtype. Only a checkpoint may hold more than the model, such as an optimizer's state; a dict
+                may have tied weights under each of their names.
 
         Raises:
-            ValueError: the weights are inlined in the programs, or the new ones do not fit; lists every mismatch;
-                then the model keeps its own.
+            ValueError: the weights are inlined in the programs, or the new ones do not match; the message lists every
+                mismatch, and the model keeps its weights.
             WorkerError: a worker raised, died or was stopped.
         """
         if self._manifest.inline_weights:
@@ -206,7 +206,7 @@ class TensorParallelModel(nn.Module):
             self._watch(workers)
 
     def restart(self) -> None:
-        """End any remaining workers and start new ones: the state is reset to that before the first call.
+        """End the remaining workers and start new ones; the state is reset.
 
         Raises:
             ModelFolderError: the model's folder has changed or is gone.
@@ -217,15 +217,15 @@ class TensorParallelModel(nn.Module):
             self._start(None)
 
     def check_workers(self) -> None:
-        """Check cheaply whether the workers can answer.
+        """Check whether the workers can answer, without a call.
 
         Raises:
-            WorkerError: one has ended or is stopped, or the model is closed.
+            WorkerError: a worker has ended or is stopped, or the model is closed.
         """
         with self._lock:
             workers = self._running_workers()
             if not workers.can_answer:
-                workers.ask_all(ResetState(), "checking the workers")  # raises, unless one went on meanwhile
+                workers.ask_all(ResetState(), "checking the workers")  # raises, unless the worker continued meanwhile
 
     def close(self) -> None:
         """End the worker processes. Calls then raise; `restart` starts new ones."""
@@ -234,7 +234,7 @@ class TensorParallelModel(nn.Module):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the workers by rank; none while they are not running."""
+        """Process ids of the workers, by rank; empty while they are not running."""
         workers = self._workers
         return workers.pids if workers is not None and workers.is_open else []
 
@@ -247,7 +247,7 @@ class TensorParallelModel(nn.Module):
         self.close()
 
     def extra_repr(self) -> str:
-        """Ranks, compiler and programs."""
+        """Return the degree, compiler and programs."""
         return f"tp_degree={self.tp_degree}, compiler={self._manifest.compiler!r}, programs={list(self.programs)}"
 
     def _check_apart(self, what: str) -> None:
@@ -275,13 +275,13 @@ class TensorParallelModel(nn.Module):
         check_fit(misfits)
 
     def _fitting_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The only program, or the one that was traced with inputs of these shapes."""
+        """Return the index of the program that was traced with these inputs, or of the only program."""
         programs = self._manifest.programs
         if len(programs) == 1:
             return 0
         inputs, structure = flatten([args, kwargs], "inputs")
         for index, program in enumerate(programs):
-            if structure == program.input_structure and all(map(_fits, program.inputs, inputs)):
+            if structure == program.input_structure and all(map(TensorSpec.fits, program.inputs, inputs)):
                 return index
         listed = "; ".join(f"{program.name}: {', '.join(map(str, program.inputs))}" for program in programs)
         raise ValueError(f"no program was traced with these inputs; there are {listed}")
@@ -341,17 +341,12 @@ class TensorParallelModel(nn.Module):
 
 
 def copy_model(source: Path, target: Path, *, without: str = "") -> None:
-    """Copy a model's files except the manifest and those of this name."""
+    """Copy a model's files except the manifest and files of this name."""
     for path in sorted(source.rglob("*")):
         if path.is_file() and path.name not in (without, MANIFEST):
             copy = target / path.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-
-
-def _fits(spec: Any, tensor: Tensor) -> bool:
-    fits: bool = spec.fits(tensor)
-    return fits
 
 
 def _release(workers: WorkerGroup, temporary: TemporaryDirectory[str] | None) -> None:
@@ -363,18 +358,22 @@ def _release(workers: WorkerGroup, temporary: TemporaryDirectory[str] | None) ->
 _PREFIX = "nxd_trace_model_"
 
 
-_SECONDS_TO_LOCK = 60.0  # a younger folder may be about to be locked
+_SECONDS_TO_LOCK = 60.0  # a newer folder may not be locked yet
 
 
 class TemporaryModelFolder(TemporaryDirectory[str]):
-    """A new folder, removed with this object, or by a later one if this process is killed."""
+    """The folder of an unsaved model, removed with this object.
+
+    A process that is killed cannot remove its folder. So it holds a lock on it, which ends with the process, and the
+    next model removes folders that are not locked.
+    """
 
     def __init__(self) -> None:
         _remove_left_over()
         super().__init__(prefix=_PREFIX)
         descriptor = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
         self._unlock = weakref.finalize(self, os.close, descriptor)
-        with suppress(OSError):  # a file system without locks: then no other process can lock it either
+        with suppress(OSError):  # if the file system has no locks, no other process can lock it either
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def cleanup(self) -> None:
@@ -385,7 +384,7 @@ class TemporaryModelFolder(TemporaryDirectory[str]):
 
 def _remove_left_over() -> None:
     for folder in Path(gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # locked, another user's, or gone by now
+        with suppress(OSError):  # locked, another user's, or already removed
             status = folder.lstat()
             is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
             if not is_own or time.time() - status.st_mtime < _SECONDS_TO_LOCK:

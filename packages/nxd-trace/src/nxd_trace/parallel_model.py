@@ -1,4 +1,7 @@
-"""`parallel_model_trace`: the documented call, for one program or for buckets of one."""
+"""The ways to make a traced model: `parallel_model_trace`, `ModelBuilder`, `trace_module` and `parallel_model_load`.
+
+`parallel_model_save` saves one.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +17,7 @@ from nxd_trace.buckets import BucketModelConfig
 from nxd_trace.caching import TraceContent
 from nxd_trace.errors import ModelFolderError
 from nxd_trace.exporting import named_tensors
-from nxd_trace.manifest import MANIFEST, Manifest
+from nxd_trace.manifest import MANIFEST, ModelManifest
 from nxd_trace.model import TensorParallelModel, copy_model
 from nxd_trace.programs import Program
 from nxd_trace.sharding import rank_spec
@@ -39,41 +42,41 @@ def parallel_model_trace(
     progress: bool = True,
     content: TraceContent | None = None,
 ) -> TensorParallelModel:
-    """Trace a tensor-parallel model: one worker process per rank builds its shard, records and compiles it.
+    """Trace a tensor-parallel model: one worker process per rank builds its shard, records it and compiles it.
 
-    The shorter documented form, `parallel_model_trace(func, inputs, tp_degree)`, works as well.
+    The shorter documented form, `parallel_model_trace(func, inputs, tp_degree)`, also works.
 
     Args:
-        func: function called in every worker, with model parallelism initialized; returns the model, or the model and
-            its aliases: a dict from state (a parameter or buffer, or its name) to the index of the output that is its
-            new value, or a list of the state that forward updates in place. It must be importable: a function at the
-            top level of a module, or of a script with its main code under `if __name__ == "__main__"`. If cloudpickle
-            is installed, it may also be defined in a function or a notebook.
+        func: function called in every worker, with model parallelism initialized. Returns the model, or the model and
+            its aliases: a dict from state (a parameter or buffer, or its name) to the index of the output with its new
+            value, or a list of state that forward updates in place. It must be importable: a function at the top level
+            of a module, or of a script with its main code under `if __name__ == "__main__"`. If cloudpickle is
+            installed, it may also be defined in a function or a notebook.
         example_inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs; with `bucket_config` a list
             of these, one per bucket. Only shapes and dtypes matter.
-        compiler_workdir: folder for intermediate files of compilers; none are kept if None.
-        compiler_args: arguments of the compiler; a list, or one string.
-        inline_weights_to_neff: whether the weights belong to the compiled programs. False keeps them separate, so that
-            `replace_weights` can put in new ones.
-        bucket_config: rule by which a call selects its bucket.
+        compiler_workdir: folder for the compiler's intermediate files; None keeps none.
+        compiler_args: arguments of the compiler, as a list or one string.
+        inline_weights_to_neff: whether the weights belong to the compiled programs; otherwise `replace_weights` can
+            replace them.
+        bucket_config: how a call selects its bucket.
         tp_degree: number of ranks.
-        max_parallel_compilations: maximum number of ranks that record and compile at once; all if None.
+        max_parallel_compilations: maximum number of ranks that record and compile at once; by default all.
         inputs: another name of `example_inputs`.
-        compiler: "export", "inductor", "neuronx" or "hlo"; chosen by device and installed tools if None.
+        compiler: "export", "inductor", "neuronx", "neuron" or "hlo"; by default chosen by device and installed tools.
         weights: logical tensors to fill the model with, whose parameters may be on the meta device: a safetensors file
-            or a folder of them, a dict of tensors, or an open checkpoint. Each rank reads only its part.
-        cache_dir: folder of compiled programs for later traces; in the user's cache folder if None.
+            or a folder of them, a dict of tensors, or an open checkpoint. Each rank reads only its shard.
+        cache_dir: folder of compiled programs for later traces; by default in the user's cache folder.
         progress: whether to report progress on standard error.
-        content: description of the model that `func` makes. An equal trace made before is reused, and only weights are
-            read. Needs `weights`; not with buckets, nor with compilers that keep weights in their programs.
+        content: description of the model that `func` makes. An earlier equal trace is reused, and only weights are
+            read. Needs `weights`; ignored with buckets, and with compilers that keep weights in their programs.
 
     Returns:
-        The model, whose workers run.
+        The model, with running workers.
 
     Raises:
         TypeError: `func` cannot be sent to workers, or inputs are not tensors.
         ValueError: arguments contradict each other.
-        WorkerError: building, recording or compiling failed in a worker; the text holds its traceback.
+        WorkerError: building, recording or compiling failed in a worker; the message has its traceback.
         OSError: the folder for temporary files is full or read-only.
         MissingMainGuardError: the script lacks its main guard.
     """
@@ -108,12 +111,12 @@ def parallel_model_trace(
 def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> None:
     """Save a traced model: a folder with a manifest, the compiled programs, and one subfolder per rank.
 
-    The save is atomic: the folder is written beside `save_dir` and renamed. A traced model at `save_dir` is replaced.
-    If `save_dir` is a link, the folder that it points to is written.
+    The save is atomic: a new folder is written and renamed. A traced model at `save_dir` is replaced. If `save_dir` is
+    a link, its target is written.
 
     Args:
         model: a traced or loaded model.
-        save_dir: the folder to write.
+        save_dir: folder to write.
 
     Raises:
         TypeError: `model` is not a traced model.
@@ -129,7 +132,7 @@ def parallel_model_save(model: TensorParallelModel, save_dir: str | Path) -> Non
     _check_replaceable(target)
     if target == model.folder.resolve():
         return
-    manifest = Manifest.read(model.folder)
+    manifest = ModelManifest.read(model.folder)
     manifest.check(model.folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
@@ -154,7 +157,7 @@ def _check_replaceable(target: Path) -> None:
     if not found:
         return
     try:
-        others = found - Manifest.read(target).files.keys() - {MANIFEST}
+        others = found - ModelManifest.read(target).files.keys() - {MANIFEST}
     except ModelFolderError:
         others = found
     if others:
@@ -170,19 +173,19 @@ def parallel_model_load(
     """Load a traced model and start its worker processes.
 
     Args:
-        load_dir: the folder that `parallel_model_save` wrote; it must exist while the model is in use.
-        bucket_config: the configuration that the model was traced with, if its functions are plain Python.
+        load_dir: folder written by `parallel_model_save`; it must exist while the model is in use.
+        bucket_config: the configuration of the trace, if its functions are plain Python.
         trust_code: whether to run code from the folder: programs of the compilers "inductor" and "neuronx", and
             scripted bucket functions. Pass False for a folder from someone you do not trust; programs of the compiler
-            "export" hold no code.
+            "export" contain no code.
 
     Raises:
-        ModelFolderError: the folder is incomplete or damaged, was made for another platform, device, torch or
-            compiler, or holds untrusted code.
-        WorkerError: a worker could not load its part.
+        ModelFolderError: the folder is incomplete or damaged, was made for another platform, device, torch or compiler,
+            or contains untrusted code.
+        WorkerError: a worker could not load its shard.
     """
     folder = Path(load_dir)
-    manifest = Manifest.read(folder)
+    manifest = ModelManifest.read(folder)
     if not trust_code:
         manifest.check_is_data(folder)
     manifest.check(folder)
@@ -190,19 +193,19 @@ def parallel_model_load(
 
 
 class ModelBuilder:
-    """Collects programs with `trace`, then makes a model from them with `compile`.
+    """Collects programs that share weights and state, such as prefill and decode, and compiles a model from them.
 
     Example:
         model = ModelBuilder(build_llama, tp_degree=2).trace(prompt, tag="prefill").trace(token, tag="decode").compile()
         logits = model.run("decode", token)
 
     Args:
-        func: the function that builds the model, as for `parallel_model_trace`.
-        tp_degree: ranks per replica.
-        replicas: number of replicas, which run every call together: ranks with equal parts of the model form a
-            data-parallel group, over which forward may share work. Callers get the result of rank 0.
-        expert_parallel_size: ranks that split the experts of a mixture, if `func` splits them: ranks with equal parts
-            of the model if there are enough replicas, otherwise ranks with any parts, which then hold whole experts.
+        func: function that builds the model, as for `parallel_model_trace`.
+        tp_degree: number of ranks per replica.
+        replicas: number of replicas, which run every call together: ranks with equal shards form a data-parallel group,
+            over which forward may share work. Callers get the outputs of rank 0.
+        expert_parallel_size: number of ranks that split the experts of a mixture, if `func` splits them: ranks with
+            equal shards if there are enough replicas, otherwise any ranks, which then hold whole experts.
     """
 
     def __init__(
@@ -222,11 +225,11 @@ class ModelBuilder:
 
         Args:
             inputs: a tensor, a tuple of positional inputs or a dict of keyword inputs.
-            tag: its name, for `TensorParallelModel.run`.
-            func_kwargs: arguments for `func`; programs with equal arguments are recorded from one model.
+            tag: name of the program, for `TensorParallelModel.run`.
+            func_kwargs: arguments of `func`; programs with equal arguments are recorded from one model.
 
         Returns:
-            The builder itself.
+            The builder.
 
         Raises:
             TypeError: the inputs are not tensors.
@@ -238,8 +241,8 @@ class ModelBuilder:
         """Trace and compile all programs.
 
         Args:
-            **settings: as for `parallel_model_trace`: compiler, compiler_args, compiler_workdir, weights, cache_dir,
-                inline_weights_to_neff, max_parallel_compilations, progress, content.
+            **settings: arguments of `parallel_model_trace`: compiler, compiler_args, compiler_workdir, weights,
+                cache_dir, inline_weights_to_neff, max_parallel_compilations, progress, content.
 
         Raises:
             As `parallel_model_trace`; ValueError if there are no programs or two have the same name.
@@ -248,13 +251,13 @@ class ModelBuilder:
 
 
 def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, **settings: Any) -> TensorParallelModel:
-    """Trace an existing model.
+    """Trace an existing model of one rank; tensors that its forward changes in place are state.
 
     Args:
         model: the model of one of `tp_degree` ranks; its class must be importable, or cloudpickle installed.
-        programs: programs with inputs of the shapes to record.
+        programs: programs to record.
         tp_degree: number of ranks.
-        **settings: settings of `parallel_model_trace`.
+        **settings: arguments of `parallel_model_trace`.
 
     Returns:
         A model whose weights can be replaced; with several ranks they must be.
@@ -267,11 +270,11 @@ def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, 
 
 
 class ModuleOnRank:
-    """Provides each worker with its rank's model; tensors that its forward changes in place are state.
+    """A `func` that adapts one rank's model to each rank, and finds the state that its forward changes.
 
     Args:
         model: the model of one of the ranks. Other ranks' weights are wrong until they are replaced.
-        programs: programs whose inputs are used to find the buffers that forward changes.
+        programs: programs whose calls show which tensors forward changes.
     """
 
     def __init__(self, model: nn.Module, programs: Sequence[Program]) -> None:
@@ -279,7 +282,7 @@ class ModuleOnRank:
         self._calls = [program.call for program in programs]
 
     def __call__(self) -> tuple[nn.Module, list[str]]:
-        """The model and the names of its state; called in a worker."""
+        """Return the model and the names of its state; called in a worker."""
         rank = active_group("tp").rank
         for name, tensor in named_tensors(self._model):
             spec = rank_spec(name, tensor, rank)

@@ -1,4 +1,8 @@
-"""The inputs and outputs of a program: shapes, dtypes and nesting, all known before the first call."""
+"""Programs of a traced model, and their signatures: the shapes, dtypes and nesting of inputs and outputs.
+
+Programs take and return flat lists of tensors; a JSON-serializable structure restores their nesting in tuples, lists
+and dicts.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,14 +19,14 @@ Structure = Any
 
 
 def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
-    """Return the tensors in `value`, in order, and how they are nested.
+    """Return the tensors in `value`, in order, and the structure of their nesting.
 
     Args:
         value: a tensor, None, or tuples, lists and string-keyed mappings of these.
         what: name of the value, for errors.
 
     Raises:
-        TypeError: it contains something else.
+        TypeError: the value contains something else.
     """
     tensors: list[Tensor] = []
 
@@ -46,7 +50,7 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `flatten`, with these tensors in place of the original ones."""
+    """Nest tensors: the inverse of `flatten`."""
     if structure is None:
         return None
     if isinstance(structure, int):
@@ -80,9 +84,9 @@ def check_structure(structure: Structure, count: int) -> None:
 
 
 def without(structure: Structure, dropped: set[int]) -> Structure:
-    """The structure without the tensors at these indices; containers that held only these are removed too."""
-    count = _count(structure)
-    kept = {old: new for new, old in enumerate(index for index in range(count) if index not in dropped)}
+    """Return the structure without the tensors at these indices, and without containers that held only these."""
+    remaining = [index for index in range(len(_indices(structure))) if index not in dropped]
+    kept = {old: new for new, old in enumerate(remaining)}
 
     def visit(part: Structure) -> Structure:
         if part is None or isinstance(part, int):
@@ -104,10 +108,6 @@ def _indices(structure: Structure) -> list[int]:
     return [index for part in (parts.values() if kind == "dict" else parts) for index in _indices(part)]
 
 
-def _count(structure: Structure) -> int:
-    return len(_indices(structure))
-
-
 def _only(structure: Structure, dropped: set[int]) -> bool:
     indices = _indices(structure)
     return bool(indices) and dropped.issuperset(indices)
@@ -118,14 +118,14 @@ _MOST_ELEMENTS = 1 << 48  # more bytes than any machine has
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor; the dtype by its name in torch, such as "bfloat16"."""
+    """Shape and dtype of a tensor; the dtype is its name in torch, such as "bfloat16"."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """The spec of this tensor."""
+        """Return the spec of a tensor."""
         return cls(tuple(tensor.shape), dtype_name(tensor))
 
     @classmethod
@@ -142,7 +142,7 @@ class TensorSpec:
 
     @cached_property
     def torch_dtype(self) -> torch.dtype:
-        """The torch dtype."""
+        """The dtype as an object."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -170,10 +170,10 @@ class Signature:
 
     Attributes:
         name: name of the program; "bucket_0", "bucket_1", ... for buckets.
-        inputs: the input tensors, flattened.
+        inputs: specs of the input tensors.
         input_structure: nesting of the inputs in `[args, kwargs]`.
-        outputs: the output tensors, flattened, without those that aliases keep in the workers.
-        output_structure: nesting of the outputs in a call's result.
+        outputs: specs of the output tensors, without those that are new state.
+        output_structure: nesting of the outputs.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Signature:
         return tuple(self.input_structure["list"][1]["dict"])
 
     def flat_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Flatten the inputs of a call and check them against those that the program was traced with.
+        """Flatten the inputs of a call, and check that they match those of the trace.
 
         Raises:
             TypeError: the inputs contain something other than tensors.
@@ -197,8 +197,8 @@ class Signature:
         tensors, structure = flatten([args, kwargs], "inputs")
         if structure != self.input_structure:
             raise ValueError(
-                f"program {self.name!r} was traced with inputs nested as {describe(self.input_structure)}; "
-                f"this call has {describe(structure)}"
+                f"program {self.name!r} was traced with inputs nested as {_describe(self.input_structure)}; "
+                f"this call has {_describe(structure)}"
             )
         for index, (tensor, spec) in enumerate(zip(tensors, self.inputs, strict=True)):
             if not spec.fits(tensor):
@@ -209,19 +209,19 @@ class Signature:
         return tensors
 
     def nested_outputs(self, tensors: list[Tensor]) -> Any:
-        """Nest the outputs of a call as the model returned them."""
+        """Nest the outputs of a call as the model does."""
         return unflatten(self.output_structure, tensors)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the manifest's form of it."""
+        """Return the JSON of a manifest."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Read it from a manifest.
+        """Read the JSON of a manifest.
 
         Raises:
-            ValueError: `to_json` could not have written this.
+            ValueError: the JSON is invalid.
         """
         inputs = tuple(TensorSpec.from_json(spec) for spec in value["inputs"])
         outputs = tuple(TensorSpec.from_json(spec) for spec in value["outputs"])
@@ -240,7 +240,7 @@ def shape_from_json(value: Any) -> tuple[int, ...]:
     """Read a shape from a manifest.
 
     Raises:
-        ValueError: it is not a shape, or it is too large for any machine.
+        ValueError: the value is not a shape, or is too large for any machine.
     """
     if (
         not isinstance(value, list)
@@ -256,28 +256,23 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def describe(input_structure: Structure) -> str:
-    """Describe `[args, kwargs]` in words, without its tensors."""
+def _describe(input_structure: Structure) -> str:
     args, kwargs = input_structure["list"]
-    names = list(kwargs["dict"])
-    return (
-        f"{len(args['tuple'])} positional arguments and the keywords {names}"
-        if names
-        else (f"{len(args['tuple'])} positional arguments")
-    )
+    keywords = f" and the keywords {list(kwargs['dict'])}" if kwargs["dict"] else ""
+    return f"{len(args['tuple'])} positional arguments{keywords}"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program to record: a call, with these inputs, of the model that `func(**func_kwargs)` returns.
+    """A program to record, such as the prefill of one length or a decode step: a call of the model with these inputs.
 
     Programs of one trace share weights and state. Those with equal `func_kwargs` are recorded from one model.
 
     Attributes:
-        name: the name it is called by.
-        inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs; the inputs may be nested tuples,
-            lists and dicts of tensors. Their shapes and dtypes are fixed, their values do not matter.
-        func_kwargs: arguments for `func`.
+        name: name of the program, for calls.
+        inputs: a tensor, a tuple of positional inputs, or a dict of keyword inputs; inputs may be nested tuples, lists
+            and dicts of tensors. Only shapes and dtypes matter.
+        func_kwargs: arguments of the function that returns the model.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Existing models of one rank: the weights of the other ranks, and tracing them.
+"""Converts between whole weights and the shards of all ranks.
 
-A model created inside `nxd_state.planned_world`, as rank 0 of planned ranks, has that rank's shapes and
-shard metadata. Those of the other ranks follow, as all ranks' shards are of one shape.
+A model created inside `nxd_state.planned_world`, as one of the planned ranks, has that rank's shapes and shard
+metadata. The metadata of the other ranks follows, because all shards have the same shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ from nxd_trace.weights import Weights, as_source, read_weights, save_safetensors
 
 
 def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
-    """Return the shard metadata of a parameter on another rank; None if it is whole there.
+    """Return the shard metadata of a parameter on another rank; None if every rank holds the whole parameter.
 
     Raises:
-        ValueError: it is fused or padded, so one rank's metadata does not determine the others'.
+        ValueError: the parameter is fused or padded, so one rank's metadata does not determine the others'.
     """
     spec = get_shard_spec(tensor)
     if spec is None:
@@ -29,17 +29,17 @@ def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
     first, size = spec.pieces[0], int(getattr(tensor, "num_partitions", 1))
     dim, stride = int(getattr(tensor, "partition_dim", 0)), int(getattr(tensor, "partition_stride", 1))
 
-    def of(place: int) -> ShardSpec:
+    def spec_of(rank: int) -> ShardSpec:
         length = spec.local_shape[dim] * size
-        return shard_along(first.logical_shape, dim, rank=place, size=size, stride=stride, padded_length=length)
+        return shard_along(first.logical_shape, dim, rank=rank, size=size, stride=stride, padded_length=length)
 
     is_plain = all(not piece.name and piece.copies == 1 for piece in spec.pieces)
-    if not is_plain or spec not in [of(place) for place in range(size)]:
+    if not is_plain or spec not in map(spec_of, range(size)):
         raise ValueError(
             f"{name} is fused or replicated, so the other ranks' parts cannot be derived from one; pass "
             "parallel_model_trace a function that builds the model on each rank"
         )
-    return of(rank)
+    return spec_of(rank)
 
 
 def rank_weights(
@@ -54,14 +54,14 @@ def rank_weights(
     Args:
         checkpoint: whole tensors by name; tensors that the model lacks are ignored, and missing buffers are skipped.
         model: the model of one of the ranks; it may be on the meta device.
-        ranks: number of tensor-parallel ranks.
-        folder: folder to write `tp<rank>_sharded_checkpoint.safetensors` to as well.
+        ranks: tensor-parallel ranks to return shards of.
+        folder: folder to also write `tp<rank>_sharded_checkpoint.safetensors` to.
 
     Returns:
         For each rank, tensors by the model's names, in the dtypes of the checkpoint.
 
     Raises:
-        ValueError: a parameter is missing or of another shape.
+        ValueError: a parameter is missing or has another shape.
     """
     parameters = dict(model.named_parameters())
     tensors = {name: it for name, it in named_tensors(model) if name in checkpoint or name in parameters}
@@ -98,11 +98,11 @@ def whole_weights(shards: Sequence[Mapping[str, Tensor]], model: TensorParallelM
     """Return whole tensors from all ranks' shards: the inverse of `rank_weights`.
 
     Args:
-        shards: tensors of each rank by the model's names.
+        shards: tensors of each rank, by the model's names.
         model: a traced or loaded model.
 
     Raises:
-        ValueError: another number of ranks, or a tensor that the model lacks or that has another shape.
+        ValueError: the number of ranks differs, or the model lacks a tensor or has it in another shape.
     """
     if len(shards) != model.num_ranks:
         raise ValueError(f"weights of {len(shards)} ranks were passed, but the model has {model.num_ranks} ranks")
@@ -128,14 +128,14 @@ def shard_checkpoint(weights: Weights, model: TensorParallelModel) -> list[dict[
     """Return each rank's shards of some weights, without passing them to the workers.
 
     Args:
-        weights: as for `TensorParallelModel.replace_weights`.
+        weights: weights, as for `TensorParallelModel.replace_weights`.
         model: a traced or loaded model; its workers need not run.
 
     Returns:
-        For each rank, tensors by their names in the model.
+        For each rank, tensors by the model's names.
 
     Raises:
-        ValueError: the weights do not fit the model.
+        ValueError: the weights do not match the model.
     """
     shards = []
     with as_source(weights) as source:

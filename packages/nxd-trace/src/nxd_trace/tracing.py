@@ -1,7 +1,7 @@
-"""Tracing: workers build the shards and record graphs, each distinct graph is compiled once, the workers serve.
+"""Traces models: workers build the shards and record graphs, each distinct graph is compiled once, the workers load it.
 
-Compiled programs are cached by a key of their inputs, so that the same graph is compiled once per machine. A trace that
-has `content` is cached as a whole: the next start of the same model only reads its weights.
+Compiled programs are cached, so each graph is compiled once per machine. A trace with `content` is cached as a whole:
+the next trace of the same model only reads its weights.
 """
 
 import os
@@ -21,7 +21,7 @@ from nxd_state import device_type
 from nxd_trace.buckets import BucketModelConfig, save_functions
 from nxd_trace.caching import ArtifactCache, TraceContent, default_cache_folder, program_key, trace_key
 from nxd_trace.compilers import Compiler, choose_compiler
-from nxd_trace.manifest import Manifest, RankManifest, RankProgram, rank_folder
+from nxd_trace.manifest import ModelManifest, RankManifest, RankProgram, rank_folder
 from nxd_trace.model import TemporaryModelFolder, TensorParallelModel
 from nxd_trace.programs import Program, Signature, TensorSpec, flatten
 from nxd_trace.weights import Weights, WeightSource, as_source
@@ -61,12 +61,12 @@ class TraceSettings:
 
     @property
     def num_ranks(self) -> int:
-        """Worker processes."""
+        """Number of worker processes."""
         return self.tp_degree * self.replicas
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """`compiler_args` one by one."""
+        """The arguments of the compiler."""
         if isinstance(self.compiler_args, str):
             return tuple(shlex.split(self.compiler_args))
         return tuple(self.compiler_args or ())
@@ -102,7 +102,7 @@ def trace_programs(
 
 
 class _Trace:
-    """One trace, and the folder that it fills."""
+    """One trace into a folder."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Trace:
     ) -> None:
         self._func = func
         self._programs = programs
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
         self._compiler = compiler
         self._settings = settings
         self._source = source
@@ -125,7 +125,7 @@ class _Trace:
         self._cache = ArtifactCache(Path(settings.cache_dir) if settings.cache_dir else default_cache_folder())
 
     def run(self) -> WorkerGroup:
-        """Fill the folder, from an equal earlier trace or by tracing; returns workers to serve it."""
+        """Fill the folder, from an equal cached trace or by tracing; returns the workers."""
         content, source = self._settings.content, self._source
         if content is None or source is None or self._bucket_config is not None or self._compiler.holds_tensors:
             call = self._build_call()
@@ -142,13 +142,13 @@ class _Trace:
                 "this model was traced before, but its cache entry is damaged or not private to you: tracing again"
             )
         shutil.rmtree(self._folder)
-        self._folder.mkdir(mode=0o700)  # as it was
+        self._folder.mkdir(mode=0o700)  # as before
         content.check()
         call = self._build_call()
 
         def make_and_keep() -> None:
             self._make(call)
-            self._cache.add_trace(key, self._folder, Manifest.read(self._folder).programs, source)
+            self._cache.add_trace(key, self._folder, ModelManifest.read(self._folder).programs, source)
 
         return self._with_workers(make_and_keep)
 
@@ -211,7 +211,7 @@ class _Trace:
 
     def _write_manifest(self, signatures: Sequence[Signature]) -> None:
         buckets = None if self._bucket_config is None else save_functions(self._bucket_config, self._folder)
-        Manifest(
+        ModelManifest(
             tp_degree=self._settings.tp_degree,
             replicas=self._settings.replicas,
             expert_parallel_size=self._settings.expert_parallel_size,
@@ -239,7 +239,7 @@ class _Trace:
         )
 
     def _compile(self, keys: Mapping[tuple[int, int], str]) -> None:
-        """Compile each distinct program once, on the rank that has compiled least so far."""
+        """Compile each distinct program once, spread over the ranks that have it."""
         missing = [
             key for key in dict.fromkeys(keys.values()) if not self._cache.copy_to(key, self._folder / "programs" / key)
         ]
@@ -283,18 +283,18 @@ class _Trace:
 
     def _say(self, what: str) -> None:
         if self._settings.progress:
-            print(f"[nxd-trace] {time.monotonic() - self._begun:5.1f} s: {what}", file=sys.stderr, flush=True)
+            print(f"[nxd-trace] {time.monotonic() - self._start:5.1f} s: {what}", file=sys.stderr, flush=True)
 
 
 def _program_content(program: Program) -> dict[str, Any]:
-    """Return what a program depends on besides the model: input shapes, and arguments of the model's function."""
+    """Return a program's contribution to the key of a trace."""
     inputs, structure = flatten([*program.call], f"the inputs of program {program.name!r}")
     specs = [str(TensorSpec.of(tensor)) for tensor in inputs]
     return {"name": program.name, "inputs": specs, "structure": structure, "func_kwargs": dict(program.func_kwargs)}
 
 
 def _check_alike(reports: Sequence[Sequence[ProgramReport]]) -> None:
-    """Check that every rank takes the same inputs, because all ranks read them from shared memory."""
+    """Check that every rank has the same inputs, because all ranks read them from shared memory."""
     for rank, of_rank in enumerate(reports):
         for mine, first in zip(of_rank, reports[0], strict=True):
             if mine.signature != first.signature:

@@ -1,6 +1,6 @@
-"""Sources of new weights: logical tensors of any layout, from which each rank reads its own boxes.
+"""Sources of weights: logical tensors, from which each rank reads its own shards.
 
-The logical names and shapes are those of the unsharded model, as in `nxd_state`'s shard metadata.
+Logical names and shapes are those of the unsharded model, as in `nxd_state`'s shard metadata.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ _DTYPES = {
 
 
 class LogicalTensor(Protocol):
-    """A source's description of one tensor."""
+    """Description of one tensor of a source."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype."""
+        """The dtype of the tensor."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """The shape of the whole tensor."""
 
 
 class WeightSource(Protocol):
-    """Anything that reads boxes of logical tensors, and can be pickled: `nxd_ckpt.open_checkpoint(...)` is one."""
+    """A picklable object that reads boxes of logical tensors, such as `nxd_ckpt.open_checkpoint(...)`."""
 
     @property
     def tensors(self) -> Mapping[str, LogicalTensor]:
-        """The logical tensors by name."""
+        """The logical tensors, by name."""
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The box of this shape that begins at `offsets`."""
+        """Return the box of this shape at `offsets`."""
 
 
 # Everything that weights can be read from: a safetensors file or a folder of them, tensors by name, or a checkpoint.
@@ -67,7 +67,7 @@ Weights = str | Path | Mapping[str, Tensor] | WeightSource
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class SafetensorsEntry:
     """One tensor in a safetensors file."""
 
     file: str
@@ -79,10 +79,10 @@ class SafetensorsFiles:
     """Logical tensors in safetensors files, such as a Hugging Face model's folder. Keeps no file open.
 
     Args:
-        path: one file, or a folder of them.
+        path: a file, or a folder of files.
 
     Raises:
-        ModelFolderError: there is no such file, or one is damaged.
+        ModelFolderError: there is no file, or one is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -90,12 +90,12 @@ class SafetensorsFiles:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise ModelFolderError(f"{path} holds no weights; pass a .safetensors file or a folder of them")
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, SafetensorsEntry] = {}
         for file in files:
             self.tensors |= stored_tensors(file)
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The box of this shape that begins at `offsets`."""
+        """Return the box of this shape at `offsets`."""
         with open_safetensors(Path(self.tensors[name].file)) as stored:
             if not shape:
                 whole: Tensor = stored.get_tensor(name)
@@ -104,11 +104,11 @@ class SafetensorsFiles:
             return box
 
 
-def stored_tensors(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name; their elements are not read.
+def stored_tensors(file: Path) -> dict[str, SafetensorsEntry]:
+    """Return the descriptions of a safetensors file's tensors, by name.
 
     Raises:
-        ModelFolderError: it is missing or damaged, or holds an unsupported dtype.
+        ModelFolderError: the file is missing or damaged, or holds an unsupported dtype.
     """
     found = {}
     with open_safetensors(file) as stored:
@@ -118,16 +118,16 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
                 raise ModelFolderError(
                     f"{file} holds {name!r} of dtype {part.get_dtype()}; expected one of {', '.join(_DTYPES)}"
                 )
-            found[name] = StoredTensor(str(file), _DTYPES[part.get_dtype()], tuple(part.get_shape()))
+            found[name] = SafetensorsEntry(str(file), _DTYPES[part.get_dtype()], tuple(part.get_shape()))
     return found
 
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """A safetensors file, open for reading.
+    """Open a safetensors file for reading.
 
     Raises:
-        ModelFolderError: it is missing or damaged.
+        ModelFolderError: the file is missing or damaged.
     """
     try:
         with safe_open(str(file), framework="pt") as stored:
@@ -142,7 +142,7 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write a safetensors file.
 
     Raises:
-        OSError: it cannot be written; has the error number, such as ENOSPC.
+        OSError: the file cannot be written; `errno` is set, for example to ENOSPC.
     """
     try:
         save_file(dict(tensors), file)
@@ -155,7 +155,7 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 @contextmanager
 def as_source(weights: Weights) -> Iterator[WeightSource]:
-    """A source that the workers can read; tensors in memory are written to a temporary file meanwhile.
+    """Return a source that workers can read; tensors in memory are written to a temporary file.
 
     Raises:
         TypeError: weights cannot be read from this object.
@@ -194,12 +194,12 @@ def copy_for_file(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """The source of one weight on one rank.
+    """Describes one weight of one rank.
 
     Attributes:
         shape: shape on this rank.
-        dtype: name of its dtype in torch.
-        pieces: boxes with the full names of the logical tensors behind them; None if the rank holds it whole.
+        dtype: name of the dtype in torch.
+        pieces: boxes of the logical tensors, with full names; None if the rank holds the whole tensor.
         required: whether a source must have it; False for buffers.
     """
 
@@ -209,17 +209,17 @@ class Weight:
     required: bool
 
     def spec(self, name: str) -> ShardSpec:
-        """The shard spec of the weight of this name, also if it is whole."""
+        """Return the shard spec of this weight, given its name."""
         if self.pieces is None:
             return ShardSpec.whole(self.shape, name=name)
         return ShardSpec(self.shape, self.pieces)
 
     def is_filled_from(self, source: WeightSource, name: str) -> bool:
-        """Whether the source has it, or must have it."""
+        """Whether the weight is read from the source: the source has it, or must have it."""
         return self.required or all(piece.name in source.tensors for piece in self.spec(name).pieces)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to the JSON of a manifest."""
+        """Return the JSON of a manifest."""
         pieces = self.pieces and [
             {
                 "name": piece.name,
@@ -234,10 +234,10 @@ class Weight:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Weight:
-        """Read from the JSON of a manifest.
+        """Read the JSON of a manifest.
 
         Raises:
-            ValueError: this is not a result of `to_json`.
+            ValueError: the JSON is invalid.
         """
         pieces = value["pieces"] and tuple(
             ShardPiece(
@@ -253,14 +253,14 @@ class Weight:
 
 
 def weight_of(name: str, tensor: Tensor, required: bool) -> Weight:
-    """Describe a parameter or buffer of this name by its shard metadata."""
+    """Describe a parameter or buffer by its shard metadata."""
     spec = get_shard_spec(tensor)
     pieces = None if spec is None else _with_full_names(name, spec.pieces)
     return Weight(tuple(tensor.shape), dtype_name(tensor), pieces, required)
 
 
 def _with_full_names(name: str, pieces: Sequence[ShardPiece]) -> tuple[ShardPiece, ...]:
-    """Complete the names, which in a spec are relative to the parent of the module that owns the parameter."""
+    """Complete the names of a spec, which are relative to the parent of the parameter's module."""
     parent = name.split(".")[:-2]
     return tuple(
         replace(piece, name=".".join([*parent, piece.name]) if piece.name else name, copies=1) for piece in pieces
@@ -268,7 +268,7 @@ def _with_full_names(name: str, pieces: Sequence[ShardPiece]) -> tuple[ShardPiec
 
 
 def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[str]:
-    """List why one rank's weights cannot be filled from the source: missing and mismatched tensors."""
+    """List the tensors that one rank needs and that are missing in the source or mismatched."""
     misfits = []
     for name, weight in weights.items():
         if not weight.is_filled_from(source, name):
@@ -277,7 +277,7 @@ def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[st
         for piece in weight.spec(name).pieces:
             stored = source.tensors.get(piece.name)
             if stored is None:
-                misfits.append(f"{piece.name} is missing{_where_it_is(piece.name, source)}")
+                misfits.append(f"{piece.name} is missing{_hint(piece.name, source)}")
                 continue
             if tuple(stored.global_shape) != piece.logical_shape:
                 misfits.append(
@@ -290,8 +290,8 @@ def find_misfits(weights: Mapping[str, Weight], source: WeightSource) -> list[st
     return misfits
 
 
-def _where_it_is(name: str, source: WeightSource) -> str:
-    """Return a hint if the source has more than one model's weights."""
+def _hint(name: str, source: WeightSource) -> str:
+    """Return a hint if the source has the tensor below another key."""
     longer = next((it for it in source.tensors if it.endswith(f".{name}")), None)
     if longer is None:
         return ""
@@ -299,7 +299,7 @@ def _where_it_is(name: str, source: WeightSource) -> str:
 
 
 def tied_names(weights: Mapping[str, Tensor], known: Set[str]) -> set[str]:
-    """Return names whose tensors share memory with one of a known name."""
+    """Return the names of tensors that share memory with a tensor of a known name."""
 
     def place(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -309,7 +309,7 @@ def tied_names(weights: Mapping[str, Tensor], known: Set[str]) -> set[str]:
 
 
 def check_fit(misfits: Sequence[str]) -> None:
-    """Raise a ValueError that lists the misfits, each once, if there are any."""
+    """Raise a ValueError that lists the misfits, if there are any."""
     if misfits:
         raise ValueError(
             "the weights do not fit the model:\n  "
@@ -322,10 +322,9 @@ def check_fit(misfits: Sequence[str]) -> None:
 def read_weights(
     weights: Mapping[str, Weight], source: WeightSource, destination: Callable[[str], Tensor]
 ) -> list[str]:
-    """Fill weights with this rank's boxes of the source's tensors; padding becomes zero.
+    """Read this rank's shards of the source's tensors; padding becomes zero.
 
-    Everything is checked before the first element is written. Floating-point numbers are converted to the weight's
-    dtype.
+    Everything is checked before anything is written. Floating-point numbers are converted to the weight's dtype.
 
     Args:
         weights: weights by name.
@@ -333,10 +332,10 @@ def read_weights(
         destination: function from a name to the tensor to fill.
 
     Returns:
-        The names that were filled; buffers that the source lacks are skipped.
+        Names of the filled weights; buffers that the source lacks are skipped.
 
     Raises:
-        ValueError: the source lacks logical tensors, or has them with another shape or kind of dtype.
+        ValueError: logical tensors are missing, or have another shape or kind of dtype.
     """
     check_fit(find_misfits(weights, source))
     filled = [name for name, weight in weights.items() if weight.is_filled_from(source, name)]

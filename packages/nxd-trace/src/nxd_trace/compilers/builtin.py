@@ -1,4 +1,4 @@
-"""The interface of compilers: turn a recorded graph into files, and files into a runnable program."""
+"""The interface of compilers, and those that need no device: "export", "inductor" and "hlo"."""
 
 import ast
 import os
@@ -19,8 +19,8 @@ from torch.export.passes import move_to_device_pass
 
 from nxd_trace.compilers.graph_file import VERSION, read_graph, write_graph
 
-# Takes weights, states and inputs in one flat list, updates the states in place, and gives the outputs. A program that
-# holds its weights and states takes the inputs only.
+# Takes weights, states and inputs in one flat list, updates the states in place, and returns the outputs. A program
+# that holds its weights and states takes only the inputs.
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
@@ -29,14 +29,14 @@ class CompileJob:
     """One program to compile.
 
     Attributes:
-        exported: the graph; its inputs are weights, states and inputs, one after the other, and it has no parameters.
-        tensors: these inputs.
+        exported: the graph, without parameters; its inputs are weights, states and inputs, in this order.
+        tensors: example inputs of the graph.
         num_weights: number of weights among them.
         num_states: number of states among them.
         folder: folder for the compiled program.
         workdir: folder for intermediate files.
-        arguments: the user's compiler_args.
-        inline_weights: the program may keep the weights inside.
+        arguments: the user's `compiler_args`.
+        inline_weights: whether the program may contain the weights.
     """
 
     exported: ExportedProgram
@@ -48,21 +48,33 @@ class CompileJob:
     arguments: tuple[str, ...]
     inline_weights: bool
 
+    def check_no_arguments(self, compiler: str, instead: str = "") -> None:
+        """Raise ValueError if the user passed `compiler_args` to a compiler that takes none."""
+        if self.arguments:
+            raise ValueError(f"compiler_args={list(self.arguments)}: compiler {compiler!r} takes none{instead}")
+
+
+def constants_of(exported: ExportedProgram) -> list[Tensor]:
+    """Return a graph's constants, which its forward takes before all other inputs."""
+    specs = exported.graph_signature.input_specs
+    return [exported.constants[str(spec.target)] for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
+
 
 @dataclass(frozen=True)
 class Compiler:
     """One way to compile and run programs.
 
     Attributes:
-        name: name that selects it.
-        version: version of the compiler, for the cache key.
-        compile: writes files into `job.folder`.
-        load: makes them run on a device.
-        is_code: to load a program is to run what its files say, so they must come from someone trusted.
-        check: raises ValueError if a folder does not hold a program that takes this many tensors; None where only
-            `load` could tell.
-        holds_tensors: a program holds a rank's weights and states, so ranks share none, and weights cannot be replaced.
-        runs: whether `load` gives something that runs; otherwise the files are for inspection.
+        name: name that selects the compiler.
+        version: function that returns its version, for the cache key.
+        compile: function that writes a program into `job.folder`.
+        load: function that loads a program from its folder, for a device.
+        is_code: whether loading a program runs code from its files, so that they must come from a trusted source.
+        check: function that raises ValueError if a folder does not hold a program with this number of inputs; None if
+            only `load` can tell.
+        holds_tensors: whether a program holds a rank's weights and states; then ranks share no programs, and weights
+            cannot be replaced.
+        runs: whether programs run; otherwise the files are for inspection.
     """
 
     name: str
@@ -75,16 +87,18 @@ class Compiler:
     runs: bool = True
 
 
+# "export": a torch.export program, run operator by operator.
+
+
 def _compile_export(job: CompileJob) -> None:
-    if job.arguments:
-        raise ValueError(f"compiler_args={list(job.arguments)}: compiler 'export' takes none")
+    job.check_no_arguments("export")
     write_graph(job.exported, job.folder)
 
 
 def _load_export(folder: Path, device: torch.device) -> Run:
-    held, graph = read_graph(folder)
-    constants = [constant.to(device) for constant in held]
-    forward = graph.forward  # the bare graph, without checks and nesting: constants come first
+    stored, graph = read_graph(folder)
+    constants = [constant.to(device) for constant in stored]
+    forward = graph.forward  # the graph alone, without checks and nesting
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
         outputs: Sequence[Tensor] = forward(*constants, *tensors)
@@ -100,13 +114,9 @@ def _check_export(folder: Path, num_inputs: int) -> None:
         raise ValueError(f"the graph takes {taken} tensors; expected {len(constants)} constants and {num_inputs} more")
 
 
-def _export_version() -> str:
-    return f"{torch.__version__}, graph file {VERSION}"
-
-
 EXPORT = Compiler(
     name="export",
-    version=_export_version,
+    version=lambda: f"{torch.__version__}, graph file {VERSION}",
     compile=_compile_export,
     load=_load_export,
     is_code=False,
@@ -114,11 +124,14 @@ EXPORT = Compiler(
 )
 
 
+# "inductor": AOTInductor, which fuses operators into C++ or GPU kernels ahead of time. `compiler_args` are settings of
+# `torch._inductor.config` as "name=value", such as "max_autotune=True".
+
 _INDUCTOR_FILE = "program.pt2"
 
 
 def has_cpp_compiler() -> bool:
-    """Whether the C++ compiler that AOTInductor would call is installed."""
+    """Whether the C++ compiler that AOTInductor calls is installed."""
     return shutil.which(os.environ.get("CXX", "g++")) is not None or shutil.which("clang++") is not None
 
 
@@ -129,12 +142,11 @@ def _compile_inductor(job: CompileJob) -> None:
             "compiler='export'"
         )
     keep_compiled_code_private()
+    settings = _inductor_settings(job.arguments)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)  # torch 2.13's, of its own code
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)  # of torch 2.13's own code
         torch._inductor.aoti_compile_and_package(
-            job.exported,
-            package_path=str(job.folder / _INDUCTOR_FILE),
-            inductor_configs=_inductor_settings(job.arguments),
+            job.exported, package_path=str(job.folder / _INDUCTOR_FILE), inductor_configs=settings
         )
 
 
@@ -142,7 +154,7 @@ def _load_inductor(folder: Path, device: torch.device) -> Run:
     keep_compiled_code_private()
     index = -1 if device.index is None else device.index
     package = torch._inductor.aoti_load_package(str(folder / _INDUCTOR_FILE), device_index=index)
-    run: Run = package.loader.run  # the bare program, without nesting
+    run: Run = package.loader.run  # the program alone, without nesting
     return run
 
 
@@ -162,33 +174,31 @@ def _inductor_settings(arguments: tuple[str, ...]) -> dict[str, Any]:
     return settings
 
 
-def _inductor_version() -> str:
-    """The code uses the instructions of the processor it was generated on."""
-    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-
-
 INDUCTOR = Compiler(
-    name="inductor", version=_inductor_version, compile=_compile_inductor, load=_load_inductor, is_code=True
+    name="inductor",
+    # The code uses the instructions of the processor that it was generated on.
+    version=lambda: f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
+    compile=_compile_inductor,
+    load=_load_inductor,
+    is_code=True,
 )
 
+
+# "hlo": the graph as the XLA compiler gets it, recorded by torch-xla, for inspection. Weights, states and inputs are
+# parameters of the module; its results are the outputs and the new states. Collectives have their replica groups.
 
 HLO_PROTO, _HLO_TEXT, _STABLEHLO = "program.hlo.pb", "program.hlo.txt", "program.stablehlo.mlir"
 
 
 def _compile_hlo(job: CompileJob) -> None:
-    if job.arguments:
-        raise ValueError(f"compiler_args={list(job.arguments)}: compiler 'hlo' takes none")
+    job.check_no_arguments("hlo")
     if not has_torch_xla():
         raise RuntimeError("compiler 'hlo' needs torch-xla: install torch_xla of the same version as torch")
-    os.environ.setdefault("PJRT_DEVICE", "CPU")  # recording needs a client, and nothing is run on it
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # recording needs a client, but runs nothing
     torch_xla = torch_xla_module()
     device = torch_xla.device()
     exported = move_to_device_pass(job.exported, str(device))
-    constants = [
-        exported.constants[str(spec.target)].to(device)
-        for spec in exported.graph_signature.input_specs
-        if spec.kind == InputKind.CONSTANT_TENSOR
-    ]
+    constants = [constant.to(device) for constant in constants_of(exported)]
     tensors = [tensor.to(device) for tensor in job.tensors]
     states = tensors[job.num_weights : job.num_weights + job.num_states]
     with torch.no_grad():

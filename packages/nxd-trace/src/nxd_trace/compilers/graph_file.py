@@ -1,13 +1,13 @@
-"""A recorded graph as two files that hold nothing but data: `program.json` and `constants.safetensors`.
+"""Stores a recorded graph as two files of pure data: `program.json` and `constants.safetensors`.
 
-torch's own loader (`torch.export.load`) unpickles members of the archive, evaluates expressions and looks names up as
-the file says, so it runs a stranger's code. Here a file can only name operators of a closed list, and give them values
-of a closed list of types:
+torch's own loader (`torch.export.load`) unpickles members of the archive, evaluates expressions and resolves names from
+the file, so it can run a stranger's code. These files can only name operators of a fixed list, with arguments of a
+fixed list of types:
 
     {"nodes": [["input"], ["input"], ["aten.mm.default", [{"value": 1}, {"value": 0}], {}]], "outputs": [{"value": 2}]}
 
 A node is an input (constants come first) or an operator with its arguments and keyword arguments. An argument is null,
-a boolean, a number, a string, a list, the value of the node of a number, `{"dtype": "float32"}`, `{"device": "cpu"}`,
+a boolean, a number, a string, a list, the value of a node by its index, `{"dtype": "float32"}`, `{"device": "cpu"}`,
 `{"layout": "strided"}`, `{"memory_format": "contiguous_format"}`, or, for operators such as `cond`, `{"graph": {...}}`.
 """
 
@@ -36,7 +36,7 @@ VERSION = 1
 
 _DEVICE = rf"({'|'.join((*DEVICE_TYPES, 'meta'))})(:\d{{1,3}})?"
 
-# Beside operators: arithmetic on sizes, and control flow, whose graphs are checked like the outer one.
+# Besides operators: arithmetic on sizes, and control flow, whose graphs are checked like the outer one.
 _SIZES = tuple(f"sym_{name}" for name in ("float", "int", "ite", "max", "min", "not", "sum"))
 _ARITHMETIC = (
     *("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "and_", "or_"),
@@ -50,8 +50,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"higher_order.{name}": getattr(torch.ops.higher_order, name) for name in _CONTROL_FLOW},
 }
 
-# Operators with one leading underscore are torch's inner ones, many of which trust their arguments. These do not, and
-# neither do those that torch counts among its core.
+# Operators with one leading underscore are internal to torch, and many trust their arguments. These operators check
+# them, and so do torch's core operators.
 _CHECKED_INNER = frozenset(
     f"_{name}"
     for name in (
@@ -59,7 +59,7 @@ _CHECKED_INNER = frozenset(
         *("native_multi_head_attention", "transformer_encoder_layer_fwd", "unsafe_view"),
     )
 )
-# Operators of other libraries that compute what one of torch's computes; a program names torch's.
+# Operators of other libraries with an equivalent in torch, which is stored instead.
 _TORCHS_OWN = {"transformers.grouped_mm_fallback.default": "aten._grouped_mm.default"}
 _DEEPEST_LIST = 8
 _INPUT = "input"
@@ -68,10 +68,10 @@ _OPENS_FILES = frozenset({"from_file"})
 
 
 def write_graph(exported: ExportedProgram, folder: Path) -> None:
-    """Write a graph that takes constants and user inputs only.
+    """Write a graph whose only inputs are constants and user inputs.
 
     Raises:
-        ValueError: it holds an operator or a value that the format has no place for.
+        ValueError: the format does not support one of its operators or values.
     """
     constants = []
     for spec in exported.graph_signature.input_specs:
@@ -87,16 +87,16 @@ def write_graph(exported: ExportedProgram, folder: Path) -> None:
 
 
 def read_graph(folder: Path) -> tuple[list[Tensor], fx.GraphModule]:
-    """Read a graph and check all of it; nothing is run.
+    """Read a graph and check it completely, without running anything.
 
     Args:
-        folder: folder written by `write_graph`; its files may come from anyone.
+        folder: folder written by `write_graph`, whose files are not trusted.
 
     Returns:
-        The constants, and the graph, whose forward takes them and the inputs one by one.
+        The constants, and the graph, whose forward takes the constants and the inputs.
 
     Raises:
-        ValueError: what the files hold that such a graph cannot have.
+        ValueError: the files do not hold a valid graph.
     """
     with open_safetensors(folder / CONSTANTS) as stored:
         names = set(stored.keys())
@@ -143,7 +143,7 @@ def _graph_to_json(module: fx.GraphModule) -> dict[str, Any]:
             case "output":
                 outputs = encoded(node.args[0])
                 continue
-            case "get_attr":  # stands where it is used
+            case "get_attr":  # stored where it is used
                 continue
             case _:
                 raise ValueError(f"the graph holds {node.op} {node.target!r}; {_INSTEAD}")
@@ -167,12 +167,12 @@ def _name_of(target: Any) -> str:
 
 @cache
 def _registered() -> frozenset[str]:
-    """What the dispatcher knows; `torch.ops` also finds TorchScript's functions, such as one that writes a file."""
+    """The dispatcher's operators; `torch.ops` also has TorchScript's functions, such as one that writes a file."""
     return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def _operator(name: str) -> Any:
-    """Return the operator or function of this name; None if it is not on the list."""
+    """Return the operator or function of this name; None if it is not allowed."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     match name.split("."):
@@ -241,9 +241,9 @@ def _graph_from_json(stored: Any) -> fx.GraphModule:
 def _call_from_json(
     node: Any, decoded: Callable[[Any], Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Function, arguments and keyword arguments of a node.
+    """Return the function, arguments and keyword arguments of a node.
 
-    fx writes Python from the graph and runs it, so a keyword must be one of the operator's: it stands there as it is.
+    fx generates and runs Python code that contains the keywords literally, so each must be one of the operator's.
     """
     match node:
         case [str(name), list(args), dict(kwargs)]:

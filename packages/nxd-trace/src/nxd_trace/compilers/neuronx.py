@@ -1,9 +1,9 @@
-"""Compilers for Neuron devices: "neuronx" for those of torch-xla, "neuron" for torch's native device.
+"""Compilers for Neuron devices: "neuronx" for torch-xla's device, "neuron" for torch's native device.
 
-"neuronx" calls `torch_neuronx.trace`, which runs neuronx-cc. "neuron" keeps the graph as "export" does and compiles it
-by `torch.compile(backend="neuron", dynamic=False)` where it is loaded: what that compiled is kept by torch-neuronx's
-own cache. torch-neuronx comes from AWS's package index and is imported only here. Without its hardware, the call of
-"neuronx" has been checked against the documented signature, and "neuron" on the stand-in of `nxd_testing`.
+"neuronx" calls `torch_neuronx.trace`, which runs neuronx-cc. "neuron" stores the graph as "export" does, and compiles
+it with `torch.compile(backend="neuron", dynamic=False)` when it is loaded; torch-neuronx caches the result.
+torch-neuronx comes from AWS's package index and is imported only here. Without its hardware, "neuronx" has been tested
+against the documented signature, and "neuron" on the stand-in device of `nxd_testing`.
 """
 
 import importlib
@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from nxd_state import keep_compiled_code_private
 from torch import Tensor, nn
-from torch.export.graph_signature import InputKind
 
-from nxd_trace.compilers.builtin import EXPORT, CompileJob, Compiler, Run
+from nxd_trace.compilers.builtin import EXPORT, CompileJob, Compiler, Run, constants_of
 
 _FILE = "program.pt"
 _DISTRIBUTIONS = ("torch-neuronx", "neuronx-cc")
 
 
 class _Bound(nn.Module):
-    """A recorded graph with its weights and states as parameters, as torch_neuronx wants it.
+    """A recorded graph with its weights and states as parameters, for torch_neuronx.
 
-    Gives the outputs, then the new states.
+    Returns the outputs, then the new states.
     """
 
     def __init__(self, job: CompileJob) -> None:
@@ -36,11 +35,7 @@ class _Bound(nn.Module):
         self._forward = exported.graph_module.forward
         self.held = nn.ParameterList([nn.Parameter(tensor.detach().clone(), requires_grad=False) for tensor in held])
         self._num_weights = job.num_weights
-        self._constants = [
-            exported.constants[str(spec.target)]
-            for spec in exported.graph_signature.input_specs
-            if spec.kind == InputKind.CONSTANT_TENSOR
-        ]
+        self._constants = constants_of(exported)
 
     @property
     def states(self) -> list[nn.Parameter]:
@@ -49,12 +44,12 @@ class _Bound(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         weights = list(self.held)[: self._num_weights]
-        states = [state.clone() for state in self.states]  # the graph updates them in place; an alias replaces them
+        states = [state.clone() for state in self.states]  # the graph updates them in place; the alias stores them
         return (*self._forward(*self._constants, *weights, *states, *inputs), *states)
 
 
 def trace_arguments(job: CompileJob) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the call of `torch_neuronx.trace` that compiles this job."""
+    """Return the positional and keyword arguments of `torch_neuronx.trace` for this job."""
     bound = _Bound(job)
     num_outputs = len(job.exported.graph_signature.user_outputs)
     keywords = {
@@ -83,7 +78,7 @@ def _compile(job: CompileJob) -> None:
 
 
 def _load(folder: Path, device: torch.device) -> Run:
-    _torch_neuronx()  # registers what the saved program runs on
+    _torch_neuronx()  # registers the classes of the saved program
     program = torch.jit.load(str(folder / _FILE))
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -104,8 +99,7 @@ def _version() -> str:
 
 
 def _compile_native(job: CompileJob) -> None:
-    if job.arguments:
-        raise ValueError(f"compiler_args={list(job.arguments)}: compiler 'neuron' takes none; set NEURON_CC_FLAGS")
+    job.check_no_arguments("neuron", "; set NEURON_CC_FLAGS")
     EXPORT.compile(job)
 
 

@@ -1,6 +1,6 @@
-"""The first half of a worker's life: build this rank's shard, write its weights, record and compile its programs.
+"""Traces one rank's model in a worker: builds the shard, writes its weights, records and compiles its programs.
 
-Where the programs were recorded before, only the weights are written.
+For a cached trace, only the weights are written.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from nxd_trace.compilers import CompileJob, choose_compiler
 from nxd_trace.exporting import RANK_AXES, Alias, ExportedModel, export_model, named_tensors, rank_tensors, read_aliases
-from nxd_trace.manifest import KEPT, STATE, WEIGHTS, RankManifest, StateTensor, rank_folder, sha256_of
+from nxd_trace.manifest import KEPT, STATE, WEIGHTS, RankManifest, StateSpec, rank_folder, sha256_of
 from nxd_trace.programs import Program, Signature, TensorSpec, dtype_name, flatten, unflatten
 from nxd_trace.weights import WeightSource, copy_for_file, open_safetensors, read_weights, save_safetensors, weight_of
 from nxd_trace.workers.communication import Build, Compile, Export, Fill
@@ -28,13 +28,13 @@ from nxd_trace.workers.pickling import loads_in_worker
 
 @dataclass(frozen=True)
 class BuildCall:
-    """A request to build models and programs.
+    """The arguments of a trace, as workers need them.
 
     Attributes:
-        func: gives the model.
-        programs: to record.
+        func: function that returns the model.
+        programs: programs to record.
         source: source of weights; None if `func` fills the model.
-        shared_state: first values of the state, where it is not the models' own.
+        shared_state: initial state, if it is not the models' own.
     """
 
     func: Callable[..., Any]
@@ -45,15 +45,15 @@ class BuildCall:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """A rank's report of a recorded program: enough to assign compilations to ranks.
+    """A rank's report of a recorded program, for assigning compilations to ranks.
 
     Attributes:
         signature: signature of the program.
         digest: digest of its graph.
-        weights: names of what it takes first.
-        states: names of what it takes next.
-        state_shapes: their shapes.
-        own: a hash of this rank's weights, if the compiled program is to hold them.
+        weights: names of its weights, its first inputs.
+        states: names of its states, its next inputs.
+        state_shapes: shapes of its states.
+        own: digest of this rank's weights, if the compiled program contains them.
     """
 
     signature: Signature
@@ -74,16 +74,17 @@ class _Built:
         return {name: TensorSpec.of(tensor) for name, tensor in named_tensors(self.model)}
 
 
-class Builder:
-    """One rank's model while it is being traced.
+class RankTracer:
+    """Traces one rank's model.
 
     Args:
-        request: description of the build.
-        main_script: file of the parent's main module.
+        request: the request to build the model.
+        main_script: location of the parent's main module.
 
     Raises:
-        TypeError: `func` gives something else than a model, or a model and aliases.
-        ValueError: programs whose models do not share their weights, or tensors on meta without weights to read.
+        TypeError: `func` returns neither a model nor a model and its aliases.
+        ValueError: the programs' models do not share weights, or the model is on the meta device and there is no source
+            of weights.
     """
 
     def __init__(self, request: Build, main_script: Mapping[str, str]) -> None:
@@ -92,7 +93,7 @@ class Builder:
         self._folder = Path(request.folder) / rank_folder(get_world_group().rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._built = _build_models(call.func, self._programs, states_may_differ=call.shared_state is not None)
-        for built in self._distinct():
+        for built in {id(built): built for built in self._built}.values():
             _materialize(built, call.source)
         self._write_tensors(call.shared_state)
         self._exported: list[ExportedModel] = []
@@ -133,11 +134,8 @@ class Builder:
             )
         )
 
-    def _distinct(self) -> list[_Built]:
-        return list({id(built): built for built in self._built}.values())
-
     def _write_tensors(self, shared_state: Sequence[Tensor] | None) -> None:
-        """Weights and state of the first program's model, which the others share."""
+        """Write the weights and state of the first program's model, which the others share."""
         built = self._built[0]
         tensors = {**dict(named_tensors(built.model)), **rank_tensors()}
         states = {alias.name: tensors.pop(alias.name) for alias in built.aliases}
@@ -152,22 +150,21 @@ class Builder:
         RankManifest(
             weights={name: weight_of(name, tensor, name in parameters) for name, tensor in tensors.items()},
             states={
-                name: StateTensor(tuple(state.shape), dtype_name(state), name in zeros)
-                for name, state in states.items()
+                name: StateSpec(tuple(state.shape), dtype_name(state), name in zeros) for name, state in states.items()
             },
             programs=(),
         ).write(self._folder)
 
 
 def fill_weights(request: Fill, main_script: Mapping[str, str]) -> None:
-    """Write this rank's weights beside its description: what was kept of them, and the source's.
+    """Write the weights of a cached trace: the source's, and the buffers that were kept because the source lacks them.
 
     Args:
-        request: request with their location.
-        main_script: file of the parent's main module.
+        request: the request.
+        main_script: location of the parent's main module.
 
     Raises:
-        ValueError: the source lacks weights, or has others.
+        ValueError: the source does not match the model.
     """
     folder = Path(request.folder) / rank_folder(get_world_group().rank)
     with open_safetensors(folder / KEPT) as stored:
@@ -180,7 +177,7 @@ def fill_weights(request: Fill, main_script: Mapping[str, str]) -> None:
 
 
 def _build_models(func: Callable[..., Any], programs: Sequence[Program], *, states_may_differ: bool) -> list[_Built]:
-    """One per program; the same one for programs with equal arguments for `func`."""
+    """Return a model per program; the same one for programs with equal arguments for `func`."""
     made: list[tuple[dict[str, Any], _Built]] = []
     built = []
     for program in programs:
@@ -229,7 +226,7 @@ def _check_shared(built: Sequence[_Built], programs: Sequence[Program], *, state
 
 @torch.no_grad()
 def _materialize(built: _Built, source: WeightSource | None) -> None:
-    """Bring the model to the device, and fill it from the source of weights if there is one; state may lack there."""
+    """Move the model to the device, and fill it from the source of weights, if any, which may lack the state."""
     model = built.model
     on_meta = {name for name, tensor in named_tensors(model) if tensor.is_meta}
     if on_meta and source is None:
@@ -247,7 +244,7 @@ def _materialize(built: _Built, source: WeightSource | None) -> None:
 
 
 def _check_groups(exported: ExportedModel) -> None:
-    """A loaded program finds its process group by name, and workers have only these."""
+    """Check the process groups of a program: a loaded program finds them by name, and workers have only these."""
     own = {active_group(axis).name for axis in RANK_AXES}
     others = exported.groups - own
     if others:

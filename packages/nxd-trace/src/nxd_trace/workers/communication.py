@@ -1,8 +1,9 @@
-"""Messages between a model's process and its workers, over a socket pair per worker.
+"""Communication between a model's process and its workers: messages over a socket pair, tensors in shared memory.
 
-Every message begins with a header of fixed length. A call needs no more than that: which program to run. Everything
-else carries a pickled object. That is safe because a socket pair has no address: only this process and the workers that
-it started hold an end, so no other user can put a pickle there, and nothing here comes from a file.
+Every message starts with a header of fixed length. A call is only a header, with the index of its program; other
+messages carry a pickled object. That is safe because a socket pair has no address: only this process and its workers
+hold its ends, so no other user can send a pickle, and none comes from a file. The shared memory has no name either,
+only a descriptor that the workers inherit, so nothing remains once all of them have ended.
 """
 
 import ctypes
@@ -22,15 +23,16 @@ from torch import Tensor
 
 from nxd_trace.programs import Signature, TensorSpec
 
-_HEADER = struct.Struct("=cIQ")  # kind; program of a call; bytes that follow
-
-
+_HEADER = struct.Struct("=cIQ")  # kind; program of a call; number of bytes that follow
 CALL, DONE, OBJECT = b"C", b"D", b"O"
+
+_ALIGNMENT = 64  # bytes; compiled programs expect this of their inputs
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
 
 
 @dataclass(frozen=True)
 class Build:
-    """Build what a pickled `BuildCall` says, and write this rank's weights and state below `folder`."""
+    """Build the models of a pickled `BuildCall`, and write this rank's weights and state below `folder`."""
 
     call: bytes
     folder: str
@@ -38,7 +40,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Fill:
-    """Read this rank's weights from a pickled source, for a trace without them that is below `folder`."""
+    """Read this rank's weights from a pickled source, for the cached trace in `folder`."""
 
     source: bytes
     folder: str
@@ -64,15 +66,15 @@ class Compile:
 
 @dataclass(frozen=True)
 class Serve:
-    """Load the model of a folder, in place of what was built, and take calls."""
+    """Load a model in place of the one that was traced, and accept calls."""
 
     folder: str
-    preprocessor: bytes  # pickled: what makes the state preprocessor, or None
+    preprocessor: bytes  # pickled: a function that returns the state preprocessor, or None
 
 
 @dataclass(frozen=True)
 class ReplaceWeights:
-    """Read new weights from a pickled source, and write them below `folder` as well."""
+    """Read new weights from a pickled source, and write them below `folder`."""
 
     source: bytes
     folder: str
@@ -80,19 +82,19 @@ class ReplaceWeights:
 
 @dataclass(frozen=True)
 class ResetState:
-    """Set the state back to what it was before the first call."""
+    """Reset the state to its initial values."""
 
 
 @dataclass(frozen=True)
 class ReadState:
-    """Answer with a copy of one state tensor of this rank."""
+    """Return a copy of one state tensor of this rank."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class WriteState:
-    """Put other values into one state tensor of this rank."""
+    """Overwrite one state tensor of this rank."""
 
     name: str
     value: Tensor
@@ -100,10 +102,10 @@ class WriteState:
 
 @dataclass(frozen=True)
 class Answer:
-    """A worker's answer to a request: a value, or an error as text with its traceback.
+    """A worker's answer: a value, or an error as text with its traceback.
 
     Attributes:
-        storage_error: set where the disk is full or read-only, which is the user's to mend and needs no traceback.
+        storage_error: set if a disk is full or read-only: an error for the user, without a traceback.
     """
 
     value: Any = None
@@ -114,28 +116,27 @@ class Answer:
 
 
 def send_header(connection: socket.socket, kind: bytes, program: int = 0) -> None:
-    """Send a message that is nothing but its header."""
+    """Send a message without an object."""
     connection.sendall(_HEADER.pack(kind, program, 0))
 
 
 def send_object(connection: socket.socket, value: Any) -> None:
-    """Send any object that can be pickled."""
+    """Send an object by pickle."""
     body = pickle.dumps(value)
     connection.sendall(_HEADER.pack(OBJECT, 0, len(body)) + body)
 
 
 def receive(connection: socket.socket) -> tuple[bytes, int, Any]:
-    """The next message: kind, program, object.
+    """Receive the next message: its kind, program and object.
 
     Raises:
-        EOFError: the other end is gone.
+        EOFError: the peer has closed the connection.
     """
-    kind, program, length = _HEADER.unpack(_read(connection, _HEADER.size))
-    return kind, program, pickle.loads(_read(connection, length)) if kind == OBJECT else None
+    kind, program, length = _HEADER.unpack(_receive_bytes(connection, _HEADER.size))
+    return kind, program, pickle.loads(_receive_bytes(connection, length)) if kind == OBJECT else None
 
 
-def _read(connection: socket.socket, length: int) -> bytes:
-    """Exactly this many bytes."""
+def _receive_bytes(connection: socket.socket, length: int) -> bytes:
     data = connection.recv(length)
     if len(data) == length:
         return data
@@ -149,11 +150,8 @@ def _read(connection: socket.socket, length: int) -> bytes:
     return b"".join(parts)
 
 
-_ALIGNMENT = 64  # bytes; compiled programs expect this of their inputs
-
-
 def new_shared_file() -> int:
-    """Create empty shared memory and return its file descriptor; the caller closes it."""
+    """Create empty shared memory and return its file descriptor, which the caller closes."""
     hold_standard_streams()
     if hasattr(os, "memfd_create"):
         return os.memfd_create("nxd_trace")
@@ -161,14 +159,11 @@ def new_shared_file() -> int:
         return os.dup(file.fileno())
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from <malloc.h>
-
-
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that this process frees for its next call; does nothing with another C library.
+    """Make glibc keep freed memory for the next call; does nothing with another C library.
 
-    Otherwise glibc returns each large tensor to the system, and the next call of the program waits for its pages to be
-    zeroed again. For the keys and values that a decode step gathers, that takes five times as long as the copy itself.
+    Otherwise glibc returns each large tensor to the system, and the next call waits for new pages to be zeroed: for the
+    keys and values that a decode step gathers, five times as long as the copy itself.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -177,17 +172,17 @@ def keep_freed_memory() -> None:
 
 
 class SharedTensors:
-    """The inputs and outputs of every program as tensors in shared memory.
+    """The inputs and outputs of every program, as tensors in shared memory.
 
     Programs run one at a time, so they use the same bytes.
 
     Args:
-        file: descriptor of the shared memory, which is extended to the needed length.
+        file: descriptor of the shared memory, which is extended as needed.
         signatures: signatures of the programs.
 
     Attributes:
-        inputs: the input tensors of each program.
-        outputs: the output tensors of each program.
+        inputs: input tensors of each program.
+        outputs: output tensors of each program.
     """
 
     def __init__(self, file: int, signatures: Sequence[Signature]) -> None:

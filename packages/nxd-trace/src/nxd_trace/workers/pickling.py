@@ -1,8 +1,8 @@
-"""Sending a user's function to the workers by pickle, with clear errors where that fails.
+"""Sends a user's function to the workers by pickle, with clear errors if that fails.
 
 A function is pickled as its module and name, so workers import the module. If that is the main script, they import it
-under the name `__mp_main__`, as multiprocessing does, but only when the function needs it. What cannot be imported (a
-function within a function, a class of a notebook) is sent by value, where cloudpickle is installed.
+under the name `__mp_main__`, as multiprocessing does, but only when the function needs it. Objects that cannot be
+imported (a function within a function, a class of a notebook) are sent by value if cloudpickle is installed.
 """
 
 import importlib
@@ -23,20 +23,20 @@ from nxd_trace.errors import MissingMainGuardError
 _MAIN_IN_WORKER = "__mp_main__"
 
 _is_importing_main = False
-_preparation: dict[str, str] = {}  # of the workers of this process, if any
+_preparation: dict[str, str] = {}  # of this process's workers
 
 
 def prepare_workers(function: Callable[[], object]) -> None:
-    """Have each worker call a function before it imports what it is sent, such as one that puts modules in place.
+    """Have each worker call a function before it imports anything it is sent, for example to install modules.
 
     Args:
-        function: at the top level of a module that is not the main script. The last one given counts.
+        function: a function at the top level of a module other than the main script. A later one replaces it.
     """
     _preparation["prepare"] = f"{function.__module__}:{function.__qualname__}"
 
 
 def main_script() -> dict[str, str]:
-    """Where the main module came from, for workers that need a function defined in it, and what they call first."""
+    """Return the location of the main module, for workers that need its functions, and the function to call first."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     path = getattr(main, "__file__", None)
@@ -45,17 +45,23 @@ def main_script() -> dict[str, str]:
 
 
 def dumps_for_workers(value: Any, what: str) -> bytes:
-    """Pickle `value`, by value where workers could not import it and cloudpickle is installed.
+    """Pickle `value`, by value if workers cannot import it and cloudpickle is installed.
+
+    Args:
+        value: the object to pickle.
+        what: name of the object, for errors.
 
     Raises:
-        TypeError: it cannot be pickled.
+        TypeError: the object cannot be pickled.
     """
     try:
         data = pickle.dumps(value)
     except Exception as error:  # an object's own __reduce__ may raise anything
         reason = str(error)
     else:
-        if b"__main__" not in data or _main_can_be_imported():
+        main = sys.modules["__main__"]
+        is_importable = getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+        if b"__main__" not in data or is_importable:
             return data
         reason = "it is defined in an interactive session, which worker processes cannot import"
     refused = f"{what} cannot be sent to the worker processes: "
@@ -75,11 +81,11 @@ def dumps_for_workers(value: Any, what: str) -> bytes:
 
 
 def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
-    """What `dumps_for_workers` pickled. `main` is the parent's `main_script`.
+    """Load an object from `dumps_for_workers`. `main` is the parent's `main_script`.
 
     Raises:
         MissingMainGuardError: importing the main script started another trace.
-        TypeError: a module or name cannot be imported here.
+        TypeError: a module or name cannot be imported.
     """
     try:
         if "prepare" in main:
@@ -93,10 +99,10 @@ def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
 
 
 def check_not_in_worker() -> None:
-    """Called where processes are about to be started.
+    """Check, before starting processes, that this process is not a worker.
 
     Raises:
-        MissingMainGuardError: this process is a worker that is importing the main script.
+        MissingMainGuardError: it is a worker that is importing the main script.
     """
     if _is_importing_main:
         raise MissingMainGuardError(
@@ -118,21 +124,15 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _main_can_be_imported() -> bool:
-    main = sys.modules["__main__"]
-    return getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
-
-
 @cache
 def _prepare(function: str) -> None:
-    """Once per process."""
     module, _, name = function.partition(":")
     getattr(importlib.import_module(module), name)()
 
 
 @cache
 def _import_main(kind: str, where: str) -> None:
-    """Once per process. `kind` is "name" for what was started with `python -m`, "path" for a script."""
+    """Import the main module; `kind` is "name" if it was started with `python -m`, "path" if it is a script."""
     with _importing_main():
         if kind == "name":
             names = runpy.run_module(where, run_name=_MAIN_IN_WORKER, alter_sys=True)
