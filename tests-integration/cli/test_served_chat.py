@@ -49,10 +49,10 @@ def test_chat_is_answered_with_the_text_of_transformers(make_chat_model, family)
     with model.compile(batch_size=2, max_length=128, compiler="export", progress=False) as generator:
         service = CompletionService(
             generator.engine,
-            model.words.tokenizer,
+            model.codec.tokenizer,
             model="small",
-            chat=model.words.chat,
-            end_tokens=model.words.end_tokens,
+            chat=model.codec.chat,
+            end_tokens=model.codec.end_tokens,
         )
         with TestClient(make_app(service), base_url="http://localhost") as http:
             client = openai.OpenAI(base_url="http://localhost/v1", api_key="-", http_client=http, max_retries=0)
@@ -101,10 +101,10 @@ def test_draft_model_answers_many_chats_at_once_with_the_texts_of_transformers(m
         with model.compile(draft=draft_model, **settings) as generator:
             service = CompletionService(
                 generator.engine,
-                model.words.tokenizer,
+                model.codec.tokenizer,
                 model="small",
-                chat=model.words.chat,
-                end_tokens=model.words.end_tokens,
+                chat=model.codec.chat,
+                end_tokens=model.codec.end_tokens,
             )
             with TestClient(make_app(service), base_url="http://localhost") as http, ThreadPoolExecutor(8) as threads:
                 client = openai.OpenAI(base_url="http://localhost/v1", api_key="-", http_client=http, max_retries=0)

@@ -10,7 +10,7 @@ from nxd_ckpt.interop import as_extra, companions_in, read_companions, write_com
 from nxd_engine.model_description import describe_llama
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.export import export_hugging_face
-from nxd_trainer.opened_model import open_model, open_words
+from nxd_trainer.opened_model import open_codec, open_model
 
 CONFIG = LlamaConfig(
     vocab_size=16,
@@ -86,7 +86,7 @@ def test_what_a_checkpoint_names_on_this_machine_is_never_opened(tmp_path, key):
 
     export_hugging_face(tmp_path / "checkpoints", tmp_path / "exported")
     with pytest.raises(ValueError, match="has no tokenizer"):
-        open_words(open_model(tmp_path / "checkpoints"))
+        open_codec(open_model(tmp_path / "checkpoints"))
 
     assert sorted(os.listdir(tmp_path / "exported")) == ["config.json", "model.safetensors"]
 
@@ -97,7 +97,7 @@ def test_files_of_a_checkpoint_with_other_names_are_not_taken(tmp_path):
     assert companions_in(nxd_ckpt.open_checkpoint(tmp_path / "checkpoints", "a")) == {}
 
 
-def test_words_of_a_checkpoint_come_from_its_own_files(tmp_path):
+def test_codec_of_a_checkpoint_comes_from_its_own_files(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"a": 0, "b": 1, "</s>": 2, "<turn>": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
@@ -105,7 +105,7 @@ def test_words_of_a_checkpoint_come_from_its_own_files(tmp_path):
     files = {"tokenizer.json": tokenizer.to_str().encode(), "generation_config.json": generation}
     save(tmp_path / "checkpoints", tokenizer="/elsewhere", files=files)
 
-    words = open_words(open_model(tmp_path / "checkpoints"))
+    codec = open_codec(open_model(tmp_path / "checkpoints"))
 
-    assert words.tokenizer.encode("b").tolist() == [1]
-    assert words.end_tokens == (2, 3)
+    assert codec.tokenizer.encode("b").tolist() == [1]
+    assert codec.end_tokens == (2, 3)

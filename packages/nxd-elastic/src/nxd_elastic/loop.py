@@ -51,19 +51,12 @@ class ChangeMembers(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """The limits of an elastic run.
+    """The limits of an elastic run."""
 
-    Attributes:
-        least: minimum number of ranks.
-        most: maximum number of ranks; others are spares.
-        grace: seconds to wait for a lost rank before continuing with fewer.
-        silence: seconds without a heartbeat after which a rank counts as lost.
-    """
-
-    least: int
-    most: int
-    grace: float = 30.0
-    silence: float = 10.0
+    least: int  # minimum number of ranks
+    most: int  # maximum number of ranks; others are spares
+    grace: float = 30.0  # seconds to wait for a lost rank before continuing with fewer
+    silence: float = 10.0  # seconds without a heartbeat after which a rank counts as lost
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:

@@ -29,19 +29,12 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Member:
-    """A trainer.
+    """A trainer."""
 
-    Attributes:
-        slot: the rank that the launcher assigned, which a replacement inherits.
-        incarnation: a string that is unique to each process.
-        process: the trainer's process.
-        launcher: the agent on the trainer's host; if it ends, nobody replaces the trainer.
-    """
-
-    slot: int
-    incarnation: str
-    process: Process
-    launcher: Process
+    slot: int  # the rank that the launcher assigned, which a replacement inherits
+    incarnation: str  # a string that is unique to each process
+    process: Process  # the trainer's process
+    launcher: Process  # the agent on the trainer's host; if it ends, nobody replaces the trainer
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Member":
@@ -54,17 +47,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Generation:
-    """The members that train together, and their layout.
+    """The members that train together, and their layout."""
 
-    Attributes:
-        number: the generation's number, from 1.
-        members: all members by slot; the first ones train, the others are spares.
-        degrees: degrees of the mesh; `dp` is the number of replicas.
-    """
-
-    number: int
-    members: Sequence[Member]
-    degrees: ParallelDegrees
+    number: int  # the generation's number, from 1
+    members: Sequence[Member]  # all members by slot; the first ones train, the others are spares
+    degrees: ParallelDegrees  # degrees of the mesh; `dp` is the number of replicas
 
     @property
     def active(self) -> Sequence[Member]:

@@ -25,18 +25,12 @@ _PATIENCE = 10  # times the grace period: for the first generation, and until th
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """Settings of the rendezvous; the same for all trainers.
+    """Settings of the rendezvous; the same for all trainers."""
 
-    Attributes:
-        slots: number of ranks that the launcher started.
-        grace: seconds to wait for members that a supervisor may replace.
-        silence: seconds without a heartbeat after which a trainer counts as lost.
-        choose: function that returns the layout for a number of ranks; None if they are too few.
-    """
-
-    slots: int
-    grace: float
-    silence: float
+    slots: int  # number of ranks that the launcher started
+    grace: float  # seconds to wait for members that a supervisor may replace
+    silence: float  # seconds without a heartbeat after which a trainer counts as lost
+    # function that returns the layout for a number of ranks; None if they are too few
     choose: Callable[[int], ParallelDegrees | None]
 
 

@@ -88,11 +88,7 @@ class TextDataModule(_LightningDataModule):
         self._build()
 
     def setup(self, stage: str) -> None:
-        """Open the tokens.
-
-        Raises:
-            ValueError: there is too little text.
-        """
+        """Open the tokens; raises ValueError if there is too little text."""
         if self._parts is None:
             self._parts = pack_corpus(
                 open_corpus(self._build()),

@@ -59,11 +59,7 @@ class NeuronHooksCallback(_Callback):
         self._handles: list[Any] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Attach to the Trainer.
-
-        Raises:
-            TypeError: it belongs to the other Lightning package.
-        """
+        """Attach to the Trainer; raises TypeError if it belongs to the other Lightning package."""
         check_spelling(trainer)
         super().setup(trainer, pl_module, stage)
 

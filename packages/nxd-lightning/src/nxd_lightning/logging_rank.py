@@ -18,11 +18,7 @@ class NeuronTQDMProgressBar(_TQDMProgressBar):
     """Lightning's progress bar, on the logging rank."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Attach to the Trainer.
-
-        Raises:
-            TypeError: it belongs to the other Lightning package.
-        """
+        """Attach to the Trainer; raises TypeError if it belongs to the other Lightning package."""
         check_spelling(trainer)
         super().setup(trainer, pl_module, stage)
         if trainer.global_rank == getattr(trainer.strategy, "logging_rank", 0):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from nxd_engine import complete_config, ensure_model_parallel
+from nxd_engine import NxDOptimizer, complete_config, ensure_model_parallel
 from nxd_state import (
     ParallelDegrees,
     all_gather,
@@ -25,18 +25,19 @@ from nxd_state.degrees import SIZES
 from torch import Tensor
 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
-from nxd_lightning.checks import check_optimizers, check_trainer
-from nxd_lightning.launcher import RankLauncher
 from nxd_lightning.lightning_package import (
     ON_XLA,
     SPELLING,
     CheckpointIOBase,
     NeuronXLAAccelerator,
+    RankLauncher,
     StrategyBase,
     advice,
+    check_spelling,
     fabric,
     lightning,
 )
+from nxd_lightning.module import NeuronLTModule
 from nxd_lightning.precision import let_optimizer_scale
 
 _TrainerFn: Any = lightning("trainer.states").TrainerFn
@@ -105,75 +106,76 @@ class NeuronXLAStrategy(StrategyBase):
         self.cluster_environment = cluster_environment
 
     def __repr__(self) -> str:
-        # Lightning shows it where it refuses a strategy, which it does to those of the other spelling.
+        # Lightning shows this when it refuses a strategy that belongs to its other package.
         return f"<NeuronXLAStrategy for a Trainer of {SPELLING} ({advice()})>"
 
     # This process's ranks.
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that split each layer."""
+        """Number of ranks that split each layer."""
         return self._degrees.tp
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Ranks that the layers are distributed over."""
+        """Number of ranks that the layers are distributed over."""
         return self._degrees.pp
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas, each with data of its own."""
+        """Number of replicas, each with its own data."""
         if model_parallel_is_initialized():
             return get_group("dp").size
         return int(self.world_size // self._degrees.model_ranks)
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each layer this rank has."""
+        """The rank in the tensor-parallel group."""
         return get_group("tp").rank
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This rank's place in its pipeline."""
+        """The rank in the pipeline-parallel group."""
         return get_group("pp").rank
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica this rank is of."""
+        """The number of this rank's replica."""
         return get_group("dp").rank
 
     @property
     def logging_rank(self) -> int:
-        """The rank that shows progress and writes TensorBoard: of the last stage, or 0 with `log_rank0`."""
+        """The rank that shows progress and writes TensorBoard: one of the last stage, or rank 0 with `log_rank0`."""
         mesh = get_mesh()
         log_rank0 = getattr(self.lightning_module, "log_rank0", False)
         return 0 if log_rank0 else mesh.rank_at(pp=mesh.pp - 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Samplers divide data among replicas; ranks of one replica see the same."""
+        """Arguments of samplers, which divide data among replicas; ranks of one replica get the same data."""
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def set_world_ranks(self) -> None:
-        """Set this process's ranks in the environment, where it does not know them by itself."""
+        """Set this process's ranks in the cluster environment, if it does not know them itself."""
         if self.cluster_environment is None:
             return
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         _rank_zero_only.rank = self.global_rank
 
-    # From the Trainer's start to its end.
+    # Setup and teardown.
 
     def _configure_launcher(self) -> None:
         self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_distributed(self) -> None:
-        """Make the mesh, or check the one there is. Called by all ranks.
+        """Create the mesh, or check the existing one. Called by all ranks.
 
         Raises:
-            ValueError: the degrees do not fit the ranks.
-            RuntimeError: the Trainer was given other ranks or another device than exist.
-            TypeError: a callback or a logger is of the other spelling of Lightning, or the module no `NeuronLTModule`.
+            ValueError: the degrees do not fit the ranks, or the Trainer would clip gradients.
+            RuntimeError: the Trainer has other ranks or another device than exist.
+            TypeError: a callback or logger belongs to the other Lightning package, or the module is not a
+                `NeuronLTModule`.
         """
         self._exception_is_known = False
         _reset_seed()
@@ -191,48 +193,47 @@ class NeuronXLAStrategy(StrategyBase):
                 f'accelerator="{get_device().type}", or set NXD_DEVICE={self.root_device.type}'
             )
         _rank_zero_only.rank = world.rank
-        check_trainer(self.lightning_module.trainer)
+        _check_trainer(self.lightning_module.trainer)
         for logger in self.lightning_module.trainer.loggers:
             if hasattr(logger, "choose_writer"):
                 writer = 0 if getattr(logger, "log_rank0", False) else self.logging_rank
                 logger.choose_writer(is_writer=world.rank == writer, broadcast=self.broadcast)
 
     def setup(self, trainer: Any) -> None:
-        """Put the module on its device and make optimizers. Called by all ranks.
+        """Move the module to its device and create optimizers. Called by all ranks.
 
         Raises:
-            ValueError: there are several optimizers, or one that is not made for the mesh, or the loss is to be scaled
-                on XLA.
+            ValueError: there are several optimizers, one is not made for the mesh, or the loss would be scaled on XLA.
         """
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if trainer.state.fn == _TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
+            _check_optimizers(self.optimizers)
             let_optimizer_scale(self.precision_plugin, self.optimizers)
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Returns the loader unchanged: batches are moved one by one, or not at all."""
+        """Return the loader unchanged: batches are moved one by one, or not at all."""
         return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The batch on this rank's device; with a pipeline on the CPU, from where each stage takes what it needs."""
+        """Move a batch to this rank's device; with a pipeline it stays on the CPU until a stage needs it."""
         if self.pipeline_parallel_size > 1:
             device = torch.device("cpu")
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def configure_ddp(self) -> None:
-        """Nothing is wrapped: the optimizer averages gradients over the replicas."""
+        """Do nothing: the optimizer averages gradients over the replicas."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the ranks that this process has started; they may be waiting for it."""
+        """Kill the ranks that this process started; they may be waiting for it."""
         self._exception_is_known = True
         self.launcher.kill(signal.SIGKILL)
 
     def teardown(self) -> None:
-        """End the Trainer's run. Model and mesh stay, for what the script does next."""
+        """End the Trainer's run. The model and the mesh stay for the rest of the script."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.cluster_environment.teardown()
@@ -242,7 +243,7 @@ class NeuronXLAStrategy(StrategyBase):
 
     @property
     def is_left_alone(self) -> bool:
-        """Whether callbacks are handling an exception that other ranks may not have: no rank may wait now."""
+        """Whether callbacks are handling an exception that other ranks may not have, so that no rank must wait."""
         is_ending = getattr(getattr(self.lightning_module, "_trainer", None), "interrupted", False)
         return self.world_size > 1 and is_ending and not self._exception_is_known
 
@@ -252,23 +253,21 @@ class NeuronXLAStrategy(StrategyBase):
             barrier(get_world_group())
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One rank's value on all ranks; this rank's own while `is_left_alone`."""
+        """Return one rank's value on all ranks; this rank's own while `is_left_alone`."""
         if not model_parallel_is_initialized() or self.is_left_alone:
             return obj
         return all_gather_object(obj, get_world_group())[src]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """A tensor's mean, sum, maximum or minimum over all ranks, or over those of a torch process group.
-
-        While `is_left_alone` it is this rank's own.
+        """Return a tensor's mean, sum, maximum or minimum over ranks; this rank's own while `is_left_alone`.
 
         Args:
-            tensor: what is no tensor is given back as it is.
-            group: None for all ranks.
-            reduce_op: "mean", "sum", "max" or "min", or the like of torch.
+            tensor: the tensor; other values are returned unchanged.
+            group: a torch process group; None for all ranks.
+            reduce_op: "mean", "sum", "max" or "min", or torch's equivalent.
 
         Raises:
-            ValueError: another reduction.
+            ValueError: the reduction is unknown.
         """
         if not isinstance(tensor, Tensor) or self.is_left_alone:
             return tensor
@@ -282,7 +281,7 @@ class NeuronXLAStrategy(StrategyBase):
         return all_reduce(tensor.to(get_device()), get_world_group(), op=op).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Every rank's tensor, stacked along a new first dim; of one rank the tensor itself."""
+        """Stack the tensors of all ranks along a new first dim; with one rank, return the tensor unchanged."""
         if get_world_group().size == 1:
             return tensor
         if sync_grads or (group is not None and group != torch.distributed.group.WORLD):
@@ -309,26 +308,26 @@ class NeuronXLAStrategy(StrategyBase):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Model and optimizer are filled together, once both exist."""
+        """True: model and optimizer are loaded together, once both exist."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state besides its model, such as metrics; `save_checkpoint` saves the model."""
+        """Return the module's state except its model, such as metrics; `save_checkpoint` saves the model."""
         state: dict[str, Any] = self.lightning_module.state_dict()
         return {name: value for name, value in state.items() if not name.startswith("model.")}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of loss scaling and rounding; `save_checkpoint` saves the optimizer, by its parameters' names."""
+        """Return the state of loss scaling and rounding; `save_checkpoint` saves the optimizer."""
         state: dict[str, Any] = optimizer.precision_state()
         return state
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint under the first rank's name for it. Called by all ranks; not while `is_left_alone`.
+        """Write a checkpoint to the first rank's path, except while `is_left_alone`. Called by all ranks.
 
         Raises:
-            ValueError: there are `storage_options`.
+            ValueError: `storage_options` are given.
         """
         if self.is_left_alone:
             warnings.warn(f"{filepath} is not written: that needs all ranks, and this one has failed", stacklevel=2)
@@ -342,21 +341,21 @@ class NeuronXLAStrategy(StrategyBase):
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=subjects)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
-        """Lightning's state in a checkpoint; model and optimizer are filled later. Called by all ranks."""
+        """Return Lightning's state in a checkpoint; model and optimizer are loaded later. Called by all ranks."""
         self._loaded_from = self.broadcast(os.fspath(checkpoint_path))
         return self.checkpoint_io.load_checkpoint(self._loaded_from)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Fill the model, and when fitting its optimizer, from the checkpoint loaded last. Called by all ranks."""
+        """Load the model, and its optimizer when fitting, from the last checkpoint. Called by all ranks."""
         is_fitting = self.lightning_module.trainer.state.fn == _TrainerFn.FITTING
         subjects = self._fitted() if is_fitting and "optimizer_states" in checkpoint else {}
         if "loops" in checkpoint:
-            subjects.pop("scheduler", None)  # Lightning fills all there are
+            subjects.pop("scheduler", None)  # Lightning loads all schedulers
         self.checkpoint_io.fill(self._loaded_from, self.lightning_module.model, strict=strict, **subjects)
         self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore loss scaling and rounding; `load_model_state_dict` fills the optimizer."""
+        """Restore loss scaling and rounding; `load_model_state_dict` loads the optimizer."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_precision_state(state)
 
@@ -366,7 +365,7 @@ class NeuronXLAStrategy(StrategyBase):
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def _fitted(self) -> dict[str, Any]:
-        """The optimizer and the first scheduler, as far as there are any."""
+        """Return the optimizer and the first scheduler, if they exist."""
         subjects: dict[str, Any] = {"optimizer": self.optimizers[0]} if self.optimizers else {}
         if self.lr_scheduler_configs:
             subjects["scheduler"] = self.lr_scheduler_configs[0].scheduler
@@ -374,7 +373,7 @@ class NeuronXLAStrategy(StrategyBase):
 
 
 def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> ParallelDegrees:
-    """The degrees of a config; those `given` by axis where there is no config."""
+    """Return the degrees of a config, or without one the degrees `given` by axis."""
     if config is None:
         for axis, size in given.items():
             if type(size) is not int or size < 1:
@@ -388,7 +387,32 @@ def _degrees(config: Mapping[str, Any] | None, given: Mapping[str, Any]) -> Para
 
 
 def _devices_of_launched_ranks() -> list[torch.device] | None:
-    """A device for each rank of this host, where torchrun has started them: the Trainer need not be told."""
+    """Return a device for each rank that torchrun started on this host, so that the Trainer need not be told."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     device = get_device()
     return [device if is_host(device) else torch.device(device.type, index) for index in range(count)] or None
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuse settings that would fail silently, or on one rank."""
+    for part in (*trainer.callbacks, *trainer.loggers):
+        check_spelling(part)
+    if not isinstance(trainer.lightning_module, NeuronLTModule):
+        raise TypeError(
+            f"{type(trainer.lightning_module).__name__} is not a NeuronLTModule, and NeuronXLAStrategy needs its model "
+            "and optimizer; inherit from NeuronLTModule, or pass the Trainer one of Lightning's own strategies"
+        )
+    if trainer.gradient_clip_val is not None:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would clip each rank's part separately; set "
+            'nxd_config["optimizer_config"]["max_grad_norm"] instead, which the optimizer uses'
+        )
+
+
+def _check_optimizers(optimizers: list[Any]) -> None:
+    if len(optimizers) > 1 or not all(isinstance(optimizer, NxDOptimizer) for optimizer in optimizers):
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(
+            f"configure_optimizers returned {kinds}; return one optimizer of initialize_parallel_optimizer, which "
+            "averages gradients over the ranks"
+        )

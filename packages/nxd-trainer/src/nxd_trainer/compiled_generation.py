@@ -22,7 +22,7 @@ from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDe
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nxd_trainer.opened_model import Words, open_model, open_words
+from nxd_trainer.opened_model import TextCodec, open_codec, open_model
 
 
 class LlamaDecoder(nn.Module):
@@ -90,15 +90,10 @@ class _LayersCache(LlamaCache):
 
 @dataclass(frozen=True)
 class BuildLlamaDecoder:
-    """Builds the decoder in each worker, on the meta device; a class so that it can be pickled.
+    """Builds the decoder in each worker, on the meta device; a class so that it can be pickled."""
 
-    Attributes:
-        config: the model's sizes.
-        dtype: the dtype of all parameters.
-    """
-
-    config: LlamaConfig
-    dtype: torch.dtype
+    config: LlamaConfig  # the model's sizes
+    dtype: torch.dtype  # the dtype of all parameters
 
     def __call__(self) -> LlamaDecoder:
         """The decoder, without weights."""
@@ -109,15 +104,10 @@ class BuildLlamaDecoder:
 
 @dataclass(frozen=True)
 class BuildHuggingFaceDecoder:
-    """Like `BuildLlamaDecoder`, for a transformers model, with memory allocated.
+    """Like `BuildLlamaDecoder`, for a transformers model, with memory allocated."""
 
-    Attributes:
-        description: the model's description.
-        dtype: the dtype of all parameters.
-    """
-
-    description: ModelDescription
-    dtype: torch.dtype
+    description: ModelDescription  # the model's description
+    dtype: torch.dtype  # the dtype of all parameters
 
     def __call__(self) -> HuggingFaceDecoder:
         """The decoder, without weights."""
@@ -126,21 +116,13 @@ class BuildHuggingFaceDecoder:
 
 @dataclass(frozen=True)
 class CompilableCheckpoint:
-    """A checkpoint to generate text with.
+    """A checkpoint to generate text with."""
 
-    Attributes:
-        description: the model's description.
-        dtype: the dtype of its weights.
-        weights: the model's weights, with an adapter merged into them.
-        words: the tokenizer and chat template.
-        max_positions: the longest text that the model can be compiled for, in tokens.
-    """
-
-    description: ModelDescription
-    dtype: torch.dtype
-    weights: ModelWeights
-    words: Words
-    max_positions: int
+    description: ModelDescription  # the model's description
+    dtype: torch.dtype  # the dtype of its weights
+    weights: ModelWeights  # the model's weights, with an adapter merged into them
+    codec: TextCodec  # the tokenizer and chat template
+    max_positions: int  # the longest text that the model can be compiled for, in tokens
 
     def compile(
         self,
@@ -195,7 +177,7 @@ class CompilableCheckpoint:
     def _check_draft(self, draft: Self, max_length: int, num_speculative_tokens: int) -> None:
         """Raise ValueError before anything is compiled if the draft model does not fit."""
         what = f"the draft model ({draft.description.architecture})"
-        ours, theirs = (it.words.tokenizer.vocabulary for it in (self, draft))
+        ours, theirs = (it.codec.tokenizer.vocabulary for it in (self, draft))
         if ours != theirs:
             differing = min(token for token, _ in ours.items() ^ theirs.items())
             raise ValueError(
@@ -326,9 +308,9 @@ def open_for_compilation(
         nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     opened = open_model(folder, tag, adapter=adapter)
-    words = open_words(opened, tokenizer)
+    codec = open_codec(opened, tokenizer)
     longest = _max_positions(opened.description)
-    return CompilableCheckpoint(opened.description, opened.dtype, opened.weights, words, longest)
+    return CompilableCheckpoint(opened.description, opened.dtype, opened.weights, codec, longest)
 
 
 def _max_positions(description: ModelDescription) -> int:

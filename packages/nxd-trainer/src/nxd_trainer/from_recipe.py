@@ -215,11 +215,7 @@ def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
 
 
 def recipe_schedule(recipe: Recipe) -> Schedule:
-    """Return the recipe's pipeline schedule.
-
-    Raises:
-        ValueError: the schedule cannot run.
-    """
+    """Return the recipe's pipeline schedule; raises ValueError if the schedule cannot run."""
     return make_schedule(
         recipe.pipeline.schedule,
         recipe.parallel.pipeline_parallel_size,

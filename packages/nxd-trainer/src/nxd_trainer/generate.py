@@ -14,7 +14,7 @@ from nxd_trace.generation import SamplingSettings, choose_token
 from torch import Tensor, nn
 
 from nxd_trainer.data import Tokenizer
-from nxd_trainer.opened_model import Words, open_model_together, open_words
+from nxd_trainer.opened_model import TextCodec, open_codec, open_model_together
 
 
 def load_for_generation(
@@ -41,22 +41,22 @@ def load_for_generation(
         nxd_ckpt.CheckpointError: there is no such checkpoint, it is damaged, or its tensors do not match the model
             that it names; on all ranks.
     """
-    model, words = load_with_words(folder, tag, tokenizer=tokenizer, adapter=adapter)
-    return model, words.tokenizer
+    model, codec = load_with_codec(folder, tag, tokenizer=tokenizer, adapter=adapter)
+    return model, codec.tokenizer
 
 
-def load_with_words(
+def load_with_codec(
     folder: str | Path,
     tag: str | None = None,
     *,
     tokenizer: str | Path | None = None,
     adapter: str | Path | None = None,
-) -> tuple[nn.Module, Words]:
+) -> tuple[nn.Module, TextCodec]:
     """Like `load_for_generation`, with the chat template and the tokens that end a text."""
     opened = open_model_together(folder, tag, adapter=adapter)
-    words = open_words(opened, tokenizer)
+    codec = open_codec(opened, tokenizer)
     model = load_model(opened.weights, opened.description, opened.dtype, opened.where)
-    return model.eval(), words
+    return model.eval(), codec
 
 
 @torch.no_grad()

@@ -64,38 +64,24 @@ OpenCheckpoint = Callable[[str | Path, str | None], Checkpoint]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose weights have not been read yet.
+    """A model whose weights have not been read yet."""
 
-    Attributes:
-        description: the model's description.
-        weights: the weights, with adapters merged into them.
-        dtype: the dtype of the weights.
-        where: the model's source, for messages.
-        tokenizer: `BYTES`, or the folder that the user named; None: the tokenizer in the description's files.
-    """
-
-    description: ModelDescription
-    weights: ModelWeights
-    dtype: torch.dtype
-    where: str
-    tokenizer: str | None
+    description: ModelDescription  # the model's description
+    weights: ModelWeights  # the weights, with adapters merged into them
+    dtype: torch.dtype  # the dtype of the weights
+    where: str  # the model's source, for messages
+    tokenizer: str | None  # `BYTES`, or the folder that the user named; None: the tokenizer in the description's files
 
 
 @dataclass(frozen=True)
-class Words:
-    """A model's tokenizer, chat template and end tokens.
+class TextCodec:
+    """The text side of a model: its tokenizer, chat template and end tokens."""
 
-    Attributes:
-        tokenizer: the model's tokenizer.
-        chat: the chat template; None if there is none.
-        end_tokens: tokens that end a text.
-    """
+    tokenizer: Tokenizer  # the model's tokenizer
+    chat: ChatTemplate | None  # the chat template; None if there is none
+    end_tokens: tuple[int, ...]  # tokens that end a text
 
-    tokenizer: Tokenizer
-    chat: ChatTemplate | None
-    end_tokens: tuple[int, ...]
-
-    def ending_at(self, stops: Iterable[str]) -> "Words":
+    def ending_at(self, stops: Iterable[str]) -> "TextCodec":
         """Return a copy that also ends texts at each token that one of these stop texts spells: `<|im_end|>`."""
         tokens = (special_token(text, self.tokenizer.encode, self.tokenizer.decode) for text in stops)
         return replace(self, end_tokens=(*self.end_tokens, *(token for token in tokens if token is not None)))
@@ -130,14 +116,14 @@ def open_model_together(
     return _open_model(folder, tag, adapter, open_own_together, on_all_ranks)
 
 
-def open_words(opened: OpenedModel, given: str | Path | None = None) -> Words:
+def open_codec(opened: OpenedModel, given: str | Path | None = None) -> TextCodec:
     """Open a model's tokenizer, or the given one in its place, with its chat template.
 
     Raises:
         ValueError: no tokenizer is known, or it is not usable.
     """
     if given or opened.tokenizer:
-        return _words(opened, str(given or opened.tokenizer))
+        return _codec(opened, str(given or opened.tokenizer))
     with TemporaryDirectory() as folder:
         write_companions(opened.description.files, folder)
         if tokenizer_in(folder) is None:
@@ -148,16 +134,16 @@ def open_words(opened: OpenedModel, given: str | Path | None = None) -> Words:
                 f'--tokenizer): a tokenizer.json, its folder, or "{BYTES}"'
             )
         write_config(folder, opened.description.config)  # some tokenizers can only be identified by the model's type
-        return _words(opened, folder)
+        return _codec(opened, folder)
 
 
-def _words(opened: OpenedModel, path: str) -> Words:
+def _codec(opened: OpenedModel, path: str) -> TextCodec:
     tokenizer = load_tokenizer(None if path == BYTES else path)
     try:
         chat = None if path == BYTES else ChatTemplate(path)
     except NoChatTemplateError:
         chat = None
-    return Words(tokenizer, chat, _end_tokens(opened.description, tokenizer))
+    return TextCodec(tokenizer, chat, _end_tokens(opened.description, tokenizer))
 
 
 def _open_alone(doing: str, act: Callable[[], OpenedModel]) -> OpenedModel:

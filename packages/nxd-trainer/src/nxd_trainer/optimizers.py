@@ -57,11 +57,7 @@ def optimizer_class(recipe: Recipe) -> type[Optimizer]:
 
 
 def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the optimizer's arguments for all parameters.
-
-    Raises:
-        ValueError: the class does not accept them.
-    """
+    """Return the optimizer's arguments for all parameters; raises ValueError if the class does not accept them."""
     options, cls = recipe.optimizer, optimizer_class(recipe)
     arguments: dict[str, Any] = {"lr": options.lr}
     if cls is AdamW:

@@ -179,17 +179,11 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Upcycled:
-    """The mixture's tensors by their names in its files; a `TensorSource`.
+    """The mixture's tensors by their names in its files; a `TensorSource`."""
 
-    Attributes:
-        source: the dense model's tensors.
-        copies: the dense tensor that each copied tensor comes from.
-        made: new tensors.
-    """
-
-    source: TensorSource
-    copies: Mapping[str, str]
-    made: Mapping[str, _Made]
+    source: TensorSource  # the dense model's tensors
+    copies: Mapping[str, str]  # the dense tensor that each copied tensor comes from
+    made: Mapping[str, _Made]  # new tensors
     objects: Any = None
     is_mapped: bool = False
 

@@ -31,25 +31,18 @@ _STOPPED_SHARE = 0.75
 
 @dataclass(frozen=True)
 class DisturbancePlan:
-    """The disturbances of a run.
+    """The disturbances of a run."""
 
-    Attributes:
-        seed: random seed for ranks, kinds and times.
-        count: number of disturbances; unlimited if None.
-        kinds: kinds to choose from; one that is named twice is chosen twice as often.
-        steps: minimum and maximum number of steps from one recovery to the next disturbance, which comes at any moment
-            of the step that follows.
-        seconds: minimum and maximum seconds from one disturbance to the next instead, in any state of the run, also
-            during a recovery.
-        lasting: minimum and maximum seconds for which a rank is slow or absent.
-    """
-
-    seed: int
-    count: int | None = None
-    kinds: Sequence[Kind] = ("kill",)
+    seed: int  # random seed for ranks, kinds and times
+    count: int | None = None  # number of disturbances; unlimited if None
+    kinds: Sequence[Kind] = ("kill",)  # kinds to choose from; one that is named twice is chosen twice as often
+    # minimum and maximum number of steps from one recovery to the next disturbance, which comes at any moment of the
+    # step that follows
     steps: tuple[int, int] = (2, 6)
+    # minimum and maximum seconds from one disturbance to the next instead, in any state of the run, also during a
+    # recovery
     seconds: tuple[float, float] | None = None
-    lasting: tuple[float, float] = (5.0, 15.0)
+    lasting: tuple[float, float] = (5.0, 15.0)  # minimum and maximum seconds for which a rank is slow or absent
 
     def __post_init__(self) -> None:
         if not self.kinds or not set(self.kinds) <= set(KINDS):
@@ -64,23 +57,14 @@ class DisturbancePlan:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One disturbance of a rank.
+    """One disturbance of a rank."""
 
-    Attributes:
-        kind: kind of disturbance.
-        rank: the disturbed rank; the first one of a host.
-        step: the newest step in the metrics at that time.
-        generation: how often the run had begun or resumed until then.
-        at: time on the monotonic clock.
-        seconds: how long it lasted; None if it is permanent.
-    """
-
-    kind: Kind
-    rank: RankProcess
-    step: int
-    generation: int
-    at: float
-    seconds: float | None = None
+    kind: Kind  # kind of disturbance
+    rank: RankProcess  # the disturbed rank; the first one of a host
+    step: int  # the newest step in the metrics at that time
+    generation: int  # how often the run had begun or resumed until then
+    at: float  # time on the monotonic clock
+    seconds: float | None = None  # how long it lasted; None if it is permanent
 
     @property
     def is_a_loss(self) -> bool:
@@ -206,18 +190,13 @@ def _stopped(pid: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measures:
-    """Measurements from outside, from the metrics.
+    """Measurements from outside, from the metrics."""
 
-    Attributes:
-        recoveries: seconds from each loss of a rank to the next step, in order; losses without a following step are
-            omitted.
-        steps_lost: for each of them, the number of steps in the metrics that had to be repeated.
-        goodput: the time that the steps take without disturbances, as a share of the seconds from the first step to the
-            last; nan if too few steps were seen.
-    """
-
+    # seconds from each loss of a rank to the next step, in order; losses without a following step are omitted
     recoveries: Sequence[float]
-    steps_lost: Sequence[int]
+    steps_lost: Sequence[int]  # for each of them, the number of steps in the metrics that had to be repeated
+    # the time that the steps take without disturbances, as a share of the seconds from the first step to the last; nan
+    # if too few steps were seen
     goodput: float
 
 

@@ -18,19 +18,12 @@ _OF_SLURM = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STE
 
 
 class RankProcess(NamedTuple):
-    """A process that trains.
+    """A process that trains."""
 
-    Attributes:
-        number: rank number, from its launcher.
-        pid: process id.
-        parent: id of the parent process, which in an elastic run replaces it when it dies.
-        host: process id of its launcher, which represents a host: torchrun's agent, or `nxd train --nproc`.
-    """
-
-    number: int
-    pid: int
-    parent: int
-    host: int
+    number: int  # rank number, from its launcher
+    pid: int  # process id
+    parent: int  # id of the parent process, which in an elastic run replaces it when it dies
+    host: int  # process id of its launcher, which represents a host: torchrun's agent, or `nxd train --nproc`
 
 
 def ranks_below(root: int) -> list[RankProcess]:
@@ -115,17 +108,11 @@ POLL_SECONDS = 0.01
 
 
 class LoggedStep(NamedTuple):
-    """The used fields of a line of a run's metrics.
+    """The used fields of a line of a run's metrics."""
 
-    Attributes:
-        step: optimizer steps taken, from 1.
-        layout: the layout, such as "TP 2 x DP 2"; in the first line of each invocation.
-        resumed_from: step of the checkpoint; in the first line after a resume.
-    """
-
-    step: int
-    layout: str | None = None
-    resumed_from: int | None = None
+    step: int  # optimizer steps taken, from 1
+    layout: str | None = None  # the layout, such as "TP 2 x DP 2"; in the first line of each invocation
+    resumed_from: int | None = None  # step of the checkpoint; in the first line after a resume
 
     @classmethod
     def of_line(cls, line: str) -> Self:

@@ -36,11 +36,7 @@ class MemoryServerClient:
         return Upload(_Connection(self.address), name, num_bytes)
 
     def get(self, name: str, pieces: "Sequence[tuple[int, memoryview]]") -> None:
-        """Fill each memory with the file's bytes from an offset.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
+        """Fill each memory with the file's bytes from an offset; raises FileNotFoundError if there is no such file."""
         asked = [[offset, memory.nbytes] for offset, memory in pieces]
         with self._answer_to(do="get", name=name, pieces=asked) as (_, connection):
             for _, memory in pieces:
@@ -94,11 +90,7 @@ class Upload:
             self._connection.send(content)
 
     def finish(self) -> None:
-        """Make the file appear.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Make the file appear; raises OSError if it could not be written."""
         self._connection.send(END)
         self._connection.answer()
         self.close()

@@ -91,11 +91,7 @@ class MemoryServer(socketserver.ThreadingTCPServer):
         return f"[{host}]:{port}" if self.address_family == socket.AF_INET6 else f"{host}:{port}"
 
     def path_of(self, name: object) -> Path:
-        """Return the path of a file.
-
-        Raises:
-            Refused: the name is not valid.
-        """
+        """Return the path of a file; raises Refused if the name is not valid."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise Refused(f"{name!r} is not a file name")
         return self.folder / name

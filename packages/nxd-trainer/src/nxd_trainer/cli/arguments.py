@@ -1,8 +1,18 @@
-"""Arguments shared by several commands: models, checkpoints, tokenizers."""
+"""Arguments shared by several commands: models, checkpoints, tokenizers; and the compiled models that they name."""
+
+from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nxd_cli.command import reports_user_errors
+
+if TYPE_CHECKING:
+    from nxd_trace.generation import Generator
+
+    from nxd_trainer.compiled_generation import CompilableCheckpoint
 
 
 def model_folder(text: str) -> Path:
@@ -21,7 +31,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a model to generate text with."""
+    """Add the arguments that name a model to generate text with, a draft model, and degrees for compiled models."""
     parser.add_argument(
         "model",
         type=model_folder,
@@ -34,11 +44,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="a LoRA adapter to merge: a PEFT folder or a checkpoint",
     )
-    add_tokenizer(parser)
-
-
-def add_draft(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a draft model."""
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'; unset: the model's"
+    )
     parser.add_argument(
         "--draft",
         type=model_folder,
@@ -53,9 +61,6 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
         help="draft tokens per step (default: %(default)s)",
     )
 
-
-def add_compiled_degrees(parser: argparse.ArgumentParser) -> None:
-    """Add `--context-parallel-size` and `--expert-parallel-size`, for compiled models."""
     parser.add_argument(
         "--context-parallel-size",
         type=int,
@@ -72,8 +77,37 @@ def add_compiled_degrees(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """Add `--tokenizer`, for checkpoints that do not name theirs."""
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="a tokenizer.json, its folder, or 'bytes'; unset: the model's"
+def open_compilable(options: argparse.Namespace) -> tuple[CompilableCheckpoint, CompilableCheckpoint | None, int]:
+    """Return the model and the draft model that `add_model` names, and the longest text that both support."""
+    from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
+
+    model = reports_user_errors(
+        lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
+    )
+    draft = None
+    if options.draft is not None:
+        draft = reports_user_errors(lambda: open_for_compilation(options.draft, tokenizer=options.tokenizer))
+    return model, draft, min(it.max_positions for it in (model, draft) if it is not None)
+
+
+def compile_model(
+    options: argparse.Namespace,
+    model: CompilableCheckpoint,
+    draft: CompilableCheckpoint | None,
+    *,
+    batch_size: int,
+    max_length: int,
+) -> Generator:
+    """Compile what `open_compilable` returned, with the degrees and the compiler of the command line."""
+    return reports_user_errors(
+        lambda: model.compile(
+            batch_size=batch_size,
+            max_length=max_length,
+            tp_degree=options.nproc or 1,
+            context_parallel_size=options.context_parallel_size,
+            expert_parallel_size=options.expert_parallel_size,
+            compiler=options.compiler,
+            draft=draft,
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
     )

@@ -17,10 +17,10 @@ from nxd_cli.command import (
 )
 from nxd_cli.launch import own_threads
 
-from nxd_trainer.cli.arguments import add_compiled_degrees, add_draft, add_model
+from nxd_trainer.cli.arguments import add_model, compile_model, open_compilable
 
 if TYPE_CHECKING:
-    from nxd_trainer.opened_model import Words
+    from nxd_trainer.opened_model import TextCodec
 
 _LENGTHS = 128  # compiled lengths are multiples of this, so that other prompts hit the program cache
 _LONGEST_TALK = 4096  # tokens of a compiled conversation, whose prompts are not known in advance
@@ -44,7 +44,6 @@ Write = Callable[[list[int], OnToken], object]
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nxd generate")
     add_model(parser)
-    add_draft(parser)
     parser.add_argument("--prompt", help=f"text to continue (default: {_PROMPT!r}); with --chat, to answer")
     parser.add_argument(
         "--chat",
@@ -69,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compiler", help="with --compiled: inductor or export; unset: the one available here")
     add_nproc(parser, "--tensor-parallel-size")
-    add_compiled_degrees(parser)
     return parser
 
 
@@ -94,21 +92,21 @@ def main(arguments: Sequence[str]) -> int:
     import torch  # noqa: PLC0415
     from nxd_state import get_world_group, initialize_model_parallel  # noqa: PLC0415
 
-    from nxd_trainer.generate import generate, load_with_words  # noqa: PLC0415
+    from nxd_trainer.generate import generate, load_with_codec  # noqa: PLC0415
 
     sampling = _sampling(options)
     initialize_model_parallel(int(os.environ.get("WORLD_SIZE", "1")))
-    model, words = reports_user_errors(
-        lambda: load_with_words(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
+    model, codec = reports_user_errors(
+        lambda: load_with_codec(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
-    words = words.ending_at(options.stop)
+    codec = codec.ending_at(options.stop)
 
     def write(prompt: list[int], on_token: OnToken) -> None:
-        for token in generate(model, torch.tensor(prompt), stop_tokens=words.end_tokens, **sampling):
+        for token in generate(model, torch.tensor(prompt), stop_tokens=codec.end_tokens, **sampling):
             on_token(token)
 
     with own_threads():
-        _write_texts(options, words, write, is_shown=get_world_group().rank == 0)
+        _write_texts(options, codec, write, is_shown=get_world_group().rank == 0)
     leave_mesh()
     return 0
 
@@ -120,44 +118,25 @@ def _run_compiled(options: argparse.Namespace) -> int:
 
     start_fork_server()  # loads its libraries while this process loads its own
 
-    from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
-
     sampling = _sampling(options)  # before the minutes that compiling may take
-    checkpoint = reports_user_errors(
-        lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
-    )
-    draft = None
-    if options.draft is not None:
-        draft = reports_user_errors(lambda: open_for_compilation(options.draft, tokenizer=options.tokenizer))
-        if options.temperature > 0:
-            print("nxd generate: --draft only helps with --temperature 0; sampling does not use it", file=sys.stderr)
-    words = checkpoint.words.ending_at(options.stop)
-    longest = min(it.max_positions for it in (checkpoint, draft) if it is not None)
+    checkpoint, draft, longest = open_compilable(options)
+    if draft is not None and options.temperature > 0:
+        print("nxd generate: --draft only helps with --temperature 0; sampling does not use it", file=sys.stderr)
+    codec = checkpoint.codec.ending_at(options.stop)
     if options.chat and options.prompt is None:
         length = min(_LONGEST_TALK, longest)
     else:
-        needed = len(_first_prompt(options, words)) + options.max_new_tokens
+        needed = len(_first_prompt(options, codec)) + options.max_new_tokens
         length = max(needed, min(-(-needed // _LENGTHS) * _LENGTHS, longest))
-    generator = reports_user_errors(
-        lambda: checkpoint.compile(
-            batch_size=1,
-            max_length=length,
-            tp_degree=options.nproc or 1,
-            context_parallel_size=options.context_parallel_size,
-            expert_parallel_size=options.expert_parallel_size,
-            compiler=options.compiler,
-            draft=draft,
-            num_speculative_tokens=options.num_speculative_tokens,
-        )
-    )
+    generator = compile_model(options, checkpoint, draft, batch_size=1, max_length=length)
 
     def write(prompt: list[int], on_token: OnToken) -> None:
         generator.generate(
-            [prompt], stop_tokens=words.end_tokens, on_token=lambda _, token: on_token(token), **sampling
+            [prompt], stop_tokens=codec.end_tokens, on_token=lambda _, token: on_token(token), **sampling
         )
 
     with generator:
-        _write_texts(options, words, write, is_shown=True)
+        _write_texts(options, codec, write, is_shown=True)
     return 0
 
 
@@ -169,12 +148,12 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     return sampling
 
 
-def _write_texts(options: argparse.Namespace, words: "Words", write: Write, *, is_shown: bool) -> None:
+def _write_texts(options: argparse.Namespace, codec: "TextCodec", write: Write, *, is_shown: bool) -> None:
     """Generate the requested texts, and show them as they are generated."""
     show = _show if is_shown else _show_nothing
     if not options.chat:
         show(_text_of(options))
-        _write_text(_first_prompt(options, words), options, words, write, show)
+        _write_text(_first_prompt(options, codec), options, codec, write, show)
         return
     messages = _system_message(options)
     turns: Iterable[str] = sys.stdin if options.prompt is None else [options.prompt]
@@ -182,17 +161,17 @@ def _write_texts(options: argparse.Namespace, words: "Words", write: Write, *, i
         if not turn.strip():
             continue
         messages.append({"role": "user", "content": turn.rstrip("\n")})
-        prompt = _chat_prompt(messages, words)
-        messages.append({"role": "assistant", "content": _write_text(prompt, options, words, write, show)})
+        prompt = _chat_prompt(messages, codec)
+        messages.append({"role": "assistant", "content": _write_text(prompt, options, codec, write, show)})
 
 
 def _write_text(
-    prompt: list[int], options: argparse.Namespace, words: "Words", write: Write, show: Callable[[str], None]
+    prompt: list[int], options: argparse.Namespace, codec: "TextCodec", write: Write, show: Callable[[str], None]
 ) -> str:
     """Generate one text, show it with a newline, and return it."""
     from nxd_trace.serving.detokenizer import IncrementalDetokenizer, StopString  # noqa: PLC0415
 
-    detokenizer = IncrementalDetokenizer(words.tokenizer.decode, [StopString(text) for text in options.stop])
+    detokenizer = IncrementalDetokenizer(codec.tokenizer.decode, [StopString(text) for text in options.stop])
     pieces: list[str] = []
 
     def give(text: str) -> None:
@@ -200,7 +179,7 @@ def _write_text(
         show(text)
 
     def on_token(token: int) -> None:
-        if token not in words.end_tokens:
+        if token not in codec.end_tokens:
             give(detokenizer.push(token))
         if detokenizer.stopped:
             raise _StopTextFound
@@ -219,12 +198,12 @@ class _StopTextFound(Exception):
     """Ends a text."""
 
 
-def _first_prompt(options: argparse.Namespace, words: "Words") -> list[int]:
+def _first_prompt(options: argparse.Namespace, codec: "TextCodec") -> list[int]:
     if options.chat:
-        return _chat_prompt([*_system_message(options), {"role": "user", "content": options.prompt}], words)
+        return _chat_prompt([*_system_message(options), {"role": "user", "content": options.prompt}], codec)
     from nxd_trainer.data.tokenizer import encode_prompt  # noqa: PLC0415
 
-    return reports_user_errors(lambda: encode_prompt(words.tokenizer, _text_of(options)))
+    return reports_user_errors(lambda: encode_prompt(codec.tokenizer, _text_of(options)))
 
 
 def _text_of(options: argparse.Namespace) -> str:
@@ -235,8 +214,8 @@ def _system_message(options: argparse.Namespace) -> list[dict[str, str]]:
     return [] if options.system is None else [{"role": "system", "content": options.system}]
 
 
-def _chat_prompt(messages: list[dict[str, str]], words: "Words") -> list[int]:
-    chat = words.chat
+def _chat_prompt(messages: list[dict[str, str]], codec: "TextCodec") -> list[int]:
+    chat = codec.chat
     if chat is None:
         raise UserError(
             "--chat needs a chat template, which the model's tokenizer does not have; give the --tokenizer folder of a "

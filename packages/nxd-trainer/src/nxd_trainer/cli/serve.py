@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from nxd_cli.command import check_own_process, parse, reports_user_errors
 
-from nxd_trainer.cli.arguments import add_compiled_degrees, add_draft, add_model
+from nxd_trainer.cli.arguments import add_model, compile_model, open_compilable
 
 _LONGEST = 4096  # default length in tokens: the cache has room for this many of each prompt in the batch
 EXIT_WORKERS_FAILED = 4  # uvicorn uses 3 for an address that it cannot listen on
@@ -16,7 +16,6 @@ EXIT_WORKERS_FAILED = 4  # uvicorn uses 3 for an address that it cannot listen o
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nxd serve")
     add_model(parser)
-    add_draft(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: any free port (default: %(default)s)")
     parser.add_argument(
@@ -59,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tensor-parallel worker processes (default: 1)",
     )
-    add_compiled_degrees(parser)
     parser.add_argument(
         "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="size of a request (default: %(default)s)"
     )
@@ -110,8 +108,6 @@ def main(arguments: Sequence[str]) -> int:
 
     start_fork_server()  # loads its libraries while this process loads its own
 
-    from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
-
     reports_user_errors(check_installed)  # before the minutes that compiling may take
     limits = reports_user_errors(
         lambda: ServerLimits(
@@ -124,40 +120,23 @@ def main(arguments: Sequence[str]) -> int:
     )
     allowed = reports_user_errors(lambda: AllowedSites(tuple(options.allowed_host), tuple(options.allowed_origin)))
     restarts = reports_user_errors(lambda: RestartPolicy(max_restarts=options.max_restarts))
-    checkpoint = reports_user_errors(
-        lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
-    )
-    draft = None
-    if options.draft is not None:
-        draft = reports_user_errors(lambda: open_for_compilation(options.draft, tokenizer=options.tokenizer))
-    longest = min(it.max_positions for it in (checkpoint, draft) if it is not None)
+    checkpoint, draft, longest = open_compilable(options)
     length = options.max_length or min(_LONGEST, longest)
     _say(
         f"{options.model}: {checkpoint.description.architecture}, {str(checkpoint.dtype).removeprefix('torch.')}; "
         f"batches of up to {options.batch_size}, texts of up to {length} tokens"
-        f"{'' if checkpoint.words.chat else '; no chat template'}"
+        f"{'' if checkpoint.codec.chat else '; no chat template'}"
         f"{'' if draft is None else f'; {options.draft} drafts {options.num_speculative_tokens} tokens at a time'}"
     )
-    generator = reports_user_errors(
-        lambda: checkpoint.compile(
-            batch_size=options.batch_size,
-            max_length=length,
-            tp_degree=options.nproc or 1,
-            context_parallel_size=options.context_parallel_size,
-            expert_parallel_size=options.expert_parallel_size,
-            compiler=options.compiler,
-            draft=draft,
-            num_speculative_tokens=options.num_speculative_tokens,
-        )
-    )
+    generator = compile_model(options, checkpoint, draft, batch_size=options.batch_size, max_length=length)
     _say(f"the model is ready after {time.monotonic() - begun:.1f} s")
     with generator:
         service = CompletionService(
             generator.engine,
-            checkpoint.words.tokenizer,
+            checkpoint.codec.tokenizer,
             model=options.name,
-            chat=checkpoint.words.chat,
-            end_tokens=checkpoint.words.end_tokens,
+            chat=checkpoint.codec.chat,
+            end_tokens=checkpoint.codec.end_tokens,
             limits=limits,
             restarts=restarts,
             shared_prefixes=options.shared_prefixes,

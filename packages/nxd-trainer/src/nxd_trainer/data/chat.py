@@ -51,17 +51,11 @@ Spans = list[tuple[int, int]]  # starts and ends in a text
 
 
 class EncodedConversation(NamedTuple):
-    """A conversation as tokens.
+    """A conversation as tokens."""
 
-    Attributes:
-        tokens: ids `[tokens]`.
-        learned: `[tokens]` true for tokens that the loss counts.
-        num_lost_thoughts: number of learned answers whose thoughts the template omits.
-    """
-
-    tokens: NDArray[np.int64]
-    learned: NDArray[np.bool_]
-    num_lost_thoughts: int = 0
+    tokens: NDArray[np.int64]  # ids `[tokens]`
+    learned: NDArray[np.bool_]  # `[tokens]` true for tokens that the loss counts
+    num_lost_thoughts: int = 0  # number of learned answers whose thoughts the template omits
 
 
 class EncodedRow(NamedTuple):

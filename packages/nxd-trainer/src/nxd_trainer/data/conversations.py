@@ -47,19 +47,12 @@ class ConversationsIndex:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Tokenized conversations, concatenated and memory-mapped.
+    """Tokenized conversations, concatenated and memory-mapped."""
 
-    Attributes:
-        tokens: `[num_tokens]` uint32.
-        learned: `[num_tokens]` bool, true for the assistant's tokens.
-        ends: `[num_conversations]` end of each conversation in the tokens.
-        index: metadata.
-    """
-
-    tokens: NDArray[np.uint32]
-    learned: NDArray[np.bool_]
-    ends: NDArray[np.int64]
-    index: ConversationsIndex
+    tokens: NDArray[np.uint32]  # `[num_tokens]` uint32
+    learned: NDArray[np.bool_]  # `[num_tokens]` bool, true for the assistant's tokens
+    ends: NDArray[np.int64]  # `[num_conversations]` end of each conversation in the tokens
+    index: ConversationsIndex  # metadata
 
 
 def build_conversations(
@@ -146,23 +139,15 @@ def open_conversations(entry: str | Path) -> Conversations:
 
 @dataclass(frozen=True)
 class ConversationSequences:
-    """Sequences of one or more conversations, numbered from 0.
+    """Sequences of one or more conversations, numbered from 0."""
 
-    Attributes:
-        conversations: all conversations.
-        sequence_length: tokens per sequence, without the last label.
-        starts: `[conversations here]` start of each in the tokens; those of a sequence are adjacent.
-        lengths: `[conversations here]` tokens of each, at most `sequence_length + 1`; the last is only a label.
-        learned: `[conversations here]` labels that the loss counts.
-        bounds: `[samples + 1]` sample i has the conversations from `bounds[i]` to `bounds[i + 1]`.
-    """
-
-    conversations: Conversations
-    sequence_length: int
-    starts: NDArray[np.int64]
+    conversations: Conversations  # all conversations
+    sequence_length: int  # tokens per sequence, without the last label
+    starts: NDArray[np.int64]  # `[conversations here]` start of each in the tokens; those of a sequence are adjacent
+    # `[conversations here]` tokens of each, at most `sequence_length + 1`; the last is only a label
     lengths: NDArray[np.int64]
-    learned: NDArray[np.int64]
-    bounds: NDArray[np.int64]
+    learned: NDArray[np.int64]  # `[conversations here]` labels that the loss counts
+    bounds: NDArray[np.int64]  # `[samples + 1]` sample i has the conversations from `bounds[i]` to `bounds[i + 1]`
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -198,19 +183,12 @@ class ConversationSequences:
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """The effects of truncating conversations to the sequence length.
+    """The effects of truncating conversations to the sequence length."""
 
-    Attributes:
-        num_cut: conversations that are longer.
-        tokens_cut: tokens cut off.
-        learned_cut: the assistant's tokens among them.
-        num_without_answer: conversations left out because the loss would count none of their tokens.
-    """
-
-    num_cut: int
-    tokens_cut: int
-    learned_cut: int
-    num_without_answer: int
+    num_cut: int  # conversations that are longer
+    tokens_cut: int  # tokens cut off
+    learned_cut: int  # the assistant's tokens among them
+    num_without_answer: int  # conversations left out because the loss would count none of their tokens
 
 
 def cut_conversations(

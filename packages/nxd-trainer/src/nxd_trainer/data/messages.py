@@ -33,17 +33,13 @@ _HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which JSO
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation.
+    """A conversation."""
 
-    Attributes:
-        messages: messages in the format of chat templates, with `role`, `content` and optional `MARKS`.
-        tools: JSON schemas of the tools for the template; None if there are none.
-        first_answer: messages before this one are not learned.
-    """
-
+    # messages in the format of chat templates, with `role`, `content` and optional `MARKS`
     messages: Sequence[Mapping[str, Any]]
+    # JSON schemas of the tools for the template; None if there are none
     tools: Sequence[Mapping[str, Any]] | None = None
-    first_answer: int = 0
+    first_answer: int = 0  # messages before this one are not learned
 
 
 def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:

@@ -104,13 +104,9 @@ def _common_beginning(place: str, chosen: list[Any], rejected: list[Any]) -> tup
 
 @dataclass(frozen=True)
 class PairSequences:
-    """Pairs of sequences, numbered from 0; a sample has two rows, the chosen answer and then the rejected one.
+    """Pairs of sequences, numbered from 0; a sample has two rows, the chosen answer and then the rejected one."""
 
-    Attributes:
-        answers: the sequences of all answers here; those of a pair are adjacent.
-    """
-
-    answers: ConversationSequences
+    answers: ConversationSequences  # the sequences of all answers here; those of a pair are adjacent
 
     @property
     def sequence_length(self) -> int:

@@ -35,38 +35,25 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 
 @dataclass(frozen=True, kw_only=True)
 class RenderTask:
-    """A rendering to make.
+    """A rendering to make."""
 
-    Attributes:
-        count: number of messages to render, from the first.
-        messages: messages to render instead.
-        asks: whether to prompt the assistant for an answer.
-        marked: whether to track which text comes from which message. Templates may render marked text differently.
-    """
-
-    count: int = 0
-    messages: Sequence[Mapping[str, Any]] | None = None
-    asks: bool = False
+    count: int = 0  # number of messages to render, from the first
+    messages: Sequence[Mapping[str, Any]] | None = None  # messages to render instead
+    asks: bool = False  # whether to prompt the assistant for an answer
+    # whether to track which text comes from which message. Templates may render marked text differently.
     marked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A rendered text and, for marked jobs, the origins of its parts.
+    """A rendered text and, for marked jobs, the origins of its parts."""
 
-    Attributes:
-        text: the whole text; empty if the template failed.
-        passes: for each pass of a loop over messages, the message's number and the start and end of its output.
-        generated: starts and ends of the parts marked by `{% generation %}`.
-        end: end of the last loop over messages.
-        error: why the template failed; None if it did not.
-    """
-
-    text: str = ""
+    text: str = ""  # the whole text; empty if the template failed
+    # for each pass of a loop over messages, the message's number and the start and end of its output
     passes: Sequence[Sequence[int]] = ()
-    generated: Sequence[Sequence[int]] = ()
-    end: int = 0
-    error: str | None = None
+    generated: Sequence[Sequence[int]] = ()  # starts and ends of the parts marked by `{% generation %}`
+    end: int = 0  # end of the last loop over messages
+    error: str | None = None  # why the template failed; None if it did not
 
 
 class TemplateRenderer:
@@ -149,11 +136,7 @@ class _TemplateProcess:
         self.process.stdout.close()
 
     def ask(self, request: bytes) -> list[dict[str, Any]]:
-        """Return the answers to a request.
-
-        Raises:
-            ValueError: the process died, or does not answer.
-        """
+        """Return the answers to a request; raises ValueError if the process died, or does not answer."""
         try:
             self._requests.send_bytes(request)
             if not self._answers.poll(MAX_SECONDS_OF_CLOCK):

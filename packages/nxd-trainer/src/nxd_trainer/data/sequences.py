@@ -65,19 +65,12 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Some pieces of the tokens, numbered from 0.
+    """Some pieces of the tokens, numbered from 0."""
 
-    Attributes:
-        tokens: `[num_tokens]`, all tokens.
-        sequence_length: tokens per piece, without the last label.
-        starts: `[runs]` first piece of each run of adjacent pieces that belong here.
-        lengths: `[runs]` number of pieces in each run.
-    """
-
-    tokens: NDArray[Any]
-    sequence_length: int
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    tokens: NDArray[Any]  # `[num_tokens]`, all tokens
+    sequence_length: int  # tokens per piece, without the last label
+    starts: NDArray[np.int64]  # `[runs]` first piece of each run of adjacent pieces that belong here
+    lengths: NDArray[np.int64]  # `[runs]` number of pieces in each run
 
     def __len__(self) -> int:
         return int(self.lengths.sum())
@@ -143,14 +136,10 @@ class MixedSequences:
 
     An epoch has every sample of every source at least once, and repeats samples as the weights require. So its length
     depends only on counts and weights, and the order does not depend on the layout.
-
-    Attributes:
-        parts: the sources, each with at least one sample.
-        ends: `[parts]` samples of an epoch up to the end of each part.
     """
 
-    parts: Sequence[Sequences]
-    ends: NDArray[np.int64]
+    parts: Sequence[Sequences]  # the sources, each with at least one sample
+    ends: NDArray[np.int64]  # `[parts]` samples of an epoch up to the end of each part
 
     @property
     def sequence_length(self) -> int:

@@ -28,21 +28,13 @@ ReadTexts = Callable[[int], Iterator[str]]  # the texts of an epoch, starting at
 
 @dataclass(frozen=True)
 class StreamSource:
-    """A source of text to stream.
+    """A source of text to stream."""
 
-    Attributes:
-        name: name of the files or the dataset, for messages.
-        read_texts: function that reads the rows' texts, in the same order at each call.
-        tokenizer: the tokenizer, which adds its prefix before each text and the end-of-document token after it.
-        sequence_length: tokens per sample.
-        shuffled_at_a_time: sequences per shuffled block.
-    """
-
-    name: str
-    read_texts: ReadTexts
-    tokenizer: Tokenizer
-    sequence_length: int
-    shuffled_at_a_time: int
+    name: str  # name of the files or the dataset, for messages
+    read_texts: ReadTexts  # function that reads the rows' texts, in the same order at each call
+    tokenizer: Tokenizer  # the tokenizer, which adds its prefix before each text and the end-of-document token after it
+    sequence_length: int  # tokens per sample
+    shuffled_at_a_time: int  # sequences per shuffled block
 
 
 @dataclass(frozen=True)

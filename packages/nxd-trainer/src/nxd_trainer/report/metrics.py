@@ -146,11 +146,7 @@ class MetricsLog:
             self._stream = self.file.open("a", encoding="utf-8")
 
     def log(self, record: StepRecord) -> None:
-        """Add a record.
-
-        Raises:
-            OSError: it cannot be written, for example because the disk is full.
-        """
+        """Add a record; raises OSError if it cannot be written, for example because the disk is full."""
         if self._stream is None:
             return
         if self._first_record:

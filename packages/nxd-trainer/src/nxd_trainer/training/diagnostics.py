@@ -35,15 +35,10 @@ _REPORT_AFTER = 5  # logged steps in a row: a brief delay does not make a rank s
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank, stage or replica.
+    """A slow rank, stage or replica."""
 
-    Attributes:
-        name: name such as "stage 1", "replica 0" or "rank 3 (stage 1, replica 0)".
-        slowdown: its compute time relative to the median rank.
-    """
-
-    name: str
-    slowdown: float
+    name: str  # name such as "stage 1", "replica 0" or "rank 3 (stage 1, replica 0)"
+    slowdown: float  # its compute time relative to the median rank
 
 
 class StragglerWatch:

@@ -81,19 +81,12 @@ def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> F
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The contents of a folder of initial weights.
+    """The contents of a folder of initial weights."""
 
-    Attributes:
-        found: the checkpoint; None for a Hugging Face folder.
-        description: the model's description, if it has one.
-        has_adapter: whether it holds an adapter.
-        is_alone: whether it holds an adapter only.
-    """
-
-    found: Found | None
-    description: ModelDescription | None = None
-    has_adapter: bool = False
-    is_alone: bool = False
+    found: Found | None  # the checkpoint; None for a Hugging Face folder
+    description: ModelDescription | None = None  # the model's description, if it has one
+    has_adapter: bool = False  # whether it holds an adapter
+    is_alone: bool = False  # whether it holds an adapter only
 
     @property
     def adapter_alone(self) -> Found | None:

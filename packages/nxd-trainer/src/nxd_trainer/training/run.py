@@ -46,17 +46,11 @@ EXTRACTED_STEPS = 3  # the first creates the optimizer states, the second is lik
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How an invocation ended, the same on every rank.
+    """How an invocation ended, the same on every rank."""
 
-    Attributes:
-        step: optimizer steps taken since the run began.
-        loss: training loss of the last step; nan if no step was taken.
-        stopped: whether SIGTERM or Ctrl-C on any rank ended the run early, after a checkpoint.
-    """
-
-    step: int
-    loss: float
-    stopped: bool
+    step: int  # optimizer steps taken since the run began
+    loss: float  # training loss of the last step; nan if no step was taken
+    stopped: bool  # whether SIGTERM or Ctrl-C on any rank ended the run early, after a checkpoint
 
 
 class AskedToStop(Protocol):

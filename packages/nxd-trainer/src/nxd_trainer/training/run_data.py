@@ -45,19 +45,12 @@ from nxd_trainer.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A data source in the cache.
+    """A data source in the cache."""
 
-    Attributes:
-        name: path, or name on the hub.
-        entry: folder in the cache.
-        weight: share of the samples, relative to the sum of all weights.
-        left_out: a line about skipped files; None if there are none.
-    """
-
-    name: str
-    entry: Path
-    weight: float = 1.0
-    left_out: str | None = None
+    name: str  # path, or name on the hub
+    entry: Path  # folder in the cache
+    weight: float = 1.0  # share of the samples, relative to the sum of all weights
+    left_out: str | None = None  # a line about skipped files; None if there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,25 +66,15 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        train: sequences to train on; empty with a stream.
-        held_out: sequences to evaluate on.
-        digest: a hash that changes with the tokens or with the tokens that the loss counts.
-        notes: lines about the data and the parts that are omitted.
-        warnings: lines about probable mistakes.
-        sources: whole documents or conversations, by source name.
-        stream: the stream to train on, if the data are streamed.
-    """
-
-    train: Sequences
-    held_out: Sequences
-    digest: str
-    notes: list[str]
-    warnings: list[str]
-    sources: dict[str, Corpus | Conversations]
-    stream: StreamSource | None = None
+    train: Sequences  # sequences to train on; empty with a stream
+    held_out: Sequences  # sequences to evaluate on
+    digest: str  # a hash that changes with the tokens or with the tokens that the loss counts
+    notes: list[str]  # lines about the data and the parts that are omitted
+    warnings: list[str]  # lines about probable mistakes
+    sources: dict[str, Corpus | Conversations]  # whole documents or conversations, by source name
+    stream: StreamSource | None = None  # the stream to train on, if the data are streamed
 
 
 def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedData:

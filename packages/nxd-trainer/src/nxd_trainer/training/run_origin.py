@@ -28,17 +28,11 @@ _QUESTION, _ANSWER = "Yes?", "Indeed."
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a run's model, as its checkpoints record it.
+    """The source of a run's model, as its checkpoints record it."""
 
-    Attributes:
-        initial: the initial weights, if they are needed again and can be found.
-        files: files of the tokenizer, the chat template and generation.
-        notes: lines about them.
-    """
-
-    initial: InitialWeights | None
-    files: Mapping[str, bytes]
-    notes: list[str]
+    initial: InitialWeights | None  # the initial weights, if they are needed again and can be found
+    files: Mapping[str, bytes]  # files of the tokenizer, the chat template and generation
+    notes: list[str]  # lines about them
 
 
 def find_origin(recipe: Recipe, config: Mapping[str, Any]) -> Origin:

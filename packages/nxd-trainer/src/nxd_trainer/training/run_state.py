@@ -75,19 +75,12 @@ class TrainBatches:
 
 @dataclass
 class EarlyStopping:
-    """Ends a run whose held-out loss no longer falls.
+    """Ends a run whose held-out loss no longer falls."""
 
-    Attributes:
-        patience: evaluations in a row without a lower loss after which the run ends; 0: never.
-        threshold: minimum decrease of the loss that counts.
-        best_loss: lowest loss so far.
-        num_without_gain: evaluations since then.
-    """
-
-    patience: int
-    threshold: float
-    best_loss: float = math.inf
-    num_without_gain: int = 0
+    patience: int  # evaluations in a row without a lower loss after which the run ends; 0: never
+    threshold: float  # minimum decrease of the loss that counts
+    best_loss: float = math.inf  # lowest loss so far
+    num_without_gain: int = 0  # evaluations since then
 
     @property
     def is_due(self) -> bool:
@@ -115,37 +108,25 @@ class EarlyStopping:
 
 @dataclass
 class RunState:
-    """The state of a training run on one rank.
-
-    Attributes:
-        description: the model's description, for checkpoints.
-        input_names: names of the model's inputs.
-        train_loader: the data loader, with the position in the data.
-        train_batches: the loader's batches on the device.
-        data: the run's data.
-        early_stopping: count of the evaluations without a lower held-out loss.
-        output_lock: lock that keeps other runs out of the output folder while this object lives.
-        step: optimizer steps taken since the run began, over all invocations.
-        reference: for preferences, the model before the run; None without preferences, or if the model without its
-            adapters is the reference.
-        average: moving average of the weights; None without `train.ema_decay`.
-        trackers: trackers that get the metrics besides their file; only on the rank that writes metrics.
-    """
+    """The state of a training run on one rank."""
 
     recipe: Recipe
-    description: ModelDescription
-    input_names: Sequence[str]
+    description: ModelDescription  # the model's description, for checkpoints
+    input_names: Sequence[str]  # names of the model's inputs
     model: NxDModel
     optimizer: NxDOptimizer
-    train_loader: TrainLoader | StreamLoader
-    train_batches: TrainBatches
+    train_loader: TrainLoader | StreamLoader  # the data loader, with the position in the data
+    train_batches: TrainBatches  # the loader's batches on the device
     held_out_loader: HeldOutLoader
-    data: RunData
-    early_stopping: EarlyStopping
-    output_lock: IO[str] | None
-    step: int = 0
+    data: RunData  # the run's data
+    early_stopping: EarlyStopping  # count of the evaluations without a lower held-out loss
+    output_lock: IO[str] | None  # lock that keeps other runs out of the output folder while this object lives
+    step: int = 0  # optimizer steps taken since the run began, over all invocations
+    # for preferences, the model before the run; None without preferences, or if the model without its adapters is the
+    # reference
     reference: NxDModel | None = None
-    average: WeightAverage | None = None
+    average: WeightAverage | None = None  # moving average of the weights; None without `train.ema_decay`
+    # trackers that get the metrics besides their file; only on the rank that writes metrics
     trackers: Sequence[Tracker] = ()
 
     @property

@@ -176,33 +176,20 @@ def _held_out_loss(state: RunState) -> Tensor | None:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step that has been computed; the same on every rank.
+    """A step that has been computed; the same on every rank."""
 
-    Attributes:
-        number: the step's number, from 1.
-        learning_rate: learning rate of the step.
-        tokens: tokens that the loss has counted since the run began.
-        tokens_seen: tokens read since the run began, without padding.
-        loss: mean over all counted tokens of the step.
-        grad_norm: gradient norm before clipping; None without clipping.
-        loss_scale: the loss scale of the step; None without loss scaling.
-        skipped_steps: steps skipped since the run began, because gradients overflowed; None without loss scaling.
-        is_skipped: whether this step was.
-        stopping: sum over ranks of `IN_HASTE` or `CAN_WAIT`, for those that had been asked to stop.
-        routing: router statistics of a model with experts.
-    """
-
-    number: int
-    learning_rate: float
-    tokens: int
-    tokens_seen: int
-    loss: float
-    grad_norm: float | None
-    loss_scale: float | None
+    number: int  # the step's number, from 1
+    learning_rate: float  # learning rate of the step
+    tokens: int  # tokens that the loss has counted since the run began
+    tokens_seen: int  # tokens read since the run began, without padding
+    loss: float  # mean over all counted tokens of the step
+    grad_norm: float | None  # gradient norm before clipping; None without clipping
+    loss_scale: float | None  # the loss scale of the step; None without loss scaling
+    # steps skipped since the run began, because gradients overflowed; None without loss scaling
     skipped_steps: int | None
-    is_skipped: bool
-    stopping: float
-    routing: RouterStatistics | None
+    is_skipped: bool  # whether this step was skipped
+    stopping: float  # sum over ranks of `IN_HASTE` or `CAN_WAIT`, for those that had been asked to stop
+    routing: RouterStatistics | None  # router statistics of a model with experts
 
 
 class StepsUnderWay:

@@ -1,0 +1,98 @@
+"""The commands that convert models: `nxd import`, `nxd export` and `nxd upcycle`."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from nxd_cli.command import parse, reports_user_errors
+
+from nxd_trainer.cli.arguments import add_checkpoint
+from nxd_trainer.recipe.sections import DTYPE_NAMES
+
+
+def import_hugging_face(arguments: Sequence[str]) -> int:
+    """`nxd import`: make a checkpoint from a Hugging Face folder, and print its path."""
+    parser = argparse.ArgumentParser(prog="nxd import")
+    parser.add_argument("folder", type=Path, help="Hugging Face folder with safetensors and config.json")
+    parser.add_argument("checkpoints", type=Path, help="folder of checkpoints to write to")
+    parser.add_argument("--tag", default="imported", help="name of the checkpoint (default: %(default)s)")
+    _add_dtype(parser)
+    options = parse(parser, arguments)
+    from nxd_engine import hugging_face  # noqa: PLC0415 - it loads torch
+
+    from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
+
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    reports_user_errors(
+        lambda: hugging_face.import_hugging_face(options.folder, options.checkpoints, options.tag, dtype=dtype)
+    )
+    print(f"wrote {options.checkpoints / options.tag}")
+    return 0
+
+
+def export(arguments: Sequence[str]) -> int:
+    """`nxd export`: write a Hugging Face folder from a checkpoint, and print its files."""
+    parser = argparse.ArgumentParser(prog="nxd export")
+    add_checkpoint(parser)
+    parser.add_argument("target", type=Path, help="folder to write")
+    _add_dtype(parser)
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the same model, for its config and tensor names, its tokenizer if the checkpoint has none, and "
+        "the base weights of an adapter; unset: the checkpoint's own description",
+    )
+    parser.add_argument(
+        "--ema", action="store_true", help="write the moving average of the weights, from a run with train.ema_decay"
+    )
+    _add_max_shard_size(parser)
+    options = parse(parser, arguments)
+    from nxd_trainer.export import export_hugging_face  # noqa: PLC0415 - it loads torch
+    from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
+
+    target = reports_user_errors(
+        lambda: export_hugging_face(
+            options.checkpoints,
+            options.target,
+            options.tag,
+            like=options.like,
+            dtype=None if options.dtype is None else DTYPES[options.dtype],
+            max_shard_size=options.max_shard_size,
+            averaged=options.ema,
+        )
+    )
+    weights = sorted(target.glob("*.safetensors"))
+    written = str(weights[0]) if len(weights) == 1 else f"{len(weights)} files of weights"
+    print(f"wrote {target / 'config.json'} and {written}")
+    return 0
+
+
+def upcycle(arguments: Sequence[str]) -> int:
+    """`nxd upcycle`: make a mixture of experts from a dense Hugging Face folder, and print the path."""
+    parser = argparse.ArgumentParser(prog="nxd upcycle")
+    parser.add_argument("dense", type=Path, help="folder of a Llama, Mistral, Qwen2 or Qwen3 with safetensors")
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument("--experts", type=int, required=True, help="experts per layer, copies of its MLP")
+    parser.add_argument("--top-k", type=int, default=2, help="experts per token (default: %(default)s)")
+    _add_max_shard_size(parser)
+    options = parse(parser, arguments)
+    from nxd_trainer.upcycle import upcycle  # noqa: PLC0415 - it loads torch
+
+    sizes = {"num_experts": options.experts, "top_k": options.top_k, "max_shard_size": options.max_shard_size}
+    target = reports_user_errors(lambda: upcycle(options.dense, options.target, **sizes))
+    print(f"wrote {target}; train it with: nxd train --model.path {target} --moe.aux_loss_coef 0.01")
+    return 0
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="dtype of the weights; as stored if unset")
+
+
+def _add_max_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="maximum size of a file, such as 500MiB (default: %(default)s)",
+    )
