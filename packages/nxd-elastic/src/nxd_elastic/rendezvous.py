@@ -106,8 +106,7 @@ class _Attempt:
     def run(self, before: GenerationEnd | None) -> bool:
         """Return once the members are fixed, with or without this trainer; False if there will be no generation.
 
-        Args:
-            before: the end of the previous generation, if it had ended when this trainer arrived.
+        `before` is the end of the previous generation, if it had ended when this trainer arrived.
         """
         self._rendezvous.announce(self._number, self._own)
         began = time.monotonic()

@@ -20,13 +20,7 @@ _INTERVAL = 0.25  # seconds
 
 
 class Heartbeats:
-    """Tells which processes are still alive.
-
-    Args:
-        rendezvous: the rendezvous, which holds the heartbeats.
-        own: the process that checks.
-        silence: seconds without a heartbeat after which a process counts as lost.
-    """
+    """Tells which processes are still alive, as seen from `own`, by the heartbeats in the rendezvous."""
 
     def __init__(self, rendezvous: Rendezvous, own: Member, silence: float) -> None:
         self._rendezvous, self._own, self._silence = rendezvous, own, silence

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,17 +158,13 @@ class CompilableCheckpoint:
             nxd_ckpt.CheckpointError: the checkpoint is damaged.
         """
         max_length = max_length or self.max_positions
-        ranks = {
-            "tp_degree": tp_degree,
-            "context_parallel_size": context_parallel_size,
-            "expert_parallel_size": expert_parallel_size,
-        }
-        if draft is None:
-            return self._compile(max_length, batch_size=batch_size, **ranks, **settings)
-        self._check_draft(draft, max_length, num_speculative_tokens)
         sizes = {"batch_size": batch_size, **settings}
+        ranks = (tp_degree, context_parallel_size, expert_parallel_size)
+        if draft is None:
+            return self._compile(max_length, *ranks, **sizes)
+        self._check_draft(draft, max_length, num_speculative_tokens)
         with ExitStack() as on_failure:
-            model = self._compile(max_length, num_speculative_tokens=num_speculative_tokens, **ranks, **sizes)
+            model = self._compile(max_length, *ranks, num_speculative_tokens=num_speculative_tokens, **sizes)
             on_failure.callback(model.close)
             guessing = draft._compile(max_length, num_speculative_tokens=1, **sizes)
             on_failure.callback(guessing.close)
@@ -200,7 +198,6 @@ class CompilableCheckpoint:
     def _compile(
         self,
         max_length: int,
-        *,
         tp_degree: int = 1,
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
@@ -218,12 +215,9 @@ class CompilableCheckpoint:
             "stored_shapes": self.description.stored_shapes,
             "dtype": str(self.dtype),
             "code": source_digest("nxd_trainer", "nxd_layers"),
-            "transformers": _version_of("transformers"),
+            "transformers": version("transformers") if find_spec("transformers") else None,
         }
-
-        def check() -> None:
-            self._check_degrees(tp_degree, context_parallel_size, expert_parallel_size)
-
+        check = partial(self._check_degrees, tp_degree, context_parallel_size, expert_parallel_size)
         return compile_generator(
             self.decoder_builder(tp_degree),
             max_length=max_length,
@@ -280,13 +274,6 @@ class CompilableCheckpoint:
             ) from error
 
 
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def open_for_compilation(
     folder: str | Path,
     tag: str | None = None,
@@ -294,18 +281,10 @@ def open_for_compilation(
     tokenizer: str | Path | None = None,
     adapter: str | Path | None = None,
 ) -> CompilableCheckpoint:
-    """Read a model's description and its tokenizer.
-
-    Args:
-        folder: a Hugging Face folder, or checkpoints, see `load_for_generation`.
-        tag: the checkpoint's name; the newest complete one if None.
-        tokenizer: as for `load_for_generation`.
-        adapter: as for `load_for_generation`.
+    """Read a model's description and its tokenizer; arguments and errors are as for `load_for_generation`.
 
     Raises:
-        ValueError: the model cannot be compiled, the model or tokenizer cannot be determined, or the adapter does not
-            fit the model.
-        nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
+        ValueError: also if the model cannot be compiled.
     """
     opened = open_model(folder, tag, adapter=adapter)
     codec = open_codec(opened, tokenizer)

@@ -48,9 +48,8 @@ class DpoLoss:
 
         Args:
             logits: `[2 pairs, seq, vocab/tp]`.
-            labels: `[2 pairs, seq]`, next tokens, -100 outside answers; ignored if `shift_labels` is given.
+            labels, shift_labels: `[2 pairs, seq]`, next tokens, -100 outside answers; the latter has precedence.
             vocab_size: number of tokens, if the logits' dim is padded.
-            shift_labels: `[2 pairs, seq]`, like `labels`.
             reference_log_probs: the answers' log-probabilities under the reference model, `[2 pairs]`.
             **further: other arguments that transformers models pass to their loss.
         """
@@ -103,12 +102,7 @@ def with_dpo_loss(make: Callable[[], nn.Module], recipe: Recipe) -> Callable[[],
 
 @torch.no_grad()
 def reference_log_probs(model: NxDModel, inputs: Mapping[str, Any]) -> Tensor:
-    """Return the reference model's log-probabilities of a batch's answers, `[2 pairs]`, on every pipeline rank.
-
-    Args:
-        model: the model from `model_of_reference`.
-        inputs: the batch's inputs.
-    """
+    """Return the log-probabilities `[2 pairs]` of a batch's answers on every pipeline rank, by `model_of_reference`."""
     found = model.run_eval(**inputs)
     ids: Tensor = inputs["input_ids"]
     dtype = torch.promote_types(model.dtype, torch.float32)
@@ -121,12 +115,7 @@ def reference_log_probs(model: NxDModel, inputs: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def model_of_reference(model: NxDModel, reference: NxDModel | None) -> Iterator[NxDModel]:
-    """Yield the reference model, without dropout.
-
-    Args:
-        model: the trained model.
-        reference: a separate reference model; None: the same model without its adapters.
-    """
+    """Yield the reference model, without dropout; without a separate one, the model without its adapters."""
     chosen = model if reference is None else reference
     was_training = chosen.training
     chosen.eval()

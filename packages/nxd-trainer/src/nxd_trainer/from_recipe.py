@@ -173,9 +173,6 @@ def whole_model(recipe: Recipe) -> nn.Module:
     """Return a recipe's model with its initial weights before it is split over ranks; for our Llama, this rank's part.
 
     Seed torch as for `build_model` to get the same weights. The model is in evaluation mode, without dropout.
-
-    Raises:
-        ValueError: as for `recipe_model`.
     """
     model = recipe_model(recipe)
     module: Any = model.make()
@@ -275,11 +272,8 @@ def _balance_experts(recipe: Recipe, model: NxDModel, routers: Mapping[str, Rout
 def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> None:
     """Compile each repeated layer of a model in place, when it first runs; equal layers share compiled code.
 
-    Shapes are static, so each batch shape is compiled separately.
-
-    Args:
-        model: the whole model, or a pipeline's stages.
-        layer_class: class of the layers; found as for activation checkpointing if None.
+    Shapes are static, so each batch shape is compiled separately. The layers are those of `layer_class`, or found as
+    for activation checkpointing.
 
     Raises:
         ValueError: the device compiles whole steps, or the model has no such layers.

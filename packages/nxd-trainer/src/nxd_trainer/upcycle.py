@@ -26,29 +26,18 @@ _NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_
 
 @dataclass(frozen=True)
 class _Family:
-    """A mixture-of-experts architecture and the names in its files.
+    """A mixture-of-experts architecture and the names in its files."""
 
-    Attributes:
-        model_type: model type in transformers.
-        architecture: class in transformers.
-        block: name of a layer's block with the experts.
-        projections: projections of an expert, by those of the dense MLP.
-        experts_key: config key for the number of experts per layer.
-        further: function from the dense config to additional config keys.
-        has_shared_expert: whether there is also a shared expert, which adds nothing at first.
-        has_biases: whether attention has biases if the dense model does.
-    """
-
-    model_type: str
-    architecture: str
-    block: str = "mlp"
-    projections: Mapping[str, str] = field(
+    model_type: str  # in transformers
+    architecture: str  # class in transformers
+    block: str = "mlp"  # name of a layer's block with the experts
+    projections: Mapping[str, str] = field(  # of an expert, by those of the dense MLP
         default_factory=lambda: {name: name for name in ("gate_proj", "up_proj", "down_proj")}
     )
-    experts_key: str = "num_experts"
-    further: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda dense: {}
-    has_shared_expert: bool = False
-    has_biases: bool = True
+    experts_key: str = "num_experts"  # config key for the number of experts per layer
+    further: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda dense: {}  # further keys, given the dense config
+    has_shared_expert: bool = False  # whether there is also a shared expert, which adds nothing at first
+    has_biases: bool = True  # whether attention has biases if the dense model does
 
 
 def _of_qwen(dense: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,7 +129,7 @@ def upcycle(
 
 def _upcycled(source: TensorSource, family: _Family, num_experts: int, std: float) -> "_Upcycled":
     copies: dict[str, str] = {}
-    made: dict[str, _Made] = {}
+    made: dict[str, _NewTensor] = {}
     for name, info in source.tensors.items():
         found = _MLP.fullmatch(name)
         if found is None:
@@ -153,19 +142,19 @@ def _upcycled(source: TensorSource, family: _Family, num_experts: int, std: floa
         hidden = info.global_shape[0 if projection == "down_proj" else 1]
         if projection == "gate_proj":
             router = TensorInfo(info.dtype, (num_experts, hidden))
-            made[f"{block}.gate.weight"] = _Made(router, std, seed=int(number))
+            made[f"{block}.gate.weight"] = _NewTensor(router, std, seed=int(number))
         if family.has_shared_expert:
             shared = f"{block}.shared_expert.{projection}.weight"
             if projection == "down_proj":
-                made[shared] = _Made(info)
-                made[f"{block}.shared_expert_gate.weight"] = _Made(TensorInfo(info.dtype, (1, hidden)))
+                made[shared] = _NewTensor(info)
+                made[f"{block}.shared_expert_gate.weight"] = _NewTensor(TensorInfo(info.dtype, (1, hidden)))
             else:
                 copies[shared] = name
     return _Upcycled(source, copies, made)
 
 
 @dataclass(frozen=True)
-class _Made:
+class _NewTensor:
     """A tensor that the dense model does not have: random, with that standard deviation, or zero."""
 
     info: TensorInfo
@@ -183,7 +172,7 @@ class _Upcycled:
 
     source: TensorSource  # the dense model's tensors
     copies: Mapping[str, str]  # the dense tensor that each copied tensor comes from
-    made: Mapping[str, _Made]  # new tensors
+    made: Mapping[str, _NewTensor]  # new tensors
     objects: Any = None
     is_mapped: bool = False
 

@@ -87,13 +87,7 @@ class Disturbance:
 def disturb(
     run: FollowedRun, plan: DisturbancePlan, say: Callable[[str], None] = lambda line: None
 ) -> list[Disturbance]:
-    """Disturb a run as planned, and follow it until it ends.
-
-    Args:
-        run: a run that has been started.
-        plan: the disturbances.
-        say: called with a line about each disturbance.
-    """
+    """Disturb a run as planned, call `say` with a line about each disturbance, and follow the run until it ends."""
     chance = random.Random(plan.seed)
     done: list[Disturbance] = []
     goes_on = run.wait_for_step(1)
@@ -136,18 +130,6 @@ def _disturb_once(run: FollowedRun, plan: DisturbancePlan, chance: random.Random
     return None
 
 
-def _kill(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
-    os.kill(rank.pid, signal.SIGKILL)
-
-
-def _stop(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
-    os.kill(rank.pid, signal.SIGSTOP)
-
-
-def _kill_host(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
-    kill_host(rank.host)
-
-
 def _pause(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
     with _stopped(rank.pid):
         run.wait(seconds)
@@ -169,12 +151,12 @@ def _kill_and_hold(run: FollowedRun, rank: RankProcess, seconds: float) -> None:
 
 
 _HOW: Mapping[Kind, Callable[[FollowedRun, RankProcess, float], None]] = {
-    "kill": _kill,
-    "stop": _stop,
+    "kill": lambda run, rank, seconds: os.kill(rank.pid, signal.SIGKILL),
+    "stop": lambda run, rank, seconds: os.kill(rank.pid, signal.SIGSTOP),
     "pause": _pause,
     "slow": _slow,
     "absent": _kill_and_hold,
-    "host": _kill_host,
+    "host": lambda run, rank, seconds: kill_host(rank.host),
 }
 
 

@@ -133,13 +133,9 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def proof(secret: str, side: str, nonces: tuple[str, str], port: int) -> str:
-    """Return a proof of knowing the secret.
+    """Return a side's proof of knowing the secret, for the nonces of the memory server and the client.
 
-    Args:
-        secret: the job's secret.
-        side: the side that proves it, as the two sides' proofs differ.
-        nonces: nonces of the memory server and the client, new for each connection.
-        port: port of the memory server, so that a stranger on another port cannot relay proofs to it.
+    The memory server's port is included, so that a stranger on another port cannot relay proofs to it.
     """
     return hmac.new(secret.encode(), "|".join((side, *nonces, str(port))).encode(), "sha256").hexdigest()
 

@@ -33,12 +33,10 @@ from nxd_trainer.data.tables import hub_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
-    # tokenizers
     "Tokenizer",
     "ByteTokenizer",
     "HuggingFaceTokenizer",
     "load_tokenizer",
-    # files to memory-mapped tokens
     "find_text_files",
     "find_tables",
     "find_tokens",
@@ -48,21 +46,18 @@ __all__ = [
     "open_corpus",
     "Corpus",
     "CorpusIndex",
-    # conversations to memory-mapped tokens
     "read_conversation",
     "Conversation",
     "ChatTemplate",
     "build_conversations",
     "open_conversations",
     "Conversations",
-    # tokens to batches
     "pack_corpus",
     "PackedSequences",
     "cut_conversations",
     "ConversationSequences",
     "Cuts",
     "describe_conversations",
-    # pairs of answers
     "PreferenceEncoder",
     "cut_preferences",
     "PairSequences",
@@ -71,7 +66,6 @@ __all__ = [
     "mix",
     "MixedSequences",
     "TrainLoader",
-    # text that is streamed during training
     "stream_files",
     "stream_hub",
     "ReadTexts",

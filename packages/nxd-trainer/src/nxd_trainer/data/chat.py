@@ -113,11 +113,7 @@ class ChatTemplate:
         return EncodedRow([self.encode(place, conversation)], next(spelled, None))
 
     def encode(self, place: str, conversation: Conversation) -> EncodedConversation:
-        """Tokenize a conversation, and mark the assistant's tokens.
-
-        Args:
-            place: location of the conversation, for messages.
-            conversation: a conversation of one or more turns.
+        """Tokenize a conversation, and mark the assistant's tokens; `place` is its location, for messages.
 
         Raises:
             ValueError: the template refuses the conversation, omits a message, or hides the answers.

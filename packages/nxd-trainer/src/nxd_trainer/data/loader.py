@@ -71,10 +71,7 @@ class Slicer:
     ) -> list[Batch]:
         """Return this rank's part of samples `[global_batch_size]`, one batch per microbatch.
 
-        Args:
-            sequences: the source of the samples.
-            samples: sample numbers.
-            averaged: samples that the loss averages over: one or more global batches.
+        The loss averages over the samples `averaged`: one or more global batches.
         """
         num_learned, _ = sequences.count(averaged)
         normalizer = torch.tensor([num_learned, len(averaged) // len(samples) * self._parts])
@@ -134,11 +131,7 @@ class TrainLoader:
         return batches
 
     def steps_from(self, position: int) -> Iterator[list[Batch]]:
-        """Yield this rank's microbatches step by step, endlessly; the loader's own position does not change.
-
-        Args:
-            position: `samples_consumed` before the first of these steps.
-        """
+        """Yield this rank's microbatches step by step from a position on, without changing the loader's own."""
         while True:
             samples = self._step_at(position)
             yield self._slicer.microbatches(self._sequences, samples, samples)
@@ -247,18 +240,9 @@ class HeldOutLoader:
 
 
 def shuffled(positions: NDArray[np.int64], num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the samples at these positions of a shuffled epoch.
+    """Return the samples `[count]` at positions `[count]` of a shuffled epoch of `num_samples`.
 
     Over all positions 0 .. num_samples - 1 each sample occurs exactly once; seed and epoch choose the order.
-
-    Args:
-        positions: `[count]`, each at least 0 and below `num_samples`.
-        num_samples: samples in an epoch.
-        seed: the run's seed.
-        epoch: number of the epoch, from 0.
-
-    Returns:
-        Sample numbers `[count]`, in the order of the positions.
     """
     # Numbers are split into two halves of equal width, at least three bits each: narrower ones would mix badly.
     half_bits = max(3, ((num_samples - 1).bit_length() + 1) // 2)

@@ -48,12 +48,8 @@ def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
     A prompt and a completion are texts of the user and the assistant, or lists of messages; only the completion is
     learned. A column `tools` is allowed with any form.
 
-    Args:
-        place: location of the row, for messages.
-        row: values by column.
-
     Raises:
-        ValueError: the row has none of these forms.
+        ValueError: the row has none of these forms; the message starts with `place`.
     """
     tools = tools_in(place, row)
     for column in ("messages", "conversations"):
@@ -116,15 +112,7 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 
 def plain_messages(place: str, messages: Sequence[object]) -> list[dict[str, Any]]:
-    """Convert messages from a client or a program to the format of chat templates.
-
-    Args:
-        place: name of the list, for messages.
-        messages: messages in OpenAI's format.
-
-    Raises:
-        ValueError: one has another format.
-    """
+    """Convert messages in OpenAI's format to that of chat templates; raises ValueError for other formats."""
     return [_message(f"{place}[{index}]", message) for index, message in enumerate(messages)]
 
 

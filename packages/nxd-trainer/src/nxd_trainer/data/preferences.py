@@ -52,10 +52,6 @@ class PreferenceEncoder:
         Columns are as in TRL: `prompt`, `chosen` and `rejected`, all texts or all lists of messages; with messages the
         prompt may be omitted, and is then the common beginning of both answers. Texts get the end-of-text token.
 
-        Args:
-            place: location of the row, for messages.
-            row: values by column.
-
         Raises:
             ValueError: the row lacks these columns, or the chat template refuses it.
         """

@@ -70,13 +70,12 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None,
         jobs: Sequence[RenderTask],
     ) -> list[Rendered]:
-        """Render jobs.
+        """Render a template several times.
 
         Args:
             template: source of the template.
             variables: the tokenizer's variables, such as `bos_token`, and others; none of `OWN_VARIABLES`.
-            messages: messages in the format of chat templates.
-            tools: JSON schemas of tools.
+            messages, tools: messages and JSON schemas of tools, for the template.
             jobs: the renderings to make.
 
         Raises:

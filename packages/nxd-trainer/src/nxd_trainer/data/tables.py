@@ -241,13 +241,8 @@ def _check_rows(path: Path, num_rows: int) -> None:
 def _cost(what: str, array: Any, most: int) -> int:
     """Return the number of values, plus bytes of texts, of an array in Python; arrow may share a few bytes for all.
 
-    Args:
-        what: name of the column, for messages.
-        array: array of rows, or of values inside them.
-        most: maximum number that may be read.
-
     Raises:
-        ValueError: there are more, or their type does not tell how many there are.
+        ValueError: there are more than `most`, or their type does not tell how many there are.
     """
     pyarrow, compute, types = (import_module(name) for name in ("pyarrow", "pyarrow.compute", "pyarrow.types"))
     if isinstance(array.type, pyarrow.BaseExtensionType):

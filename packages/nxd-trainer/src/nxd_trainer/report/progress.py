@@ -112,16 +112,7 @@ def describe(record: StepRecord, *, held_out_loss: float | None) -> str:
 
 
 class Throughput:
-    """Measures sequences and tokens per second of training steps, without pauses such as evaluations.
-
-    Example:
-        throughput = Throughput()
-        ...
-        throughput.add(sequences_of_the_step, tokens_of_the_step)
-        with throughput.paused():
-            evaluate()
-        sequences_per_second, tokens_per_second = throughput.lap()
-    """
+    """Measures sequences and tokens per second of training steps, without pauses such as evaluations."""
 
     def __init__(self) -> None:
         self._began = perf_counter()

@@ -111,10 +111,7 @@ def find_straggler(busy: Sequence[float], mesh: Mesh) -> Straggler | None:
 def report_gradients(state: RunState) -> None:
     """Start to send histograms of the gradients of all pipeline stages to TensorBoard, as the recipe says.
 
-    Call it on all ranks, when the trackers are open.
-
-    Raises:
-        ValueError: the device records graphs.
+    Call it on all ranks, when the trackers are open. Raises ValueError if the device records graphs.
     """
     every = state.recipe.train.gradient_histograms_every
     if not every:

@@ -63,9 +63,6 @@ def _record_ranks(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_
 
     A single rank really runs, and so shows what splits a step's graph. With several, each is recorded without its
     peers, and nothing runs. Tokens stay in the recipe's cache; nothing else is left behind.
-
-    Raises:
-        ValueError: torch-xla is not installed, or the steps cannot be recorded; includes the process's output.
     """
     require_torch_xla()
     with tempfile.TemporaryDirectory(prefix="nxd-doctor-") as name:

@@ -177,13 +177,9 @@ def _tell_weights(model: NxDModel, optimizer: NxDOptimizer | None, *, has_adapte
 def model_differences(
     own: ModelDescription, other: ModelDescription, told: str, *, among: Callable[[str], bool] = lambda _: True
 ) -> list[str]:
-    """List the differences between two models, such as "model.hidden_size is 64, there 128".
+    """List differences between two models, such as "model.hidden_size is 64, there 128", where `told` is "there".
 
-    Args:
-        own: one model.
-        other: the other one.
-        told: text before the other's values, such as "there".
-        among: predicate for the keys to compare.
+    Only keys for which `among` is true are compared.
     """
     ours, theirs = _compared(own), _compared(other)
     return [

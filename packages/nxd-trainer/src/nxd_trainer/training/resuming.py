@@ -72,9 +72,7 @@ def rule_of(key: str) -> Rule:
 def changes_to_tell(recipe: Recipe, of_checkpoint: Mapping[str, Any]) -> list[str]:
     """Return lines such as "optimizer.lr 0.001 -> 0.01" for the changed keys that must be reported.
 
-    Args:
-        recipe: the recipe that the run resumes with.
-        of_checkpoint: the checkpoint's recipe, from `recipe_to_dict`; keys that it lacks have their defaults.
+    Keys that the checkpoint's recipe lacks have their defaults.
     """
     defaults, own = recipe_to_dict(recipe_from_dict({})), recipe_to_dict(recipe)
 

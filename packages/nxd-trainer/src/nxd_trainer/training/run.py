@@ -112,13 +112,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
 
 
 def train(recipe: Recipe) -> TrainResult:
-    """Train a recipe, from scratch or from the newest checkpoint. Call it on every rank.
-
-    The mesh must be initialized with the recipe's degrees.
-
-    Raises:
-        ValueError: as for `prepare_run`.
-    """
+    """Train a recipe, from scratch or from the newest checkpoint, as `prepare_run` does. Call it on every rank."""
     with StopRequest() as stop:
         return run_training(*prepare_run(recipe), stop)
 
@@ -230,7 +224,7 @@ def _run_steps(
     loss, tokens_seen = math.nan, state.train_loader.tokens_seen
     while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
         with stragglers.step():
-            steps.begin(stopping=_stopping(stop))
+            steps.begin(stopping=(CAN_WAIT if stop.can_wait else IN_HASTE) if stop.signal_number else 0.0)
         for step in steps.finish(all_of_them=_needs_results(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
@@ -266,12 +260,6 @@ def _run_steps(
             f"{stopping.num_without_gain} evaluations (train.early_stopping_patience)"
         )
     return TrainResult(step=state.step, loss=loss, stopped=steps.stopping)
-
-
-def _stopping(stop: AskedToStop) -> float:
-    if not stop.signal_number:
-        return 0.0
-    return CAN_WAIT if stop.can_wait else IN_HASTE
 
 
 def _needs_results(recipe: Recipe, step: int) -> bool:

@@ -78,11 +78,7 @@ class RunData:
 
 
 def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedData:
-    """Tokenize a recipe's data, unless they are cached.
-
-    Args:
-        recipe: the recipe with the `data` section.
-        vocab_size: the model's vocabulary size, if known.
+    """Tokenize a recipe's data, unless they are cached, for a model's vocabulary size, if known.
 
     Raises:
         ValueError: the data cannot be used; the message names the file and says what to do.

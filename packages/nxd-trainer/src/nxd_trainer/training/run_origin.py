@@ -36,11 +36,7 @@ class Origin:
 
 
 def find_origin(recipe: Recipe, config: Mapping[str, Any]) -> Origin:
-    """Read the files of a recipe's model besides its weights.
-
-    Args:
-        recipe: the run's recipe.
-        config: the model's config.
+    """Read the files of a recipe's model, which has this config, besides its weights.
 
     Raises:
         ValueError: a file has the wrong contents for its name, or is a link out of its folder; or the checkpoint with

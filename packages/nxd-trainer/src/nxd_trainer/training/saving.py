@@ -48,10 +48,7 @@ class RunSaver:
     def save(self, held_out_loss: float | None) -> None:
         """Write a checkpoint named for the run's step, or start to, once the previous one is complete.
 
-        Call it on all ranks.
-
-        Args:
-            held_out_loss: the held-out loss of the current weights, if known.
+        Call it on all ranks, with the held-out loss of the current weights, if known.
 
         Raises:
             TrainingDiverged: a weight is infinite or nan.
@@ -191,13 +188,7 @@ def run_tag(state: RunState) -> str:
 
 
 def run_contents(state: RunState, held_out_loss: float | None = None, *, stands_alone: bool = True) -> Contents:
-    """Return everything that a run resumes from.
-
-    Args:
-        state: the run.
-        held_out_loss: the held-out loss of the current weights, if known.
-        stands_alone: whether to include the files that other readers of the checkpoint need.
-    """
+    """Return everything that a run resumes from; `stands_alone` adds the files that other readers need."""
     average = {} if state.average is None else average_tensors(state.average, state.model)
     tensors: dict[str, Any] = {**own_rng_state(), **average}
     return Contents(
@@ -239,10 +230,7 @@ def own_rng_state() -> dict[str, Tensor]:
 def average_tensors(average: WeightAverage, model: NxDModel, *, with_copies: bool = False) -> dict[str, ShardedTensor]:
     """Return this rank's part of the moving average of the weights, as logical tensors that share its memory.
 
-    Args:
-        average: the average, of which each replica holds a part, in float32 or wider.
-        model: the model whose parameters are averaged.
-        with_copies: whether to include further copies of a tied weight, which are loaded but not saved.
+    `with_copies` includes further copies of a tied weight, which are loaded but not saved.
     """
     names: Mapping[Tensor, str] = {parameter: name for name, parameter in parameters_in_checkpoint(plain_model(model))}
     shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
