@@ -3,7 +3,7 @@
 import pytest
 from nxd_trainer.recipe import load_recipe, recipe_to_dict
 from nxd_trainer.recipe.files import recipe_keys
-from nxd_trainer.training.resuming import changes_to_tell, rule_of
+from nxd_trainer.training.resuming import changes_to_report, rule_of
 
 RULES = {name: rule_of(name) for name in recipe_keys()}
 # Looked at when they were added; a new key of these sections must be looked at, too.
@@ -23,7 +23,7 @@ OTHER_VALUES = {
 
 
 def test_every_key_has_a_rule_and_new_ones_are_noticed():
-    assert set(RULES.values()) == {"free", "told", "refused", "compared"}
+    assert set(RULES.values()) == {"free", "reported", "refused", "compared"}
     found = {section: sum(name.startswith(f"{section}.") for name in RULES) for section in NUM_KEYS}
     assert found == NUM_KEYS
 
@@ -32,7 +32,7 @@ def test_every_key_has_a_rule_and_new_ones_are_noticed():
 def test_change_that_is_told_names_the_key_with_both_values(key):
     before = recipe_to_dict(load_recipe(None, []))
 
-    (line,) = changes_to_tell(load_recipe(None, [f"{key}={OTHER_VALUES[key]}"]), before)
+    (line,) = changes_to_report(load_recipe(None, [f"{key}={OTHER_VALUES[key]}"]), before)
 
     assert line.startswith(f"{key} ")
     assert " -> " in line
@@ -42,4 +42,4 @@ def test_same_recipe_tells_nothing_and_keys_of_later_versions_have_their_default
     before = recipe_to_dict(load_recipe(None, []))
     del before["optimizer"]["schedule"], before["moe"]
 
-    assert changes_to_tell(load_recipe(None, ["output=elsewhere", "train.log_every=3"]), before) == []
+    assert changes_to_report(load_recipe(None, ["output=elsewhere", "train.log_every=3"]), before) == []

@@ -40,7 +40,7 @@ def choose(
 
     Args:
         layouts: layouts in order of preference.
-        num_ranks: number of available ranks; some may be left over.
+        num_ranks: number of available ranks; some may remain unused.
         least: minimum number of ranks in a layout.
         most: maximum number of ranks in a layout.
         accepts: function that returns whether a layout suits the run, such as its global batch.

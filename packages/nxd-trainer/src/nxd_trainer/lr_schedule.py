@@ -1,7 +1,7 @@
-"""The learning-rate schedule: linear warm-up, then a decay by its name in transformers: a pure function of the step.
+"""The learning-rate schedule: linear warm-up, then a decay by its name in transformers.
 
-The schedule depends only on the step, so a resumed run needs no state for it. The formulas after the warm-up are those
-of transformers; where those fall to zero, these fall to `min_lr_ratio`.
+It depends only on the step, so a resumed run needs no state for it. The formulas after the warm-up are those of
+transformers, except that they fall to `min_lr_ratio` instead of zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LrScheduleName = Literal[
 ]
 DecayType = Literal["linear", "cosine", "1-sqrt"]
 
-# What is left of the learning rate after a part of the decay, from 0 to 1.
+# The remaining part of the learning rate, given the completed part of the decay, from 0 to 1.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -43,16 +43,16 @@ def lr_multiplier(
     num_cycles: int = 1,
     power: float = 1.0,
 ) -> float:
-    """The factor of the base learning rate in one optimizer step.
+    """Return the factor of the base learning rate for one optimizer step.
 
-    Rises linearly to 1 over the warm-up (the first step already moves), then falls to `min_lr_ratio` at
+    It rises linearly to 1 over the warm-up (the first step already moves), then falls to `min_lr_ratio` at
     `total_steps` and stays there; "constant" stays at 1, and "inverse_sqrt" falls as one over the root of the step.
 
     Args:
-        step: optimizer steps already taken: 0 for the first step of the run.
+        step: optimizer steps already taken, 0 for the first step of the run.
         total_steps: steps of the whole run.
         warmup_steps: steps of warm-up; 0 starts at 1.
-        min_lr_ratio: least multiplier after the warm-up, between 0 and 1.
+        min_lr_ratio: minimum factor after the warm-up, between 0 and 1.
         schedule: shape after the warm-up.
         num_decay_steps: number of steps of the decay at the end, for "warmup_stable_decay"; a tenth of the run if
             None.

@@ -1,4 +1,4 @@
-"""The commands of nxd-trainer, one file each: `main(arguments)` reads the command line and prints.
+"""The commands of nxd-trainer: functions that read the arguments after the command's name, and print.
 
 The work is done in other modules, which are imported when needed.
 """

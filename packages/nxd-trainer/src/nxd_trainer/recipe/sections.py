@@ -305,7 +305,7 @@ class CheckpointSection:
 
     folder: Path | None = option(None, "folder of the checkpoints; unset: checkpoints/ in the output folder")
     save_every: int = option(100, "steps between checkpoints; 0: only at the end", at_least=0)
-    background: bool = option(False, "write checkpoints while training goes on, from a copy in memory")
+    background: bool = option(False, "write checkpoints while training continues, from a copy in memory")
     incremental: bool = option(
         False, "reference data that the previous checkpoint holds, such as frozen weights, instead of rewriting it"
     )

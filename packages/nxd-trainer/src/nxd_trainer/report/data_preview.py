@@ -19,19 +19,19 @@ NUM_SAMPLES = 3
 MAX_SHOWN = 600  # tokens of a document
 BAR_WIDTH = 40
 LEARNED, MASKED, BORDER, WARNING = "bold green", "dim", "blue", "bold yellow"
-BRACKETS = ("⟦", "⟧")  # around what is learned, where there are no colors
+BRACKETS = ("⟦", "⟧")  # around learned text, without colors
 # Data could otherwise steer the terminal.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *, seed: int) -> None:
     """Print the first samples of a run, with the tokens that the loss counts in a different color."""
-    has_colours = console.color_system is not None
+    has_colors = console.color_system is not None
     console.print(
         Text("learned", LEARNED)
         + Text(" masked ", MASKED)
         + Text("document border", BORDER)
-        + Text("" if has_colours else f"; learned: {BRACKETS[0]}...{BRACKETS[1]}")
+        + Text("" if has_colors else f"; learned: {BRACKETS[0]}...{BRACKETS[1]}")
     )
     first = np.arange(min(NUM_SAMPLES, len(sequences)))
     for number, sample in enumerate(shuffled(first, len(sequences), seed=seed, epoch=0)):
@@ -46,10 +46,10 @@ def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *
         for document, (start, end) in enumerate(pairwise(starts)):
             if document:
                 console.print(Text(f"--- document {document + 1} ---", BORDER))
-            console.print(_document(inputs[start:end], labels[start:end], tokenizer, has_colours=has_colours))
+            console.print(_document(inputs[start:end], labels[start:end], tokenizer, has_colors=has_colors))
 
 
-def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: Tokenizer, *, has_colours: bool) -> Text:
+def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: Tokenizer, *, has_colors: bool) -> Text:
     """Return the text of inputs `[tokens]` and the last label; tokens that are labels of the loss are colored."""
     is_learned = np.concatenate([[False], labels >= 0])
     tokens = np.append(inputs, max(int(labels[-1]), 0))[: len(is_learned) - (not is_learned[-1])]
@@ -57,7 +57,7 @@ def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: T
     shown = zip(is_learned[: len(tokens)][:MAX_SHOWN].tolist(), tokens[:MAX_SHOWN].tolist(), strict=True)
     for learned, part in groupby(shown, key=lambda pair: pair[0]):
         decoded = tokenizer.decode([token for _, token in part], skip_special_tokens=False).translate(_CONTROLS)
-        if learned and not has_colours:
+        if learned and not has_colors:
             decoded = decoded.join(BRACKETS)
         for piece, style in _with_borders(decoded, tokenizer, LEARNED if learned else MASKED):
             text.append(piece, style)

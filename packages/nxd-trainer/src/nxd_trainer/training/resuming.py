@@ -27,28 +27,28 @@ from nxd_trainer.training.saving import average_tensors, describe_data, memory_u
 
 _logger = get_logger("nxd_trainer")
 
-# free: changes results only by rounding, or is reported elsewhere. told: deliberately changes the rest of the run, and
-# is reported. refused: the value must be the same. compared: its result must be the same: the model, its tokens and
+# free: changes results only by rounding, or is reported elsewhere. reported: deliberately changes the rest of the run.
+# refused: the value must be the same. compared: its result must be the same: the model, its tokens and
 # their order, or the weights that adapters need.
-Rule = Literal["free", "told", "refused", "compared"]
+Rule = Literal["free", "reported", "refused", "compared"]
 
 _OF_SECTIONS: dict[str, Rule] = {
     "model": "compared",
     "parallel": "free",
-    "moe": "told",
+    "moe": "reported",
     "pipeline": "free",
     "data": "compared",
-    "train": "told",
-    "optimizer": "told",
+    "train": "reported",
+    "optimizer": "reported",
     "lora": "refused",
     "dpo": "refused",
     "checkpoint": "free",
     "": "free",
 }
 _OF_KEYS: dict[str, Rule] = {
-    "model.path": "told",  # the weights now come from the checkpoint
-    "parallel.zero1": "told",  # it adds master weights for low-precision weights
-    "data.evaluation_path": "told",
+    "model.path": "reported",  # the weights now come from the checkpoint
+    "parallel.zero1": "reported",  # it adds master weights for low-precision weights
+    "data.evaluation_path": "reported",
     "data.cache_folder": "free",
     "train.stop_after": "free",
     "train.gradient_accumulation_steps": "free",
@@ -60,7 +60,7 @@ _OF_KEYS: dict[str, Rule] = {
     "optimizer.type": "refused",
     "optimizer.factory": "refused",
     "lora.save": "free",  # except for merged weights
-    "checkpoint.initial_weights": "told",
+    "checkpoint.initial_weights": "reported",
 }
 
 
@@ -69,7 +69,7 @@ def rule_of(key: str) -> Rule:
     return _OF_KEYS[key] if key in _OF_KEYS else _OF_SECTIONS[key.rpartition(".")[0]]
 
 
-def changes_to_tell(recipe: Recipe, of_checkpoint: Mapping[str, Any]) -> list[str]:
+def changes_to_report(recipe: Recipe, of_checkpoint: Mapping[str, Any]) -> list[str]:
     """Return lines such as "optimizer.lr 0.001 -> 0.01" for the changed keys that must be reported.
 
     Keys that the checkpoint's recipe lacks have their defaults.
@@ -84,7 +84,7 @@ def changes_to_tell(recipe: Recipe, of_checkpoint: Mapping[str, Any]) -> list[st
     lines = []
     for name in recipe_keys():
         section, _, field = name.partition(".")
-        if rule_of(name) == "told":
+        if rule_of(name) == "reported":
             before, now = value(of_checkpoint, section, field), value(own, section, field)
             lines += [f"{name} {before} -> {now}"] if before != now else []
     return lines
@@ -217,7 +217,7 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         state.description = replace(state.description, initial=initial)
     if needs_base:
         load_base(state)
-    changes = changes_to_tell(state.recipe, content["recipe"])
+    changes = changes_to_report(state.recipe, content["recipe"])
     if changes:
         _logger.warning(f"keys have changed since {where} was written: {'; '.join(changes)}")
     load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
