@@ -234,6 +234,32 @@ def test_legacy_checkpoints_of_an_object_store_are_found_and_loaded(tmp_path):
     memory.rm("/legacy", recursive=True)
 
 
+def load_and_count_copies(url):
+    """How often this rank copies the checkpoint, and a weight that it loads."""
+    local = pytest.importorskip("fsspec.implementations.local")
+    get, copies = local.LocalFileSystem.get, []
+
+    def counting_get(*args, **kwargs):
+        copies.append(args)
+        return get(*args, **kwargs)
+
+    model = Model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local.LocalFileSystem, "get", counting_get)
+        load_checkpoint(url, model=model)
+    return len(copies), model.norm.weight
+
+
+def test_legacy_checkpoint_of_an_object_store_is_copied_once_per_host(tmp_path, run_ranks):
+    pytest.importorskip("fsspec")
+    write_v2(tmp_path, "a", 1)
+
+    loaded = run_ranks(load_and_count_copies, 2, f"local://{tmp_path}")
+
+    assert [copies for copies, _ in loaded] == [1, 0]
+    assert all(torch.equal(weight, whole("norm.weight")) for _, weight in loaded)
+
+
 def test_incomplete_legacy_checkpoint_is_none(tmp_path):
     write_v2(tmp_path, "a", 1)
     (tmp_path / "a" / "done").unlink()

@@ -197,6 +197,30 @@ def test_auxiliary_loss_is_not_the_mean_of_the_ranks_own(run_ranks):
         torch.testing.assert_close(loss, expected, **EXACT)
 
 
+def loss_with_padding_on_rank_0_only():
+    """The mean of the ranks' losses, where rank 1 passes no mask."""
+    model, _ = balanced_model({}, make_mixtral, GLOBAL)
+    own = {name: it.chunk(2)[get_data_parallel_rank()] for name, it in PADDED.items()}
+    if get_data_parallel_rank() == 1:
+        del own["attention_mask"]
+    with InFloat64():
+        loss = model.run_train(**own)
+    return torch.stack(all_gather_object(loss, get_world_group())).mean()
+
+
+def test_all_tokens_of_a_replica_without_a_mask_count(run_ranks):
+    mask = torch.cat([MASK[:4], torch.ones_like(MASK[4:])])
+    torch.manual_seed(0)
+    model, logits = make_mixtral(), []
+    for name in find_routers(model):
+        model.get_submodule(name).register_forward_hook(lambda *given: logits.append(given[2][0].view(8, 6, EXPERTS)))
+    with torch.no_grad(), InFloat64():
+        expected = model(**PADDED | {"attention_mask": mask}).loss + router_losses(logits, GLOBAL, mask)
+
+    for loss in run_ranks(loss_with_padding_on_rank_0_only, 2):
+        torch.testing.assert_close(loss, expected, **EXACT)
+
+
 def test_auxiliary_loss_is_that_which_transformers_computes(run_ranks):
     config = BalanceConfig(aux_loss_coef=0.7)
     torch.manual_seed(0)

@@ -99,6 +99,32 @@ def test_script_ends_with_the_same_weights_where_a_rank_is_killed(torchrun, tmp_
     assert killed == alone
 
 
+@pytest.mark.parametrize(
+    ("steps", "reason"), [(0, ", 10 times in a row without taking a step"), (1, " after 12 restarts; see torchrun's")]
+)
+def test_script_that_dies_again_and_again_is_given_up_if_it_takes_no_step(torchrun, tmp_path, steps, reason):
+    (tmp_path / "dying.py").write_text(f"""
+import os, signal
+import nxd_elastic as elastic
+
+
+def train_once(member):
+    for _ in range({steps} + 1):
+        member.step_boundary()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":  # torchrun starts it anew
+    elastic.run(train_once, min_ranks=1)
+""")
+
+    process = torchrun("run", "--nproc-per-node", "1", "--max-restarts", "12", "../dying.py")
+    _, errors = process.communicate(timeout=deadline(120))
+
+    assert process.returncode == 0
+    assert f"was killed by SIGKILL{reason}" in errors
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_script_that_handles_no_signal_is_ended_by_it_at_once(torchrun, number):
     process = torchrun("run", "--max-restarts", "3", "../script.py", "1000000", "nobody")

@@ -329,6 +329,23 @@ def test_base_that_goes_before_it_is_held_is_an_error_on_all_ranks_and_nothing_i
     assert 2 not in sizes(root)
 
 
+def test_base_that_is_overwritten_is_an_error_though_its_data_stays(root, monkeypatch):
+    save_steps(root, 1)
+    take = Base.take
+
+    def overwrite_and_take(self, store, transaction):
+        monkeypatch.setattr(Base, "take", take)
+        save_steps(root, 1, overwrite=True)  # by another process, on a system without locks
+        take(self, store, transaction)
+
+    monkeypatch.setattr(Base, "take", overwrite_and_take)
+    monkeypatch.setattr("nxd_ckpt.stores.posix.lock", lambda path: None)
+
+    with pytest.raises(CheckpointError, match=r"'step-1', .* has changed: it was overwritten; save again"):
+        save_steps(root, 2)
+    assert sizes(root).keys() == {1}
+
+
 def test_base_whose_deletion_has_begun_is_an_error_though_its_data_is_still_there(tmp_path, monkeypatch):
     save_steps(tmp_path, 1)
     take = Base.take

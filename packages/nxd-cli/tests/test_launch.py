@@ -94,12 +94,20 @@ def test_exit_code_is_that_of_the_rank_that_failed_by_itself(capfd, program, cod
 
 
 @pytest.mark.parametrize(("failing", "waiting"), [(0, 1), (1, 0)])
-def test_rank_that_does_not_end_after_a_failure_is_killed(capfd, monkeypatch, failing, waiting):
+def test_rank_that_does_not_end_after_a_failure_is_killed(tmp_path, capfd, monkeypatch, failing, waiting):
     monkeypatch.setattr("nxd_cli.launch.SECONDS_TO_END", 0.2)
+    program = f"""
+import os, pathlib, time
+if os.environ["RANK"] == "{failing}":
+    raise SystemExit(1)
+time.sleep(60)
+pathlib.Path({str(tmp_path)!r}, "woke").touch()
+"""
 
-    assert run(f"import os, time; time.sleep(60 * (os.environ['RANK'] != '{failing}')); raise SystemExit(1)") == 1
+    assert run(program) == 1
 
     assert f"nxd: rank {waiting} did not end 0.2 s after the failure and was killed" in capfd.readouterr().err
+    assert not (tmp_path / "woke").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

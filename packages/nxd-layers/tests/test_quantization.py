@@ -100,7 +100,7 @@ def test_a_converted_model_computes_what_its_scaled_weights_say(way, dtype):
     for name in ("up", "down", "head"):
         layer = quantized.get_submodule(name)
         reference.get_submodule(name).weight.data = dequantize(layer.weight, layer.scale, torch.float32)
-    assert quantized.up.weight.dtype == dtype.value
+    assert (quantized.up.weight.dtype, quantized.up.scale.dtype) == (dtype.value, torch.float32)
     torch.testing.assert_close(quantized(hidden), reference(hidden), rtol=1e-5, atol=1e-5)
 
 

@@ -56,7 +56,7 @@ class Tiny(lightning().LightningModule):
     def __init__(self):
         super().__init__()
         self.model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1))
-        nn.init.ones_(self.model[0].weight)
+        nn.init.constant_(self.model[0].weight, 1.1)
 
     def training_step(self, batch, index):
         return self.model(batch).sum()
@@ -86,7 +86,7 @@ def test_layers_inputs_outputs_and_gradients_are_written_at_every_so_many_steps(
     found = sorted(path.relative_to(tmp_path / "dumps" / "0").as_posix() for path in (tmp_path / "dumps").rglob("*.pt"))
     kinds = ["grad_output", "layer_input", "layer_output"]  # the input needs no gradient
     assert found == [f"global_step_{step}/DP_0_TP_0_PP_0_{kind}_norm.pt" for step in (1, 3) for kind in kinds]
-    assert torch.load(tmp_path / "dumps/0/global_step_1/DP_0_TP_0_PP_0_layer_output_norm.pt") == pytest.approx(4.0)
+    assert torch.load(tmp_path / "dumps/0/global_step_1/DP_0_TP_0_PP_0_layer_output_norm.pt") == pytest.approx(4.4)
     assert trainer.callback_metrics["activation_input_norm"] == pytest.approx(2.0)
 
 

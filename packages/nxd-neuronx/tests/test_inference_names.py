@@ -336,6 +336,7 @@ def test_packed_4_bit_floats_become_their_values_times_the_scale_of_their_block(
     ]
 
     assert packed.tolist() == [[0x10, 0xF7], [0x98, 0x32]]
+    assert torch.equal(microscaling.pack_byte_4bit_tensor(halves[0]), packed[0])
     assert torch.equal(microscaling.split_byte_4bit_tensor(packed), halves)
     assert all(torch.equal(values, expected) for values in found)
     assert microscaling.apply_lut_byte_4bit_tensor(halves).tolist()[:4] == [0.0, 0.5, 6.0, -6.0]

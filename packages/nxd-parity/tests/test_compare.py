@@ -66,6 +66,15 @@ class WithBlock(nn.Module):
         return self.head(self.block(self.first(x))).square().mean()
 
 
+class TakesANumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 1)
+
+    def forward(self, x, scale):
+        return (self.first(x) * scale).mean()
+
+
 class FollowsItsRank(nn.Module):
     """Its weights depend on the layout."""
 
@@ -138,6 +147,14 @@ def test_right_layouts_agree(run_ranks):
         assert {"initial parameter", "activation", "loss", "gradient", "parameter"} <= first[name].compared.keys()
     whole = first["sequence parallel, recomputed"].compared
     assert whole["gradient"] == 2 * len(list(LlamaForCausalLM(SIZES).parameters()))
+
+
+def test_input_without_a_batch_goes_to_every_replica(run_ranks):
+    batches = [step | {"scale": torch.tensor(2.0)} for step in numbers()]
+    case = ParityCase(model_fn=TakesANumber, batches=batches, nxd_config={})
+
+    for report in run_ranks(lambda: compare(case), 2):
+        assert report.agrees, report
 
 
 @pytest.mark.slow

@@ -62,6 +62,22 @@ def test_collectives_of_the_stand_in_give_the_results_of_the_cpu(run_ranks):
     assert_same(run_on_neuron(collectives, 4), run_ranks(collectives, 4))
 
 
+def arrivals_after_barriers() -> list[int]:
+    """The number of ranks that had come to each of many barriers when this rank left it."""
+    initialize_model_parallel(tensor_model_parallel_size=2)
+    group, store = get_group("tp"), dist.distributed_c10d._get_default_store()
+    arrivals = []
+    for number in range(50):
+        store.add(f"{group.ranks[0]}: barrier {number}", 1)
+        nxd_state.barrier(group)
+        arrivals.append(store.add(f"{group.ranks[0]}: barrier {number}", 0))
+    return arrivals
+
+
+def test_barrier_of_some_ranks_on_the_device_holds_each_until_the_last_has_come():
+    assert run_on_neuron(arrivals_after_barriers, 4) == [[2] * 50] * 4
+
+
 def streams() -> tuple[list[torch.Tensor], list[str]]:
     """What the model-parallel streams draw, again after their state was put back, and whose states there are."""
     initialize_model_parallel(tensor_model_parallel_size=2)

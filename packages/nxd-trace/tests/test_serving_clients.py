@@ -91,6 +91,8 @@ def client(tiny_generator):
         ({"prompt": [1] * 41}, 400, "a prompt has 41 tokens, more than the model's max_length=40"),
         ({"prompt": ["a"] * 17}, 400, "the request has 17 prompts; send 16 or fewer"),
         ({"prompt": [[1] * 40] * 30}, 400, "the body has more than 896 values"),
+        ({"unknown": [1] * 895}, 400, "the body has more than 896 values"),  # with those of GREEDY
+        ({"unknown": [1] * 894}, 400, "unknown=[1, 1, 1, 1, 1, 1, ...] is not supported"),
         ({"unknown": [[]] * 300}, 400, "the body has more than 288 texts, lists and objects"),
         ({"model": "m" * 100_000}, 404, "there is no model 'mmmmmmmmmmmm...mmmmmmmmmmmmm'; this server has 'tiny'"),
         ({"suffix": ["s" * 100_000]}, 400, "suffix=['ssssssssssss...sssssssssssss'] is not supported"),

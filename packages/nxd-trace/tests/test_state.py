@@ -60,6 +60,16 @@ def test_state_of_one_rank_is_written(trace):
     assert torch.equal(model.read_state("rows", rank=1), first)
 
 
+def test_state_is_written_in_the_shape_that_this_rank_has(trace):
+    model = trace(models.uneven_cache, (ROW, AT[0]), tp_degree=2)
+
+    model.write_state("rows", torch.ones(4, 3, dtype=torch.float64), rank=1)
+
+    assert model(torch.zeros_like(ROW), AT[0]) == 3 * 3
+    with pytest.raises(ValueError, match=r"rows is float64\[4, 3\] on rank 1, but the new value is float64\[4, 5\]"):
+        model.write_state("rows", torch.ones(4, 5, dtype=torch.float64), rank=1)
+
+
 def test_programs_of_a_builder_share_weights_and_state_and_are_called_by_name_or_shape():
     builder = nxd_trace.ModelBuilder(models.cache, tp_degree=2)
     rows = ROW.repeat(3, 1)

@@ -65,7 +65,7 @@ def test_several_files_obey_max_shard_size_and_the_index(tmp_path, every_dtype):
 
 
 def test_scales_and_pairs_of_four_bits_pass_through_byte_by_byte(tmp_path, bits):
-    raw = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    raw = torch.arange(12, dtype=torch.uint8).reshape(2, 3, 2)
     tensors = {
         "scales": raw.clone().view(torch.float8_e8m0fnu),
         "blocks": raw.view(torch.float4_e2m1fn_x2),

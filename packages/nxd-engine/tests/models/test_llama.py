@@ -103,15 +103,16 @@ def logits_by_hand(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tenso
     return linear(norm(hidden, "model.norm"), "lm_head")
 
 
-def test_logits_are_those_of_the_formulas():
+@pytest.mark.parametrize(("length", "tolerance"), [(7, 1e-5), (300, 1e-3)])
+def test_logits_are_those_of_the_formulas(length, tolerance):
     model = make_model(initializer_range=0.4, rope_theta=50.0, rms_norm_eps=0.1)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms begin as ones, which would hide them
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    tokens = torch.randint(0, 32, (7,))
+    tokens = torch.randint(0, 32, (length,))
 
-    # The rotary tables are float32.
-    torch.testing.assert_close(model(tokens[None])[0], logits_by_hand(model, tokens), rtol=1e-5, atol=1e-5)
+    # The rotary tables are float32: their angles are less exact at later positions.
+    torch.testing.assert_close(model(tokens[None])[0], logits_by_hand(model, tokens), rtol=tolerance, atol=tolerance)
 
 
 def test_initial_weights_have_the_spread_of_the_recipe():

@@ -95,6 +95,19 @@ class CacheByOutput(Cache):
         return all_gather(rows.sum(0), group), rows
 
 
+class UnevenCache(nn.Module):
+    """Writes rows into a state and returns its sum; the state's 8 columns are split 5 and 3 over two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = (5, 3)[active_group("tp").rank]
+        self.register_buffer("rows", torch.zeros(4, self.width, dtype=torch.float64))
+
+    def forward(self, new: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.rows.index_copy_(0, positions, new[:, : self.width])
+        return all_reduce(self.rows.sum(), active_group("tp"))
+
+
 class Sum(nn.Module):
     """Of all elements but the padding, per row; the number of elements it was given beside."""
 
@@ -138,6 +151,10 @@ def bfloat16_mlp() -> nn.Module:
 
 def cache(first: float = 0.0) -> tuple[nn.Module, list[str]]:
     return Cache(first=first), ["rows"]
+
+
+def uneven_cache() -> tuple[nn.Module, list[str]]:
+    return UnevenCache(), ["rows"]
 
 
 def cache_from_seven() -> tuple[nn.Module, list[str]]:

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -142,6 +143,15 @@ def test_builds_at_the_same_time_make_one_entry(text_folder, tmp_path):
     (entry,) = entries
     assert os.listdir(tmp_path / "cache") == [entry.name]
     assert len(open_corpus(entry).tokens) == 15
+
+
+def test_file_in_the_place_of_an_entry_is_an_error(text_folder, tmp_path):
+    entry = build(text_folder, tmp_path)
+    shutil.rmtree(entry)
+    entry.touch()
+
+    with pytest.raises(NotADirectoryError):
+        build(text_folder, tmp_path)
 
 
 def test_open_missing_entry_says_so(tmp_path):
