@@ -4,7 +4,7 @@ Enabled if `NXD_DEBUG_COLLECTIVES=1` is set when model parallelism is initialise
 in the job's key-value store and reads what its peers posted. Three things raise, with the call sites of all ranks
 concerned: a peer that posted something else for the same turn of the same group; ranks that wait for each other in
 different groups; and a peer that raised one of these errors instead of arriving, so that the error reaches every rank
-that depends on it. The job cannot continue afterwards: the ranks no longer wait_for_agreement on each other's turns.
+that depends on it. The job cannot continue afterwards: the ranks no longer agree on each other's turns.
 """
 
 import json
