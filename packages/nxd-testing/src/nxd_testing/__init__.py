@@ -1,11 +1,10 @@
-"""Run a function on N ranks, for tests: warm processes, real collectives, failures that name the rank.
+"""Run a function on N ranks in tests: warm processes, real collectives, failures that name the rank.
 
-Contains the pool of ranks, its pytest plugin, the replicas that run XLA's graphs on a CPU, the stand-in for the native
-`neuron` device and a runner for command lines under torchrun.
+Contains the pool of ranks, its pytest plugin, replicas that run XLA graphs on the CPU, a stand-in for the native
+`neuron` device, and a runner for programs under torchrun.
 """
 
-from nxd_testing.deadlines import deadline
-from nxd_testing.failure import FailedRank, RankFailure
+from nxd_testing.failure import FailedRank, RankFailure, deadline
 from nxd_testing.logical import LogicalPiece, assemble_logical, logical_pieces
 from nxd_testing.neuron_ranks import register_neuron_ranks, run_on_neuron
 from nxd_testing.operations import collectives_of, operations_of, sent_dtypes_of

@@ -1,18 +1,23 @@
-"""The error that the parent process raises when a job fails, and how it reads: root cause first.
-
-`job_run` detects failures.
-"""
+"""The error that the parent process raises when a job fails, root cause first; and the scaling of timeouts."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+
+def deadline(seconds: float) -> float:
+    """Scale a timeout for an idle, current machine by the environment variable NXD_TESTING_SLOWNESS (default 1)."""
+    return seconds * float(os.environ.get("NXD_TESTING_SLOWNESS", "1"))
+
+
 _LONGEST_OUTPUT = 10_000
 
-# What gloo, or shared memory, says on a rank whose peer is gone.
+
+# Errors of gloo and of shared memory on a rank whose peer is gone.
 _PEER_IS_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -28,10 +33,10 @@ class FailedRank:
 
     Attributes:
         rank: the rank.
-        summary: one line: `ValueError: ...`, `killed by SIGKILL`, `still running after timeout=2.0 s`.
-        traceback: the exception's traceback, or the stacks of all threads of a rank that hung or crashed.
+        summary: one line, such as `ValueError: ...`, `killed by SIGKILL` or `still running after timeout=2.0 s`.
+        traceback: the traceback, or the stacks of all threads of a rank that hung or crashed.
         time: `time.monotonic()` of the failure.
-        stopped: whether the pool ended this rank because another one had failed.
+        stopped: whether the pool stopped this rank because another one had failed.
     """
 
     rank: int
@@ -50,8 +55,7 @@ class RankFailure(RuntimeError):
     """At least one rank of a job failed.
 
     Attributes:
-        failures: the failed ranks, root cause first: the earliest failure, then the later ones, then the
-            ranks that only failed because a peer was gone.
+        failures: the failed ranks: the earliest failure, later ones, then ranks that failed because a peer was gone.
         outputs: stdout and stderr of each rank that printed.
     """
 
@@ -66,14 +70,14 @@ class RankFailure(RuntimeError):
 
 
 def describe_exit(returncode: int) -> str:
-    """Says how a process ended: `exited with code 3`, `killed by SIGKILL (exit code -9)`."""
+    """Describe how a process ended: `exited with code 3`, `killed by SIGKILL (exit code -9)`."""
     if returncode < 0:
         return f"killed by {signal.Signals(-returncode).name} (exit code {returncode})"
     return f"exited with code {returncode}"
 
 
 def prefix_output(rank: int, output: str) -> str:
-    """Puts `[rank 1] ` before each line of what a rank printed; of a very long output, keeps the end."""
+    """Prefix each line of a rank's output with `[rank 1] `; keep only the end of a very long output."""
     if len(output) > _LONGEST_OUTPUT:
         output = f"... {len(output) - _LONGEST_OUTPUT} characters left out ...\n{output[-_LONGEST_OUTPUT:]}"
     return "".join(f"[rank {rank}] {line}\n" for line in output.splitlines())
@@ -82,7 +86,7 @@ def prefix_output(rank: int, output: str) -> str:
 def _message(ordered: Sequence[FailedRank], world_size: int, outputs: Mapping[int, str]) -> str:
     first = ordered[0]
     sections = [f"rank {first.rank} of {world_size} failed: {first.summary}"]
-    # Ranks that failed alike stand together: most often all ranks raise the same error.
+    # Ranks with the same error share a section.
     for (summary, traceback), alike in itertools.groupby(ordered, lambda failed: (failed.summary, failed.traceback)):
         ranks = [failed.rank for failed in alike]
         label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

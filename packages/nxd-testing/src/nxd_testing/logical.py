@@ -1,4 +1,4 @@
-"""Assembles whole tensors from the parts that ranks of a test return, to compare a layout with one process."""
+"""Assembles whole tensors from the ranks' parts, to compare a layout with one process."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class LogicalPiece:
 
 
 def logical_pieces(named: Iterable[tuple[str, nn.Parameter, Tensor]]) -> list[LogicalPiece]:
-    """This rank's pieces of some tensors (weights, gradients, ...), each split as its parameter is.
+    """Return this rank's pieces of tensors such as weights or gradients, each split like its parameter.
 
     Args:
-        named: name, parameter, and a tensor of the parameter's shape.
+        named: tuples of a name, a parameter, and a tensor of the parameter's shape.
     """
     pieces = []
     for name, parameter, tensor in named:
@@ -40,10 +40,10 @@ def assemble_logical(pieces_by_rank: Sequence[Sequence[LogicalPiece]], *, rtol: 
 
     Args:
         pieces_by_rank: the result of `logical_pieces` on each rank.
-        rtol: the relative tolerance between ranks that hold the same box.
+        rtol: relative tolerance between ranks that hold the same box.
 
     Raises:
-        AssertionError: no rank holds some element, or ranks disagree about its value.
+        AssertionError: an element is missing on all ranks, or its value differs between ranks.
     """
     wholes: dict[str, Tensor] = {}
     held: dict[str, Tensor] = {}

@@ -1,13 +1,12 @@
-"""A stand-in for torch's native `neuron` device: registered with torch as the real one is, over this process's memory.
+"""A stand-in for torch's native `neuron` device, registered with torch like the real one, over this process's memory.
 
-`register_neuron_device` makes `torch.device("neuron")` an accelerator of this process, by torch's own registration of
-backends written in Python (PrivateUse1): no tensor subclass, no mode and no extension. A tensor of the device has a
-storage of the device, which holds a storage of the CPU; an operation runs on the CPU on the same memory. So it gives
-what it gives on the CPU, and random numbers are those of a CPU generator of the same seed. Its process groups are in
-`neuron_ranks`.
+`register_neuron_device` makes `torch.device("neuron")` an accelerator of this process through torch's registration of
+Python backends (PrivateUse1): no tensor subclass, no mode, no extension. A device tensor's storage wraps a CPU storage,
+and operations run on the CPU on that memory. Results are therefore those of the CPU, and random numbers are those of a
+CPU generator with the same seed. The process groups are in `neuron_ranks`.
 
-It refuses what the real device does not have, or does otherwise than the CPU (`REFUSED`), so that code which passes on
-it does not rely on that. What it does not show: memory, speed, streams, rounding, and operations that the device lacks.
+The stand-in refuses what the real device does not support or computes differently (`REFUSED`), so that code that passes
+on it does not rely on that. It does not model memory, speed, streams, rounding, or operations that the device lacks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "neuron"
 
-# By what is refused: why, and where that is documented. AWS's pages are those of Neuron 2.33 (October 2026).
+# The reason by refused feature, with its documentation. AWS's pages are those of Neuron 2.33 (October 2026).
 REFUSED = {
     "float64": "is computed in 32 bits there (torch-neuronx 2.13, tests and examples of 64-bit types)",
     "shapes that depend on data": "no graph has them (Neuron compiler error NCC_EMOD025; torch.compile reference)",
@@ -34,19 +33,19 @@ REFUSED = {
 }
 
 _HOST = DispatchKeySet(DispatchKey.CPU)
-# Which operations autocast runs in its dtype, and which in float32: those of a transformer, as on the CPU.
+# The operations of a transformer that autocast runs in its dtype, and in float32, as on the CPU.
 _LOWERED = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention")
 _RAISED = ("mse_loss", "nll_loss", "cross_entropy_loss")
 _MOVES = {"aten::copy_", "aten::_copy_from", "aten::_to_copy", "aten::set_"}  # these take tensors of two devices
 
 
 def register_neuron_device() -> None:
-    """Make `neuron` the accelerator of this process, for good.
+    """Make `neuron` the accelerator of this process, permanently. Calling it again does nothing.
 
-    Call it before the first backward: torch's autograd knows no device that came later. Calling it again does nothing.
+    Call it before the first backward: autograd ignores devices that are registered later.
 
     Raises:
-        RuntimeError: this torch registers no devices that are written in Python.
+        RuntimeError: this version of torch cannot register Python devices.
     """
     if torch.__version__ < "2.13":
         raise RuntimeError(f"torch {torch.__version__} registers no device like {NAME!r}; install torch 2.13 or newer")
@@ -67,9 +66,9 @@ def register_neuron_device() -> None:
 
 
 def register_neuron_compiler() -> None:
-    """Make `neuron` a backend of torch.compile, which runs the forward and the backward graph operation by operation.
+    """Make `neuron` a backend of torch.compile that runs the forward and backward graphs operation by operation.
 
-    It refuses symbolic shapes, which `torch.compile(dynamic=True)` gives. It loads torch's compiler, for seconds.
+    It refuses symbolic shapes (`torch.compile(dynamic=True)`). Importing torch's compiler takes seconds.
     """
     from torch._dynamo import list_backends, register_backend  # noqa: PLC0415
     from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
@@ -92,24 +91,19 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def is_on_device(value: object) -> bool:
-    """Whether the value is a tensor on the device."""
+    """Return whether the value is a tensor on the device."""
     return isinstance(value, Tensor) and value.device.type == NAME
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A CPU tensor that shares the memory of a device tensor."""
+    """Return a CPU tensor that shares the memory of a device tensor."""
     memory = tensor.untyped_storage().memory  # type: ignore[attr-defined]
     host = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return host.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def on_device(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> Tensor:
-    """A tensor of the device in the memory of one of the CPU.
-
-    Args:
-        tensor: the one of the CPU.
-        storage: the device's for this memory, where there is one.
-    """
+    """Return a device tensor that shares the memory of a CPU tensor; `storage` is the memory's device storage, if any."""
     _check_dtype(tensor.dtype)
     empty = torch._C._acc.create_empty_tensor((0,), tensor.dtype)
     return _set_storage(empty, storage or _device_storage(tensor.untyped_storage()), tensor)
@@ -118,7 +112,7 @@ def on_device(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> Te
 def _device_storage(memory: torch.UntypedStorage) -> torch.UntypedStorage:
     device = torch.device(NAME, 0)
     storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, memory.nbytes())
-    storage.memory = memory  # which lives as long as the device's storage does
+    storage.memory = memory  # keeps the memory alive as long as the device storage
     return storage
 
 
@@ -129,9 +123,9 @@ def _set_storage(tensor: Tensor, storage: torch.UntypedStorage, like: Tensor) ->
 
 
 def _run_on_host(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation that has no kernel below and is not composed of others."""
+    """Run an operation without a kernel of its own on the CPU."""
     _check_operation(operation, tree_leaves((args, kwargs)))
-    originals: dict[int, tuple[Tensor, Tensor]] = {}  # by the host's tensor's id, which holds while that is here
+    originals: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the host tensor, valid while that is referenced
     storages: dict[int, torch.UntypedStorage] = {}
 
     def down(value: Any) -> Any:
@@ -155,7 +149,7 @@ def _run_on_host(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) ->
     with _generator_of_device() if torch.Tag.nondeterministic_seeded in operation.tags else _nothing():
         result = operation(*host_args, **host_kwargs)
     for host, original in originals.values():
-        if host.shape != original.shape or host.stride() != original.stride():  # an `out` that got its size only now
+        if host.shape != original.shape or host.stride() != original.stride():  # an `out` that was resized
             _set_storage(original, _device_storage(host.untyped_storage()), host)
     return tree_map(up, result)
 
@@ -213,7 +207,7 @@ def _register_autocast(name: str, dtype: Callable[[], torch.dtype]) -> None:
 
 @contextmanager
 def _generator_of_device() -> Iterator[None]:
-    """Draw random numbers from the device's generator, and leave the CPU's unchanged."""
+    """Draw random numbers from the device's generator and leave the CPU's unchanged."""
     host = torch.get_rng_state()
     torch.set_rng_state(_generator.get_state())
     try:
@@ -232,7 +226,7 @@ _generator = torch.Generator()
 
 
 class _DeviceModule:
-    """`torch.neuron`: what torch's generic functions ask of a device's module. A process has one device."""
+    """`torch.neuron`: the functions that torch requires of a device module. A process has one device."""
 
     def is_initialized(self) -> bool:
         return True

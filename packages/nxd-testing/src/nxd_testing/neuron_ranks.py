@@ -1,11 +1,9 @@
-"""Ranks on the stand-in for the `neuron` device: its process groups, and `run_on_neuron`, which runs a function there.
+"""Ranks on the stand-in for the `neuron` device: its process groups, and `run_on_neuron`.
 
-The process groups are gloo, on the memory of the device's tensors. Like torch-neuronx's, one is written in Python and
-stands for all backends: it does not carry tensors of the CPU.
+The process groups are gloo on the memory of the device's tensors. As in torch-neuronx, the process group is written in
+Python, replaces all backends, and does not accept CPU tensors.
 """
 
-import atexit
-import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,42 +15,31 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_map
 
 from nxd_testing.neuron_device import NAME, REFUSED, on_host, register_neuron_device
-from nxd_testing.pool import RankPool
+from nxd_testing.pool import shared_pool
 
 T = TypeVar("T")
 
 
 def run_on_neuron(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 120.0) -> list[T]:
-    """Calls `fn(*args)` on each of `world_size` ranks on the stand-in, with `NXD_DEVICE=neuron`; see `run_on_ranks`.
-
-    Returns:
-        What `fn` returned, by rank; tensors as detached CPU tensors.
+    """Call `fn(*args)` on each of `world_size` ranks on the stand-in, with `NXD_DEVICE=neuron`; see `run_on_ranks`.
 
     Raises:
-        RankFailure: a rank raised, also where the stand-in refused what the real device does not have.
+        RankFailure: a rank raised, for example because the real device does not support an operation.
     """
-    return _pool_of_neuron().run(_as_neuron_rank, world_size, fn, args, timeout=timeout, env={"NXD_DEVICE": NAME})
-
-
-@functools.cache
-def _pool_of_neuron() -> RankPool:
-    """A pool with its own processes, since a process cannot change its accelerator."""
-    pool = RankPool()
-    atexit.register(pool.shutdown)
-    return pool
+    return shared_pool("neuron").run(_as_neuron_rank, world_size, fn, args, timeout=timeout, env={"NXD_DEVICE": NAME})
 
 
 def _as_neuron_rank(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
     register_neuron_ranks()
-    torch.manual_seed(0)  # the device's random numbers, too
-    dist.barrier()  # or a rank would close connections that others are still making
-    dist.destroy_process_group()  # that of the CPU, with which the pool begins
+    torch.manual_seed(0)  # seeds the device too
+    dist.barrier()  # a rank must not close connections that others are still opening
+    dist.destroy_process_group()  # the CPU's, which the pool created
     dist.init_process_group(NAME)
     return fn(*args)
 
 
 def register_neuron_ranks() -> None:
-    """Make `neuron` the accelerator of this process, as `register_neuron_device`, with process groups of that name."""
+    """Make `neuron` the accelerator of this process, with process groups of that name; see `register_neuron_device`."""
     register_neuron_device()
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, NeuronProcessGroup, devices=[NAME])
@@ -80,7 +67,7 @@ def _reduce_scatter(tensor: Tensor, operation: str, size: int, group_name: Any) 
     return result
 
 
-# Collectives of compiled graphs: those for which torch-neuronx has kernels.
+# The collectives of compiled graphs for which torch-neuronx has kernels.
 _GRAPH_LIBRARY = torch.library.Library("_c10d_functional", "IMPL")
 _IN_GRAPHS = {
     "all_reduce": _all_reduce,
@@ -90,7 +77,7 @@ _IN_GRAPHS = {
 _REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-# By torch's name: gloo's. torch 2.13 renamed those that end in "single".
+# torch's name: gloo's name. torch 2.13 renamed those that end in "single".
 _CARRIED = {
     name: name
     for name in (
@@ -119,7 +106,7 @@ def _memory(value: Any) -> Any:
 
 
 class NeuronProcessGroup(dist.ProcessGroup):
-    """A process group of the backend "neuron"; its arguments are those that torch gives to a backend."""
+    """A process group of the backend "neuron"; torch passes these arguments to a backend."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -146,21 +133,13 @@ class NeuronProcessGroup(dist.ProcessGroup):
         return [torch.device(NAME)]
 
     def alltoall_base(self, output: Tensor, given: Tensor, output_sizes: Any, sizes: Any, *_: Any) -> Any:
-        """Exchange chunks of one size.
-
-        Raises:
-            NotImplementedError: their sizes differ.
-        """
+        """Exchange chunks of equal size; raises a NotImplementedError if the sizes differ."""
         if len({*output_sizes, *sizes}) > 1:
             raise NotImplementedError(f"chunks of {list(sizes)}: {REFUSED['uneven all-to-all']}")
         return self._gloo.alltoall_base(_memory(output), _memory(given), output_sizes, sizes)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks of the world.
-
-        Raises:
-            NotImplementedError: this is another group.
-        """
+        """Wait for all ranks of the world; raises a NotImplementedError for any other group."""
         if self.size() != dist.get_world_size():
             raise NotImplementedError(f"a barrier of {self.size()} ranks: {REFUSED['barriers of some ranks']}")
         return self._gloo.barrier()

@@ -1,4 +1,4 @@
-"""The operations of torch that a function runs on this rank, and what it sends."""
+"""The torch operations that a function runs on this rank, and the dtypes that it sends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def operations_of(fn: Callable[[], object]) -> list[str]:
-    """Names of the operations that `fn()` runs, in order: "aten::mm", "c10d::allreduce_", "wait" for a collective.
+    """Return the names of the operations of `fn()` in order, such as "aten::mm", "c10d::allreduce_" and "wait".
 
-    Only over torch.distributed (`NXD_SHM=0`): collectives through shared memory are no operations of torch.
+    Set `NXD_SHM=0`: collectives through shared memory are not torch operations.
     """
     original = nxd_state.Pending.wait
 
@@ -43,12 +43,12 @@ def operations_of(fn: Callable[[], object]) -> list[str]:
 
 
 def collectives_of(fn: Callable[[], object]) -> list[str]:
-    """The collectives among `operations_of(fn)`."""
+    """Return the collectives among `operations_of(fn)`."""
     return [name for name in operations_of(fn) if name.startswith("c10d::")]
 
 
 def sent_dtypes_of(fn: Callable[[], object]) -> set[torch.dtype]:
-    """The dtypes of all that `fn()` sends."""
+    """Return the dtypes of all tensors that `fn()` sends."""
     with _Recorder() as recorder:
         fn()
     return recorder.sent_dtypes

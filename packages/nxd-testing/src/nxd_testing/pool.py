@@ -1,8 +1,7 @@
 """The pool of warm worker processes, and `run_on_ranks`, which runs a function on the pool of this process.
 
-A job of N ranks uses the first N workers, which are started when first needed and serve until this process
-ends. They meet through one store that is served here, each job under its own prefix, so no job picks a port.
-What the ranks do is in `worker`, how their answers are awaited in `job_run`.
+A job of N ranks uses the first N workers, which start when they are first needed and run until this process ends. They
+rendezvous in one store served here, with a prefix per job, so no job picks a port. The workers' side is in `worker`.
 """
 
 from __future__ import annotations
@@ -15,18 +14,115 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import wait
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from nxd_testing.deadlines import deadline
-from nxd_testing.failure import RankFailure, prefix_output
-from nxd_testing.job_run import JobRun
-from nxd_testing.messages import Job, send
+from nxd_state.store_server import StoreServer
+
+from nxd_testing.failure import FailedRank, RankFailure, deadline, prefix_output
+from nxd_testing.messages import RELEASE, Job, Raised, Success, TornDown, dumps_call, receive, send
 from nxd_testing.worker_process import WorkerProcess, import_path
 
-if TYPE_CHECKING:
-    from nxd_state.store_server import StoreServer
+# How long ranks may keep running once another one has failed.
+_GRACE_SECONDS = 10.0
+_SECONDS_TO_TEAR_DOWN = 15.0
+
+
+class JobRun:
+    """One running job: collects the ranks' results and detects ranks that raise, die or hang.
+
+    Attributes:
+        results: the pickled result of each rank whose function returned.
+        failures: the failure of each failed rank.
+        dead: the ranks whose process ended and must be replaced.
+    """
+
+    def __init__(self, workers: Sequence[WorkerProcess], timeout: float) -> None:
+        self._workers = dict(enumerate(workers))
+        self._timeout = timeout
+        self._released: set[int] = set()
+        self.results: dict[int, bytes] = {}
+        self.failures: dict[int, FailedRank] = {}
+        self.dead: set[int] = set()
+
+    def collect(self) -> None:
+        """Wait until every rank has returned, raised, died or timed out."""
+        end = time.monotonic() + self._timeout
+        waiting = dict(self._workers)
+        while waiting and (remaining := end - time.monotonic()) > 0:
+            for rank in self._answering(waiting, remaining):
+                self._take_answer(rank, waiting.pop(rank))
+            if self.failures:
+                # Ranks that wait for one that has answered see its connections close.
+                self._release(self._workers.keys() - waiting.keys())
+                first_failure = min(failed.time for failed in self.failures.values())
+                end = min(end, first_failure + deadline(_GRACE_SECONDS))
+        self._stop(waiting)
+
+    def finish(self) -> None:
+        """Let the ranks destroy their process groups, and wait for that."""
+        tearing_down = {rank: worker for rank, worker in self._workers.items() if rank not in self.dead}
+        self._release(tearing_down)
+        end = time.monotonic() + deadline(_SECONDS_TO_TEAR_DOWN)
+        while tearing_down and (remaining := end - time.monotonic()) > 0:
+            for rank in self._answering(tearing_down, remaining):
+                self._take_torn_down(rank, tearing_down.pop(rank))
+        self._abort(tearing_down, "did not tear down its process groups")
+
+    def _answering(self, workers: Mapping[int, WorkerProcess], seconds: float) -> list[int]:
+        ready = wait([worker.connection for worker in workers.values()], seconds)
+        return [rank for rank, worker in workers.items() if worker.connection in ready]
+
+    def _take_answer(self, rank: int, worker: WorkerProcess) -> None:
+        try:
+            answer: Success | Raised = receive(worker.connection)
+        except EOFError:
+            self._fail(rank, worker.end(), worker.stacks(), dead=True)
+            return
+        if isinstance(answer, Success):
+            self.results[rank] = answer.result
+        else:
+            self.failures[rank] = FailedRank(rank, answer.summary, answer.traceback, answer.time)
+
+    def _take_torn_down(self, rank: int, worker: WorkerProcess) -> None:
+        try:
+            answer: TornDown = receive(worker.connection)
+        except EOFError:
+            self._fail(rank, worker.end(), worker.stacks(), dead=True)
+            return
+        if answer.error is not None and rank not in self.failures:
+            self._fail(rank, "tearing down the process groups raised", answer.error)
+
+    def _stop(self, workers: Mapping[int, WorkerProcess]) -> None:
+        """Stop the ranks that did not answer in time."""
+        if self.failures:
+            summary = f"still running {deadline(_GRACE_SECONDS):.1f} s after another rank had failed"
+            self._abort(workers, summary, stopped=True)
+        else:
+            self._abort(workers, f"still running after timeout={self._timeout:.1f} s")
+
+    def _abort(self, workers: Mapping[int, WorkerProcess], summary: str, *, stopped: bool = False) -> None:
+        for worker in workers.values():
+            worker.abort()  # all at once: a rank that sees another one die leaves the place where it hung
+        for rank, worker in workers.items():
+            worker.end()
+            stacks = worker.stacks() or "(killed before it wrote its Python stacks)"
+            self._fail(rank, summary, stacks, dead=True, stopped=stopped)
+
+    def _fail(self, rank: int, summary: str, traceback: str, *, dead: bool = False, stopped: bool = False) -> None:
+        self.failures.setdefault(rank, FailedRank(rank, summary, traceback, time.monotonic(), stopped))
+        if dead:
+            self.dead.add(rank)
+
+    def _release(self, ranks: Iterable[int]) -> None:
+        for rank in set(ranks) - self._released - self.dead:
+            self._released.add(rank)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                send(self._workers[rank].connection, RELEASE)
+
 
 T = TypeVar("T")
 
@@ -39,33 +135,32 @@ def run_on_ranks(
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Calls `fn(*args)` on each of `world_size` processes with torch.distributed initialised.
+    """Call `fn(*args)` on each of `world_size` processes with torch.distributed initialized.
 
-    Every job starts from the same state: one thread, float32, gradients on, random seed 0, this process's
-    working directory and `sys.path`, and the environment that torchrun would set. Later jobs reuse the
-    processes; modules imported there stay imported. What the ranks print is printed here when they are done,
-    each line with its rank.
+    Every job starts from the same state: one thread, float32, gradients enabled, random seed 0, this process's working
+    directory and `sys.path`, and the environment that torchrun sets. Later jobs reuse the processes, including imported
+    modules. The ranks' output is printed when they are done, each line with its rank.
 
     Args:
-        fn: any function, closures and lambdas included.
-        world_size: the number of ranks.
-        *args: picklable arguments, the same for every rank; `torch.distributed` tells the ranks apart.
-        timeout: seconds until ranks still at work are ended and their Python stacks shown; scaled by `deadline`.
-        backend: the backend of the process group.
-        env: environment variables of this job. Later changes of this process's own are not seen by the ranks.
+        fn: any function, including closures and lambdas.
+        world_size: number of ranks.
+        *args: picklable arguments, the same for every rank.
+        timeout: seconds until running ranks are stopped and their Python stacks shown; scaled by `deadline`.
+        backend: backend of the process group.
+        env: environment variables of this job; ranks do not see later changes of this process's environment.
 
     Returns:
-        What `fn` returned, by rank; tensors as detached CPU tensors.
+        The results by rank, with tensors as detached CPU tensors.
 
     Raises:
         RankFailure: a rank raised, died or took too long; the next job is not affected.
         ValueError: `world_size` or `timeout` is not positive.
     """
-    return _pool_of_this_process().run(fn, world_size, *args, timeout=timeout, backend=backend, env=env)
+    return shared_pool("ranks").run(fn, world_size, *args, timeout=timeout, backend=backend, env=env)
 
 
 class RankPool:
-    """Worker processes that are the ranks of one job after the other; ended by `shutdown` or by `with`."""
+    """Worker processes that serve as the ranks of successive jobs; `shutdown` or `with` ends them."""
 
     def __init__(self) -> None:
         self._workers: list[WorkerProcess] = []
@@ -90,10 +185,7 @@ class RankPool:
         backend: str = "gloo",
         env: Mapping[str, str] | None = None,
     ) -> list[T]:
-        """Runs one job; see `run_on_ranks`."""
-        # Imported late because it needs the extra, and torch, which the pytest plugin must not import.
-        from nxd_testing.serialization import dumps_call  # noqa: PLC0415
-
+        """Run one job; see `run_on_ranks`."""
         if world_size < 1:
             raise ValueError(f"world_size={world_size} ranks cannot run anything; use 1 or more")
         if timeout <= 0:
@@ -120,7 +212,7 @@ class RankPool:
         return [pickle.loads(run.results[rank]) for rank in range(world_size)]
 
     def shutdown(self) -> None:
-        """Ends the worker processes; a later job would start new ones."""
+        """End the worker processes; a later job starts new ones."""
         with self._lock:
             for worker in self._workers:
                 worker.close()
@@ -147,8 +239,6 @@ class RankPool:
 
     def _store_port(self) -> int:
         if self._store is None:
-            from nxd_state.store_server import StoreServer  # noqa: PLC0415
-
             self._store = StoreServer(socket.create_server(("127.0.0.1", 0)))
         return self._store.port
 
@@ -165,7 +255,7 @@ class RankPool:
                 import_path=import_path(),
                 call=call,
             )
-            # A worker that died while idle shows when its answer is awaited.
+            # A worker that died while idle is detected when its answer is awaited.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 send(worker.connection, job)
 
@@ -185,7 +275,8 @@ class RankPool:
 
 
 @functools.cache
-def _pool_of_this_process() -> RankPool:
+def shared_pool(purpose: str) -> RankPool:
+    """Return this process's pool for one purpose; processes of different devices cannot be shared."""
     pool = RankPool()
     atexit.register(pool.shutdown)
     return pool

@@ -1,8 +1,8 @@
-"""Meetings of the ranks that a graph's collectives connect, to run it together while other ranks do other work.
+"""Synchronization of the ranks that a graph's collectives connect, while other ranks do other work.
 
-On devices each rank runs its own graphs, and meets others only in collectives. So it is here: a rank announces what it
-is about to run, in its order, and waits for those announcements of its peers that concern it. All goes through the
-job's store, since it is unknown beforehand which ranks will meet.
+On devices, each rank runs its own graphs and synchronizes with others only in collectives. Here, a rank announces each
+graph that it is about to run, in order, and waits for the announcements of its peers that include it. Everything goes
+through the job's store, because the peers are not known in advance.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from nxd_doctor.graphs import find_collectives, parse_hlo
 
 
 def connected_ranks(text: str, rank: int, world_size: int) -> tuple[int, ...]:
-    """The ranks that a graph's collectives connect `rank` to, over however many of them, and itself; ascending."""
+    """Return `rank` and the ranks that a graph's collectives connect it to, directly or indirectly; ascending."""
     groups = [set(group) for it in find_collectives(parse_hlo(text), world_size=world_size) for group in it.groups]
     connected = {rank}
     while True:
@@ -27,7 +27,7 @@ def connected_ranks(text: str, rank: int, world_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Announcement:
-    ranks: tuple[int, ...]  # none: this rank has ended
+    ranks: tuple[int, ...]  # empty: this rank has ended
     digest: str = ""
 
 
@@ -38,16 +38,13 @@ class Meetings:
         self._store = dist.PrefixStore("meetings", store)
         self._rank = rank
         self._announced = 0
-        self._read: dict[int, int] = {}  # how many announcements of each peer
+        self._read: dict[int, int] = {}  # number of announcements read, by peer
 
     def meet(self, ranks: tuple[int, ...], text: str) -> str:
-        """Wait until all of `ranks` have come with the same graph.
-
-        Returns:
-            A name for the meeting, the same on all of them.
+        """Wait until all of `ranks` have announced this graph; returns a name of the meeting, the same on all ranks.
 
         Raises:
-            RuntimeError: a rank came with another graph, or has ended.
+            RuntimeError: a rank announced a different graph, or has ended.
         """
         mine = _Announcement(ranks, hashlib.sha256(text.encode()).hexdigest())
         names = {self._rank: self._announce(mine)}
@@ -60,14 +57,14 @@ class Meetings:
         return names[ranks[0]]
 
     def gather(self, name: str, ranks: tuple[int, ...], value: Any) -> list[Any] | None:
-        """Gather the values of all ranks on the first of them."""
+        """Gather the values of all ranks on the first one."""
         if self._rank != ranks[0]:
             self._put(f"{name}/input/{self._rank}", value)
             return None
         return [value, *(self._take(f"{name}/input/{rank}") for rank in ranks[1:])]
 
     def scatter(self, name: str, ranks: tuple[int, ...], values: list[Any] | None) -> Any:
-        """Send each rank its value from the first of them."""
+        """Send each rank its value from the first one."""
         if values is None:
             return self._take(f"{name}/result/{self._rank}")
         for rank, value in zip(ranks[1:], values[1:], strict=True):
@@ -75,7 +72,7 @@ class Meetings:
         return values[0]
 
     def end(self) -> None:
-        """Tell the ranks that wait for this one, now or later, that it has ended."""
+        """Announce that this rank has ended, for ranks that wait for it now or later."""
         self._announce(_Announcement(()))
 
     def _announce(self, announcement: _Announcement) -> str:
@@ -85,7 +82,7 @@ class Meetings:
         return name
 
     def _next_of(self, peer: int, ranks: tuple[int, ...]) -> tuple[str, _Announcement]:
-        """The peer's next announcement that concerns this rank."""
+        """The peer's next announcement that includes this rank."""
         while True:
             name = f"{peer}/{self._read.get(peer, 0)}"
             announcement: _Announcement = pickle.loads(self._store.get(name))
@@ -99,7 +96,7 @@ class Meetings:
                 return name, announcement
 
     def _put(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # it takes bytes, too
+        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are accepted too
 
     def _take(self, key: str) -> Any:
         value = pickle.loads(self._store.get(key))
@@ -116,7 +113,7 @@ class Meetings:
 
 
 def _first_difference(peer: int, their_text: str, rank: int, text: str) -> str:
-    lines, others = text.splitlines()[1:], their_text.splitlines()[1:]  # but for the list of all parameters
+    lines, others = text.splitlines()[1:], their_text.splitlines()[1:]  # without the list of all parameters
     pairs = zip([*lines, "(end)"], [*others, "(end)"], strict=False)
     line, other = next((pair for pair in pairs if pair[0] != pair[1]), ("(end)", "(end)"))
     return (

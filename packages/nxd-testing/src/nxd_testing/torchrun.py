@@ -1,7 +1,4 @@
-"""Runs a command line under torchrun as a subprocess, to test programs as their users start them.
-
-Functions of a test are quicker on the warm pool of `nxd_testing.pool`.
-"""
+"""Runs a program under torchrun as a subprocess, the way users start it. For functions, the warm pool is faster."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
-from nxd_testing.deadlines import deadline
+from nxd_testing.failure import deadline
 
 _SECONDS_TO_WRITE_STACKS = 2.0
 
 
 class TorchrunResult(NamedTuple):
-    """How a command ended and what it printed."""
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -35,12 +32,12 @@ def run_torchrun(
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> TorchrunResult:
-    """Runs `torchrun --standalone --nproc-per-node nproc <args>` and waits for it.
+    """Run `torchrun --standalone --nproc-per-node nproc <args>` and wait for it.
 
     Args:
         args: the script or `-m module`, and its arguments.
-        nproc: the number of ranks.
-        env: variables on top of this process's environment.
+        nproc: number of ranks.
+        env: environment variables in addition to this process's own.
         timeout: seconds until torchrun and its ranks are killed; scaled by `deadline`.
 
     Raises:
@@ -50,7 +47,7 @@ def run_torchrun(
     with (
         tempfile.TemporaryFile() as stdout,
         tempfile.TemporaryFile() as stderr,
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as logs,  # torchrun leaves its own behind
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as logs,  # torchrun does not remove its own
     ):
         command = [
             sys.executable,
@@ -86,11 +83,11 @@ def run_torchrun(
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all its descendants; torchrun gives each rank a session of its own."""
-    os.kill(process.pid, signal.SIGSTOP)  # or torchrun would end the other ranks when it sees the first one die
+    """Kill a process and all its descendants; torchrun starts each rank in its own session."""
+    os.kill(process.pid, signal.SIGSTOP)  # keeps torchrun from ending the other ranks when the first one dies
     descendants = _descendants(process.pid)
     for pid in descendants:
-        _signal(pid, signal.SIGABRT)  # on which faulthandler writes the stacks; one by one, or they would mix
+        _signal(pid, signal.SIGABRT)  # faulthandler writes the stacks; one at a time, so that they do not interleave
         _wait_until_dead(pid)
     for pid in [process.pid, *descendants]:
         _signal(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The program of one worker process: take a job, run one rank of it, return the result, and reset.
+"""The program of one worker process: receive a job, run one rank of it, return the result, and reset.
 
-Started by `nxd_testing.worker_process`; what the two say to each other is in `messages`.
+Started by `nxd_testing.worker_process`; the protocol is in `messages`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from nxd_testing.messages import READY, Job, Raised, Success, TornDown, receive, send
-from nxd_testing.serialization import dumps_result
+from nxd_testing.messages import READY, Job, Raised, Success, TornDown, dumps_result, receive, send
 
 
 def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
-    """Runs jobs until the connection closes.
+    """Run jobs until the connection closes.
 
     Args:
-        connection_fd: the socket to the pool.
-        stacks_fd: a file for the Python stacks of all threads, written when a signal ends this process.
-        store_port: the port of the pool's store.
+        connection_fd: file descriptor of the socket to the pool.
+        stacks_fd: file descriptor for the Python stacks of all threads, written when a signal ends this process.
+        store_port: port of the pool's store.
     """
     _die_with_the_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -49,14 +48,14 @@ def serve(connection_fd: int, stacks_fd: int, store_port: int) -> None:
         faulthandler.enable(stacks_fd, all_threads=True)
         environment, directory = dict(os.environ), os.getcwd()
         send(connection, _run(job, store_port))
-        receive(connection)  # RELEASE: no rank waits for this one any more
+        receive(connection)  # RELEASE: no rank needs this one any more
         torn_down = TornDown(_tear_down())
         _restore(environment, directory)
         send(connection, torn_down)
 
 
 def _die_with_the_parent() -> None:
-    """Kills this process group when the parent's end of standard input closes, which its death does."""
+    """Kill this process group when the parent dies, which closes its end of standard input."""
     parent_pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -72,7 +71,7 @@ def _die_with_the_parent() -> None:
 def _run(job: Job, store_port: int) -> Success | Raised:
     try:
         _enter(job)
-        # A connection of its own: a job may set its timeout, or leave it while an answer is under way.
+        # A separate connection: a job may set its timeout, or abandon it during a request.
         client = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
         store = dist.PrefixStore(f"job{job.number}", client)
         _rendezvous_in(store)
@@ -84,7 +83,7 @@ def _run(job: Job, store_port: int) -> Success | Raised:
         )
         fn, args = pickle.loads(job.call)
         return Success(dumps_result(fn(*args)))
-    except BaseException as error:  # SystemExit too: the function must not end the worker unnoticed
+    except BaseException as error:  # SystemExit too: the function must not end the worker silently
         moment = time.monotonic()
         own_frame_left_out = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
         return Raised(
@@ -95,15 +94,15 @@ def _run(job: Job, store_port: int) -> Success | Raised:
 
 
 def _enter(job: Job) -> None:
-    """Resets the state of the process, so that every job starts alike."""
+    """Reset the state of the process, so that every job starts from the same state."""
     os.chdir(job.working_directory)
     sys.path[:] = job.import_path
     os.environ.update(job.env)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
-    # Not the CPU by name: that would be a mode, which torch's compiler cannot look through everywhere.
+    # Not "cpu": that would install a mode, which torch.compile does not always support.
     torch.set_default_device(None)
-    vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # else torch 2.9 cannot tell the default device any more
+    vars(torch._GLOBAL_DEVICE_CONTEXT).clear()  # otherwise torch 2.9 loses the default device
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():  # turning them off imports the compiler, for a second
         torch.use_deterministic_algorithms(False)
@@ -112,9 +111,9 @@ def _enter(job: Job) -> None:
 
 
 def _rendezvous_in(store: dist.Store) -> None:
-    """Lets the job's own starts from `env://` meet in `store`.
+    """Make `env://` rendezvous of the job's own process groups use `store`.
 
-    torch's handler would meet under the same keys in every job, and find there the addresses of the job before.
+    torch's handler uses the same keys in every job, and would find the addresses of the previous job.
     """
     starts = itertools.count(1)
 
@@ -126,8 +125,8 @@ def _rendezvous_in(store: dist.Store) -> None:
 
 
 def _tear_down() -> str | None:
-    # gloo's destructor waits for its event loop, some 10 ms per peer and group: let no job wait for that. It
-    # runs where the last reference to a group is dropped.
+    # gloo's destructor waits for its event loop, about 10 ms per peer and group. It runs where the last reference to a
+    # group is dropped, so a thread drops it.
     groups = list(_world.pg_map)
     try:
         if nxd_state.model_parallel_is_initialized():

@@ -1,7 +1,4 @@
-"""The pool's handle of one worker process: start it, check whether it is alive, read what it printed, end it.
-
-`nxd_testing.worker` runs inside it; `pool` assigns its jobs.
-"""
+"""The pool's handle of one worker process: start it, read its output, end it. `nxd_testing.worker` runs inside it."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from multiprocessing.connection import Connection
 
 from nxd_state.processes import hold_standard_streams
 
-from nxd_testing.deadlines import deadline
-from nxd_testing.failure import describe_exit
+from nxd_testing.failure import deadline, describe_exit
 from nxd_testing.messages import READY, receive
 
 _SECONDS_TO_START = 120.0
@@ -25,9 +21,9 @@ _SECONDS_TO_DIE = 2.0
 
 
 class WorkerProcess:
-    """A fresh interpreter in its own session, so that Ctrl-C reaches the parent alone.
+    """A fresh interpreter in its own session, so that Ctrl-C reaches only the parent.
 
-    Not a `multiprocessing.Process`: that would import the parent's main module, pytest for example, again.
+    Not a `multiprocessing.Process`, which would import the parent's main module again.
     """
 
     def __init__(self, store_port: int) -> None:
@@ -42,7 +38,7 @@ class WorkerProcess:
         )
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", program],
-            stdin=subprocess.PIPE,  # never written to: it closes when this process dies
+            stdin=subprocess.PIPE,  # never written to; it closes when this process dies
             stdout=self._output,
             stderr=self._output,
             pass_fds=fds,
@@ -54,10 +50,10 @@ class WorkerProcess:
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Waits for the first sign of life of a process just started.
+        """Wait until the process has started.
 
         Raises:
-            RuntimeError: it ended, or said nothing for too long.
+            RuntimeError: the process ended, or did not start in time.
         """
         if self._is_ready:
             return
@@ -72,29 +68,29 @@ class WorkerProcess:
             raise RuntimeError(f"a worker process did not start in {deadline(_SECONDS_TO_START):.0f} s")
 
     def take_output(self) -> str:
-        """Returns what was printed since the last call, stdout and stderr as they were interleaved."""
+        """Return the output since the last call, with stdout and stderr interleaved."""
         output = _read(self._output.fileno())
-        # The file offset is shared with the worker, which therefore continues writing at the start.
+        # The worker shares the file offset, so it continues writing at the start.
         os.ftruncate(self._output.fileno(), 0)
         os.lseek(self._output.fileno(), 0, os.SEEK_SET)
         # gloo of torch 2.9 reports each connection on stdout.
         return "".join(line for line in output.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
 
     def stacks(self) -> str:
-        """Returns the Python stacks that the process wrote when a signal ended it, or an empty text."""
-        # One paragraph per thread; the watchdog's and the list of extension modules are of no use.
+        """Return the Python stacks that the process wrote when a signal ended it, or an empty string."""
+        # One paragraph per thread, without the watchdog and the list of extension modules.
         paragraphs = _read(self._stacks.fileno()).split("\n\n")
         return "\n\n".join(
             text for text in paragraphs if "in watch\n" not in text and not text.startswith("Extension modules")
         )
 
     def abort(self) -> None:
-        """Makes the process write the stacks of all its threads and die; `end` waits for that."""
+        """Make the process write the stacks of all its threads and die; `end` waits for that."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGABRT)  # on which faulthandler writes them
+            os.kill(self._process.pid, signal.SIGABRT)  # faulthandler writes the stacks
 
     def end(self) -> str:
-        """Waits until an ending process is gone, kills its remaining children, and returns how it ended."""
+        """Wait for an ending process, kill its remaining children, and return how it ended."""
         try:
             returncode = self._process.wait(deadline(_SECONDS_TO_DIE))
         except subprocess.TimeoutExpired:
@@ -103,11 +99,11 @@ class WorkerProcess:
         return describe_exit(returncode)
 
     def close(self) -> None:
-        """Asks an idle process to leave; `end` waits for it."""
+        """Ask an idle process to exit; `end` waits for it."""
         self.connection.close()
 
     def kill(self) -> None:
-        """Kills the process and its children, now."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -122,7 +118,7 @@ class WorkerProcess:
 
 
 def import_path() -> list[str]:
-    """`sys.path` as another process in another directory must have it."""
+    """Return `sys.path` with absolute paths, for a process in another directory."""
     return [os.path.abspath(entry) for entry in sys.path]
 
 
