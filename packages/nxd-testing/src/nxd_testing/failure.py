@@ -16,7 +16,6 @@ def deadline(seconds: float) -> float:
 
 _LONGEST_OUTPUT = 10_000
 
-
 # Errors of gloo and of shared memory on a rank whose peer is gone.
 _PEER_IS_GONE = (
     "Connection closed by peer",

@@ -26,8 +26,6 @@ import cloudpickle
 import torch
 
 READY = "ready"
-
-
 RELEASE = "release"
 
 

@@ -103,7 +103,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def on_device(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> Tensor:
-    """Return a device tensor that shares the memory of a CPU tensor; `storage` is the memory's device storage, if any."""
+    """Return a device tensor that shares the memory of a CPU tensor, whose device storage, if any, is `storage`."""
     _check_dtype(tensor.dtype)
     empty = torch._C._acc.create_empty_tensor((0,), tensor.dtype)
     return _set_storage(empty, storage or _device_storage(tensor.untyped_storage()), tensor)

@@ -76,7 +76,6 @@ _IN_GRAPHS = {
 }
 _REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-
 # torch's name: gloo's name. torch 2.13 renamed those that end in "single".
 _CARRIED = {
     name: name

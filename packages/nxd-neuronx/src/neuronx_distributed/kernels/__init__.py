@@ -1,4 +1,4 @@
-"""`neuronx_distributed.kernels`: attention as a function of its mathematics."""
+"""`neuronx_distributed.kernels`: attention, computed by torch."""
 
 from neuronx_distributed.kernels import flash_attn, kernel_utils, ring_attention_kernel
 from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func

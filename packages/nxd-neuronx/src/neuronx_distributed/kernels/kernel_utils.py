@@ -1,4 +1,4 @@
-"""`neuronx_distributed.kernels.kernel_utils`: what scripts do around kernels, from nxd_neuronx."""
+"""`neuronx_distributed.kernels.kernel_utils`: helpers around kernels, from nxd_neuronx."""
 
 from nxd_neuronx.attention import permute
 from nxd_neuronx.not_here import explains

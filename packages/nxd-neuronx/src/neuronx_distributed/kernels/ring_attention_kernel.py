@@ -1,4 +1,4 @@
-"""`neuronx_distributed.kernels.ring_attention_kernel`: attention over a sequence that is cut over ranks."""
+"""`neuronx_distributed.kernels.ring_attention_kernel`: attention over a sequence that is split over ranks."""
 
 from nxd_neuronx.attention import nki_ring_attn_func
 

@@ -1,3 +1,3 @@
-"""`neuronx_distributed.lightning.launcher`: ranks are started by the strategy of nxd_lightning; nothing is public."""
+"""`neuronx_distributed.lightning.launcher`: no public names; the strategy of nxd_lightning starts the ranks."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.rms_norm`: the norm of nxd_layers that may be sequence parallel."""
+"""`neuronx_distributed.modules.rms_norm`: the RMS norm of nxd_layers, with sequence parallelism."""
 
 from nxd_layers import RMSNorm
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.operators`: searches in tensors that are split over ranks."""
+"""`neuronx_distributed.operators`: argmax and top-k of tensors that are split over ranks."""
 
 from neuronx_distributed.operators.argmax import argmax
 

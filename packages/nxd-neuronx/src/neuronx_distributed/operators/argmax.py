@@ -1,4 +1,4 @@
-"""`neuronx_distributed.operators.argmax`: over ranks, by nxd_layers."""
+"""`neuronx_distributed.operators.argmax`: argmax over ranks, from nxd_neuronx."""
 
 from nxd_neuronx.sampling import argmax
 

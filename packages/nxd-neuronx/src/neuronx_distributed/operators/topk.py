@@ -1,4 +1,4 @@
-"""`neuronx_distributed.operators.topk`: over ranks, by nxd_layers."""
+"""`neuronx_distributed.operators.topk`: top-k over ranks, from nxd_neuronx."""
 
 from nxd_neuronx.not_here import explains
 from nxd_neuronx.sampling import topk

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.optimizer.convert_zero_checkpoints`: the command, from nxd_neuronx."""
+"""`neuronx_distributed.optimizer.convert_zero_checkpoints`: the command that converts ZeRO-1 states."""
 
 from nxd_neuronx.zero_conversion import main
 

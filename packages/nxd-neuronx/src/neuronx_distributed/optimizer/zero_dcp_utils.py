@@ -1,4 +1,4 @@
-"""`neuronx_distributed.optimizer.zero_dcp_utils`: ZeRO-1 states apart from the model; use checkpoints."""
+"""`neuronx_distributed.optimizer.zero_dcp_utils`: ZeRO-1 states separate from the model; use checkpoints."""
 
 from nxd_neuronx.not_here import explains
 

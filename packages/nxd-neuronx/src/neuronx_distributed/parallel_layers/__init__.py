@@ -1,6 +1,6 @@
 """`neuronx_distributed.parallel_layers`: layers from nxd_layers, clipping from nxd_optim.
 
-`save` and `load`, which bring in all of the trainer, are imported when they are first used.
+`save` and `load`, which import the whole engine, are imported when they are first used.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.parallel_layers.checkpointing`: files of each model-parallel rank."""
+"""`neuronx_distributed.parallel_layers.checkpointing`: one file per model-parallel rank."""
 
 from nxd_engine.checkpoints import shard_files
 from nxd_engine.checkpoints.shard_files import NXD_SKIP_RENDEZVOUS, ensure_directory_exists

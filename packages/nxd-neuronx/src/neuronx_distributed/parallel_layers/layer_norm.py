@@ -1,4 +1,4 @@
-"""`neuronx_distributed.parallel_layers.layer_norm`: the norm of nxd_layers that may be sequence parallel."""
+"""`neuronx_distributed.parallel_layers.layer_norm`: the layer norm of nxd_layers, with sequence parallelism."""
 
 from nxd_layers import LayerNorm
 

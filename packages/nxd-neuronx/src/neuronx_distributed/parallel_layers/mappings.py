@@ -1,4 +1,4 @@
-"""`neuronx_distributed.parallel_layers.mappings`: the autograd regions of nxd_layers."""
+"""`neuronx_distributed.parallel_layers.mappings`: the autograd mappings of nxd_layers."""
 
 from nxd_layers import (
     copy_to_tensor_model_parallel_region,

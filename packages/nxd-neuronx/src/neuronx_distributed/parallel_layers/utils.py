@@ -1,4 +1,4 @@
-"""`neuronx_distributed.parallel_layers.utils`: division, attributes of parameters, cutting and casting of tensors."""
+"""`neuronx_distributed.parallel_layers.utils`: division, attributes of parameters, splitting of tensors."""
 
 from nxd_layers.padding import divide
 from nxd_neuronx.process import get_local_world_size, initialize_fallback_parallel_state, is_pjrt_device

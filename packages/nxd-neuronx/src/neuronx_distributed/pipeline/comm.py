@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.comm`: the marks of ranks in messages, from nxd_state."""
+"""`neuronx_distributed.pipeline.comm`: the rank prefix of messages, from nxd_state."""
 
 from nxd_state.mesh_getters import rmsg
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.partition`: where a model is cut, from nxd_neuronx."""
+"""`neuronx_distributed.pipeline.partition`: where a model is split, from nxd_neuronx."""
 
 from nxd_neuronx.not_here import explains
 from nxd_neuronx.pipeline_parts import create_partitions, stage_to_pipeline_parallel_rank

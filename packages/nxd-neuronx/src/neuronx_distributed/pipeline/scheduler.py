@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.scheduler`: the tasks of the old pipeline, which has schedules of actions here."""
+"""`neuronx_distributed.pipeline.scheduler`: tasks of the old pipeline; schedules are lists of actions here."""
 
 from nxd_neuronx.not_here import explains
 

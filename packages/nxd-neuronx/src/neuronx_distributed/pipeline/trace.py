@@ -1,4 +1,4 @@
-"""`neuronx_distributed.pipeline.trace`: models as graphs, from nxd_neuronx."""
+"""`neuronx_distributed.pipeline.trace`: models traced to graphs, from nxd_neuronx."""
 
 from nxd_neuronx.pipeline_parts import NxDTracer, get_concrete_args, trace_model
 

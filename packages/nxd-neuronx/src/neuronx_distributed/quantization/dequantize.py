@@ -1,4 +1,4 @@
-"""`neuronx_distributed.quantization.dequantize`: values times scales, from nxd_layers."""
+"""`neuronx_distributed.quantization.dequantize`: dequantization of tensors, from nxd_layers."""
 
 from nxd_layers.quantization import (
     broadcastable_block_shapes as get_broadcastable_shapes_for_blockwise_scale_dequantize,

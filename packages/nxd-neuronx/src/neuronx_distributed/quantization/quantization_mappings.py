@@ -1,4 +1,4 @@
-"""`neuronx_distributed.quantization.quantization_mappings`: which layers are exchanged, from nxd_layers."""
+"""`neuronx_distributed.quantization.quantization_mappings`: the quantized class of each layer class."""
 
 from nxd_neuronx.quantization import MODULE_MAPPINGS
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.scripts`: commands that scripts build on."""
+"""`neuronx_distributed.scripts`: base classes of command-line scripts."""
 
 from neuronx_distributed.scripts import checkpoint_converter, yaml_converter
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.scripts.checkpoint_converter`: whole weights and ranks' files, over nxd_ckpt."""
+"""`neuronx_distributed.scripts.checkpoint_converter`: converts between whole weights and rank files, over nxd_ckpt."""
 
 from nxd_neuronx.checkpoint_converter import CheckpointConverterBase
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trace.functions`: shards of checkpoints; models are compiled by `ModelBuilder`."""
+"""`neuronx_distributed.trace.functions`: sharding of checkpoints; `ModelBuilder` compiles models."""
 
 from nxd_neuronx.not_here import explains
 from nxd_neuronx.planned_ranks import shard_checkpoint

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trace.hlo_utils`: HLO programs, which are not made here."""
+"""`neuronx_distributed.trace.hlo_utils`: HLO programs, which do not exist here."""
 
 from nxd_neuronx.not_here import explains
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trace.mock_torchdist`: ranks that are planned, by nxd_state."""
+"""`neuronx_distributed.trace.mock_torchdist`: planned ranks, by nxd_state."""
 
 from nxd_neuronx.planned_ranks import mock_distributed
 

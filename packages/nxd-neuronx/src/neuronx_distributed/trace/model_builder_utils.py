@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trace.model_builder_utils`: what the old builder kept of a trace."""
+"""`neuronx_distributed.trace.model_builder_utils`: artifacts of the old builder."""
 
 from nxd_neuronx.not_here import explains
 

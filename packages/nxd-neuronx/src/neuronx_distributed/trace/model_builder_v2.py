@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trace.model_builder_v2`: the builder of models that are there, over nxd_trace."""
+"""`neuronx_distributed.trace.model_builder_v2`: the builder for existing models, over nxd_trace."""
 
 from nxd_neuronx.model_builder import ModelBuilder
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trace.parallel_context`: a block with a mesh, by nxd_state."""
+"""`neuronx_distributed.trace.parallel_context`: a context manager with a mesh, by nxd_state."""
 
 from nxd_neuronx.planned_ranks import NxDParallelState
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.trainer.post_partition_hooks`: functions that are called once a model is cut into stages."""
+"""`neuronx_distributed.trainer.post_partition_hooks`: hooks called after a model is split into stages."""
 
 from nxd_neuronx.not_here import explains
 

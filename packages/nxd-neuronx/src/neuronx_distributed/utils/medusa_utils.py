@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.medusa_utils`: trees of candidates, from nxd_neuronx."""
+"""`neuronx_distributed.utils.medusa_utils`: Medusa's trees of candidates, from nxd_neuronx."""
 
 from nxd_neuronx.sampling import (
     TOPK,

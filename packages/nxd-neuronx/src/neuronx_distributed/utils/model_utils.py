@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.model_utils`: making and moving models, from nxd_state and nxd_neuronx."""
+"""`neuronx_distributed.utils.model_utils`: building and moving models, from nxd_state and nxd_neuronx."""
 
 from nxd_neuronx.planned_ranks import init_on_device
 from nxd_neuronx.process import LogicalNCConfig, get_local_world_size, get_platform_lnc

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.sampling`: drawing tokens, from nxd_neuronx."""
+"""`neuronx_distributed.utils.sampling`: sampling of tokens, from nxd_neuronx."""
 
 from nxd_neuronx.sampling import Sampler
 

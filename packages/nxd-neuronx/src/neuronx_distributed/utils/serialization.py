@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.serialization`: nested values and their tensors between stages."""
+"""`neuronx_distributed.utils.serialization`: serialization of values between stages."""
 
 from nxd_neuronx.not_here import explains
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.utils`: kinds of hardware, from nxd_neuronx."""
+"""`neuronx_distributed.utils.utils`: Neuron hardware, from nxd_neuronx."""
 
 from nxd_neuronx.process import hardware
 

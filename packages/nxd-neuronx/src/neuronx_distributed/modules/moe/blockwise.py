@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.blockwise`: what fed the kernel that multiplies tokens in blocks."""
+"""`neuronx_distributed.modules.moe.blockwise`: settings and inputs of the kernel that multiplies tokens in blocks."""
 
 from nxd_neuronx.expert_configs import BlockShardStrategy
 from nxd_neuronx.not_here import explains

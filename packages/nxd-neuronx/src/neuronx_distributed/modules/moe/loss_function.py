@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.loss_function`: the loss that balances experts, from nxd_layers."""
+"""`neuronx_distributed.modules.moe.loss_function`: the load-balancing loss, from nxd_layers."""
 
 from nxd_neuronx.experts import load_balancing_loss_func
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.moe_config_validator`: what checked configurations for kernels."""
+"""`neuronx_distributed.modules.moe.moe_config_validator`: checks of configurations for kernels."""
 
 from nxd_neuronx.not_here import explains
 

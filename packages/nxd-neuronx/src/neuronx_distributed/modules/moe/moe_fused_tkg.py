@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.moe_fused_tkg`: the kernel of a whole layer for single tokens."""
+"""`neuronx_distributed.modules.moe.moe_fused_tkg`: the fused kernel for single tokens."""
 
 from nxd_neuronx.not_here import explains
 

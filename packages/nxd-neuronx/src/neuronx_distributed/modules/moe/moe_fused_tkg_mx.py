@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.moe_fused_tkg_mx`: the same, with microscaled weights."""
+"""`neuronx_distributed.modules.moe.moe_fused_tkg_mx`: the fused kernel for single tokens, with microscaled weights."""
 
 from nxd_neuronx.not_here import explains
 

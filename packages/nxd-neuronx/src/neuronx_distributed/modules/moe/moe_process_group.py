@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.moe_process_group`: other layouts of experts for prompts than for single tokens."""
+"""`neuronx_distributed.modules.moe.moe_process_group`: separate layouts of experts for prompts and single tokens."""
 
 from nxd_neuronx.not_here import explains
 

@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.nki_import`: what imported kernels."""
+"""`neuronx_distributed.modules.moe.nki_import`: imports of kernels."""
 
 from nxd_neuronx.not_here import explains
 

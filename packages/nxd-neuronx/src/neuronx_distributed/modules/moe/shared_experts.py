@@ -1,4 +1,4 @@
-"""`neuronx_distributed.modules.moe.shared_experts`: experts that take every token, over nxd_layers."""
+"""`neuronx_distributed.modules.moe.shared_experts`: experts that process every token, over nxd_layers."""
 
 from nxd_neuronx.experts import SharedExperts
 

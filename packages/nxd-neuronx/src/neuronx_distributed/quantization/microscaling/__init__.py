@@ -1,4 +1,4 @@
-"""`neuronx_distributed.quantization.microscaling`: layouts of NKI kernels."""
+"""`neuronx_distributed.quantization.microscaling`: microscaled weights."""
 
 from neuronx_distributed.quantization.microscaling import transform_weights
 

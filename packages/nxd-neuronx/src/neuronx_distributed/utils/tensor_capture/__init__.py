@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.tensor_capture`: recording intermediate tensors, from nxd_neuronx."""
+"""`neuronx_distributed.utils.tensor_capture`: capture of intermediate tensors, from nxd_neuronx."""
 
 from nxd_neuronx.intermediates import (
     disable_tensor_capture,

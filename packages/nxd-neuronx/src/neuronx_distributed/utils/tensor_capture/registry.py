@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.tensor_capture.registry`: where records are kept, from nxd_neuronx."""
+"""`neuronx_distributed.utils.tensor_capture.registry`: the captured tensors, from nxd_neuronx."""
 
 from nxd_neuronx.intermediates import CapturedModelInfo, TensorRegistry
 

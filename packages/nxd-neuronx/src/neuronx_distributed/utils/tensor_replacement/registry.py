@@ -1,4 +1,4 @@
-"""`neuronx_distributed.utils.tensor_replacement.registry`: what is forced, from nxd_neuronx."""
+"""`neuronx_distributed.utils.tensor_replacement.registry`: the replacement tensors, from nxd_neuronx."""
 
 from nxd_neuronx.intermediates import RuntimeRegister
 
