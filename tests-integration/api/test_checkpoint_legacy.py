@@ -92,7 +92,7 @@ def zero1_of(tp_rank, tp_size, dp_rank, dp_size):
 
 def save_xser(content, path):
     """The skeleton and a file for each tensor, as torch-xla's serialization leaves them."""
-    from nxd_ckpt.interop.neuronx.xser import save_skeleton
+    from nxd_ckpt.interop.neuronx.rank_files import save_skeleton
 
     os.makedirs(path + ".tensors")
     with open(path, "wb") as file:

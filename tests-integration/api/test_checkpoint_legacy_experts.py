@@ -49,7 +49,7 @@ def part(name, tensor, tp, tp_size, ep, ep_size):
 
 def save_as_xser(content, path, *, is_first_expert_rank):
     """As a rank of the existing library does: of what all expert-parallel ranks have alike only the first one's."""
-    from nxd_ckpt.interop.neuronx.xser import save_skeleton
+    from nxd_ckpt.interop.neuronx.rank_files import save_skeleton
 
     os.makedirs(path + ".tensors")
     with open(path, "wb") as file:

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import xxhash
 from nxd_ckpt import open_checkpoint, save
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE
 from nxd_ckpt.testing import run_on_threads
 
 

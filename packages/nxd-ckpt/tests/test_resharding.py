@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nxd_ckpt import Shard, ShardedTensor, checksums, load, plan, save, tensor_bytes
 from nxd_ckpt.boxes import Box, boxes_of_range
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE
 from nxd_ckpt.testing import run_on_threads
 
 

@@ -4,7 +4,7 @@ import nxd_ckpt.tensor_bytes
 import pytest
 import torch
 from nxd_ckpt import LoadedObjects, Shard, ShardedTensor, load, open_checkpoint, save
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE
 from nxd_ckpt.testing import run_on_threads
 
 pytestmark = pytest.mark.smoke

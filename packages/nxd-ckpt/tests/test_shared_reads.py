@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from nxd_ckpt import CheckpointError, Shard, ShardedTensor, load, save
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.shared_reads import share_out_reads
+from nxd_ckpt.shared_reads import assign_reads
 from nxd_ckpt.testing import run_on_threads
 
 WORLD_SIZE = 4
@@ -114,7 +114,7 @@ def test_share_out_reads_gives_all_holders_about_the_same_to_read():
     wants = [dict.fromkeys(names, (torch.float32, [box])) for _ in range(3)]
     wants[2] = wants[2] | {"own": (torch.float32, [Box((0,), (400,))])}
 
-    shared = share_out_reads(wants)
+    shared = assign_reads(wants)
 
     assert [sum(one.reader == rank for one in shared) for rank in range(3)] == [6, 5, 1]
     assert {one.name for one in shared} == set(names)

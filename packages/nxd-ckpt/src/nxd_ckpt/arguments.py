@@ -1,11 +1,17 @@
-"""Checks of arguments that several functions share. A ValueError shows the value and what to pass instead."""
+"""Checks of arguments that several functions share: flags, timeouts and tags, the names of checkpoints.
+
+A ValueError shows the value and what to pass instead.
+"""
 
 import math
 import os
+import re
+
+from nxd_ckpt.objects import is_unicode
 
 
 def check_flags(**flags: object) -> None:
-    """Accepts only True and False: most other values, such as the string "no", would count as True.
+    """Accept only True and False: most other values, such as the string "no", would count as True.
 
     Raises:
         ValueError: names the first flag that is neither.
@@ -29,11 +35,7 @@ def default_timeout() -> float:
 
 
 def check_timeout(timeout: float) -> None:
-    """Accepts a number of seconds.
-
-    Raises:
-        ValueError: it is not a finite number above 0.
-    """
+    """Accept a finite number of seconds above 0; raise a ValueError for anything else."""
     if not is_timeout(timeout):
         raise ValueError(f"timeout={timeout!r} is not a number of seconds above 0")
 
@@ -41,3 +43,33 @@ def check_timeout(timeout: float) -> None:
 def is_timeout(timeout: object) -> bool:
     """Whether a value is a finite number of seconds above 0."""
     return type(timeout) in (int, float) and 0 < timeout < math.inf  # type: ignore[operator]
+
+
+# File systems support names of 255 bytes; LATEST is the hint file beside the checkpoints.
+_TAG = re.compile(r"(?!\.|LATEST\Z)[^/\\\x00-\x1f\x7f]+")
+_MAX_BYTES = 200
+
+
+def is_tag(name: object) -> bool:
+    """Whether this can be the name of a checkpoint."""
+    return (
+        isinstance(name, str)
+        and _TAG.fullmatch(name) is not None
+        and is_unicode(name)
+        and len(name.encode()) <= _MAX_BYTES
+    )
+
+
+def check_tag(tag: str) -> str:
+    """Return the tag.
+
+    Raises:
+        ValueError: it cannot be the name of a checkpoint.
+    """
+    if not is_tag(tag):
+        raise ValueError(
+            f"tag {tag!r} is not allowed: a tag is the name of a folder, such as 'step-1000'; it has 1 to "
+            f"{_MAX_BYTES} bytes of UTF-8, no separators or control characters, does not start with a dot, and is not "
+            "'LATEST'"
+        )
+    return tag

@@ -3,6 +3,8 @@
 A box is an axis-aligned block of elements. This file only has integer arithmetic; tensors and files are elsewhere.
 """
 
+import contextlib
+import gc
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -137,3 +139,15 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
     if first < last:
         yield Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
     yield from in_row(last, 0, last_rest)
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Pause Python's garbage collector inside the block, and restore its state afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

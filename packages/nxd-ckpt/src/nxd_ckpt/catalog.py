@@ -86,7 +86,7 @@ def next_commit_time(store: Store) -> float:
 
 
 def read_manifest(store: Store, tag: str) -> Manifest:
-    """Reads and checks one checkpoint's manifest.
+    """Read and check one checkpoint's manifest.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
@@ -98,7 +98,7 @@ def read_manifest(store: Store, tag: str) -> Manifest:
 
 
 def read_head(store: Store, tag: str) -> ManifestHead:
-    """Reads and checks the first line of one checkpoint's manifest; raises the errors of `read_manifest`."""
+    """Read and check the first line of one checkpoint's manifest; raises the errors of `read_manifest`."""
     try:
         return manifests.read_head(store, tag)
     except FileNotFoundError:

@@ -18,7 +18,7 @@ class BlockHasher:
         self._left_in_block = BLOCK_BYTES
 
     def update(self, part: "bytes | memoryview") -> None:
-        """Hashes the next bytes."""
+        """Hash the next bytes."""
         rest = memoryview(part)
         while len(rest) >= self._left_in_block:
             self._state.update(rest[: self._left_in_block])
@@ -63,7 +63,7 @@ class BlockCheck:
         self._state = xxhash.xxh3_64()
 
     def update(self, part: memoryview) -> None:
-        """Hashes the next bytes, and compares the hash after the last ones.
+        """Hash the next bytes, and compare the hash after the last ones.
 
         Raises:
             CheckpointError: the block is damaged.

@@ -14,10 +14,9 @@ import torch
 
 from nxd_ckpt.boxes import Box, boxes_of_range
 from nxd_ckpt.checksums import BlockCheck, blocks_with_hashes
-from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.files import PAGE_BYTES
 from nxd_ckpt.manifest import Chunk
-from nxd_ckpt.tensor_bytes import blocks_of, element_number, is_one_piece, memory_of, row_major_strides
+from nxd_ckpt.tensor_bytes import DTYPE_OF_CODE, blocks_of, flat_index, is_one_piece, memory_of, row_major_strides
 
 _PIECE_BYTES = 2**21  # a multiple of all types' sizes
 
@@ -112,7 +111,7 @@ def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
     chunk, dtype = transfers[0].chunk, DTYPE_OF_CODE[transfers[0].dtype]
     everything = [(transfer, transfer.box) for transfer in transfers]
     for first, end, expected in blocks_with_hashes(chunk.num_bytes, chunk.hashes):
-        of_block = _deliveries(everything, first // dtype.itemsize, end // dtype.itemsize)
+        of_block = _boxes_in_range(everything, first // dtype.itemsize, end // dtype.itemsize)
         if not of_block:
             continue
         check = BlockCheck(chunk.offset + first, end - first, expected)
@@ -123,7 +122,7 @@ def _verified_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
                 yield Read(chunk.offset + first_byte, direct, check, None)
             else:
                 piece = torch.empty(stop - start, dtype=dtype, device="cpu")
-                deliver = partial(_deliver, piece, start, _deliveries(of_block, start, stop))
+                deliver = partial(_copy_boxes, piece, start, _boxes_in_range(of_block, start, stop))
                 yield Read(chunk.offset + first_byte, memory_of(piece), check, deliver)
 
 
@@ -133,7 +132,7 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
         return None
     (transfer,) = transfers
     shape, box, destination = transfer.chunk.box.shape, transfer.box, transfer.destination
-    first = element_number(box.offsets, row_major_strides(shape))
+    first = flat_index(box.offsets, row_major_strides(shape))
     if (
         not transfer.alone
         or start < first
@@ -148,26 +147,26 @@ def _direct_memory(transfers: Sequence[Transfer], dtype: torch.dtype, start: int
     return memory_of(destination)[(start - first) * dtype.itemsize : (stop - first) * dtype.itemsize]
 
 
-def _deliveries(wanted: Sequence[tuple[Transfer, Box]], start: int, stop: int) -> list[tuple[Transfer, Box]]:
+def _boxes_in_range(wanted: Sequence[tuple[Transfer, Box]], start: int, stop: int) -> list[tuple[Transfer, Box]]:
     """Return the parts of these boxes of a chunk that are among its elements `start` to `stop`."""
     parts = list(boxes_of_range(wanted[0][0].chunk.box.shape, start, stop))
     return [(transfer, common) for transfer, box in wanted for part in parts if (common := part.intersect(box))]
 
 
-def _deliver(piece: torch.Tensor, start: int, deliveries: Sequence[tuple[Transfer, Box]]) -> None:
-    """Copies boxes of a chunk from a piece that begins at its element `start`."""
+def _copy_boxes(piece: torch.Tensor, start: int, deliveries: Sequence[tuple[Transfer, Box]]) -> None:
+    """Copy boxes of a chunk from a piece that begins at its element `start`."""
     for transfer, common in deliveries:
         strides = row_major_strides(transfer.chunk.box.shape)
-        source = piece.as_strided(common.shape, strides, element_number(common.offsets, strides) - start)
+        source = piece.as_strided(common.shape, strides, flat_index(common.offsets, strides) - start)
         transfer.destination[common.relative_to(transfer.box).slices()].copy_(source)
 
 
 def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
     for transfer in transfers:
         dtype, strides = DTYPE_OF_CODE[transfer.dtype], row_major_strides(transfer.chunk.box.shape)
-        first = element_number(transfer.box.offsets, strides)
+        first = flat_index(transfer.box.offsets, strides)
         for block in blocks_of(transfer.box.shape, strides, dtype.itemsize):
-            start = first + element_number(block.offsets, strides)
+            start = first + flat_index(block.offsets, strides)
             offset = transfer.chunk.offset + start * dtype.itemsize
             yield from _reads_of_runs(offset, dtype, strides, transfer.destination[block.slices()])
 
@@ -189,7 +188,7 @@ def _reads_of_runs(
         wanted_in_run *= shape[dim]
         num_outer_dims = dim
     for index in product(*map(range, shape[:num_outer_dims])):
-        run_offset = offset + element_number(index, strides[:num_outer_dims]) * dtype.itemsize
+        run_offset = offset + flat_index(index, strides[:num_outer_dims]) * dtype.itemsize
         target = destination[index]
         if run_length == wanted_in_run and target.dtype == dtype and is_one_piece(target):
             yield Read(run_offset, memory_of(target), None, None)

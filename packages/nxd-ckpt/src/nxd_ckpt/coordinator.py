@@ -30,7 +30,7 @@ class Coordinator(Protocol):
         """The number of ranks."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns every rank's value, in rank order; raises if a rank is gone.
+        """Return every rank's value, in rank order; raises if a rank is gone.
 
         Values must be JSON-serializable; tuples may come back as lists.
         """
@@ -76,7 +76,7 @@ def coordinator_for(
 
 @contextmanager
 def abandoned_on_error(coordinator: Coordinator) -> Iterator[None]:
-    """Reports an exception that leaves the block, such as an interrupt, to ranks that may wait for this one."""
+    """Report an exception that leaves the block, such as an interrupt, to ranks that may wait for this one."""
     try:
         yield
     except BaseException as error:
@@ -87,7 +87,7 @@ def abandoned_on_error(coordinator: Coordinator) -> Iterator[None]:
 
 @contextmanager
 def announced_to_waiting_ranks() -> Iterator[None]:
-    """Reports an error in a program's work between calls of this package to all ranks.
+    """Report an error in a program's work between calls of this package to all ranks.
 
     Ranks of torch's default process group that wait for this one, now or later, then raise as quickly as if its process
     had ended, although it may end late or never. This holds until this rank saves or loads again.
@@ -102,7 +102,7 @@ def announced_to_waiting_ranks() -> Iterator[None]:
 def on_every_rank(
     coordinator: Coordinator, doing: str, action: Callable[[], Result], *, error_type: type[Exception] = CheckpointError
 ) -> Result:
-    """Runs `action` here, waits until all ranks have run theirs, and returns what it returned here.
+    """Run `action` here, wait until all ranks have run theirs, and return this rank's result.
 
     Raises:
         error_type: on every rank, with the same text, if the action raised on any of them.
@@ -113,7 +113,7 @@ def on_every_rank(
 
 
 def on_rank_zero(coordinator: Coordinator, doing: str, action: Callable[[], Result]) -> Result:
-    """Runs `action` only on rank 0 and gives every rank its JSON-serializable result, or its error."""
+    """Run `action` only on rank 0 and give every rank its JSON-serializable result, or its error."""
     results = gather_from_every_rank(coordinator, doing, action if coordinator.rank == 0 else lambda: None)
     return results[0]  # type: ignore[return-value]
 
@@ -121,7 +121,7 @@ def on_rank_zero(coordinator: Coordinator, doing: str, action: Callable[[], Resu
 def gather_from_every_rank(
     coordinator: Coordinator, doing: str, action: Callable[[], Result], *, error_type: type[Exception] = CheckpointError
 ) -> list[Result]:
-    """Runs `action` on every rank and returns all results in rank order; raises the errors of `on_every_rank`.
+    """Run `action` on every rank and return all results in rank order; raises the errors of `on_every_rank`.
 
     Results must be JSON-serializable; tuples may come back as lists.
     """

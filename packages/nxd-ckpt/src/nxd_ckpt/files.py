@@ -1,4 +1,4 @@
-"""Small crash-safe file operations: their results are on disk when they return.
+"""Small crash-safe file operations, whose results are on disk when they return; and local copies of URLs.
 
 This module does not know what a checkpoint is; `stores/posix.py` does.
 """
@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import IO
 
@@ -16,14 +17,12 @@ from nxd_ckpt.errors import CheckpointError
 
 # Disks read whole pages, so skipping less than a page between two runs saves nothing.
 PAGE_BYTES = 4096
-
 _MAX_BUFFERS = 1024  # per system call
-
 _LOCKS_UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
 
 
 def hold_standard_streams() -> None:
-    """Opens the null device for closed descriptors among 0 to 2.
+    """Open the null device for closed descriptors among 0 to 2.
 
     Otherwise the next file or socket would get that number: a child process would replace it with its own, and
     libraries would print into it.
@@ -41,7 +40,7 @@ def hold_standard_streams() -> None:
 
 @contextlib.contextmanager
 def new_file(path: str) -> Iterator[int]:
-    """Creates a file that must not exist yet, for writing; fsyncs it at the end."""
+    """Create a file that must not exist yet, for writing, and fsync it at the end."""
     hold_standard_streams()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -52,7 +51,7 @@ def new_file(path: str) -> Iterator[int]:
 
 
 def own_file(path: str) -> int:
-    """Opens a file of this package for writing, created if missing; a link or pipe in its place is an error.
+    """Open a file of this package for writing, created if missing; a link or pipe in its place is an error.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
@@ -83,7 +82,7 @@ def own_folder(root: str, name: str) -> str:
 
 
 def write_fully(fd: int, content: "bytes | memoryview") -> None:
-    """Writes all of the content, in as many system calls as needed."""
+    """Write all of the content, in as many system calls as needed."""
     left = memoryview(content)
     while left:
         left = left[os.write(fd, left) :]
@@ -91,7 +90,7 @@ def write_fully(fd: int, content: "bytes | memoryview") -> None:
 
 @contextlib.contextmanager
 def existing_file(folder: str, file: str) -> Iterator[int]:
-    """Opens a file for reading by its path below `folder`; links on that path and non-regular files are errors."""
+    """Open a file for reading by its path below `folder`; links on that path and non-regular files are errors."""
     *parents, name = file.split("/")
     where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -114,7 +113,7 @@ def existing_file(folder: str, file: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def regular_file(path: str) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, following links; a non-regular file is an error, as a named pipe would block."""
+    """Open a file for reading, following links; a non-regular file is an error, as a named pipe would block."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -123,7 +122,7 @@ def regular_file(path: str) -> Iterator[IO[bytes]]:
 
 
 def read_vectored(fd: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """Fills each memory from its offset in the file, with as few system calls as the gaps between them allow.
+    """Fill each memory from its offset in the file, with as few system calls as the gaps between them allow.
 
     Args:
         fd: the open file.
@@ -162,7 +161,7 @@ def _read_fully(fd: int, position: int, buffers: list[memoryview]) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Flushes the folder's entries (not the contents of its files) to disk."""
+    """Flush the folder's entries (not the contents of its files) to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -171,7 +170,7 @@ def sync_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> None:
-    """Creates the folder and its missing parents.
+    """Create the folder and its missing parents.
 
     Raises:
         CheckpointError: something else exists there, such as a dangling link.
@@ -192,7 +191,7 @@ def make_folders(path: str) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a file or a whole folder if possible; a failure only wastes space."""
+    """Remove a file or a whole folder if possible; a failure only wastes space."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -201,7 +200,7 @@ def remove(path: str) -> None:
 
 
 def lock(path: str) -> int | None:
-    """Takes an exclusive lock that ends with this process at the latest.
+    """Take an exclusive lock that ends with this process at the latest.
 
     Returns:
         A file descriptor for `unlock`, or None if the file system has no locks.
@@ -222,6 +221,40 @@ def lock(path: str) -> int | None:
 
 
 def unlock(fd: int) -> None:
-    """Releases the lock, even if a child process forked in the meantime still has the file open."""
+    """Release the lock, even if a child process forked in the meantime still has the file open."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL such as "s3://bucket/folder"."""
+    return "://" in path
+
+
+@contextlib.contextmanager
+def local_copy(path: "str | os.PathLike[str]") -> Iterator[str]:
+    """Yield a local folder with the content of a URL, for the duration of the context; local paths are unchanged.
+
+    For checkpoints of other formats, which are read through mapped files; `nxd_ckpt.stores` reads our own in place.
+
+    Raises:
+        CheckpointError: there is nothing at the URL, or it cannot be read.
+        ValueError: the scheme is unknown.
+        ImportError: the package for this scheme is not installed; says which.
+    """
+    source = os.fspath(path)
+    if not is_remote(source):
+        yield source
+        return
+    import fsspec  # noqa: PLC0415 - slow to import
+
+    file_system, inner_path = fsspec.core.url_to_fs(source)
+    with tempfile.TemporaryDirectory(prefix="nxd-ckpt-") as folder:
+        target = os.path.join(folder, "copy")
+        try:
+            file_system.get(inner_path.rstrip("/") + "/", target + "/", recursive=True)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"there is nothing at {source}") from error
+        except Exception as error:  # each scheme's package has its own errors
+            raise CheckpointError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
+        yield target

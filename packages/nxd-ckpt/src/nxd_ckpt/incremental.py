@@ -53,7 +53,7 @@ class Base:
     places: Mapping[str, str]
 
     def take(self, store: Store, transaction: SaveTransaction) -> None:
-        """Holds the files and checks that they are still the chosen ones. Called after `begin`.
+        """Hold the files and check that they are still the chosen ones. Called after `begin`.
 
         Raises:
             CheckpointError: the checkpoint or one of the files is gone.
@@ -70,7 +70,7 @@ class Base:
             ) from None
 
     def check_files(self, store: Store) -> None:
-        """Checks the files again.
+        """Check the files again.
 
         Raises:
             CheckpointError: a file is missing or has another size; names it.
@@ -111,7 +111,7 @@ def _fingerprints_from(message: Any) -> _Fingerprints:
 def find_increment(
     store: Store, plan: SavePlan, tensor_of: Callable[[str, Box], torch.Tensor], coordinator: Coordinator, doing: str
 ) -> tuple[Increment, list[Hashes]]:
-    """Finds the data that has to be written. Call it on all ranks.
+    """Find the data that has to be written. Call it on all ranks.
 
     Args:
         store: the root; only rank 0 reads it.

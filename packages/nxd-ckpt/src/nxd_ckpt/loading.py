@@ -26,10 +26,10 @@ from nxd_ckpt.errors import CheckpointError, RanksLostError
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
-from nxd_ckpt.shared_reads import SharedBox, pass_on, share_out_reads, wants_from, wants_of, without_others
-from nxd_ckpt.state_walk import take_apart
+from nxd_ckpt.shared_reads import SharedBox, assign_reads, decode_wants, encode_wants, own_reads, send_shared
+from nxd_ckpt.state_walk import flatten_state
 from nxd_ckpt.stores import check_processes, check_tag, open_store, process_of
-from nxd_ckpt.tensor_bytes import lies_apart
+from nxd_ckpt.tensor_bytes import is_non_overlapping
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, Stored, TrainingState, read_values
 
 
@@ -77,7 +77,7 @@ def load(
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> LoadedObjects:
-    """Fills tensors in place from a checkpoint; each rank reads only the bytes that it needs. Call it on all ranks.
+    """Fill tensors in place from a checkpoint; each rank reads only the bytes that it needs. Call it on all ranks.
 
     Args:
         path: the folder passed to `save`.
@@ -136,7 +136,7 @@ def _load(
                 )
         if options.share_reads and coordinator.world_size > 1 and isinstance(process_group, Coordinator):
             raise ValueError("share_reads=True sends tensors, so process_group must be a torch process group")
-        _destinations(take_apart(into, several_ranks=coordinator.world_size > 1))
+        _destinations(flatten_state(into, several_ranks=coordinator.world_size > 1))
         return asdict(options), process
 
     doing = "checking the arguments of load"
@@ -158,7 +158,7 @@ def _load(
     for found in reversed(newest_last):
         try:
             return load_tag(found), skipped
-        except (_DoesNotFit, RanksLostError):
+        except (_MismatchError, RanksLostError):
             raise
         except CheckpointError as error:
             skipped.append(str(error))
@@ -166,7 +166,7 @@ def _load(
     raise CheckpointError(f"no checkpoint in {store.location} could be loaded:{listed}")
 
 
-class _DoesNotFit(CheckpointError):
+class _MismatchError(CheckpointError):
     """The checkpoint is intact but does not match the request, so falling back to an older one would not help."""
 
 
@@ -183,22 +183,22 @@ def _load_tag(
     checkpoint = on_every_rank(coordinator, doing, lambda: open_checkpoint(path, tag, verify=options.verify))
     read = cache(lambda: _values_of(checkpoint))
     stored, several_ranks = Stored(checkpoint.tensors, read), coordinator.world_size > 1
-    state = on_every_rank(coordinator, doing, lambda: take_apart(into, stored, several_ranks=several_ranks))
+    state = on_every_rank(coordinator, doing, lambda: flatten_state(into, stored, several_ranks=several_ranks))
     wanted = _destinations(state)
     values = on_every_rank(coordinator, doing, lambda: _checked(read, state))
-    left_out = _left_out(into, values, state) if options.strict else []
+    left_out = _unrequested(into, values, state) if options.strict else []
     _check_fit(coordinator, doing, checkpoint, wanted, options, left_out)
     share = options.share_reads and group is not None and coordinator.world_size > 1
     shared: list[SharedBox] = []
     if share:
-        shared = share_out_reads(parsed(coordinator.all_gather_object(wants_of(wanted)), wants_from, doing))
-    to_read = without_others(wanted, shared, coordinator.rank)
+        shared = assign_reads(parsed(coordinator.all_gather_object(encode_wants(wanted)), decode_wants, doing))
+    to_read = own_reads(wanted, shared, coordinator.rank)
     transfers = on_every_rank(coordinator, doing, lambda: checkpoint.plan(to_read))
     on_every_rank(coordinator, doing, lambda: checkpoint.fill(transfers))
     if shared and group is not None:
-        on_every_rank(coordinator, doing, lambda: pass_on(shared, wanted, group, timeout))
+        on_every_rank(coordinator, doing, lambda: send_shared(shared, wanted, group, timeout))
     rank_objects = checkpoint.rank_objects.get(coordinator.rank)
-    on_every_rank(coordinator, doing, lambda: _put_back(state, values, rank_objects))
+    on_every_rank(coordinator, doing, lambda: _load_into_owners(state, values, rank_objects))
     return LoadedObjects(
         tag=checkpoint.tag,
         step=checkpoint.step,
@@ -227,13 +227,13 @@ def _checked(read: Callable[[], dict[str, Any]], state: TrainingState) -> dict[s
     return values
 
 
-def _left_out(into: Mapping[str, Any], values: Mapping[str, Any], state: TrainingState) -> list[str]:
+def _unrequested(into: Mapping[str, Any], values: Mapping[str, Any], state: TrainingState) -> list[str]:
     """Return the stored values below a requested key that are not requested themselves."""
     asked = tuple(f"{key}." for key in into)
     return [path for path in values if path.startswith(asked) and path not in state.values]
 
 
-def _put_back(state: TrainingState, values: Mapping[str, Any], rank_objects: Any) -> None:
+def _load_into_owners(state: TrainingState, values: Mapping[str, Any], rank_objects: Any) -> None:
     """Hand the loaded values and optimizer states to their owners."""
     of_rank = rank_objects.get(PER_RANK, {}) if isinstance(rank_objects, dict) else {}
     for path, put in state.setters.items():
@@ -246,7 +246,7 @@ def _put_back(state: TrainingState, values: Mapping[str, Any], rank_objects: Any
 
 def _check_destinations(name: str, tensor: ShardedTensor) -> None:
     for shard in tensor.shards:
-        if not lies_apart(shard.tensor):
+        if not is_non_overlapping(shard.tensor):
             raise ValueError(
                 f"{name!r} {shard.box} cannot be loaded into a tensor of strides {list(shard.tensor.stride())}, whose "
                 "elements share memory; load into a clone of it"
@@ -277,7 +277,7 @@ def _check_fit(
     options: _LoadOptions,
     left_out: list[str],
 ) -> None:
-    """Compares names, shapes and dtypes over all ranks; a name is unexpected only if no rank asks for it.
+    """Compare names, shapes and dtypes over all ranks; a name is unexpected only if no rank asks for it.
 
     `left_out` lists the values that this rank does not ask for.
     """
@@ -313,7 +313,7 @@ def _check_fit(
         if unexpected or of_no_rank:
             problems.append("(pass strict=False to leave out what is not asked for)")
     if problems:
-        raise _DoesNotFit(
+        raise _MismatchError(
             f"{doing} failed: the checkpoint does not match what is asked for\n  " + "\n  ".join(problems)
         )
 

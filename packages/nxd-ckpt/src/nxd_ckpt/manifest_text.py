@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from operator import add, le
 from typing import Any
 
-from nxd_ckpt.boxes import Box
+from nxd_ckpt.arguments import is_tag
+from nxd_ckpt.boxes import Box, gc_paused
 from nxd_ckpt.checksums import num_blocks
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.gc_pause import gc_paused
 from nxd_ckpt.manifest import (
     ITEM_SIZES,
     MAX_MANIFEST_BYTES,
@@ -27,7 +27,6 @@ from nxd_ckpt.manifest import (
     metrics_of,
 )
 from nxd_ckpt.objects import check_json
-from nxd_ckpt.tags import is_tag
 
 FORMAT = "nxd-ckpt"
 # A checkpoint that references files of others has version 3, which older readers refuse; all others have version 2.
@@ -98,7 +97,7 @@ def _as_json(content: Mapping[str, Any]) -> bytes:
 
 
 def decode_head(text: bytes, num_bytes: int | None) -> ManifestHead | None:
-    """Reads the first line of a manifest.
+    """Read the first line of a manifest.
 
     Args:
         text: the beginning of the file.
@@ -126,7 +125,7 @@ def decode_head(text: bytes, num_bytes: int | None) -> ManifestHead | None:
 
 
 def check_digest(text: bytes, source: str) -> None:
-    """Compares a whole manifest with its digest.
+    """Compare a whole manifest with its digest.
 
     Raises:
         CheckpointError: it does not match.
@@ -141,7 +140,7 @@ def check_digest(text: bytes, source: str) -> None:
 
 
 def decode(text: bytes, source: str) -> Manifest:
-    """Reads a manifest back.
+    """Read a manifest back.
 
     Args:
         text: the file's content.

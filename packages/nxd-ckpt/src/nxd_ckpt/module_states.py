@@ -130,7 +130,7 @@ def with_parts(content: Mapping[str, Any], parts: Mapping[Any, nn.Parameter]) ->
     }
 
 
-def give_back(path: str, state: ModuleState, before: Mapping[str, torch.Tensor]) -> None:
+def load_into_module(path: str, state: ModuleState, before: Mapping[str, torch.Tensor]) -> None:
     """Pass a filled state to its module with `load_state_dict`.
 
     Args:

@@ -17,7 +17,7 @@ _MAX_INT_BITS = 8192  # Python itself does not read numbers of more than 4300 di
 
 
 def check_json(value: object, where: str, *, nesting: int = 0) -> None:
-    """Accepts None, bool, int, float, str, and lists, tuples and dicts of them, nested at most `MAX_NESTING` deep.
+    """Accept None, bool, int, float, str, and lists, tuples and dicts of them, nested at most `MAX_NESTING` deep.
 
     Tuples come back as lists. Keys must be strings, as JSON would silently convert others to strings. Halves of
     surrogate pairs are refused, as JSON would silently join them.

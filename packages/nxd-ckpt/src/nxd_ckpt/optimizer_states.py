@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nxd_ckpt.distributed_tensors import is_dtensor, local_box, local_tensor
+from nxd_ckpt.distributed_tensors import is_dtensor, is_subclass, local_box, local_tensor
 from nxd_ckpt.reader import TensorInfo
-from nxd_ckpt.shard_marks import is_cut, logical_parts, logical_shape
+from nxd_ckpt.shard_marks import is_sharded, logical_parts, logical_shape
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
-from nxd_ckpt.tensor_subclasses import is_subclass
 
 _States = Mapping[torch.Tensor, Mapping[str, Any]]
 
@@ -228,7 +227,7 @@ def fresh_states(path: str, optimizer: Optimizer) -> dict[torch.Tensor, dict[str
     return {parameter: dict(optimizer.state.pop(parameter, {})) for parameter in lacking}
 
 
-def as_parameter_is_cut(path: str, name: str, part: Any, parameter: Any) -> Any:
+def sharded_like_parameter(path: str, name: str, part: Any, parameter: Any) -> Any:
     """Return a state of a parameter that is split over ranks as boxes.
 
     Args:
@@ -245,7 +244,7 @@ def as_parameter_is_cut(path: str, name: str, part: Any, parameter: Any) -> Any:
     boxes = None if is_subclass(part) or part.shape != parameter.shape else logical_parts(part, name, like=parameter)
     if boxes is not None:
         return boxes
-    if is_cut(parameter):
+    if is_sharded(parameter):
         if part.numel() == 1:
             return part
         held, shape = list(parameter.shape), "split over ranks"

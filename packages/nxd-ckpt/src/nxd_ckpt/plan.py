@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nxd_ckpt.boxes import Box, subtract, uncovered
+from nxd_ckpt.boxes import Box, gc_paused, subtract, uncovered
 from nxd_ckpt.checksums import BLOCK_BYTES
-from nxd_ckpt.dtypes import DTYPE_OF_CODE
-from nxd_ckpt.gc_pause import gc_paused
 from nxd_ckpt.manifest import Chunk
+from nxd_ckpt.tensor_bytes import DTYPE_OF_CODE
 
 
 class TensorDescription(NamedTuple):
@@ -58,7 +57,7 @@ class SavePlan:
 def plan_save(
     descriptions: Sequence[Mapping[str, TensorDescription]], *, max_write_bytes: int | None = None
 ) -> SavePlan:
-    """Assigns every distinct box to one of its holders, so that all ranks write about the same number of bytes.
+    """Assign every distinct box to one of its holders, so that all ranks write about the same number of bytes.
 
     Boxes held by several ranks and larger than a block are split, so that all holders can help.
 
@@ -76,12 +75,12 @@ def plan_save(
                 problems[name] = f"{name!r} {list(tensor.global_shape)}: no rank holds {_listed(missing)}"
         if problems:
             raise ValueError("the ranks' tensors do not fit together:\n  " + "\n  ".join(problems.values()))
-        plan = _share_out(held, len(descriptions))
+        plan = _assign_writers(held, len(descriptions))
         return plan if max_write_bytes is None else _cut(plan, max_write_bytes)
 
 
 def plan_read(wanted: Box, chunks: Iterable[Chunk]) -> tuple[list[PlannedRead], list[Box]]:
-    """Finds each requested element in exactly one chunk; also returns the boxes that no chunk holds."""
+    """Find each requested element in exactly one chunk; also returns the boxes that no chunk holds."""
     reads: list[PlannedRead] = []
     left = [wanted] if wanted.num_elements else []
     for chunk in chunks:
@@ -130,8 +129,8 @@ def _gather_holders(
     return sorted_boxes, problems
 
 
-def _share_out(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
-    """Assigns boxes to writers.
+def _assign_writers(tensors: Mapping[str, _HeldTensor], world_size: int) -> SavePlan:
+    """Assign boxes to writers.
 
     Boxes with a single holder, or for the first holder, are fixed. Each of the others goes, largest first, to the
     holder with the least to write.

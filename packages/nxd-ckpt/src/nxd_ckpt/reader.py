@@ -19,13 +19,13 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.catalog import find_tag, read_manifest
 from nxd_ckpt.checksums import BlockCheck, blocks_with_hashes
 from nxd_ckpt.chunk_reads import Read, Transfer, reads_of_chunk, reads_to_verify, with_overlaps
-from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import Manifest
 from nxd_ckpt.plan import PlannedRead, plan_read
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_ckpt.stores import ReadRange, Store, open_store
 from nxd_ckpt.stores.manifests import check_files
+from nxd_ckpt.tensor_bytes import DTYPE_OF_CODE
 
 # Small reads are batched until they are worth a system call or a request; a batch is held in memory.
 _CALL_BYTES = 2**21  # fits into a processor's cache until it is hashed
@@ -83,7 +83,7 @@ class Checkpoint:
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a whole logical tensor on the CPU.
+        """Return a whole logical tensor on the CPU.
 
         Raises:
             ValueError: there is no tensor of this name.
@@ -93,7 +93,7 @@ class Checkpoint:
         return self.read_box(name, (0,) * len(shape), shape)
 
     def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Returns the box of this shape at `offsets`. Reads only the box, or the blocks that hold it to verify them.
+        """Return the box of this shape at `offsets`. Reads only the box, or the blocks that hold it to verify them.
 
         Raises:
             ValueError: there is no tensor of this name, or the box is not inside it.
@@ -127,7 +127,7 @@ class Checkpoint:
         return CheckpointPart(self, names)
 
     def locate(self, wanted: Mapping[str, Sequence[Box]]) -> dict[str, list[list[PlannedRead]]]:
-        """Locates every element of each box and checks that the files exist; allocates no memory for the data.
+        """Locate every element of each box and check that the files exist; allocates no memory for the data.
 
         Raises:
             CheckpointError: elements are missing, or files are missing or have the wrong size; lists all of them.
@@ -185,7 +185,7 @@ class Checkpoint:
         return sorted(transfers, key=lambda transfer: (transfer.chunk, transfer.dtype, transfer.box))
 
     def fill(self, transfers: Sequence[Transfer]) -> None:
-        """Runs planned reads, file by file; the first read of a file also verifies its header.
+        """Run planned reads, file by file; the first read of a file also verifies its header.
 
         Raises:
             CheckpointError: a file cannot be read or is damaged; destinations may be partially filled.
@@ -197,7 +197,7 @@ class Checkpoint:
             self._verified_headers.add(file)
 
     def damage(self) -> list[str]:
-        """Reads everything and returns the problems found, by file; an empty list if there are none."""
+        """Read everything and return the problems found by file; an empty list if there are none."""
         problems: list[str] = []
         for file in self.manifest.files:
             try:
@@ -208,7 +208,7 @@ class Checkpoint:
         return problems
 
     def check_files(self) -> None:
-        """Checks that all files exist with the right sizes.
+        """Check that all files exist with the right sizes.
 
         Raises:
             CheckpointError: a file is missing or has the wrong size; names all of them.
@@ -326,7 +326,7 @@ class CheckpointPart:
 
 
 def open_checkpoint(path: "str | os.PathLike[str]", tag: str | None = None, *, verify: bool = True) -> Checkpoint:
-    """Opens a checkpoint for reading in this process alone.
+    """Open a checkpoint for reading in this process alone.
 
     Args:
         path: the folder passed to `save`.

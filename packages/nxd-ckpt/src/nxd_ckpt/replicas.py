@@ -20,7 +20,7 @@ ReplicaHashes = Mapping[tuple[str, Box], tuple[str, ...]]
 def hash_replicas(
     plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int, may_differ: Container[str]
 ) -> ReplicaHashes:
-    """Hashes this rank's copies of the boxes that other ranks write, if copies must be equal.
+    """Hash this rank's copies of the boxes that other ranks write, if copies must be equal.
 
     Args:
         plan: the writes of all ranks.
@@ -42,7 +42,7 @@ def hash_replicas(
 
 
 def check_replicas(plan: SavePlan, own: ReplicaHashes, written: Sequence[Hashes]) -> None:
-    """Compares this rank's copies with the written data.
+    """Compare this rank's copies with the written data.
 
     Args:
         plan: the writes of all ranks.

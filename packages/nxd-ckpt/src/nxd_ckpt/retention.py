@@ -22,7 +22,7 @@ DEAD_AFTER = 86_400.0
 
 
 def delete(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Deletes one checkpoint atomically, then frees its space.
+    """Delete one checkpoint atomically, then free its space.
 
     Raises:
         ValueError: the tag is not allowed.
@@ -39,7 +39,7 @@ def delete(path: "str | os.PathLike[str]", tag: str) -> None:
 
 
 def pin(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Protects a checkpoint from `retain` and `delete` until `unpin`, even if it is overwritten.
+    """Protect a checkpoint from `retain` and `delete` until `unpin`, even if it is overwritten.
 
     Raises:
         ValueError: the tag is not allowed.
@@ -51,7 +51,7 @@ def pin(path: "str | os.PathLike[str]", tag: str) -> None:
 
 
 def unpin(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Removes the pin of a tag; does nothing if it is not pinned.
+    """Remove the pin of a tag, if it has one.
 
     Raises:
         ValueError: the tag is not allowed.
@@ -68,7 +68,7 @@ def retain(
     metric: str | None = None,
     best: Literal["lowest", "highest"] = "lowest",
 ) -> list[str]:
-    """Deletes the complete checkpoints that no rule keeps. Pinned checkpoints and the newest one are always kept.
+    """Delete the complete checkpoints that no rule keeps. Pinned checkpoints and the newest one are always kept.
 
     Checkpoints with missing files or files of the wrong size are incomplete: they are kept, and a warning names them.
 
@@ -108,7 +108,7 @@ def retain(
 
 
 def gc(path: "str | os.PathLike[str]", *, dry_run: bool = False, dead_after: float = DEAD_AFTER) -> list[Garbage]:
-    """Removes the remains of failed saves and deletions; checkpoints and foreign files are not touched.
+    """Remove the remains of failed saves and deletions; checkpoints and foreign files are not touched.
 
     Args:
         path: the folder of checkpoints.
@@ -159,7 +159,7 @@ def _is_complete(store: Store, tag: str) -> bool:
 
 
 def _delete_if_unchanged(store: Store, info: CheckpointInfo) -> bool:
-    """Deletes a checkpoint unless it was overwritten since it was listed: it may be the newest now."""
+    """Delete a checkpoint unless it was overwritten since it was listed: it may be the newest now."""
     try:
         if read_head(store, info.tag).save_id != info.save_id:
             return False

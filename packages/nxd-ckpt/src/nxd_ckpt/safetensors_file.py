@@ -12,9 +12,8 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.checksums import BlockHasher
-from nxd_ckpt.dtypes import DTYPE_OF_CODE, in_safetensors
 from nxd_ckpt.plan import PlannedWrite, TensorDescription
-from nxd_ckpt.tensor_bytes import tensor_parts
+from nxd_ckpt.tensor_bytes import DTYPE_OF_CODE, in_safetensors, tensor_parts
 
 PAYLOAD_ALIGNMENT = 64
 
@@ -44,7 +43,7 @@ def in_file_order(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDe
 
 
 def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> FileLayout:
-    """Places a rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own.
+    """Place a rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own.
 
     Args:
         writes: the rank's writes.

@@ -19,7 +19,6 @@ from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.asynchronous.handle import RankKey, mark_reported, unreported_failures
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_every_rank
-from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.incremental import CHUNK_BYTES, Base, Increment, find_increment
 from nxd_ckpt.manifest import extra_file_name
@@ -30,8 +29,9 @@ from nxd_ckpt.plan import SavePlan, TensorDescription, plan_save
 from nxd_ckpt.replicas import ReplicaHashes, check_replicas, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state, tensors_of
-from nxd_ckpt.state_walk import take_apart
+from nxd_ckpt.state_walk import flatten_state
 from nxd_ckpt.stores import SaveTransaction, check_processes, check_tag, open_store, process_of
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, values_file
 
 # Parts of tensors are stored as the name followed by the box, so tensor names must not have that form.
@@ -150,7 +150,7 @@ def prepare_save(
     coordinator: Coordinator,
     check: Callable[[], None],
 ) -> tuple[SaveTask, dict[str, ShardedTensor]]:
-    """Checks the arguments, compares them among the ranks, and plans the writes. Call it on all ranks.
+    """Check the arguments, compare them among the ranks, and plan the writes. Call it on all ranks.
 
     `check` checks the caller's own arguments; its errors are raised on all ranks.
 
@@ -171,7 +171,7 @@ def prepare_save(
         nonlocal options, apart
         check()
         process = process_of(path)
-        apart = take_apart(state, several_ranks=coordinator.world_size > 1)
+        apart = flatten_state(state, several_ranks=coordinator.world_size > 1)
         sharded.update(as_sharded_state(apart.tensors))
         descriptions.update(
             (_check_name(name), _describe(tensor, of_first_holder=name in apart.of_first_holder))
@@ -341,7 +341,7 @@ def _describe(tensor: ShardedTensor, *, of_first_holder: bool) -> TensorDescript
 
 
 def _check_earlier_saves(requests: list[_Request], coordinator: Coordinator) -> None:
-    """Raises the errors of background saves that were never waited for, once and on all ranks."""
+    """Raise the errors of background saves that were never waited for, once and on all ranks."""
     failed = {save_id: text for request in requests for save_id, text in request.failed_saves.items()}
     mark_reported(RankKey(coordinator.rank, coordinator.world_size), set(failed))
     if failed:

@@ -67,7 +67,7 @@ def save(
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> None:
-    """Writes a checkpoint; when it returns, the checkpoint is complete and on disk. Call it on all ranks.
+    """Write a checkpoint; when it returns, the checkpoint is complete and on disk. Call it on all ranks.
 
     Boxes held by several ranks are written once, with the work spread over their holders. Tensors may change again
     after it returns.
@@ -108,7 +108,7 @@ def save(
 
 
 def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: Coordinator) -> None:
-    """Writes and commits a prepared save. Call it for all ranks.
+    """Write and commit a prepared save. Call it for all ranks.
 
     Args:
         task: the result of `prepare_save`.

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.distributed_tensors import is_dtensor
+from nxd_ckpt.distributed_tensors import is_dtensor, is_subclass
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
-from nxd_ckpt.tensor_subclasses import is_subclass
 
 # Attributes that mark parts in Megatron and its forks, fairscale, ColossalAI, DeepSpeed and FSDP1.
 _MARKS = (
@@ -82,7 +81,7 @@ def logical_shape(tensor: Any, name: str, logical: str) -> tuple[int, ...]:
     return next(tuple(it.logical_shape) for it in spec.pieces if relative_name(name, it.name) == logical)
 
 
-def is_cut(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Whether a parameter with a spec is anything but one whole logical tensor."""
     spec = _spec_of(tensor)
     return spec is not None and not (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.manifest import is_possible_shape
 from nxd_ckpt.manifest_text import MAX_DIMS
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class ShardedTensor:
 
 
 def as_sharded(name: str, value: "ShardedTensor | torch.Tensor") -> ShardedTensor:
-    """Wraps a plain tensor as a whole tensor that is replicated on all ranks."""
+    """Wrap a plain tensor as a whole tensor that is replicated on all ranks."""
     if isinstance(value, ShardedTensor):
         return value
     if isinstance(value, torch.Tensor):
@@ -83,7 +83,7 @@ def as_sharded(name: str, value: "ShardedTensor | torch.Tensor") -> ShardedTenso
 
 
 def as_sharded_state(state: "Mapping[str, ShardedTensor | torch.Tensor]") -> dict[str, ShardedTensor]:
-    """Turns every value into a ShardedTensor.
+    """Turn every value into a ShardedTensor.
 
     Raises:
         ValueError: lists every entry that cannot be used.

@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from nxd_ckpt.boxes import Box
-from nxd_ckpt.dtypes import CODE_OF_DTYPE, DTYPE_OF_CODE
-from nxd_ckpt.gc_pause import gc_paused
+from nxd_ckpt.boxes import Box, gc_paused
 from nxd_ckpt.messages import all_are, expect
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
-from nxd_ckpt.tensor_bytes import pieces_of
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE, DTYPE_OF_CODE, pieces_of
 
 _MESSAGE_BYTES = 16 * 2**20
 
@@ -39,15 +37,15 @@ class SharedBox(NamedTuple):
         return self.box.num_elements * self.dtype.itemsize
 
 
-def wants_of(wanted: Mapping[str, ShardedTensor]) -> dict[str, tuple[str, list[Box]]]:
+def encode_wants(wanted: Mapping[str, ShardedTensor]) -> dict[str, tuple[str, list[Box]]]:
     """Return a rank's wanted boxes as a message to the other ranks."""
     return {
         name: (CODE_OF_DTYPE[tensor.dtype], [shard.box for shard in tensor.shards]) for name, tensor in wanted.items()
     }
 
 
-def wants_from(message: Any) -> Wants:
-    """Read the message of `wants_of`.
+def decode_wants(message: Any) -> Wants:
+    """Read the message of `encode_wants`.
 
     Raises:
         ValueError, TypeError, KeyError or AttributeError: the message is malformed.
@@ -61,8 +59,8 @@ def wants_from(message: Any) -> Wants:
     return wants
 
 
-def share_out_reads(wants: Sequence[Wants]) -> list[SharedBox]:
-    """Assigns each box that several ranks want to the one with the least to read, largest boxes first.
+def assign_reads(wants: Sequence[Wants]) -> list[SharedBox]:
+    """Assign each box that several ranks want to the one with the least to read, largest boxes first.
 
     Args:
         wants: the boxes that each rank wants, in rank order.
@@ -96,9 +94,7 @@ def _share_out(wants: Sequence[Wants]) -> list[SharedBox]:
     return sorted(shared, key=lambda one: (one.reader, one.ranks, -one.dtype.itemsize, one.name, one.box))
 
 
-def without_others(
-    wanted: Mapping[str, ShardedTensor], shared: Iterable[SharedBox], rank: int
-) -> dict[str, list[Shard]]:
+def own_reads(wanted: Mapping[str, ShardedTensor], shared: Iterable[SharedBox], rank: int) -> dict[str, list[Shard]]:
     """Return the shards that this rank reads itself."""
     by_others = {(one.name, one.box) for one in shared if rank in one.ranks and one.reader != rank}
     return {
@@ -107,13 +103,13 @@ def without_others(
     }
 
 
-def pass_on(
+def send_shared(
     shared: Iterable[SharedBox], wanted: Mapping[str, ShardedTensor], process_group: dist.ProcessGroup, timeout: float
 ) -> None:
-    """Sends the boxes that this rank has read to the others that want them, and receives theirs. Called by all ranks.
+    """Send the boxes that this rank has read to the others that want them, and receive theirs. Called by all ranks.
 
     Args:
-        shared: the result of `share_out_reads`.
+        shared: the result of `assign_reads`.
         wanted: this rank's destinations; the ones that it reads itself are filled already.
         process_group: a process group whose backend can send and receive.
         timeout: seconds that each message may take.

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nxd_ckpt.distributed_tensors import as_boxes, is_dtensor
+from nxd_ckpt.distributed_tensors import as_boxes, is_dtensor, is_subclass, parts_of
 from nxd_ckpt.module_states import (
-    give_back,
     is_extra_state,
     is_state_dict,
+    load_into_module,
     module_state,
     named_parameters,
     parts_by_place,
@@ -22,7 +22,6 @@ from nxd_ckpt.module_states import (
 )
 from nxd_ckpt.objects import check_json, decode, encode, references
 from nxd_ckpt.optimizer_states import (
-    as_parameter_is_cut,
     check_state_dict,
     destination_of,
     fresh_states,
@@ -31,13 +30,13 @@ from nxd_ckpt.optimizer_states import (
     is_state_dict_of_optimizer,
     options_of,
     set_groups,
+    sharded_like_parameter,
     state_holder,
     states_of,
     stored_options,
 )
-from nxd_ckpt.shard_marks import check_known, check_no_copy, is_cut, logical_names, logical_parts, relative_name
+from nxd_ckpt.shard_marks import check_known, check_no_copy, is_sharded, logical_names, logical_parts, relative_name
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
-from nxd_ckpt.tensor_subclasses import is_subclass, parts_of
 from nxd_ckpt.training_state import (
     PerRank,
     Stored,
@@ -58,7 +57,7 @@ _MASTER = "master_weight"  # the key of a state that is the parameter's value in
 _LARGEST_BUFFER = 2**20  # bytes; a state_dict does not say which of its tensors are parameters
 
 
-def take_apart(state: Any, stored: Stored | None = None, *, several_ranks: bool = False) -> TrainingState:
+def flatten_state(state: Any, stored: Stored | None = None, *, several_ranks: bool = False) -> TrainingState:
     """Split a nested state into its tensors and values.
 
     Args:
@@ -143,7 +142,7 @@ class _Walk:
     def _parts_by_name(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the module parameters in the state that are parts, by name."""
         named = [it for _, module in modules_in(self._state) for it in named_parameters(module)]
-        return {name: tuple(parameter.shape) for name, parameter in named if is_cut(parameter)}
+        return {name: tuple(parameter.shape) for name, parameter in named if is_sharded(parameter)}
 
     def _stateful(self, path: str, part: Any) -> None:
         own = {"": part.state_dict()}
@@ -212,7 +211,7 @@ class _Walk:
                 self._value(path, skeleton)
         elif self._stored.holds(path) or path in self._stored.tensors:
             stored = self._stored.values().get(path, _ONE_TENSOR)
-            tensors = {name: self._room(joined(path, name), tensors.get(name)) for name in references(stored)}
+            tensors = {name: self._destination(joined(path, name), tensors.get(name)) for name in references(stored)}
             if self._stored.holds(path):
                 self._value(path, skeleton)
             self._found.finish.append(lambda: set_value(decode(stored, tensors, value)))
@@ -223,7 +222,7 @@ class _Walk:
         for name, tensor in tensors.items():
             self._tensor(path, name, tensor, first_holder=True)
 
-    def _room(self, path: str, present: Any) -> Any:
+    def _destination(self, path: str, present: Any) -> Any:
         """Return a tensor to load a stored one into: the present one if it matches, otherwise a new one."""
         info = self._stored.tensors.get(path) if self._stored is not None else None
         if info is None:
@@ -264,7 +263,7 @@ class _Walk:
             else:
                 self._nested(joined(path, plain_name(name)), part, partial(_set, state.content, name))
         if self._stored is not None and not state.is_filled_in_place:
-            self._found.finish.append(partial(give_back, path, state, before))
+            self._found.finish.append(partial(load_into_module, path, state, before))
 
     def _optimizer(self, path: str, optimizer: Optimizer) -> None:
         holder = state_holder(path, optimizer)
@@ -325,13 +324,13 @@ class _Walk:
         own_path = joined(_state_path(path, root, name), key)
         for logical in logical_names(parameter, name):
             state_path = joined(_state_path(path, root, logical), key)
-            cut = as_parameter_is_cut(own_path, name, part, parameter)
+            cut = sharded_like_parameter(own_path, name, part, parameter)
             if isinstance(cut, dict) and isinstance(part, torch.Tensor):
                 self._boxes(state_path, cut[logical])
             elif is_tensor(cut):
                 self._tensor("", state_path, cut)
             else:
-                if cut is not None and is_cut(parameter) and holds(cut, is_tensor):
+                if cut is not None and is_sharded(parameter) and holds(cut, is_tensor):
                     raise ValueError(
                         f"{own_path!r} is a {type(cut).__name__} of tensors for a parameter that is split over ranks, "
                         "and the other ranks' parts are unknown; use an optimizer whose states are tensors"

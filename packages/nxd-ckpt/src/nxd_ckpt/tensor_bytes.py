@@ -1,4 +1,6 @@
-"""Tensor memory as bytes, without a copy if the memory is contiguous on the CPU.
+"""The dtypes that a checkpoint can hold, and tensor memory as bytes, without a copy if contiguous on the CPU.
+
+Scales and pairs of 4-bit numbers are never converted to another dtype. An element of "F4" is such a pair, as in torch.
 
 Strided views are split into blocks of at most `SCRATCH_BYTES`, so that they need no second tensor of their size.
 Tensors of accelerators are copied to the CPU one at a time, as a whole: splitting them on the device would cost a
@@ -13,6 +15,49 @@ from itertools import product
 import torch
 
 from nxd_ckpt.boxes import Box
+
+# Names of dtypes in the safetensors format; "C128" is our own.
+CODE_OF_DTYPE: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.complex128: "C128",
+}
+
+# Dtypes of quantized models, which only newer versions of torch have.
+_NEWER = {"float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4"}
+
+
+CODE_OF_DTYPE |= {getattr(torch, name): code for name, code in _NEWER.items() if hasattr(torch, name)}
+
+
+DTYPE_OF_CODE: dict[str, torch.dtype] = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}
+OPAQUE = frozenset({"F8_E8M0", "F4"})
+
+
+def in_safetensors(code: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape for the header of a safetensors file, which counts the numbers in a pair."""
+    if code == "C128":
+        return "F64", (*shape, 2)
+    if code == "F4":
+        return (code, (*shape[:-1], 2 * shape[-1])) if shape else ("U8", shape)
+    return code, shape
+
 
 SCRATCH_BYTES = 16 * 2**20
 
@@ -69,7 +114,7 @@ def pieces_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
             yield from pieces_of(row, limit)
 
 
-def element_number(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def flat_index(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Return the position of an element among all elements of an array."""
     return sum(i * stride for i, stride in zip(index, strides, strict=True))
 
@@ -84,7 +129,7 @@ def is_one_piece(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def lies_apart(tensor: torch.Tensor) -> bool:
+def is_non_overlapping(tensor: torch.Tensor) -> bool:
     """Whether each element has its own memory, judging by nested strides: it is no expanded or unfolded view."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return True

@@ -50,7 +50,7 @@ class _ThreadCoordinator:
 def outcomes_on_threads(
     function: Callable[[Coordinator], Result], world_size: int, *, timeout: float = 60.0
 ) -> list[Result | BaseException]:
-    """Calls `function(coordinator)` for each rank at the same time; pass the coordinator as `process_group`.
+    """Call `function(coordinator)` for each rank at the same time; pass the coordinator as `process_group`.
 
     Returns:
         The result or exception of each rank, in rank order.

@@ -27,10 +27,10 @@ from nxd_ckpt.asynchronous import saving
 from nxd_ckpt.asynchronous.channel import Channel
 from nxd_ckpt.asynchronous.slices import Slice
 from nxd_ckpt.asynchronous.staging import SharedBuffer
-from nxd_ckpt.dtypes import DTYPE_OF_CODE
 from nxd_ckpt.errors import RanksLostError
 from nxd_ckpt.manifest import ITEM_SIZES
 from nxd_ckpt.saving import run_save
+from nxd_ckpt.tensor_bytes import DTYPE_OF_CODE
 from nxd_ckpt.testing import outcomes_on_threads, run_on_threads
 
 from .processes import children_of, staging_buffers

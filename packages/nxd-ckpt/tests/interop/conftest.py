@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -153,8 +153,6 @@ def apply_rotary_pos_emb(
 
 
 IGNORED_LABEL = -100  # of the losses of torch, transformers and nxd_layers
-
-
 ValueT = TypeVar("ValueT")
 
 

@@ -17,8 +17,7 @@ from typing import Any
 from nxd_ckpt import Checkpoint, CheckpointError, open_checkpoint
 from nxd_ckpt.interop import from_checkpoint, open_hugging_face, open_neuronx, read_whole, write_neuronx
 from nxd_ckpt.interop.neuronx import Sharding, Split
-from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, v1_files, v2_files, v2_name
-from nxd_ckpt.interop.neuronx.xser import load_rank_file
+from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, load_rank_file, v1_files, v2_files, v2_name
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_engine.checkpoints.find import find_checkpoint

@@ -23,8 +23,6 @@ from nxd_neuronx.expert_linears import check_unset, gated_activation, is_other_g
 from nxd_neuronx.mesh import get_token_shuffle_group, get_token_shuffle_group_size, initialize_token_shuffle_group
 
 _logger = logging.getLogger(__name__)
-
-
 ACT2FN = nxd_experts.ACTIVATIONS
 
 

@@ -37,11 +37,7 @@ def as_lists(groups: RankGroups) -> list[list[int]]:
 
 
 _logger = logging.getLogger(__name__)
-
-
 _run_sizes: dict[str, tuple[Mesh, int]] = {}  # of the subgroups, with the mesh that they belong to
-
-
 _aot_mode = False
 
 

@@ -96,8 +96,6 @@ def master_print(msg: object) -> None:
 
 
 _TARGET_VARIABLE = "NEURON_PLATFORM_TARGET_OVERRIDE"
-
-
 _LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_ckpt.interop.neuronx.rank_files import TENSORS_SUFFIX, Rank, v2_files, v2_name
-from nxd_ckpt.interop.neuronx.xser import load_rank_file
+from nxd_ckpt.interop.neuronx.rank_files import TENSORS_SUFFIX, Rank, load_rank_file, v2_files, v2_name
 from nxd_engine.checkpoints.shard_files import write_file, write_xser
 from torch import Tensor
 

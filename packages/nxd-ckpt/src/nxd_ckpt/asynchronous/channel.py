@@ -56,7 +56,7 @@ class Channel:
         return self._coordinator.all_gather_object(value)
 
     def leave(self) -> None:
-        """Ends the communication. Rank 0 may host the store, so it waits until the others know how the save ended."""
+        """End the communication. Rank 0 may host the store, so it waits until the others know how the save ended."""
         with contextlib.suppress(RuntimeError):
             if self.rank > 0:
                 self._store.set(f"left/{self.rank}", "")

@@ -42,7 +42,7 @@ class AsyncSave:
         return self._staged.is_set()
 
     def wait_until_staged(self) -> None:
-        """Waits until the caller may change the tensors again, or the save has failed."""
+        """Wait until the caller may change the tensors again, or the save has failed."""
         self._staged.wait()
 
     @property
@@ -55,7 +55,7 @@ class AsyncSave:
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the checkpoint is complete and on disk.
+        """Wait until the checkpoint is complete and on disk.
 
         Args:
             timeout: seconds; None means no limit except the save's own `timeout`.
@@ -72,15 +72,15 @@ class AsyncSave:
             raise self._error_type(self.failure)
 
     def wait_until_done(self) -> None:
-        """Waits until the save has finished, committed or failed."""
+        """Wait until the save has finished, committed or failed."""
         self._done.wait()
 
     def set_staged(self) -> None:
-        """Marks the caller's tensors as no longer needed."""
+        """Mark the caller's tensors as no longer needed."""
         self._staged.set()
 
     def set_done(self, failure: str | None, error_type: type[CheckpointError] = CheckpointError) -> None:
-        """Marks the save as committed, or as failed with a reason that `wait` raises as the given type."""
+        """Mark the save as committed, or as failed with a reason that `wait` raises as the given type."""
         self.failure, self._error_type = failure, error_type
         self._staged.set()
         self._done.set()
@@ -101,7 +101,7 @@ _handles: dict[RankKey, list[AsyncSave]] = defaultdict(list)
 
 
 def register(key: RankKey, save: AsyncSave) -> None:
-    """Adds the handle of a save that begins."""
+    """Add the handle of a save that begins."""
     _handles[key] = [*_unsettled(key), save]
 
 
@@ -111,7 +111,7 @@ def saves_in_progress() -> list[AsyncSave]:
 
 
 def wait_for_saves() -> None:
-    """Waits until no save of this process is in progress, whatever its group; does not raise their errors."""
+    """Wait until no save of this process is in progress, whatever its group; do not raise their errors."""
     for save in saves_in_progress():
         save.wait_until_done()
 
@@ -126,14 +126,14 @@ def unreported_failures(key: RankKey) -> dict[str, str]:
 
 
 def mark_reported(key: RankKey, save_ids: set[str]) -> None:
-    """Marks the errors of these saves as raised, even if a save has not failed on this rank yet."""
+    """Mark the errors of these saves as raised, even if a save has not failed on this rank yet."""
     for save in _unsettled(key):
         if save.save_id in save_ids:
             save.reported = True
 
 
 def report_at_exit() -> None:
-    """Prints the errors that were not reported before the program ends."""
+    """Print the errors that were not reported before the program ends."""
     for key in list(_handles):
         for text in unreported_failures(key).values():
             print(f"nxd_ckpt: {text}", file=sys.stderr)

@@ -81,7 +81,7 @@ def async_save(
     timeout: float | None = None,
     process_group: "dist.ProcessGroup | Coordinator | None" = None,
 ) -> AsyncSave:
-    """Writes a checkpoint in the background. Call it on all ranks; arguments not described here are those of `save`.
+    """Write a checkpoint in the background. Call it on all ranks; arguments not described here are those of `save`.
 
     Returns when this rank's tensors are copied to memory, so they may change again. A separate process writes them, and
     the ranks commit over a separate channel once all have written. The saves of a rank are written in order, and the
@@ -155,7 +155,7 @@ def async_save(
 
 
 def end_async_saves() -> None:
-    """Waits for all background saves of this process, ends its writer processes and frees their memory.
+    """Wait for all background saves of this process, end its writer processes and free their memory.
 
     Not needed before a program ends. A later `async_save` starts new ones.
     """
@@ -177,7 +177,7 @@ os.register_at_fork(after_in_child=_savers.clear)
 
 
 def finish_saves_on_sigterm() -> None:
-    """Makes SIGTERM wait for saves before it ends the process, unless the program handles the signal itself."""
+    """Make SIGTERM wait for saves before it ends the process, unless the program handles the signal itself."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _finish_saves_and_die)
@@ -226,7 +226,7 @@ class _BackgroundSaver:
         in_this_process: bool,
         copy_in_background: bool,
     ) -> None:
-        """Starts a save, and returns when all tensors are in the memory, or written if they do not fit there.
+        """Start a save, and return when all tensors are in the memory, or written if they do not fit there.
 
         With `copy_in_background` it returns earlier if they all fit.
         """
@@ -265,7 +265,7 @@ class _BackgroundSaver:
         save.set_staged()
 
     def close(self) -> None:
-        """Waits for the saves in progress, ends the writer and frees the memory."""
+        """Wait for the saves in progress, end the writer and free the memory."""
         if self._last is not None:
             self._last[-1].join()
         if self._copying is not None:
@@ -294,7 +294,7 @@ class _BackgroundSaver:
             run.channel.leave()
 
     def _write(self, run: _RunningSave) -> Hashes:
-        """Writes this rank's data file; afterwards the memory is free again."""
+        """Write this rank's data file; afterwards the memory is free again."""
         request, slices = run.request, run.queue.slices()
         try:
             if not request.chunk_sizes:
@@ -316,7 +316,7 @@ class _BackgroundSaver:
 
 @contextlib.contextmanager
 def _stopped_by_errors(queue: SliceQueue) -> Iterator[None]:
-    """Ends the save on an error, which its handle then raises."""
+    """End the save on an error, which its handle then raises."""
     try:
         yield
     except Stopped:

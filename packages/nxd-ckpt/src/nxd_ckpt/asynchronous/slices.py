@@ -44,7 +44,7 @@ class SliceQueue:
         self._error: Exception | None = None
 
     def wait_for_slot(self) -> int:
-        """Waits for a slot that may be filled, and returns its number.
+        """Wait for a slot that may be filled, and return its number.
 
         Raises:
             Stopped: nothing more will be written.
@@ -56,20 +56,20 @@ class SliceQueue:
             return self._num_put % self._num_slots
 
     def put(self, filled: Slice) -> None:
-        """Adds a filled slot."""
+        """Add a filled slot."""
         with self._changed:
             self._filled.append(filled)
             self._num_put += 1
             self._changed.notify_all()
 
     def complete(self) -> None:
-        """Marks the last slice as added."""
+        """Mark the last slice as added."""
         with self._changed:
             self._complete = True
             self._changed.notify_all()
 
     def stop(self, error: Exception | None = None) -> None:
-        """Releases everyone who waits here: all is written, or one side has given up.
+        """Release everyone who waits here: all is written, or one side has given up.
 
         Args:
             error: the reason why the remaining slices will never come.
@@ -80,7 +80,7 @@ class SliceQueue:
             self._changed.notify_all()
 
     def slices(self) -> Iterator[Slice]:
-        """Yields the slices in order; asking for the next one marks the previous one as written.
+        """Yield the slices in order; asking for the next one marks the previous one as written.
 
         Raises:
             Stopped: the remaining slices will never come; or the error given to `stop`.
@@ -100,7 +100,7 @@ class SliceQueue:
                 self._changed.notify_all()
 
     def wait_until_stopped(self) -> None:
-        """Waits until the memory is no longer in use."""
+        """Wait until the memory is no longer in use."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped)
 
@@ -118,7 +118,7 @@ class ChunkHashes:
         self._begin_chunk()
 
     def update(self, part: memoryview) -> None:
-        """Hashes the next bytes."""
+        """Hash the next bytes."""
         while part:
             in_chunk = part[: self._left_in_chunk]
             self._hasher.update(in_chunk)
@@ -136,7 +136,7 @@ class ChunkHashes:
 def staged_parts(
     header: bytes, memory: memoryview, slices: Iterable[Slice], hashes: ChunkHashes
 ) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a data file in order; each part is valid until the next is requested.
+    """Yield the bytes of a data file in order; each part is valid until the next is requested.
 
     Args:
         header: the first bytes of the file.

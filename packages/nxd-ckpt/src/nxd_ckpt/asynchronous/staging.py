@@ -39,7 +39,7 @@ class SharedBuffer:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes the memory at least this large; its contents may be lost.
+        """Make the memory at least this large; its contents may be lost.
 
         Raises:
             OSError: there is not enough memory.
@@ -50,7 +50,7 @@ class SharedBuffer:
             self.memory = torch.frombuffer(self.view, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Frees the memory."""
+        """Free the memory."""
         self.view = memoryview(b"")
         self.memory = torch.empty(0, dtype=torch.uint8)
         os.close(self.fd)
@@ -105,7 +105,7 @@ def _number_in(path: str) -> int:
 
 
 def stage(tensors: Iterable[torch.Tensor], memory: torch.Tensor, slot_bytes: int, queue: SliceQueue) -> None:
-    """Copies the tensors' elements one after another into slots, and queues each slot when it is full.
+    """Copy the tensors' elements one after another into slots, and queue each slot when it is full.
 
     Args:
         tensors: tensors of any strides and devices; larger element sizes first, so that each is aligned in its slot.
@@ -118,7 +118,7 @@ def stage(tensors: Iterable[torch.Tensor], memory: torch.Tensor, slot_bytes: int
     """
     start, used = queue.wait_for_slot() * slot_bytes, 0
     for tensor in tensors:
-        for piece in pieces_of(_where_it_can_be_cut(tensor), slot_bytes):
+        for piece in pieces_of(_sliceable(tensor), slot_bytes):
             if used + piece.nbytes > slot_bytes:
                 queue.put(Slice(start, used))
                 start, used = queue.wait_for_slot() * slot_bytes, 0
@@ -129,7 +129,7 @@ def stage(tensors: Iterable[torch.Tensor], memory: torch.Tensor, slot_bytes: int
     queue.complete()
 
 
-def _where_it_can_be_cut(tensor: torch.Tensor) -> torch.Tensor:
+def _sliceable(tensor: torch.Tensor) -> torch.Tensor:
     """Copy tensors of an XLA device to the CPU as a whole: cutting them there would compile a graph per piece."""
     tensor = tensor.detach()
     accelerator = torch.accelerator.current_accelerator()  # whose memory can be copied in pieces
@@ -169,7 +169,7 @@ class DeferredCopies:
                 self._left.append((name, tensor.detach(), place, tensor._version))
 
     def finish(self) -> None:
-        """Copies the remaining tensors, and queues all bytes.
+        """Copy the remaining tensors, and queue all bytes.
 
         Raises:
             CheckpointError: a tensor has changed in the meantime.
@@ -189,13 +189,13 @@ _hooks: list[RemovableHandle] = []  # at most one
 
 
 def hold_optimizers() -> None:
-    """Makes each step of torch's optimizers wait until all saves are staged."""
+    """Make each step of torch's optimizers wait until all saves are staged."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(lambda *_: _wait_until_staged()))
 
 
 def release_optimizers() -> None:
-    """Undoes `hold_optimizers`."""
+    """Undo `hold_optimizers`."""
     while _hooks:
         _hooks.pop().remove()
 

@@ -124,7 +124,7 @@ class WriterProcess:
         return self._process.poll() is None
 
     def write(self, request: FileToWrite, slices: Iterable[Slice], timeout: float) -> list[tuple[str, ...]]:
-        """Writes one file, and returns the block hashes of each chunk when it is durable.
+        """Write one file, and return the block hashes of each chunk when it is durable.
 
         Args:
             request: the file.
@@ -151,7 +151,7 @@ class WriterProcess:
         return answer.hashes
 
     def close(self) -> None:
-        """Ends the process: closes the connection, and kills it if that does not help."""
+        """End the process: close the connection, and kill it if that does not help."""
         self._connection.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -159,7 +159,7 @@ class WriterProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kills the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
@@ -193,7 +193,7 @@ class WriterProcess:
 
 
 def main() -> None:
-    """Serves the parent until it closes the connection. Arguments: shared memory, connection, parent's process id."""
+    """Serve the parent until it closes the connection. Arguments: shared memory, connection, parent's process id."""
     memory_fd, connection_fd, parent = map(int, sys.argv[1:4])
     os.nice(_NICENESS)
     # The parent handles signals to the whole process group; it may finish a save first.

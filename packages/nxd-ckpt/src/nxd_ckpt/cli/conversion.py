@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 
 from nxd_ckpt.cli.formats import Opened, Place, opened
-from nxd_ckpt.cli.progress import progress_bar
-from nxd_ckpt.cli.report import Report, human_size
+from nxd_ckpt.cli.report import Report, human_size, progress_bar
+from nxd_ckpt.files import is_remote
 from nxd_ckpt.interop import (
     Selection,
     as_extra,
@@ -24,7 +24,6 @@ from nxd_ckpt.interop import (
     write_torch_dcp,
 )
 from nxd_ckpt.interop.neuronx import Sharding
-from nxd_ckpt.interop.remote import is_remote
 from nxd_ckpt.interop.source import Progress, TensorSource, num_bytes
 
 TargetKind = Literal["nxd", "hf", "dcp", "neuronx-v1", "neuronx-v2"]
@@ -69,7 +68,7 @@ class Target:
 
 
 def convert(place: Place, target: Target, *, include: list[str], exclude: list[str]) -> Report:
-    """Converts one checkpoint, with one tensor in memory at a time.
+    """Convert one checkpoint, with one tensor in memory at a time.
 
     Raises:
         ValueError: an option that the target format needs is missing, or the target already exists.

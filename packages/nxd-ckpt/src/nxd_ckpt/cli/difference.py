@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from nxd_ckpt.cli.formats import Place, boxes_to_read, opened
-from nxd_ckpt.cli.progress import progress_bar
-from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report
+from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, progress_bar
 from nxd_ckpt.errors import printable
 from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_box, same_bits
 
@@ -16,7 +15,7 @@ from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_box
 def diff(
     first: Place, second: Place, *, rtol: float | None, atol: float | None, include: list[str], exclude: list[str]
 ) -> Report:
-    """Compares names, shapes, dtypes and values: bit by bit, or with a tolerance, in which case dtypes may differ.
+    """Compare names, shapes, dtypes and values: bit by bit, or with a tolerance, in which case dtypes may differ.
 
     Tensors are compared in parts of 16 MiB, or whole if a format cannot be read in parts.
 

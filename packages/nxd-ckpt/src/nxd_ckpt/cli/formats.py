@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import is_remote, local_copy
 from nxd_ckpt.interop import from_checkpoint, open_hugging_face, open_neuronx, open_torch_dcp
 from nxd_ckpt.interop.huggingface.reading import holds_model, other_kind
 from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, complete_tags
-from nxd_ckpt.interop.remote import is_remote, local_copy
 from nxd_ckpt.interop.source import TensorSource
 from nxd_ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
 from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
@@ -59,7 +59,7 @@ class Place:
 
 @contextmanager
 def opened(place: Place) -> Iterator[Opened]:
-    """Opens a checkpoint of any format. A foreign checkpoint at a URL is first copied to this machine.
+    """Open a checkpoint of any format. A foreign checkpoint at a URL is first copied to this machine.
 
     Raises:
         ValueError: an option that this format needs is missing.

@@ -21,7 +21,7 @@ Node = dict[str, Any]
 
 
 def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
-    """Describes one checkpoint; tree levels below `depth` are summarized.
+    """Describe one checkpoint; tree levels below `depth` are summarized.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.

@@ -29,7 +29,7 @@ _EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the process's exit code."""
+    """Run one command and return the process's exit code."""
     options = _make_parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():
@@ -281,7 +281,7 @@ def _convert(options: argparse.Namespace) -> Report:
 
 
 def _collect_garbage(path: str, *, dry_run: bool) -> Report:
-    """Removes, or only lists, the remains of failed saves and deletions."""
+    """Remove, or only list, the remains of failed saves and deletions."""
     check_folder(path)
     found = gc(path, dry_run=dry_run)
     total = sum(item.num_bytes for item in found)

@@ -14,8 +14,7 @@ import torch
 
 from nxd_ckpt.cli.formats import Opened, Place, boxes_to_read, opened
 from nxd_ckpt.cli.inspection import as_tree, describe_checkpoint, describe_tensors, is_tensor, shown, sum_up
-from nxd_ckpt.cli.progress import progress_bar
-from nxd_ckpt.cli.report import Report, human_size
+from nxd_ckpt.cli.report import Report, human_size, progress_bar
 from nxd_ckpt.errors import printable
 from nxd_ckpt.interop.source import TensorSource, read_box
 
@@ -33,7 +32,7 @@ rect { fill: #4a7ab5 }
 
 
 def write_page(place: Place, output: str) -> Report:
-    """Writes the page of a checkpoint of any format; an existing file is replaced once the page is complete.
+    """Write the page of a checkpoint of any format; an existing file is replaced once the page is complete.
 
     Every element is read once, in parts of 16 MiB; if a format cannot be read in parts, tensors are read whole.
 

@@ -1,12 +1,14 @@
-"""The result of a command: an exit code, data for `--json`, and lines for people."""
+"""The result of a command (an exit code, data for `--json`, and lines for people) and its progress bar."""
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from nxd_ckpt.errors import CheckpointError, printable
-from nxd_ckpt.interop.remote import is_remote
+from nxd_ckpt.files import is_remote
 
 EXIT_GOOD = 0
 EXIT_DIFFERENT = 1
@@ -40,7 +42,7 @@ def table(rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def check_folder(path: str) -> None:
-    """Checks that a local folder exists, so that a typo is an error, not an empty list or a new folder.
+    """Check that a local folder exists, so that a typo is an error, not an empty list or a new folder.
 
     Raises:
         CheckpointError: the folder does not exist on this machine.
@@ -48,3 +50,25 @@ def check_folder(path: str) -> None:
     local = path.removeprefix("file://")
     if not is_remote(local) and not os.path.isdir(local):
         raise CheckpointError(f"{path} is not a folder" if os.path.exists(local) else f"{path!r} does not exist")
+
+
+@contextmanager
+def progress_bar(doing: str, total_bytes: int) -> Iterator[Callable[[str, int], None]]:
+    """Yield a function to call with each name and its number of bytes when it is done.
+
+    The bar is on stderr, if that is a terminal and tqdm (the extra `cli`) is installed.
+    """
+    try:
+        from tqdm import tqdm  # noqa: PLC0415
+    except ImportError:
+        yield lambda name, num_bytes: None
+        return
+    with tqdm(
+        total=total_bytes, desc=doing, unit="B", unit_scale=True, unit_divisor=1024, disable=None, file=sys.stderr
+    ) as bar:
+
+        def advance(name: str, num_bytes: int) -> None:
+            bar.set_postfix_str(printable(name), refresh=False)
+            bar.update(num_bytes)
+
+        yield advance

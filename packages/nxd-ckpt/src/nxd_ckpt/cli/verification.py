@@ -7,19 +7,18 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.cli.formats import root_and_tag
-from nxd_ckpt.cli.progress import progress_bar
-from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, human_size
-from nxd_ckpt.dtypes import DTYPE_OF_CODE, in_safetensors
+from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, human_size, progress_bar
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.interop.huggingface.header import read_header
+from nxd_ckpt.interop.huggingface.reading import read_header
 from nxd_ckpt.manifest import Chunk, Manifest
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.safetensors_file import stored_name
 from nxd_ckpt.stores import Store, check_tag, open_store
+from nxd_ckpt.tensor_bytes import DTYPE_OF_CODE, in_safetensors
 
 
 def verify(path: str, tag: str | None, *, deep: bool) -> Report:
-    """Checks an nxd checkpoint: the manifest's digest, that every element is stored, file sizes; if deep, all bytes.
+    """Check an nxd checkpoint: the manifest's digest, that every element is stored, file sizes; if deep, all bytes.
 
     Raises:
         ValueError: the tag is not allowed.

@@ -18,8 +18,7 @@ from nxd_ckpt.interop.huggingface.companions import (
     write_companions,
 )
 from nxd_ckpt.interop.neuronx import open_neuronx, write_neuronx
-from nxd_ckpt.interop.scratch import save_source
-from nxd_ckpt.interop.source import Progress, Selection, TensorSource, from_checkpoint, read_whole
+from nxd_ckpt.interop.source import Progress, Selection, TensorSource, from_checkpoint, read_whole, save_source
 
 if TYPE_CHECKING:
     from nxd_ckpt.interop.torch_dcp import open_torch_dcp, write_torch_dcp

@@ -40,7 +40,7 @@ class NxdCheckpointIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: "str | os.PathLike[str]", storage_options: Any = None
     ) -> None:
-        """Writes a checkpoint from this process alone, replacing one at the same path.
+        """Write a checkpoint from this process alone, replacing one at the same path.
 
         Args:
             checkpoint: nested dicts, lists and tuples of tensors, numbers and strings. Hyperparameters of other types
@@ -100,11 +100,11 @@ class NxdCheckpointIO:
             raise CheckpointError(f"{_CONTENT} of {os.fspath(path)} cannot be used: {error}") from error
 
     def remove_checkpoint(self, path: "str | os.PathLike[str]") -> None:
-        """Deletes a checkpoint; data that other checkpoints reference stays."""
+        """Delete a checkpoint; data that other checkpoints reference stays."""
         delete(*os.path.split(os.fspath(path)))
 
     def teardown(self) -> None:
-        """Does nothing; no file is kept open."""
+        """Do nothing; no file is kept open."""
 
 
 def _checkpoint_io() -> Any:

@@ -1,10 +1,15 @@
 """The common interface of all formats: named tensors that stay in files until they are read.
 
-Each format is opened in its own folder; this module has only the interface that the writers need.
+Each format is opened in its own folder; this module has the interface that the writers need, and saves any source as a
+checkpoint of this package.
 """
 
 import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,10 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.boxes import Box, uncovered
-from nxd_ckpt.dtypes import CODE_OF_DTYPE, OPAQUE
+from nxd_ckpt.coordinator import ThisProcess
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import is_remote
 from nxd_ckpt.reader import Checkpoint, TensorInfo
-from nxd_ckpt.sharded_tensor import Shard
+from nxd_ckpt.saving import save
+from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE, OPAQUE
 
 Progress = Callable[[str, int], None]
 """Called with a tensor's name and its size in bytes when it is done."""
@@ -49,7 +57,7 @@ def ignore_progress(name: str, num_bytes: int) -> None:
 
 
 def fill(source: TensorSource, name: str, box: Box, destination: torch.Tensor) -> None:
-    """Copies a box of a tensor, converting it to the destination's type.
+    """Copy a box of a tensor, converting it to the destination's type.
 
     Raises:
         CheckpointError: elements are missing or cannot be read.
@@ -194,3 +202,97 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of the same dtype and shape have the same bits, including NaN and -0.0."""
     a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for tensor in (a, b))
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+_ALIGNMENT = 64
+
+
+def save_source(
+    source: TensorSource,
+    path: "str | os.PathLike[str]",
+    tag: str,
+    *,
+    dtype: torch.dtype | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    extra: Mapping[str, bytes] | None = None,
+    progress: Progress = ignore_progress,
+) -> None:
+    """Write a source as the checkpoint `tag`, with `source.objects` as its objects. Call it in one process.
+
+    Memory: one part of one tensor. Disk, besides the result: temporarily the same size again, unless the source is
+    mapped (Hugging Face, NeuronX) and keeps its dtype.
+
+    Args:
+        source: the tensors to write.
+        path: as for `save`.
+        tag: as for `save`.
+        dtype: dtype to convert floating-point tensors to; default: as stored.
+        step: as for `save`.
+        overwrite: as for `save`.
+        extra: as for `save`.
+        progress: called after each tensor has been read.
+
+    Raises:
+        ValueError: a name or the tag is not allowed.
+        CheckpointError: the source cannot be read, or the tag is taken.
+    """
+    targets = {
+        name: TensorInfo(converted(info.dtype, dtype), info.global_shape) for name, info in source.tensors.items()
+    }
+    through_scratch = {
+        name: info for name, info in targets.items() if not source.is_mapped or info.dtype != source.tensors[name].dtype
+    }
+    with _scratch_tensors(path, through_scratch) as scratch:
+        state: dict[str, ShardedTensor | torch.Tensor] = {}
+        for name, info in targets.items():
+            if name in scratch:
+                fill(source, name, Box.whole(info.global_shape), scratch[name])
+                state[name] = scratch[name]
+            else:
+                found = source.shards(name, Box.whole(info.global_shape))
+                shards = [Shard(shard.tensor.detach(), shard.offsets) for shard in found]
+                state[name] = ShardedTensor(info.global_shape, shards, info.dtype)
+            progress(name, num_bytes(info))
+        save(
+            path,
+            tag,
+            state,
+            objects=source.objects,
+            step=step,
+            overwrite=overwrite,
+            extra=extra,
+            process_group=ThisProcess(),
+        )
+
+
+@contextmanager
+def _scratch_tensors(
+    path: "str | os.PathLike[str]", infos: Mapping[str, TensorInfo]
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Yield tensors backed by an unnamed temporary file, which disappears with the process at the latest."""
+    begins: dict[str, int] = {}
+    size = 0
+    for name, info in infos.items():
+        begins[name] = size
+        size += -(-num_bytes(info) // _ALIGNMENT) * _ALIGNMENT
+    if not size:
+        yield {name: torch.empty(info.global_shape, dtype=info.dtype, device="cpu") for name, info in infos.items()}
+        return
+    with tempfile.TemporaryFile(dir=_scratch_folder(os.fspath(path))) as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk raises an error here instead of a SIGBUS later
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        yield {
+            name: memory[begins[name] : begins[name] + num_bytes(info)].view(info.dtype).reshape(info.global_shape)
+            for name, info in infos.items()
+        }
+
+
+def _scratch_folder(path: str) -> str | None:
+    """Return a folder on the checkpoints' disk, which has space for them; temporary folders may be in memory."""
+    if is_remote(path):
+        return None
+    folder = os.path.abspath(path)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder

@@ -40,7 +40,7 @@ class NxdCheckpoints:
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Saves and returns like torchtitan's own method. The previous save has finished."""
+        """Save and return like torchtitan's own method. The previous save has finished."""
         if to_hf:
             return super().dcp_save(  # type: ignore[misc]
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -67,7 +67,7 @@ class NxdCheckpoints:
         )
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads like torchtitan's own method."""
+        """Load like torchtitan's own method."""
         if from_hf or os.path.isfile(os.path.join(checkpoint_id, ".metadata")):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)  # type: ignore[misc]
             return
@@ -82,4 +82,4 @@ class NxdCheckpoints:
         return max([of_others, *(int(match[1]) for match in found if match)])
 
     def _purge_stale_checkpoints(self) -> None:
-        """Does nothing: old checkpoints were removed before the save, which may still be in progress."""
+        """Do nothing: old checkpoints were removed before the save, which may still be in progress."""

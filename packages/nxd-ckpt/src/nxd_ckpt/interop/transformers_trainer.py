@@ -186,7 +186,7 @@ class NxdCheckpoints:
             self._nxd_drop(*self._nxd_last)
 
     def _nxd_drop(self: Any, root: str, tag: str) -> None:
-        """Removes the oldest checkpoints over the limit, never the best, nor `tag`, nor pinned ones."""
+        """Remove the oldest checkpoints over the limit, never the best, nor `tag`, nor pinned ones."""
         limit, best = self._nxd_limit, self.state.best_model_checkpoint
         if not limit or limit < 0:
             return
@@ -207,7 +207,7 @@ class NxdCheckpoints:
         load(*os.path.split(self.state.best_model_checkpoint), into={"model": self._nxd_state()["model"]}, strict=False)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing: the model is loaded together with its optimizer once both are prepared."""
+        """Do nothing: the model is loaded together with its optimizer once both are prepared."""
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: "str | None") -> None:
         if checkpoint is not None and self._nxd_tag is not None:

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Callable, Collection
 from importlib.metadata import entry_points
 
+from nxd_ckpt.arguments import check_tag
 from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange, SaveTransaction, Store
 from nxd_ckpt.stores.posix import PosixStore
-from nxd_ckpt.tags import check_tag
 
 __all__ = [
     "Capabilities",
@@ -35,7 +35,7 @@ def process_of(path: "str | os.PathLike[str]") -> str:
 
 
 def check_processes(path: "str | os.PathLike[str]", processes: Collection[str]) -> None:
-    """Refuses a store that the ranks do not share.
+    """Refuse a store that the ranks do not share.
 
     Args:
         path: the path of the store.

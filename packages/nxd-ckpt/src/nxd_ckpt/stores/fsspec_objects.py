@@ -23,7 +23,7 @@ _LOOK_THEN_PUT = threading.Lock()
 
 @contextlib.contextmanager
 def os_errors() -> Iterator[None]:
-    """Turns whatever the clients of object stores raise into an OSError."""
+    """Turn whatever the clients of object stores raise into an OSError."""
     try:
         yield
     except (OSError, CheckpointError, ValueError):
@@ -47,7 +47,7 @@ def version_of(fs: Any, key: str) -> str | None:
 
 
 def put_if_unchanged(fs: Any, key: str, content: bytes, seen: str | None) -> None:
-    """Writes the object if its `version_of` is still `seen`.
+    """Write the object if its `version_of` is still `seen`.
 
     Raises:
         FileExistsError: it has changed.
@@ -67,7 +67,7 @@ def put_if_unchanged(fs: Any, key: str, content: bytes, seen: str | None) -> Non
 
 
 def upload(fs: Any, key: str, parts: "Iterable[bytes | memoryview]") -> None:
-    """Writes a new object part by part, holding no more than one upload part of it in memory."""
+    """Write a new object part by part, holding no more than one upload part of it in memory."""
     with os_errors():
         stream = fs.open(key, "wb", block_size=_UPLOAD_PART_BYTES)
         try:

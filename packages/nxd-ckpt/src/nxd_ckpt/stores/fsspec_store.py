@@ -16,12 +16,12 @@ from datetime import UTC, datetime, timedelta
 
 import fsspec
 
+from nxd_ckpt.arguments import is_tag
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
 from nxd_ckpt.stores.fsspec_objects import os_errors, protocols_of, put_if_unchanged, upload, version_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange
 from nxd_ckpt.stores.manifests import by_place, files_in_use, places_of, read_head
-from nxd_ckpt.tags import is_tag
 
 _PINS_FOLDER = ".pins"
 _HOLDS_FOLDER = ".holds"
@@ -137,7 +137,7 @@ class FsspecStore:
         self.remove_unused(places)
 
     def remove_unused(self, places: Mapping[str, str]) -> None:
-        """Removes the files that are not referenced.
+        """Remove the files that are not referenced.
 
         Args:
             places: the tag under which each file is stored, by file.
@@ -154,7 +154,7 @@ class FsspecStore:
         return found
 
     def set_held(self, save_id: str, files: Collection[str]) -> None:
-        """Records the data files that a save holds; with no files, removes the record."""
+        """Record the data files that a save holds; without files, remove the record."""
         key = f"{self._root}/{_HOLDS_FOLDER}/{save_id}"
         with os_errors():
             if files:
@@ -216,14 +216,14 @@ class FsspecStore:
         return {file: size for file, size in sorted(found.items()) if is_file_name(file)}
 
     def remove_files(self, tag: str, files: Collection[str]) -> None:
-        """Removes files; ones that no longer exist are ignored."""
+        """Remove files; ones that no longer exist are ignored."""
         doomed = [self.key(tag, file) for file in self.files(tag) if file in files]
         if doomed:
             with os_errors(), contextlib.suppress(FileNotFoundError):
                 self.fs.rm(doomed)
 
     def note_latest(self, tag: str) -> None:
-        """Writes the hint `LATEST`."""
+        """Write the hint `LATEST`."""
         with os_errors():
             self.fs.pipe_file(f"{self._root}/LATEST", f"{tag}\n".encode())
 
@@ -269,7 +269,7 @@ def _end(piece: ReadRange) -> int:
 
 
 def _spans(ranges: Sequence[ReadRange]) -> Iterator[list[ReadRange]]:
-    """Groups ranges by request, splitting those that are too large for one."""
+    """Group ranges by request, splitting those that are too large for one."""
     span: list[ReadRange] = []
     for piece in ranges:
         for start in range(0, piece.destination.nbytes, _REQUEST_BYTES):

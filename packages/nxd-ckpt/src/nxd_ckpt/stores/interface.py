@@ -50,21 +50,21 @@ class SaveTransaction(Protocol):
     """
 
     def begin(self) -> None:
-        """Prepares for writing files and clears the remains of failed saves.
+        """Prepare for writing files and clear the remains of failed saves.
 
         Raises:
             CheckpointError: the tag is taken, or another save is in progress.
         """
 
     def hold(self, files: Collection[str]) -> None:
-        """Protects data files of other checkpoints from removal until `end`; see `manifests.py`.
+        """Protect data files of other checkpoints from removal until `end`; see `manifests.py`.
 
         Raises:
             OSError: the hold cannot be recorded.
         """
 
     def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
-        """Writes a new file; it is durable when this returns. Each part may be overwritten once the next is asked for.
+        """Write a new file; it is durable when this returns. Each part may be overwritten once the next is asked for.
 
         Args:
             file: its name.
@@ -84,14 +84,14 @@ class SaveTransaction(Protocol):
         """
 
     def commit(self, manifest: bytes) -> None:
-        """Turns the files into a checkpoint under the tag, atomically, even in a crash.
+        """Turn the files into a checkpoint under the tag, atomically, even in a crash.
 
         Raises:
             CheckpointError: the tag is taken.
         """
 
     def end(self) -> None:
-        """Removes uncommitted files, on the leader; does nothing on other ranks."""
+        """Remove uncommitted files, on the leader; does nothing on other ranks."""
 
 
 class Store(Protocol):
@@ -130,14 +130,14 @@ class Store(Protocol):
         """
 
     def read_into(self, tag: str, file: str, ranges: Sequence[ReadRange]) -> None:
-        """Fills the memory of all ranges, which must have ascending offsets and not overlap.
+        """Fill the memory of all ranges, which must have ascending offsets and not overlap.
 
         Raises:
             CheckpointError: the file ends inside or before a range.
         """
 
     def delete(self, tag: str) -> None:
-        """Deletes a checkpoint atomically, manifest first; its space is free when this returns.
+        """Delete a checkpoint atomically, manifest first; its space is free when this returns.
 
         Data files that other checkpoints reference stay; files that only this one referenced are removed.
 

@@ -79,7 +79,7 @@ def read_text(store: Store, tag: str) -> bytes:
 
 
 def check_files(store: Store, tag: str, checkpoint: Manifest | ManifestHead, files: Iterable[str]) -> None:
-    """Checks that files of a checkpoint exist with the right sizes.
+    """Check that files of a checkpoint exist with the right sizes.
 
     Raises:
         CheckpointError: a file is missing or has the wrong size; names all of them.

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from nxd_ckpt.arguments import is_tag
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import (
     existing_file,
@@ -35,7 +36,6 @@ from nxd_ckpt.files import (
 from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
 from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange
 from nxd_ckpt.stores.manifests import by_place, files_in_manifests, files_in_use, places_of, read_head
-from nxd_ckpt.tags import is_tag
 
 _STAGING_FOLDER = ".staging"
 _TRASH_FOLDER = ".trash"
@@ -111,7 +111,7 @@ class PosixStore:
             self._remove_files(place, doomed.get(place, []))
 
     def _remove_files(self, tag: str, files: Collection[str]) -> None:
-        """Removes data files under a tag; the last ones of a deleted checkpoint are removed by one rename."""
+        """Remove data files under a tag; the last ones of a deleted checkpoint are removed by one rename."""
         folder = os.path.join(self.location, tag)
         if _is_retired(folder) and _data_files(folder) <= set(files):
             with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -258,7 +258,7 @@ class PosixSave:
             raise CheckpointError(f"{self._target} exists; choose another tag or pass overwrite=True")
 
     def _remove_what_was_replaced(self, manifest: bytes) -> None:
-        """Removes all files in the folder that neither the new manifest nor another checkpoint lists."""
+        """Remove all files in the folder that neither the new manifest nor another checkpoint lists."""
         replaced = _data_files(self._target) - file_names_in(manifest)
         places = dict.fromkeys(replaced, os.path.basename(self._target))
         for file in replaced - files_in_use(self._store, places):
@@ -285,7 +285,7 @@ def _file_folders(checkpoint: str) -> list[str]:
 
 
 def _publish(staged: str, target: str) -> None:
-    """Turns the staged folder into a checkpoint by one rename."""
+    """Turn the staged folder into a checkpoint by one rename."""
     for folder in _file_folders(staged):
         sync_folder(folder)
     sync_folder(staged)
@@ -294,7 +294,7 @@ def _publish(staged: str, target: str) -> None:
 
 
 def _replace(staged: str, target: str) -> None:
-    """Turns the checkpoint in `target` into the staged one; the rename of the manifest is the commit."""
+    """Turn the checkpoint in `target` into the staged one; the rename of the manifest is the commit."""
     for folder in _file_folders(staged):
         target_folder = own_folder(target, os.path.basename(folder))
         make_folders(target_folder)
@@ -326,7 +326,7 @@ def _clear(folder: str, keep: str = "") -> None:
 
 
 def _note_latest(root: str, tag: str) -> None:
-    """Writes the LATEST hint. A failure is not an error, and the hint need not survive a crash. Needs the lock."""
+    """Write the LATEST hint. A failure is not an error, and the hint need not survive a crash. Needs the lock."""
     scratch = os.path.join(root, _STAGING_FOLDER, _LATEST_NAME)
     with contextlib.suppress(OSError):
         fd = own_file(scratch)

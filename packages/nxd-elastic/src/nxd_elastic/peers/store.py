@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from urllib.parse import parse_qs
 
+from nxd_ckpt.arguments import is_tag
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in
 from nxd_ckpt.manifest_text import decode
 from nxd_ckpt.stores import Capabilities, Garbage, ReadRange
-from nxd_ckpt.tags import is_tag
 
 from nxd_elastic.peers.client import MemoryServerClient, Upload
 from nxd_elastic.peers.server import PINS

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError, Coordinator
 from nxd_ckpt.coordinator import coordinator_for, gather_from_every_rank, on_every_rank, on_rank_zero
-from nxd_ckpt.interop.remote import is_remote, local_copy
+from nxd_ckpt.files import is_remote, local_copy
 from nxd_ckpt.stores import open_store
 
 KEEP_ALL = -1

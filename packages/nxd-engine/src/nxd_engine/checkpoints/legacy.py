@@ -16,8 +16,7 @@ import torch
 from nxd_ckpt import CheckpointError, ShardedTensor
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop.neuronx import Piece, Pieces, Sharding, Split, open_neuronx
-from nxd_ckpt.interop.neuronx.rank_files import Rank, v1_files, v2_files
-from nxd_ckpt.interop.neuronx.xser import load_rank_file
+from nxd_ckpt.interop.neuronx.rank_files import Rank, load_rank_file, v1_files, v2_files
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_ckpt.interop.source import TensorSource
 from nxd_layers.experts import ExpertLinear

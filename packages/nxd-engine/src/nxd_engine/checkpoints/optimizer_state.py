@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from nxd_ckpt import Shard, ShardedTensor
 from nxd_ckpt.optimizer_states import states_of
-from nxd_ckpt.shard_marks import is_cut
+from nxd_ckpt.shard_marks import is_sharded
 from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states, restore_numbers, state_tensor
 from nxd_state import active_group, get_shard_spec
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
             if value.shape == parameter.shape:
                 for logical, tensor in logical_tensors(name, parameter, value).items():
                     state[f"{OPTIMIZER_PREFIX}{logical}/{key}"] = tensor
-            elif value.numel() > 1 and is_cut(parameter):
+            elif value.numel() > 1 and is_sharded(parameter):
                 raise ValueError(
                     f"optimizer state {key!r} of {name} is {list(value.shape)}, but this rank's part of the parameter "
                     f"is {list(parameter.shape)}, so it is unknown which part other ranks hold; use an elementwise "

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from nxd_ckpt import CheckpointError, ShardedTensor
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
-from nxd_ckpt.interop.neuronx.rank_files import TENSORS_SUFFIX, V1_CONTENT, Rank, v1_files, v1_name
-from nxd_ckpt.interop.neuronx.xser import load_rank_file, save_skeleton
+from nxd_ckpt.interop.neuronx.rank_files import (
+    TENSORS_SUFFIX,
+    V1_CONTENT,
+    Rank,
+    load_rank_file,
+    save_skeleton,
+    v1_files,
+    v1_name,
+)
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_pipeline import NxDPPModel
 from nxd_state import active_group, splits_experts

@@ -9,8 +9,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from nxd_ckpt.files import make_folders, new_file, sync_folder, write_fully
-from nxd_ckpt.interop.huggingface.header import make_header
-from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE
+from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE, make_header
 from nxd_ckpt.interop.source import Progress, TensorSource, converted, ignore_progress, num_bytes, read_whole
 from nxd_ckpt.reader import TensorInfo
 
@@ -28,7 +27,7 @@ def write_hugging_face(
     max_shard_size: int | str = "5GB",
     progress: Progress = ignore_progress,
 ) -> list[str]:
-    """Writes all tensors of a source in the format that `transformers` and `safetensors` read.
+    """Write all tensors of a source in the format that `transformers` and `safetensors` read.
 
     Memory: the largest tensor. Files end in ".unfinished" until all are written, and are then renamed, the index last.
     A failed call removes its unfinished files; those of a killed process are removed by the next call.

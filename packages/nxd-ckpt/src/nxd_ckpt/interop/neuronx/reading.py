@@ -20,9 +20,16 @@ from nxd_ckpt.interop.neuronx.optimizer import (
     placed_dcp_tensors,
     placed_optimizer_tensors,
 )
-from nxd_ckpt.interop.neuronx.rank_files import BEGUN_MARKER, DONE_MARKER, USER_CONTENT, Rank, v1_files, v2_files
+from nxd_ckpt.interop.neuronx.rank_files import (
+    BEGUN_MARKER,
+    DONE_MARKER,
+    USER_CONTENT,
+    Rank,
+    load_rank_file,
+    v1_files,
+    v2_files,
+)
 from nxd_ckpt.interop.neuronx.sharding import Degrees, LocalTensor, SavedBox, Sharding, check_storable, place
-from nxd_ckpt.interop.neuronx.xser import load_rank_file
 from nxd_ckpt.interop.safe_pickle import load_torch_file, load_trusted_torch_file
 from nxd_ckpt.interop.source import TensorSource, same_bits
 from nxd_ckpt.objects import check_json
@@ -73,7 +80,7 @@ def open_neuronx(
     parameter_names: Sequence[str] | Mapping[int, Sequence[str]] | None = None,
     trust_user_content: bool = False,
 ) -> TensorSource:
-    """Opens a v2 or v1 checkpoint, plain or xser. Files are unpickled with restrictions, and no code in them is run.
+    """Open a v2 or v1 checkpoint, plain or xser. Files are unpickled with restrictions, and no code in them is run.
 
     The files must not change while the result or one of its tensors is in use.
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.neuronx.rank_files import Rank
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class Pieces:
 
 Sharding = Split | Pieces
 
-
 # Hugging Face names, with gate and up fused as in the library's Llama examples.
 LLAMA: Mapping[str, Split] = {
     "*embed_tokens.weight": Split(0),
@@ -85,7 +84,6 @@ LLAMA: Mapping[str, Split] = {
     "*.gate_up_proj.weight": Split(0, stride=2),
     "*.down_proj.weight": Split(1),
 }
-
 
 _EVERYWHERE = Split(None)
 
@@ -221,7 +219,7 @@ class SavedBox:
 
 
 def check_storable(what: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors that a checkpoint cannot hold.
+    """Refuse tensors that a checkpoint cannot hold.
 
     Raises:
         CheckpointError: the tensor cannot be stored; names it with `what`.

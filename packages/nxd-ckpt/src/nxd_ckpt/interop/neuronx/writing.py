@@ -18,6 +18,7 @@ from nxd_ckpt.interop.neuronx.rank_files import (
     USER_CONTENT,
     V1_CONTENT,
     Rank,
+    save_skeleton,
     v1_name,
     v2_name,
 )
@@ -30,7 +31,6 @@ from nxd_ckpt.interop.neuronx.sharding import (
     placements,
     sharding_of,
 )
-from nxd_ckpt.interop.neuronx.xser import save_skeleton
 from nxd_ckpt.interop.source import Progress, TensorSource, converted, fill, ignore_progress
 from nxd_ckpt.stores import check_tag
 
@@ -59,7 +59,7 @@ def write_neuronx(
     user_content: Any = None,
     progress: Progress = ignore_progress,
 ) -> None:
-    """Writes a source's tensors as the model of a NeuronX Distributed checkpoint. Optimizer states are not written.
+    """Write a source's tensors as the model of a NeuronX Distributed checkpoint. Optimizer states are not written.
 
     Memory: plain, the model of one rank; xser, the largest tensor of one rank.
 

@@ -6,7 +6,6 @@ file system writer.
 """
 
 from nxd_ckpt.interop.torch_dcp.folder import open_torch_dcp, write_torch_dcp
-from nxd_ckpt.interop.torch_dcp.storage_reader import NxdStorageReader
-from nxd_ckpt.interop.torch_dcp.storage_writer import NxdStorageWriter
+from nxd_ckpt.interop.torch_dcp.storage import NxdStorageReader, NxdStorageWriter
 
 __all__ = ["NxdStorageWriter", "NxdStorageReader", "open_torch_dcp", "write_torch_dcp"]

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from nxd_ckpt.boxes import Box
-from nxd_ckpt.dtypes import CODE_OF_DTYPE
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import regular_file
 from nxd_ckpt.interop.safe_pickle import load_torch_stream
@@ -32,18 +31,14 @@ from nxd_ckpt.manifest import is_possible_shape
 from nxd_ckpt.objects import check_json
 from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
+from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE
 
 METADATA_FILE = ".metadata"
-
-
 MAX_METADATA_BYTES = 2**30
-
-
 _CLASSES = (
     "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "StorageMeta _MEM_FORMAT_ENCODING"
 )
-
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _CLASSES.split()},
@@ -52,7 +47,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): OrderedDict,
 }
-
 
 # A checkpoint_id that was a Path is unpickled as a pure path; it is neither used nor opened here.
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path", "PurePath"}
@@ -73,7 +67,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: str) -> Metadata:
-    """Reads `.metadata` without running any code in it.
+    """Read `.metadata` without running any code in it.
 
     Raises:
         CheckpointError: it is missing or damaged, or asks for something that is not allowed.
@@ -169,7 +163,7 @@ class _TorchDcpFolder:
 
 
 def open_torch_dcp(folder: "str | os.PathLike[str]") -> TensorSource:
-    """Opens a folder that `torch.distributed.checkpoint.save` wrote. Everything is unpickled with restrictions.
+    """Open a folder that `torch.distributed.checkpoint.save` wrote. Everything is unpickled with restrictions.
 
     Other objects are kept if they are plain JSON-serializable values, and otherwise left out with a warning.
 
@@ -192,7 +186,7 @@ def write_torch_dcp(
     dtype: torch.dtype | None = None,
     progress: Progress = ignore_progress,
 ) -> None:
-    """Writes a folder for `torch.distributed.checkpoint.load`, with a file for each tensor. Call it in one process.
+    """Write a folder for `torch.distributed.checkpoint.load`, with a file for each tensor. Call it in one process.
 
     Memory: the largest tensor. The source's objects are not written.
 
