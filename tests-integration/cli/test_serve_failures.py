@@ -216,7 +216,7 @@ def test_cache_that_is_read_only_is_a_warning(serve, mount, tmp_path, transport)
     seconds = time.time() - begun
 
     assert server.text()
-    (line,) = [line for line in server.log.splitlines() if "cannot keep what was compiled" in line]
+    (line,) = [line for line in server.log.splitlines() if "cannot store compiled programs" in line]
     assert "Read-only file system" in line
     warning = line.partition("Warning: ")[2].replace(f"{tmp_path}/", "")
     server.add_to_table("read-only output", seconds, "serves", warning)

@@ -129,7 +129,7 @@ def test_compiler_that_is_not_installed_is_named(job, monkeypatch, name, text):
 
 @pytest.mark.parametrize("name", ["export", "neuron", "hlo"])
 def test_compilers_without_arguments_refuse_them(job, name):
-    with pytest.raises(ValueError, match=rf"compiler {name!r} takes none"):
+    with pytest.raises(ValueError, match=rf"compiler {name!r} takes no arguments"):
         COMPILERS[name].compile(job)
 
 

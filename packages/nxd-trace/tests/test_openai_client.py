@@ -339,7 +339,7 @@ def test_models_are_listed_and_found_by_name(client):
         ({"messages": [{"role": "user", "content": "a" * 60}]}, "messages", "the messages have 63 tokens; expected"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs=true"),
         ({"temperature": -1}, "temperature", "temperature=-1 must be 0 or more, and finite"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be a whole number, 1 or more"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0 must be an integer, 1 or more"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has 'x': 1; expected a token id up to 31"),
         ({"tools": {}}, "tools", "tools must be a list of objects"),
         (
@@ -361,7 +361,7 @@ def test_models_are_listed_and_found_by_name(client):
             "stop_token_ids",
             "must be a list of up to 64 token ids from 0 to 31",
         ),
-        ({"extra_body": {"min_tokens": 9}}, "min_tokens", "min_tokens=9 must be a whole number from 0 to max_tokens=8"),
+        ({"extra_body": {"min_tokens": 9}}, "min_tokens", "min_tokens=9 must be an integer from 0 to max_tokens=8"),
     ],
 )
 def test_chat_that_cannot_be_answered_is_refused_in_the_clients_own_words(client, change, param, text):

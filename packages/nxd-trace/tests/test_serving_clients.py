@@ -83,9 +83,13 @@ def client(tiny_generator):
 @pytest.mark.parametrize(
     ("change", "status", "text"),
     [
-        ({"stop": "x" * 1001}, 400, "stop must be a text or up to 4 texts, none empty or longer than 1000 characters"),
-        ({"stop": ["x"] * 5}, 400, "stop must be a text or up to 4 texts"),
-        ({"stop": 0}, 400, "stop must be a text or up to 4 texts"),
+        (
+            {"stop": "x" * 1001},
+            400,
+            "stop must be a string or up to 4 strings, none empty or longer than 1000 characters",
+        ),
+        ({"stop": ["x"] * 5}, 400, "stop must be a string or up to 4 strings"),
+        ({"stop": 0}, 400, "stop must be a string or up to 4 strings"),
         ({"stream": "yes"}, 400, "stream='yes' must be true or false"),
         ({"prompt": "a" * 2000}, 400, "a prompt has 2000 characters, too many for the model's max_length=40 tokens"),
         ({"prompt": [1] * 41}, 400, "a prompt has 41 tokens, more than the model's max_length=40"),
@@ -93,7 +97,7 @@ def client(tiny_generator):
         ({"prompt": [[1] * 40] * 30}, 400, "the body has more than 896 values"),
         ({"unknown": [1] * 895}, 400, "the body has more than 896 values"),  # with those of GREEDY
         ({"unknown": [1] * 894}, 400, "unknown=[1, 1, 1, 1, 1, 1, ...] is not supported"),
-        ({"unknown": [[]] * 300}, 400, "the body has more than 288 texts, lists and objects"),
+        ({"unknown": [[]] * 300}, 400, "the body has more than 288 strings, lists and objects"),
         ({"model": "m" * 100_000}, 404, "there is no model 'mmmmmmmmmmmm...mmmmmmmmmmmmm'; this server has 'tiny'"),
         ({"suffix": ["s" * 100_000]}, 400, "suffix=['ssssssssssss...sssssssssssss'] is not supported"),
         ({"temperature": {"t": "t" * 100_000}}, 400, "must be of type float"),

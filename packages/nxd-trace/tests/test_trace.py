@@ -136,7 +136,7 @@ def test_what_fails_in_a_worker_is_raised_with_its_traceback_and_leaves_no_proce
         (models.mlp, "x", {}, TypeError, "are a str; expected a tensor, a tuple"),
         (models.mlp, (torch.zeros(1), 3), {}, TypeError, "is a int; expected tensors, None"),
         (models.mlp, None, {}, ValueError, "pass the example inputs once"),
-        (models.mlp, torch.zeros(1), {"tp_degree": 0}, ValueError, "tp_degree=0 must be a positive whole number"),
+        (models.mlp, torch.zeros(1), {"tp_degree": 0}, ValueError, "tp_degree=0 must be a positive integer"),
         (models.mlp, torch.zeros(1), {"compiler": "gcc"}, ValueError, "unknown compiler='gcc'; use one of export"),
         ("mlp", torch.zeros(1), {}, TypeError, "func is a str; expected a function"),
         (models.mlp, torch.zeros(1), {"weights": 3}, TypeError, "weights cannot be read from a int"),

@@ -85,7 +85,7 @@ def test_cache_that_others_can_write_to_is_neither_read_nor_written(start, tmp_p
     (tmp_path / "cache").chmod(0o777)
 
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"cannot keep what was compiled.*other users can write to .*cache"):
+        with pytest.warns(UserWarning, match=r"cannot store compiled programs.*other users can write to .*cache"):
             assert "recording 1 programs" in start()
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -94,7 +94,9 @@ def test_cache_that_others_can_write_to_is_neither_read_nor_written(start, tmp_p
 def test_cache_that_cannot_be_written_is_a_warning(start, tmp_path):
     (tmp_path / "file").write_text("")
 
-    with pytest.warns(UserWarning, match=r"file/cache cannot keep what was compiled.*Not a directory; make room there"):
+    with pytest.warns(
+        UserWarning, match=r"file/cache cannot store compiled programs.*Not a directory; make room there"
+    ):
         said = start(cache_dir=tmp_path / "file/cache")
 
     assert "recording 1 programs" in said

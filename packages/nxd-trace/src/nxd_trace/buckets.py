@@ -54,11 +54,7 @@ class BucketModelConfig:
             raise ValueError("shared_state_buffer_preprocessor needs shared_state_buffer, the state that it slices")
 
     def kwargs_of(self, bucket: int, num_buckets: int) -> Mapping[str, Any]:
-        """Return the arguments of `func` for one bucket.
-
-        Raises:
-            ValueError: the list does not have one entry per bucket.
-        """
+        """Return the arguments of `func` for one bucket."""
         if self.func_kwargs is None:
             return {}
         if isinstance(self.func_kwargs, Mapping):
@@ -90,11 +86,7 @@ def save_functions(config: BucketModelConfig, folder: Path) -> dict[str, Any]:
 def load_kernel(
     stored: Mapping[str, Any], folder: Path, config: BucketModelConfig | None, signatures: Sequence[Signature]
 ) -> BucketKernel:
-    """Return the bucket kernel of a model.
-
-    Raises:
-        ModelFolderError: the kernel was plain Python, and there is no configuration.
-    """
+    """Return the bucket kernel of a model."""
     if config is not None:
         return fitting_kernel(signatures) if config.bucket_kernel is None else config.bucket_kernel()
     if stored["kernel"] == "scripted":
@@ -131,11 +123,7 @@ def fitting_kernel(signatures: Sequence[Signature]) -> BucketKernel:
 def choose_bucket(
     kernel: BucketKernel, signatures: Sequence[Signature], inputs: list[Tensor]
 ) -> tuple[int, list[Tensor]]:
-    """Select the bucket of these inputs; returns its index and the padded inputs.
-
-    Raises:
-        ValueError: the inputs exceed the largest bucket, or the kernel's bucket or padding is invalid.
-    """
+    """Select the bucket of these inputs; returns its index and the padded inputs."""
     _check_not_too_long(signatures, inputs)
     padded, chosen = kernel(inputs)
     bucket = int(chosen)

@@ -63,11 +63,6 @@ def source_digest(*packages: str) -> str:
     return digest.hexdigest()
 
 
-def default_cache_folder() -> Path:
-    """Return `nxd_trace` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nxd_trace"
-
-
 def program_key(**made_of: Any) -> str:
     """Return the key of a compiled program that depends on these JSON values, torch and the machine."""
     text = json.dumps([system_name(), torch_version(), made_of], sort_keys=True)
@@ -81,14 +76,12 @@ def trace_key(source: WeightSource, **made_of: Any) -> str:
 
 
 class ArtifactCache:
-    """Cached folders of compiled programs and traces, by key.
+    """Cached folders of compiled programs and traces, by key; by default in the user's cache folder."""
 
-    Args:
-        folder: the cache's folder; created if needed, only for this user.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: str | Path | None) -> None:
+        if not folder:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nxd_trace"
+        self._folder = Path(folder)
 
     def has(self, key: str) -> bool:
         """Whether there is an entry, valid or not."""
@@ -123,7 +116,7 @@ class ArtifactCache:
         except OSError as error:
             why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error.strerror or str(error)
             warnings.warn(
-                f"{self._folder} cannot keep what was compiled, so the next start compiles it again: {why}; "
+                f"{self._folder} cannot store compiled programs, so the next start compiles them again: {why}; "
                 "make room there, or set XDG_CACHE_HOME",
                 stacklevel=1,  # always the same place, so that the warning is shown once
             )
@@ -147,12 +140,6 @@ class ArtifactCache:
         """Store a trace: signatures, each rank's manifest, and buffers that the source of weights lacks.
 
         Its programs are separate entries. A trace whose state does not start as zeros is not stored.
-
-        Args:
-            key: key of the trace.
-            made: folder of the model.
-            programs: signatures of its programs.
-            source: source of the model's weights.
         """
         ranks = sorted(path.name for path in made.glob("tp_rank_*"))
         with TemporaryDirectory(prefix="nxd_trace_") as scratch:

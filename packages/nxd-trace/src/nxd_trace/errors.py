@@ -1,5 +1,7 @@
 """Errors of traced models and of their server, besides invalid arguments."""
 
+from dataclasses import KW_ONLY, dataclass
+
 
 class WorkerError(RuntimeError):
     """A worker process raised, died, or waited for one that did; the message contains its traceback."""
@@ -13,10 +15,11 @@ class MissingMainGuardError(WorkerError):
     """A script traced a model while a worker imported it, because it lacks `if __name__ == "__main__":`."""
 
 
+@dataclass(eq=False)
 class RequestError(Exception):
     """A rejected request.
 
-    Args:
+    Attributes:
         status: status of the HTTP response.
         message: description of the problem and the remedy.
         parameter: name of the invalid field of the request.
@@ -24,21 +27,15 @@ class RequestError(Exception):
         retry_after: seconds after which to retry; None if retrying is useless.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        parameter: str | None = None,
-        *,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.parameter = parameter
-        self.code = code
-        self.retry_after = retry_after
+    status: int
+    message: str
+    parameter: str | None = None
+    _: KW_ONLY
+    code: str | None = None
+    retry_after: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, object]:

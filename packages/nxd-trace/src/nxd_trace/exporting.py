@@ -62,7 +62,7 @@ def read_aliases(model: nn.Module, aliases: Any) -> list[Alias]:
     named = [*(f"state {alias.name!r}" for alias in found), *outputs]
     twice = {what for what in named if named.count(what) > 1}
     if twice:
-        raise ValueError(f"the aliases have {', '.join(sorted(twice))} twice; name each once")
+        raise ValueError(f"the aliases list {', '.join(sorted(twice))} twice; name each once")
     return found
 
 
@@ -173,18 +173,7 @@ class _Functional(nn.Module):
 def export_model(
     model: nn.Module, aliases: Sequence[Alias], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> ExportedModel:
-    """Record `model(*args, **kwargs)`.
-
-    Args:
-        model: the model, in evaluation mode and on its device.
-        aliases: aliases of its state.
-        name: name of the program.
-        args: positional inputs: tensors in nested tuples, lists and dicts.
-        kwargs: keyword inputs.
-
-    Raises:
-        ValueError: the model updates a weight or an input in place, or an alias does not match the outputs.
-    """
+    """Record `model(*args, **kwargs)`; the model is in evaluation mode and on its device."""
     states = [alias.name for alias in aliases]
     tensors = {**dict(named_tensors(model)), **rank_tensors()}
     weights = [name for name in tensors if name not in states]
@@ -207,7 +196,7 @@ def export_model(
     roles += [f"input {index}" for index in range(len(inputs))]
     num_constants = len(placeholders) - len(roles)
     _check_updates(graph, dict(zip(placeholders[num_constants:], roles, strict=True)))
-    outputs = [node.meta["val"] for node in _output_nodes(graph)]
+    outputs = [node.meta["val"] for node in graph.graph.output_node().args[0]]
     return ExportedModel(
         exported=exported,
         tensors=[*held, *inputs],
@@ -247,11 +236,6 @@ def _drop_metadata_checks(graph: fx.GraphModule) -> None:
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.graph.erase_node(node)
     graph.recompile()
-
-
-def _output_nodes(graph: fx.GraphModule) -> list[fx.Node]:
-    (output,) = [node for node in graph.graph.nodes if node.op == "output"]
-    return list(output.args[0])
 
 
 def _check_updates(graph: fx.GraphModule, roles: Mapping[fx.Node, str | None]) -> None:

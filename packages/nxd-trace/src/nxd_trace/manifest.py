@@ -60,18 +60,11 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One program of a rank.
+    """One program of a rank."""
 
-    Attributes:
-        folder: folder of the compiled program, relative to the model's.
-        weights: names of the weights, the first inputs.
-        states: names of the states, the next inputs.
-        state_shapes: shapes of the states in the program.
-    """
-
-    folder: str
-    weights: tuple[str, ...]
-    states: tuple[str, ...]
+    folder: str  # of the compiled program, relative to the model's
+    weights: tuple[str, ...]  # the first inputs, by name
+    states: tuple[str, ...]  # the next inputs, by name
     state_shapes: tuple[tuple[int, ...], ...]
 
 
@@ -94,11 +87,7 @@ class RankManifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of a rank's folder.
-
-        Raises:
-            ModelFolderError: the file is damaged.
-        """
+        """Read the manifest of a rank's folder."""
         path = folder / RANK_MANIFEST
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -185,7 +174,7 @@ class ModelManifest:
     def write(self, folder: Path) -> Self:
         """Write the manifest with the folder's files; returns the manifest with these files."""
         (folder / MANIFEST).unlink(missing_ok=True)
-        paths = _files(folder)
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
         files = {
             str(path.relative_to(folder)): StoredFile(path.stat().st_size, sha256)
             for path, sha256 in zip(paths, _hashes_of(paths), strict=True)
@@ -203,11 +192,7 @@ class ModelManifest:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest of a folder, without checking the other files.
-
-        Raises:
-            ModelFolderError: the manifest is missing, damaged, or of another format.
-        """
+        """Read the manifest of a folder, without checking the other files."""
         path = folder / MANIFEST
         if not path.is_file():
             raise ModelFolderError(
@@ -257,7 +242,7 @@ class ModelManifest:
             what = "the scripted bucket functions"
         if what:
             raise ModelFolderError(
-                f"{what} in {folder} are code, which trust_code=False refuses to run; leave it out if you trust the "
+                f"{what} in {folder} are code, which trust_code=False refuses to run; omit it if you trust the "
                 "model's author, or trace the model with compiler='export' and without scripted functions"
             )
 
@@ -376,7 +361,3 @@ def _hashes_of(paths: Sequence[Path]) -> list[str]:
     """Return the SHA-256 of each file, in parallel: hashing takes a second per gigabyte and core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(sha256_of, paths))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())

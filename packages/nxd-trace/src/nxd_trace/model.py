@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -241,9 +240,7 @@ class TensorParallelModel(nn.Module):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def extra_repr(self) -> str:

@@ -24,9 +24,6 @@ def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
     Args:
         value: a tensor, None, or tuples, lists and string-keyed mappings of these.
         what: name of the value, for errors.
-
-    Raises:
-        TypeError: the value contains something else.
     """
     tensors: list[Tensor] = []
 
@@ -130,11 +127,7 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Read a spec from a manifest.
-
-        Raises:
-            ValueError: the shape or the dtype is invalid.
-        """
+        """Read a spec from a manifest."""
         shape, dtype = shape_from_json(value["shape"]), value["dtype"]
         if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"{shortened(dtype)} is not a torch dtype")
@@ -218,11 +211,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Read the JSON of a manifest.
-
-        Raises:
-            ValueError: the JSON is invalid.
-        """
+        """Read the JSON of a manifest."""
         inputs = tuple(TensorSpec.from_json(spec) for spec in value["inputs"])
         outputs = tuple(TensorSpec.from_json(spec) for spec in value["outputs"])
         match value["input_structure"]:
@@ -237,11 +226,7 @@ class Signature:
 
 
 def shape_from_json(value: Any) -> tuple[int, ...]:
-    """Read a shape from a manifest.
-
-    Raises:
-        ValueError: the value is not a shape, or is too large for any machine.
-    """
+    """Read a shape from a manifest."""
     if (
         not isinstance(value, list)
         or not all(type(length) is int and length >= 0 for length in value)

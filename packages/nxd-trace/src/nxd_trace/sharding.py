@@ -18,11 +18,7 @@ from nxd_trace.weights import Weights, as_source, read_weights, save_safetensors
 
 
 def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
-    """Return the shard metadata of a parameter on another rank; None if every rank holds the whole parameter.
-
-    Raises:
-        ValueError: the parameter is fused or padded, so one rank's metadata does not determine the others'.
-    """
+    """Return the shard metadata of a parameter on another rank; None if every rank holds the whole parameter."""
     spec = get_shard_spec(tensor)
     if spec is None:
         return None

@@ -19,7 +19,7 @@ from typing import Any
 from nxd_state import device_type
 
 from nxd_trace.buckets import BucketModelConfig, save_functions
-from nxd_trace.caching import ArtifactCache, TraceContent, default_cache_folder, program_key, trace_key
+from nxd_trace.caching import ArtifactCache, TraceContent, program_key, trace_key
 from nxd_trace.compilers import Compiler, choose_compiler
 from nxd_trace.manifest import ModelManifest, RankManifest, RankProgram, rank_folder
 from nxd_trace.model import TemporaryModelFolder, TensorParallelModel
@@ -52,7 +52,7 @@ class TraceSettings:
         for name in ("tp_degree", "replicas", "expert_parallel_size", "max_parallel_compilations"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} must be a positive whole number")
+                raise ValueError(f"{name}={value!r} must be a positive integer")
         if self.num_ranks % self.expert_parallel_size:
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} does not divide the {self.num_ranks} ranks "
@@ -101,39 +101,32 @@ def trace_programs(
         raise
 
 
+@dataclass
 class _Trace:
     """One trace into a folder."""
 
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        programs: Sequence[Program],
-        compiler: Compiler,
-        settings: TraceSettings,
-        source: WeightSource | None,
-        bucket_config: BucketModelConfig | None,
-        folder: Path,
-    ) -> None:
-        self._func = func
-        self._programs = programs
+    func: Callable[..., Any]
+    programs: Sequence[Program]
+    compiler: Compiler
+    settings: TraceSettings
+    source: WeightSource | None
+    bucket_config: BucketModelConfig | None
+    folder: Path
+
+    def __post_init__(self) -> None:
         self._start = time.monotonic()
-        self._compiler = compiler
-        self._settings = settings
-        self._source = source
-        self._bucket_config = bucket_config
-        self._folder = folder
-        self._cache = ArtifactCache(Path(settings.cache_dir) if settings.cache_dir else default_cache_folder())
+        self._cache = ArtifactCache(self.settings.cache_dir)
 
     def run(self) -> WorkerGroup:
         """Fill the folder, from an equal cached trace or by tracing; returns the workers."""
-        content, source = self._settings.content, self._source
-        if content is None or source is None or self._bucket_config is not None or self._compiler.holds_tensors:
+        content, source = self.settings.content, self.source
+        if content is None or source is None or self.bucket_config is not None or self.compiler.holds_tensors:
             call = self._build_call()
             return self._with_workers(lambda: self._make(call))
         key = self._trace_key(content, source)
-        signatures = self._cache.copy_trace_to(key, self._settings.num_ranks, self._folder)
+        signatures = self._cache.copy_trace_to(key, self.settings.num_ranks, self.folder)
         if signatures is not None:
-            self._say(f"this model was traced before with {self._compiler.name}: reading its weights")
+            self._say(f"this model was traced before with {self.compiler.name}: reading its weights")
             workers = self._with_workers(lambda: self._reuse(source, signatures))
             self._say(f"loading {len(signatures)} programs")
             return workers
@@ -141,23 +134,23 @@ class _Trace:
             self._say(
                 "this model was traced before, but its cache entry is damaged or not private to you: tracing again"
             )
-        shutil.rmtree(self._folder)
-        self._folder.mkdir(mode=0o700)  # as before
+        shutil.rmtree(self.folder)
+        self.folder.mkdir(mode=0o700)  # as before
         content.check()
         call = self._build_call()
 
         def make_and_keep() -> None:
             self._make(call)
-            self._cache.add_trace(key, self._folder, ModelManifest.read(self._folder).programs, source)
+            self._cache.add_trace(key, self.folder, ModelManifest.read(self.folder).programs, source)
 
         return self._with_workers(make_and_keep)
 
     def _build_call(self) -> bytes:
-        state = None if self._bucket_config is None else self._bucket_config.shared_state_buffer
-        return dumps_for_workers(BuildCall(self._func, self._programs, self._source, state), "func")
+        state = None if self.bucket_config is None else self.bucket_config.shared_state_buffer
+        return dumps_for_workers(BuildCall(self.func, self.programs, self.source, state), "func")
 
     def _with_workers(self, fill: Callable[[], None]) -> WorkerGroup:
-        settings = self._settings
+        settings = self.settings
         self._workers = WorkerGroup(settings.num_ranks, settings.replicas, settings.expert_parallel_size)
         try:
             fill()
@@ -167,12 +160,12 @@ class _Trace:
         return self._workers
 
     def _trace_key(self, content: TraceContent, source: WeightSource) -> str:
-        settings = self._settings
+        settings = self.settings
         return trace_key(
             source,
             content=content.made_of,
-            programs=[_program_content(program) for program in self._programs],
-            compiler=[self._compiler.name, self._compiler.version()],
+            programs=[_program_content(program) for program in self.programs],
+            compiler=[self.compiler.name, self.compiler.version()],
             arguments=settings.arguments,
             inline_weights=settings.inline_weights_to_neff,
             tp_degree=settings.tp_degree,
@@ -183,15 +176,15 @@ class _Trace:
 
     def _reuse(self, source: WeightSource, signatures: Sequence[Signature]) -> None:
         """Read the weights of a cached trace."""
-        request = Fill(dumps_for_workers(source, "the source of weights"), str(self._folder))
+        request = Fill(dumps_for_workers(source, "the source of weights"), str(self.folder))
         self._workers.ask_all(request, "reading the weights")
         self._write_manifest(signatures)
 
     def _make(self, call: bytes) -> None:
         """Build the model, record its programs and compile them."""
         self._say(f"building the model on {self._workers.size} ranks")
-        self._workers.ask_all(Build(call, str(self._folder)), "building the model")
-        self._say(f"recording {len(self._programs)} programs")
+        self._workers.ask_all(Build(call, str(self.folder)), "building the model")
+        self._say(f"recording {len(self.programs)} programs")
         reports = self._export()
         _check_alike(reports)
         keys = {
@@ -201,7 +194,7 @@ class _Trace:
         }
         self._compile(keys)
         for rank, of_rank in enumerate(reports):
-            folder = self._folder / rank_folder(rank)
+            folder = self.folder / rank_folder(rank)
             stored = [
                 RankProgram(f"programs/{keys[rank, index]}", report.weights, report.states, report.state_shapes)
                 for index, report in enumerate(of_rank)
@@ -210,20 +203,20 @@ class _Trace:
         self._write_manifest([report.signature for report in reports[0]])
 
     def _write_manifest(self, signatures: Sequence[Signature]) -> None:
-        buckets = None if self._bucket_config is None else save_functions(self._bucket_config, self._folder)
+        buckets = None if self.bucket_config is None else save_functions(self.bucket_config, self.folder)
         ModelManifest(
-            tp_degree=self._settings.tp_degree,
-            replicas=self._settings.replicas,
-            expert_parallel_size=self._settings.expert_parallel_size,
-            compiler=self._compiler.name,
-            compiler_version=self._compiler.version(),
-            inline_weights=self._settings.inline_weights_to_neff,
+            tp_degree=self.settings.tp_degree,
+            replicas=self.settings.replicas,
+            expert_parallel_size=self.settings.expert_parallel_size,
+            compiler=self.compiler.name,
+            compiler_version=self.compiler.version(),
+            inline_weights=self.settings.inline_weights_to_neff,
             programs=tuple(signatures),
             buckets=buckets,
-        ).write(self._folder)
+        ).write(self.folder)
 
     def _export(self) -> list[list[ProgramReport]]:
-        request = Export(self._compiler.name, self._settings.arguments, self._settings.inline_weights_to_neff)
+        request = Export(self.compiler.name, self.settings.arguments, self.settings.inline_weights_to_neff)
         reports: dict[int, list[ProgramReport]] = {}
         for ranks in self._turns(range(self._workers.size)):
             reports |= self._workers.ask(dict.fromkeys(ranks, request), "recording the programs")
@@ -232,21 +225,21 @@ class _Trace:
     def _key(self, report: ProgramReport) -> str:
         return program_key(
             graph=report.digest,
-            compiler=[self._compiler.name, self._compiler.version()],
-            arguments=self._settings.arguments,
-            inline_weights=self._settings.inline_weights_to_neff,
+            compiler=[self.compiler.name, self.compiler.version()],
+            arguments=self.settings.arguments,
+            inline_weights=self.settings.inline_weights_to_neff,
             own=report.own,
         )
 
     def _compile(self, keys: Mapping[tuple[int, int], str]) -> None:
         """Compile each distinct program once, spread over the ranks that have it."""
         missing = [
-            key for key in dict.fromkeys(keys.values()) if not self._cache.copy_to(key, self._folder / "programs" / key)
+            key for key in dict.fromkeys(keys.values()) if not self._cache.copy_to(key, self.folder / "programs" / key)
         ]
         makers = {key: [place for place, of_place in keys.items() if of_place == key] for key in missing}
         distinct = len(set(keys.values()))
         kept = f"; {distinct - len(missing)} were compiled before" if distinct > len(missing) else ""
-        self._say(f"compiling {len(missing)} of {distinct} distinct programs with {self._compiler.name}{kept}")
+        self._say(f"compiling {len(missing)} of {distinct} distinct programs with {self.compiler.name}{kept}")
         done = 0
         while makers:
             turn: dict[int, tuple[int, str]] = {}  # program and key by rank
@@ -266,23 +259,23 @@ class _Trace:
             requests = {}
             for rank, (index, _) in turn.items():
                 folders[rank].mkdir()
-                workdir = Path(self._settings.compiler_workdir or scratch) / f"program_{index}_tp_rank_{rank:02d}"
+                workdir = Path(self.settings.compiler_workdir or scratch) / f"program_{index}_tp_rank_{rank:02d}"
                 requests[rank] = Compile(index, str(folders[rank]), os.path.abspath(workdir))
             self._workers.ask(requests, "compiling")
             for rank, (_, key) in turn.items():
                 self._cache.add(key, folders[rank])
-                shutil.copytree(folders[rank], self._folder / "programs" / key)
+                shutil.copytree(folders[rank], self.folder / "programs" / key)
 
     @property
     def _at_once(self) -> int:
-        return self._settings.max_parallel_compilations or self._workers.size
+        return self.settings.max_parallel_compilations or self._workers.size
 
     def _turns(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
         for start in range(0, len(ranks), self._at_once):
             yield ranks[start : start + self._at_once]
 
     def _say(self, what: str) -> None:
-        if self._settings.progress:
+        if self.settings.progress:
             print(f"[nxd-trace] {time.monotonic() - self._start:5.1f} s: {what}", file=sys.stderr, flush=True)
 
 

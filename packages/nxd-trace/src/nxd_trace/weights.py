@@ -78,9 +78,6 @@ class SafetensorsEntry:
 class SafetensorsFiles:
     """Logical tensors in safetensors files, such as a Hugging Face model's folder. Keeps no file open.
 
-    Args:
-        path: a file, or a folder of files.
-
     Raises:
         ModelFolderError: there is no file, or one is damaged.
     """
@@ -105,11 +102,7 @@ class SafetensorsFiles:
 
 
 def stored_tensors(file: Path) -> dict[str, SafetensorsEntry]:
-    """Return the descriptions of a safetensors file's tensors, by name.
-
-    Raises:
-        ModelFolderError: the file is missing or damaged, or holds an unsupported dtype.
-    """
+    """Return the descriptions of a safetensors file's tensors, by name."""
     found = {}
     with open_safetensors(file) as stored:
         for name in stored.keys():  # noqa: SIM118 - it cannot be iterated
@@ -124,11 +117,7 @@ def stored_tensors(file: Path) -> dict[str, SafetensorsEntry]:
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading.
-
-    Raises:
-        ModelFolderError: the file is missing or damaged.
-    """
+    """Open a safetensors file for reading."""
     try:
         with safe_open(str(file), framework="pt") as stored:
             yield stored
@@ -139,11 +128,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        OSError: the file cannot be written; `errno` is set, for example to ENOSPC.
-    """
+    """Write a safetensors file."""
     try:
         save_file(dict(tensors), file)
     except SafetensorError as error:
@@ -155,12 +140,7 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 @contextmanager
 def as_source(weights: Weights) -> Iterator[WeightSource]:
-    """Return a source that workers can read; tensors in memory are written to a temporary file.
-
-    Raises:
-        TypeError: weights cannot be read from this object.
-        ValueError: a tensor has an unsupported dtype.
-    """
+    """Return a source that workers can read; tensors in memory are written to a temporary file."""
     if isinstance(weights, str | Path):
         yield SafetensorsFiles(weights)
     elif isinstance(weights, Mapping):
@@ -234,11 +214,7 @@ class Weight:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Weight:
-        """Read the JSON of a manifest.
-
-        Raises:
-            ValueError: the JSON is invalid.
-        """
+        """Read the JSON of a manifest."""
         pieces = value["pieces"] and tuple(
             ShardPiece(
                 Box(shape_from_json(piece["local"]), shape_from_json(piece["shape"])),
@@ -333,9 +309,6 @@ def read_weights(
 
     Returns:
         Names of the filled weights; buffers that the source lacks are skipped.
-
-    Raises:
-        ValueError: logical tensors are missing, or have another shape or kind of dtype.
     """
     check_fit(find_misfits(weights, source))
     filled = [name for name, weight in weights.items() if weight.is_filled_from(source, name)]

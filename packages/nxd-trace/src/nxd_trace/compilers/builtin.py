@@ -51,7 +51,7 @@ class CompileJob:
     def check_no_arguments(self, compiler: str, instead: str = "") -> None:
         """Raise ValueError if the user passed `compiler_args` to a compiler that takes none."""
         if self.arguments:
-            raise ValueError(f"compiler_args={list(self.arguments)}: compiler {compiler!r} takes none{instead}")
+            raise ValueError(f"compiler_args={list(self.arguments)}: compiler {compiler!r} takes no arguments{instead}")
 
 
 def constants_of(exported: ExportedProgram) -> list[Tensor]:

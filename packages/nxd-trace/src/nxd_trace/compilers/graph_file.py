@@ -68,11 +68,7 @@ _OPENS_FILES = frozenset({"from_file"})
 
 
 def write_graph(exported: ExportedProgram, folder: Path) -> None:
-    """Write a graph whose only inputs are constants and user inputs.
-
-    Raises:
-        ValueError: the format does not support one of its operators or values.
-    """
+    """Write a graph whose only inputs are constants and user inputs."""
     constants = []
     for spec in exported.graph_signature.input_specs:
         if spec.kind == InputKind.CONSTANT_TENSOR:

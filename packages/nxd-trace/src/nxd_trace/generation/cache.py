@@ -126,14 +126,12 @@ class BlockPool:
 
     A full block is identified by the hash of all tokens up to its end. Free blocks are reused in the order in which
     they were freed; until then, a sequence with the same prefix can use their contents.
-
-    Args:
-        num_blocks: number of blocks; block 0, for padding, is never allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_users = [0] * num_blocks
-        self._free = dict.fromkeys(range(1, num_blocks))  # an ordered set: the next one to reuse comes first
+        # An ordered set: the next one to reuse comes first. Block 0 is for padding and is never allocated.
+        self._free = dict.fromkeys(range(1, num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 

@@ -85,12 +85,7 @@ class BuildCachedDecoder:
     max_length: int
 
     def __call__(self) -> tuple[nn.Module, list[str]]:
-        """Return the model and the names of its state.
-
-        Raises:
-            TypeError: `build` does not return a decoder.
-            ValueError: the model supports only shorter sequences.
-        """
+        """Return the model and the names of its state."""
         decoder = self.build()
         if not isinstance(decoder, nn.Module) or not hasattr(decoder, "cache_layers"):
             raise TypeError(

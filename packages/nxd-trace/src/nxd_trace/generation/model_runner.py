@@ -84,9 +84,6 @@ class ModelRunner:
 
         Returns:
             Number of tokens processed, and the logits after the last of them, `[vocab]`.
-
-        Raises:
-            WorkerError: a worker failed.
         """
         length, program = self._prefill_for(len(tokens))
         chunk = tokens[:length]
@@ -100,11 +97,7 @@ class ModelRunner:
         return len(chunk), logits[0]
 
     def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
-        """Process at most `num_rows` tokens; returns the logits after each, `[rows, vocab]`.
-
-        Raises:
-            WorkerError: a worker failed.
-        """
+        """Process at most `num_rows` tokens; returns the logits after each, `[rows, vocab]`."""
         size, program = next(it for it in self._decodes if it[0] >= len(rows))
         padding = size - len(rows)
         input_ids = torch.tensor([row.token for row in rows] + [0] * padding).unsqueeze(1)
@@ -137,9 +130,6 @@ class Drafter:
     Attributes:
         num_proposed: number of tokens proposed so far.
         num_accepted: number of these that the model kept.
-
-    Raises:
-        ValueError: the models do not match, or were compiled without speculative tokens.
     """
 
     def __init__(self, draft: ModelRunner, model: ModelRunner) -> None:
@@ -161,11 +151,7 @@ class Drafter:
         self.num_accepted = 0
 
     def propose(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
-        """Return the proposed next tokens of each sequence, as many as can be verified and used.
-
-        Raises:
-            WorkerError: a worker of the draft model failed.
-        """
+        """Return the proposed next tokens of each sequence, as many as can be verified and used."""
         proposed: list[list[int]] = [[] for _ in sequences]
         wanted = [min(self._max_tokens, sequence.max_draft_tokens) for sequence in sequences]
         pending = {

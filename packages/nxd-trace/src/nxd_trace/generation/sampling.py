@@ -78,9 +78,9 @@ class SamplingSettings:
         mistakes = [
             f"{name}={getattr(self, name)!r} must be {expected}"
             for name, expected, holds in (
-                ("max_new_tokens", "a whole number, 1 or more", _is_whole(self.max_new_tokens, 1)),
+                ("max_new_tokens", "an integer, 1 or more", _is_whole(self.max_new_tokens, 1)),
                 ("temperature", "0 or more, and finite", _is_within(self.temperature, 0, float("inf"))),
-                ("top_k", "a whole number, 0 (all tokens) or more", _is_whole(self.top_k, 0)),
+                ("top_k", "an integer, 0 (all tokens) or more", _is_whole(self.top_k, 0)),
                 ("top_p", "from 0 to 1", _is_within(self.top_p, 0, 1)),
                 ("min_p", "from 0 to 1", _is_within(self.min_p, 0, 1)),
                 ("repetition_penalty", "from 0.01 to 100", _is_within(self.repetition_penalty, 0.01, 100)),
@@ -93,14 +93,14 @@ class SamplingSettings:
                 ),
                 (
                     "min_new_tokens",
-                    f"a whole number from 0 to max_new_tokens={self.max_new_tokens!r}",
+                    f"an integer from 0 to max_new_tokens={self.max_new_tokens!r}",
                     _is_whole(self.min_new_tokens, 0)
                     and not (_is_whole(self.max_new_tokens, 1) and self.min_new_tokens > self.max_new_tokens),
                 ),
-                ("seed", "a whole number from -2**63 to 2**63 - 1", _is_whole(self.seed, -(2**63), 2**63)),
+                ("seed", "an integer from -2**63 to 2**63 - 1", _is_whole(self.seed, -(2**63), 2**63)),
                 (
                     "num_logprobs",
-                    "a whole number, 0 or more, or None",
+                    "an integer, 0 or more, or None",
                     self.num_logprobs is None or _is_whole(self.num_logprobs, 0),
                 ),
             )

@@ -103,10 +103,6 @@ def read_prompt(prompt: Any, vocab_size: int) -> list[int]:
     Args:
         prompt: a sequence of ids, or a tensor or array of integers, `[seq]`.
         vocab_size: size of the vocabulary.
-
-    Raises:
-        TypeError: the prompt is not a sequence of integers.
-        ValueError: it is empty, or has an id outside the vocabulary.
     """
     values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):

@@ -30,11 +30,7 @@ _MAX_LARGE_BODIES = 64  # received or parsed at a time
 
 
 def check_installed() -> None:
-    """Check that starlette and uvicorn are installed.
-
-    Raises:
-        ValueError: one is missing.
-    """
+    """Raise ValueError if starlette or uvicorn is not installed."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ValueError(f"serving needs {' and '.join(missing)}: pip install 'nxd-trace[serve]'")
@@ -242,11 +238,7 @@ _CLIENT_DISCONNECTED = RequestError(499, "the client has closed the connection")
 
 
 async def _while_connected(request: Request, answering: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-    """Return the response; if the client disconnects first, cancel it.
-
-    Raises:
-        RequestError: the client has disconnected.
-    """
+    """Return the response; if the client disconnects first, cancel it."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

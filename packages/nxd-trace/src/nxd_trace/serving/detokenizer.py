@@ -11,11 +11,7 @@ _MAX_WINDOW = 64  # tokens; this many without a complete character are not the s
 
 
 class StopString:
-    """A stop string, prepared for matching in linear time (Knuth, Morris and Pratt 1977).
-
-    Args:
-        text: the string; not empty.
-    """
+    """A stop string, prepared for matching in linear time (Knuth, Morris and Pratt 1977)."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -18,15 +18,9 @@ _PARTS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]|[^"\[{]++', re.DOTALL)
 
 
 def json_object(data: bytes, *, max_numbers: int, max_parts: int) -> dict[str, Any]:
-    """Parse a body, after counting its parts: parsed, they may take thirty times its memory.
+    """Parse a body, after counting its strings, lists and objects (`max_parts`) and its other values (`max_numbers`).
 
-    Args:
-        data: the body.
-        max_numbers: maximum number of values that are not strings, lists or objects.
-        max_parts: maximum number of strings, lists and objects.
-
-    Raises:
-        RequestError: there are more, or the body is not a JSON object.
+    Parsed, they may take thirty times the memory of the body.
     """
     parts = numbers = 0
     for match in _PARTS.finditer(data):
@@ -34,7 +28,7 @@ def json_object(data: bytes, *, max_numbers: int, max_parts: int) -> dict[str, A
         parts += not is_between
         numbers += match[0].count(b",") if is_between else 0
         if parts > max_parts:
-            raise RequestError(400, f"the body has more than {max_parts} texts, lists and objects; send fewer")
+            raise RequestError(400, f"the body has more than {max_parts} strings, lists and objects; send fewer")
         if numbers > max_numbers:
             raise RequestError(400, f"the body has more than {max_numbers} values; send fewer or shorter prompts")
     try:
@@ -76,7 +70,7 @@ def text(body: Mapping[str, Any], name: str) -> str:
     """Return a string field; empty if it is null or missing."""
     value = body.get(name)
     if not isinstance(value, str | None):
-        raise RequestError(400, f"{name}={short_repr(value)} must be a text", name)
+        raise RequestError(400, f"{name}={short_repr(value)} must be a string", name)
     return value or ""
 
 
@@ -119,7 +113,7 @@ def stop_strings(stop: Any) -> tuple[StopString, ...]:
     ):
         raise RequestError(
             400,
-            f"stop must be a text or up to {_MAX_STOPS} texts, none empty or longer than "
+            f"stop must be a string or up to {_MAX_STOPS} strings, none empty or longer than "
             f"{_MAX_STOP_CHARACTERS} characters",
             "stop",
         )

@@ -10,11 +10,7 @@ _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 
 
 class ServerMetrics:
-    """Counts requests, tokens and seconds. Thread-safe.
-
-    Args:
-        clock: function that returns the time in seconds.
-    """
+    """Counts requests, tokens and seconds. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

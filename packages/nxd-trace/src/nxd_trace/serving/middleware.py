@@ -78,12 +78,7 @@ def _is_address(name: str) -> bool:
 
 
 class RequestGuard:
-    """Rejects requests with invalid headers, and requests from pages of other sites.
-
-    Args:
-        app: the application.
-        allowed: the allowed hosts and origins.
-    """
+    """Rejects requests with invalid headers, and requests from pages of other sites."""
 
     def __init__(self, app: Application, allowed: AllowedSites) -> None:
         self._app = app
@@ -150,10 +145,6 @@ class CloseAfterUnreadBody:
 
     The response is sent at once. Then the rest of the body is discarded, for a second and up to a number of bytes:
     closing a connection with unread data may lose the response.
-
-    Args:
-        app: the application.
-        max_bytes: maximum number of bytes to discard.
     """
 
     def __init__(self, app: Application, max_bytes: int) -> None:

@@ -61,15 +61,11 @@ class ServedModel:
 
 
 def read_prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
-    """Return the token ids of each prompt, given a text, a list of texts, a list of ids, or a list of lists of ids.
-
-    Raises:
-        RequestError: a prompt is invalid, or there are too many.
-    """
+    """Return the token ids of each prompt, given a text, a list of texts, a list of ids, or a list of lists of ids."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and is_token_id(prompt[0])):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise RequestError(400, "prompt must be a text, a list of texts, or token ids", "prompt")
+        raise RequestError(400, "prompt must be a string, a list of strings, or token ids", "prompt")
     if len(prompt) > model.max_prompts:
         raise RequestError(400, f"the request has {len(prompt)} prompts; send {model.max_prompts} or fewer", "prompt")
     return [_tokens(part, model) for part in prompt]
@@ -84,7 +80,7 @@ def _tokens(prompt: Any, model: ServedModel) -> list[int]:
             400, f"a prompt has {len(prompt)} tokens, more than the model's max_length={model.max_length}", "prompt"
         )
     if not is_list or not all(map(is_token_id, prompt)):
-        raise RequestError(400, "prompt must be a text, a list of texts, or token ids", "prompt")
+        raise RequestError(400, "prompt must be a string, a list of strings, or token ids", "prompt")
     if not prompt:
         raise RequestError(400, "the prompt is empty; send at least one token", "prompt")
     outside = [token for token in prompt if not 0 <= token < model.vocab_size]
@@ -106,11 +102,7 @@ def _encoded(text: str, model: ServedModel) -> list[int]:
 
 
 def decode_prompt(prompt: Sequence[int], model: ServedModel) -> str:
-    """Return the text of a prompt, for `echo`.
-
-    Raises:
-        RequestError: the tokenizer cannot decode it.
-    """
+    """Return the text of a prompt, for `echo`."""
     try:
         return model.decode(prompt)
     except Exception as error:  # as for `encode`
@@ -132,11 +124,7 @@ def is_token_id(value: Any) -> bool:
 
 
 def read_conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
-    """Return the tokens of `messages` and `tools`, encoded by the chat template.
-
-    Raises:
-        RequestError: they are invalid, or the model has no chat template.
-    """
+    """Return the tokens of `messages` and `tools`, encoded by the chat template."""
     if model.chat is None:
         raise RequestError(
             400, f"the model {model.name!r} has no chat template, which messages need; use /v1/completions", "messages"

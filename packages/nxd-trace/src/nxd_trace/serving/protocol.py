@@ -1,6 +1,6 @@
 """Reads requests for completions and chat completions of OpenAI's API, and checks every field before generation."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from reprlib import repr as short_repr
@@ -65,7 +65,7 @@ class CompletionRequest:
         is_chat: whether it is a chat completion.
         prompts: token ids of each prompt.
         prompt_texts: texts of the prompts, for `echo`; otherwise empty.
-        settings: sampling settings of each prompt; text `i` of the request is sampled with `seed + i`.
+        settings: sampling settings; text `i` of the request is sampled with `seed + i`.
         n: number of texts to return per prompt.
         best_of: number of texts to generate per prompt; the most likely ones are returned.
         has_logprobs: whether log-probabilities are returned.
@@ -79,7 +79,7 @@ class CompletionRequest:
     is_chat: bool
     prompts: list[list[int]]
     prompt_texts: list[str]
-    settings: list[SamplingSettings]
+    settings: SamplingSettings
     n: int
     best_of: int
     has_logprobs: bool
@@ -91,39 +91,15 @@ class CompletionRequest:
 
 
 def read_completion(data: bytes, model: ServedModel, random_seed: int) -> CompletionRequest:
-    """Read the body of a request to `/v1/completions`. Its time and memory are proportional to the body's length.
-
-    Args:
-        data: the body.
-        model: the served model.
-        random_seed: seed for requests that set none.
-
-    Raises:
-        RequestError: the request is for another model (404) or invalid (400).
-    """
+    """Read the body of a request to `/v1/completions`. Its time and memory are proportional to the body's length."""
     body = _body(data, model, _MAX_PARTS, _SUPPORTED_IN_COMPLETIONS, _ONLY_AT)
-    prompts = read_prompts(body.get("prompt"), model)
-    echo = flag(body, "echo")
-    num_logprobs = limited(body, "logprobs", None, 0, _MAX_LOGPROBS)
-    n = limited(body, "n", 1, 1, model.max_prompts)
-    best_of = limited(body, "best_of", n, 1, model.max_prompts)
-    if best_of < n:
-        raise RequestError(400, f"best_of={best_of} is less than n={n}; use at least n", "best_of")
-    max_tokens = number(body, "max_tokens", int, _DEFAULT_MAX_TOKENS)
-    scores_only = max_tokens == 0 and echo
     return _request(
         body,
         model,
-        prompts,
-        is_chat=False,
-        prompt_texts=[decode_prompt(prompt, model) for prompt in prompts] if echo else [],
-        limits=[("max_tokens", 1 if scores_only else max_tokens)] * len(prompts),
-        n=n,
-        best_of=best_of,
-        num_logprobs=num_logprobs,
-        prompt_logprobs=echo and num_logprobs is not None,
-        scores_only=scores_only,
-        random_seed=random_seed,
+        read_prompts(body.get("prompt"), model),
+        random_seed,
+        max_tokens=("max_tokens", number(body, "max_tokens", int, _DEFAULT_MAX_TOKENS)),
+        num_logprobs=limited(body, "logprobs", None, 0, _MAX_LOGPROBS),
     )
 
 
@@ -136,22 +112,16 @@ def read_chat(data: bytes, model: ServedModel, random_seed: int) -> CompletionRe
     has_logprobs = flag(body, "logprobs")
     if num_logprobs and not has_logprobs:
         raise RequestError(400, f"top_logprobs={num_logprobs} needs logprobs=true", "top_logprobs")
-    n = limited(body, "n", 1, 1, model.max_prompts)
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = number(body, name, int, max(1, model.max_length - len(prompt)))
     return _request(
         body,
         model,
         [prompt],
+        random_seed,
         is_chat=True,
-        prompt_texts=[],
-        limits=[(name, max_tokens)],
-        n=n,
-        best_of=n,
+        max_tokens=(name, max_tokens),
         num_logprobs=num_logprobs if has_logprobs else None,
-        prompt_logprobs=False,
-        scores_only=False,
-        random_seed=random_seed,
     )
 
 
@@ -159,18 +129,17 @@ def _request(
     body: Mapping[str, Any],
     model: ServedModel,
     prompts: list[list[int]],
-    *,
-    is_chat: bool,
-    prompt_texts: list[str],
-    limits: Sequence[tuple[str, int]],
-    n: int,
-    best_of: int,
-    num_logprobs: int | None,
-    prompt_logprobs: bool,
-    scores_only: bool,
     random_seed: int,
+    *,
+    is_chat: bool = False,
+    max_tokens: tuple[str, int],
+    num_logprobs: int | None,
 ) -> CompletionRequest:
-    """Read the common fields. `limits` holds the field and its maximum number of tokens for each prompt."""
+    """Read the fields of both endpoints. `max_tokens` is the field's name and value."""
+    n = limited(body, "n", 1, 1, model.max_prompts)
+    best_of = n if is_chat else limited(body, "best_of", n, 1, model.max_prompts)
+    if best_of < n:
+        raise RequestError(400, f"best_of={best_of} is less than n={n}; use at least n", "best_of")
     if len(prompts) * best_of > model.max_prompts:
         name = "best_of" if best_of > n else "n"
         raise RequestError(
@@ -181,11 +150,16 @@ def _request(
         raise RequestError(
             400, f"best_of={best_of} cannot be streamed, because the best text is known only at the end", "best_of"
         )
+    echo = not is_chat and flag(body, "echo")
+    field, num_tokens = max_tokens
+    scores_only = echo and num_tokens == 0
+    num_tokens += scores_only
     top_k = number(body, "top_k", int, 0)
     ranked = num_logprobs is None and best_of > n
     stop = stop_strings(body.get("stop"))
     special = {special_token(it.text, model.encode, model.decode) for it in stop} - {None}
     sampling = {
+        "max_new_tokens": num_tokens,
         "temperature": number(body, "temperature", float, 1.0),
         "top_k": 0 if top_k == -1 else top_k,  # in vLLM's API -1 means all tokens
         "top_p": number(body, "top_p", float, 1.0),
@@ -198,27 +172,26 @@ def _request(
         "stop_tokens": tuple({*_stop_tokens(body, model), *special}),
         "min_new_tokens": number(body, "min_tokens", int, 0),
         "num_logprobs": 0 if ranked else num_logprobs,
-        "prompt_logprobs": prompt_logprobs,
+        "prompt_logprobs": echo and num_logprobs is not None,
     }
-    settings = []
-    for prompt, (name, max_tokens) in zip(prompts, limits, strict=True):
-        try:
-            settings.append(SamplingSettings(max_new_tokens=max_tokens, **sampling))
-        except ValueError as error:
-            message = str(error).replace("max_new_tokens", name).replace("min_new_tokens", "min_tokens")
-            raise RequestError(400, message, message.partition("=")[0]) from error
-        if len(prompt) + max_tokens > model.max_length:
-            raise RequestError(
-                400,
-                f"{len(prompt)} prompt tokens and {name}={max_tokens} are more than the max_length={model.max_length} "
-                f"of this server; ask for {max(0, model.max_length - len(prompt))} or fewer",
-                name,
-                code="context_length_exceeded",
-            )
+    try:
+        settings = SamplingSettings(**sampling)
+    except ValueError as error:
+        message = str(error).replace("max_new_tokens", field).replace("min_new_tokens", "min_tokens")
+        raise RequestError(400, message, message.partition("=")[0]) from error
+    longest = max(map(len, prompts))
+    if longest + num_tokens > model.max_length:
+        raise RequestError(
+            400,
+            f"{longest} prompt tokens and {field}={num_tokens} are more than the max_length={model.max_length} "
+            f"of this server; ask for {max(0, model.max_length - longest)} or fewer",
+            field,
+            code="context_length_exceeded",
+        )
     return CompletionRequest(
         is_chat=is_chat,
         prompts=prompts,
-        prompt_texts=prompt_texts,
+        prompt_texts=[decode_prompt(prompt, model) for prompt in prompts] if echo else [],
         settings=settings,
         n=n,
         best_of=best_of,

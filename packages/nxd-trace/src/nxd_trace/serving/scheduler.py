@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
-from types import TracebackType
 from typing import Self
 
 from nxd_trace.errors import RequestError, WorkerError, headline
@@ -162,11 +161,7 @@ class Scheduler:
         return not self._thread.is_alive()
 
     def check_running(self) -> None:
-        """Check that prompts are accepted.
-
-        Raises:
-            RequestError: the model has failed or is closing (503).
-        """
+        """Check that prompts are accepted."""
         if self._closing:
             raise _closing_error()
         if self.failure is not None:
@@ -221,9 +216,7 @@ class Scheduler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -124,9 +124,6 @@ class Connections:
 
     A connection is busy while a request is answered, and idle otherwise. A client that sends requests without waiting
     for responses would get most of the server's time, so it gets just one response.
-
-    Args:
-        limits: `max_connections` and `client_timeout`.
     """
 
     def __init__(self, limits: ServerLimits) -> None:
@@ -186,10 +183,6 @@ class GuardedConnection(asyncio.Protocol):
 
     A client times out if it neither begins a request nor receives the response for `client_timeout`. The application
     limits the time for a request's body.
-
-    Args:
-        protocol: the HTTP protocol.
-        connections: open connections of the server.
 
     Attributes:
         client: address and port of the client.

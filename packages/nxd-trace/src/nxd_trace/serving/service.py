@@ -132,16 +132,8 @@ class BodyParser:
 class CompletionStream:
     """The texts of one request, while they are generated.
 
-    Args:
-        service: the service that generates them.
-        request: the checked request.
-        client: the sender.
-
     Attributes:
         formatter: formatter of the response.
-
-    Raises:
-        RequestError: the queue is full, or the model is not running.
     """
 
     def __init__(self, service: "CompletionService", request: protocol.CompletionRequest, client: Client) -> None:
@@ -155,12 +147,12 @@ class CompletionStream:
         self._prompts = [
             ScheduledPrompt(
                 prompt,
-                settings.for_prompt(index * request.best_of + number),
+                request.settings.for_prompt(index * request.best_of + number),
                 partial(self._deliver, index * request.best_of + number),
                 owners,
                 salt,
             )
-            for index, (prompt, settings) in enumerate(zip(request.prompts, request.settings, strict=True))
+            for index, prompt in enumerate(request.prompts)
             for number in range(request.best_of)
         ]
         decode = service.tokenizer.decode
@@ -180,11 +172,7 @@ class CompletionStream:
         service.metrics.count_tokens(prompt=self._num_prompt_tokens)
 
     async def chunks(self) -> AsyncIterator[CompletionOutput]:
-        """Yield the texts of all prompts as they are generated; a reader that stops early cancels the rest.
-
-        Raises:
-            RequestError: the model failed, or the server is closing.
-        """
+        """Yield the texts of all prompts as they are generated; a reader that stops early cancels the rest."""
         unfinished = set(range(len(self._prompts)))
         try:
             while unfinished:
@@ -205,11 +193,7 @@ class CompletionStream:
             self._service.scheduler.cancel([self._prompts[index] for index in unfinished])
 
     async def response(self) -> dict[str, Any]:
-        """Return the whole response, once everything is generated.
-
-        Raises:
-            RequestError: as `chunks`.
-        """
+        """Return the whole response, once everything is generated."""
         outputs = [CompletionOutput(index, "") for index in range(len(self._prompts))]
         async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
@@ -259,7 +243,7 @@ class _OutputBuilder:
     def __init__(self, index: int, request: protocol.CompletionRequest, decode: Callable[[Iterable[int]], str]) -> None:
         self._index = index
         self._scores_only = request.scores_only
-        self._end_tokens = request.settings[0].stop_tokens
+        self._end_tokens = request.settings.stop_tokens
         self._detokenizer = IncrementalDetokenizer(decode, request.stop)
         self._prompt_text = request.prompt_texts[index // request.best_of] if request.prompt_texts else ""
         self._length = 0

@@ -28,19 +28,12 @@ from nxd_trace.workers.pickling import loads_in_worker
 
 @dataclass(frozen=True)
 class BuildCall:
-    """The arguments of a trace, as workers need them.
-
-    Attributes:
-        func: function that returns the model.
-        programs: programs to record.
-        source: source of weights; None if `func` fills the model.
-        shared_state: initial state, if it is not the models' own.
-    """
+    """The arguments of a trace, as workers need them."""
 
     func: Callable[..., Any]
     programs: Sequence[Program]
-    source: WeightSource | None
-    shared_state: Sequence[Tensor] | None
+    source: WeightSource | None  # None if `func` fills the model
+    shared_state: Sequence[Tensor] | None  # initial state, if it is not the models' own
 
 
 @dataclass(frozen=True)
@@ -75,17 +68,7 @@ class _Built:
 
 
 class RankTracer:
-    """Traces one rank's model.
-
-    Args:
-        request: the request to build the model.
-        main_script: location of the parent's main module.
-
-    Raises:
-        TypeError: `func` returns neither a model nor a model and its aliases.
-        ValueError: the programs' models do not share weights, or the model is on the meta device and there is no source
-            of weights.
-    """
+    """Traces one rank's model."""
 
     def __init__(self, request: Build, main_script: Mapping[str, str]) -> None:
         call: BuildCall = loads_in_worker(request.call, main_script)
@@ -157,15 +140,7 @@ class RankTracer:
 
 
 def fill_weights(request: Fill, main_script: Mapping[str, str]) -> None:
-    """Write the weights of a cached trace: the source's, and the buffers that were kept because the source lacks them.
-
-    Args:
-        request: the request.
-        main_script: location of the parent's main module.
-
-    Raises:
-        ValueError: the source does not match the model.
-    """
+    """Write the weights of a cached trace: those of the source, and the kept buffers that the source lacks."""
     folder = Path(request.folder) / rank_folder(get_world_group().rank)
     with open_safetensors(folder / KEPT) as stored:
         tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}  # noqa: SIM118 - no mapping

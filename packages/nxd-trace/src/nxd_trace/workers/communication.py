@@ -127,11 +127,7 @@ def send_object(connection: socket.socket, value: Any) -> None:
 
 
 def receive(connection: socket.socket) -> tuple[bytes, int, Any]:
-    """Receive the next message: its kind, program and object.
-
-    Raises:
-        EOFError: the peer has closed the connection.
-    """
+    """Receive the next message: its kind, program and object."""
     kind, program, length = _HEADER.unpack(_receive_bytes(connection, _HEADER.size))
     return kind, program, pickle.loads(_receive_bytes(connection, length)) if kind == OBJECT else None
 
@@ -175,10 +171,6 @@ class SharedTensors:
     """The inputs and outputs of every program, as tensors in shared memory.
 
     Programs run one at a time, so they use the same bytes.
-
-    Args:
-        file: descriptor of the shared memory, which is extended as needed.
-        signatures: signatures of the programs.
 
     Attributes:
         inputs: input tensors of each program.

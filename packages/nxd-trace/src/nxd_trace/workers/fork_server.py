@@ -45,12 +45,7 @@ _WITHOUT_SIDE_EFFECTS = {
 
 
 class LaunchedProcess:
-    """A process that the server has forked.
-
-    Args:
-        pid: process id.
-        status: descriptor that the server writes the exit code to.
-    """
+    """A process that the server has forked."""
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid = pid
@@ -192,11 +187,7 @@ def _variables_read_when_loaded() -> dict[str, str]:
 
 
 def serve(descriptor: int) -> None:
-    """Run the server: fork a worker per request and report how it ends, until no client and no worker is left.
-
-    Args:
-        descriptor: descriptor of the socket for requests.
-    """
+    """Run the server: fork a worker per request and report how it ends, until no client and no worker is left."""
     # Otherwise a server that is stopped while its client ends would remain, with its workers.
     set_parent_death_signal(signal.SIGCONT)
     for name in _PRELOADED:

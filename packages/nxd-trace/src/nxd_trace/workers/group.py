@@ -28,14 +28,6 @@ _SECONDS_BETWEEN_CHECKS = 0.5  # of processes that have not answered
 class ModelWorker:
     """A worker process, in its own session, so that Ctrl-C reaches only the parent.
 
-    Args:
-        rank: rank of the worker.
-        replicas: number of replicas of the model.
-        expert_parallel_size: number of ranks that split its experts.
-        memory: descriptor of the shared memory for inputs and outputs.
-        store: descriptor of the shared memory of the ranks' store.
-        environment: environment variables.
-
     Attributes:
         connection: our end of the socket pair; it reads as closed once the process has ended.
     """
@@ -169,11 +161,7 @@ class WorkerGroup:
         return [worker.pid for worker in self._workers]
 
     def call(self, program: int) -> None:
-        """Run a program on every rank, on the inputs in shared memory.
-
-        Raises:
-            WorkerError: a rank raised, died or was stopped.
-        """
+        """Run a program on every rank, on the inputs in shared memory."""
         self._exchange(range(self.size), lambda rank, to: send_header(to, CALL, program), "a call")
 
     def ask_all(self, request: Any, what: str) -> list[Any]:
@@ -182,12 +170,7 @@ class WorkerGroup:
         return [answers[rank] for rank in range(self.size)]
 
     def ask(self, requests: Mapping[int, Any], what: str) -> dict[int, Any]:
-        """Send requests to some ranks; returns the answers by rank.
-
-        Raises:
-            WorkerError: a rank raised, died or was stopped.
-            OSError: a rank writes to a disk that is full or read-only.
-        """
+        """Send requests to some ranks; returns the answers by rank."""
         return self._exchange(list(requests), lambda rank, to: send_object(to, requests[rank]), what)
 
     def close(self) -> None:

@@ -133,13 +133,7 @@ class _LoadedProgram:
 
 
 class RankModel:
-    """One rank's shard of a loaded model.
-
-    Args:
-        folder: folder of the model, which has been checked.
-        memory: descriptor of the shared memory for inputs and outputs.
-        preprocessor: state preprocessor, if it is not saved with the model.
-    """
+    """One rank's shard of a loaded model."""
 
     @torch.inference_mode()
     def __init__(self, folder: str, memory: int, preprocessor: StatePreprocessor | None) -> None:

@@ -45,15 +45,7 @@ def main_script() -> dict[str, str]:
 
 
 def dumps_for_workers(value: Any, what: str) -> bytes:
-    """Pickle `value`, by value if workers cannot import it and cloudpickle is installed.
-
-    Args:
-        value: the object to pickle.
-        what: name of the object, for errors.
-
-    Raises:
-        TypeError: the object cannot be pickled.
-    """
+    """Pickle `value`, by value if workers cannot import it and cloudpickle is installed; errors call it `what`."""
     try:
         data = pickle.dumps(value)
     except Exception as error:  # an object's own __reduce__ may raise anything
@@ -81,12 +73,7 @@ def dumps_for_workers(value: Any, what: str) -> bytes:
 
 
 def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
-    """Load an object from `dumps_for_workers`. `main` is the parent's `main_script`.
-
-    Raises:
-        MissingMainGuardError: importing the main script started another trace.
-        TypeError: a module or name cannot be imported.
-    """
+    """Load an object from `dumps_for_workers`. `main` is the parent's `main_script`."""
     try:
         if "prepare" in main:
             _prepare(main["prepare"])
@@ -99,11 +86,7 @@ def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
 
 
 def check_not_in_worker() -> None:
-    """Check, before starting processes, that this process is not a worker.
-
-    Raises:
-        MissingMainGuardError: it is a worker that is importing the main script.
-    """
+    """Check, before starting processes, that this process is not a worker."""
     if _is_importing_main:
         raise MissingMainGuardError(
             "the script starts a trace while a worker process imports it to find func; put the script's main code "
