@@ -1,4 +1,4 @@
-"""Several lengths of one model: inputs are padded to the nearest bucket, and too long ones are refused."""
+"""Models with buckets: inputs are padded to the nearest bucket; longer inputs are rejected."""
 
 import nxd_trace
 import pytest

@@ -1,4 +1,4 @@
-"""AOTInductor for real, the call of torch_neuronx as it would be made, and compilers that are not installed."""
+"""AOTInductor on real graphs, the call of torch_neuronx, and compilers that are not installed."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ ROW, AT_ZERO = torch.arange(8, dtype=torch.float64).unsqueeze(0), torch.tensor([
 
 @pytest.fixture
 def job(tmp_path) -> CompileJob:
-    """`Cache` as one rank gives it to a compiler: no weight, one state, two inputs."""
+    """The job of compiling `Cache` on one rank: no weights, one state, two inputs."""
     model = models.Cache()
     exported = export_model(model, read_aliases(model, ["rows"]), "main", (ROW, AT_ZERO), {})
     return CompileJob(
@@ -92,7 +92,7 @@ def test_neuronx_calls_torch_neuronx_trace_as_documented(job, monkeypatch):
 
 
 def run_compiled(folder: Path, tensors: list[torch.Tensor]) -> tuple[str, torch.Tensor]:
-    """What a rank on the stand-in for the native device chooses, and what that gives."""
+    """Return the compiler that a rank on the stand-in device chooses, and its outputs."""
     register_neuron_compiler()
     compiler = choose_compiler(None)
     program = compiler.load(folder, get_device())

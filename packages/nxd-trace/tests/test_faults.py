@@ -1,4 +1,4 @@
-"""Workers that die, callers that die, and scripts without a main guard: an error in seconds, and no process left."""
+"""Dying workers, dying callers and scripts without a main guard: an error within seconds, and no process remains."""
 
 import os
 import select
@@ -22,7 +22,7 @@ X = torch.randn(2, models.IN, dtype=torch.float64)
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended; one that nobody has waited for counts as ended."""
+    """Whether the process exists and has not ended; a zombie counts as ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -96,7 +96,7 @@ def test_worker_that_is_stopped_is_named_and_ended_and_the_model_restarts(trace)
 
 
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "was killed by"), (signal.SIGSTOP, "was stopped by")])
-def test_look_at_the_workers_names_one_that_is_gone_or_stopped(trace, number, how):
+def test_check_workers_names_a_dead_or_stopped_worker(trace, number, how):
     model = trace(models.mlp, X, tp_degree=2, weights=models.logical_weights())
     model.check_workers()
     os.kill(model.worker_pids[1], number)
@@ -111,7 +111,7 @@ def test_look_at_the_workers_names_one_that_is_gone_or_stopped(trace, number, ho
 
 @pytest.fixture
 def interruptible():
-    """An interrupt raises KeyboardInterrupt, also in what a shell has started in the background."""
+    """Make an interrupt raise KeyboardInterrupt, even if a shell started this process in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Prompts of a batch are gone on with as if each were alone, whatever joins and leaves."""
+"""Each prompt of a batch is continued as if it were alone, whatever joins and leaves."""
 
 import threading
 
@@ -18,7 +18,7 @@ SETTINGS = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4, 6), "compi
 
 @pytest.fixture(scope="module", params=[1, 2])
 def generator(request):
-    """Two rows for five prompts, the longest of which is fed in two parts."""
+    """A generator with two rows for five prompts, the longest of which takes two chunks."""
     with compile_generator(tiny_decoder.TinyDecoder, tp_degree=request.param, **SETTINGS) as generator:
         yield generator
 
@@ -49,7 +49,7 @@ def test_generation_ends_after_a_stop_token(generator):
     assert found.finish_reason == "stop"
 
 
-def test_draws_depend_on_the_seed_and_not_on_the_batch(generator):
+def test_samples_depend_on_the_seed_and_not_on_the_batch(generator):
     sampling = {"max_new_tokens": NEW, "temperature": 9.0}
 
     together = generator.generate(PROMPTS, seed=5, **sampling)
@@ -130,7 +130,7 @@ def test_short_prompts_join_the_batch_in_one_step(generator):
     assert [first.tokens, second.tokens] == [tiny_decoder.plain_greedy(prompt, 1) for prompt in PROMPTS[:2]]
 
 
-def test_step_takes_two_parts_of_a_long_prompt_and_a_token_of_the_others(generator):
+def test_step_processes_two_chunks_of_a_long_prompt_and_a_token_of_the_others(generator):
     engine = generator.engine
     short = engine.add(PROMPTS[0], SamplingSettings(max_new_tokens=9))
     engine.step()
@@ -167,7 +167,7 @@ def test_a_model_that_was_not_made_for_generation_is_refused(trace):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_is_taken_off(side):
+def test_unpad_prompts_removes_padding_on_either_side(side):
     ids, mask = torch.tensor([[1, 2, 3], [4, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
     if side == "left":
         ids, mask = ids.flip(1), mask.flip(1)
@@ -180,12 +180,12 @@ def test_padding_on_either_side_is_taken_off(side):
     ("mask", "text"),
     [([[1, 0, 1]], "padding between tokens"), ([[0, 0, 0]], "0 everywhere"), ([[1, 1]], r"shape \(1, 3\)")],
 )
-def test_masks_that_are_no_padding_are_refused(mask, text):
+def test_masks_with_padding_between_tokens_are_refused(mask, text):
     with pytest.raises(ValueError, match=text):
         unpad_prompts(torch.tensor([[1, 2, 3]]), torch.tensor(mask))
 
 
-def test_replicas_each_read_a_part_of_a_prompt_and_go_on_alike(tmp_path):
+def test_replicas_split_a_prompt_and_continue_alike(tmp_path):
     settings = SETTINGS | {"prefill_lengths": (2, 4), "tp_degree": 2, "context_parallel_size": 2}
     expected = [tiny_decoder.plain_greedy(prompt, NEW) for prompt in PROMPTS]
 
@@ -209,7 +209,7 @@ def test_prefill_lengths_that_replicas_cannot_share_are_refused():
         compile_generator(tiny_decoder.TinyDecoder, **SETTINGS | {"prefill_lengths": (3, 4)}, context_parallel_size=2)
 
 
-def test_shared_block_is_free_once_its_last_user_gives_it_back():
+def test_shared_block_is_free_once_its_last_user_frees_it():
     pool = BlockPool(3)
     shared, other = pool.allocate(2)
     pool.cache_full(shared, b"beginning")

@@ -1,4 +1,4 @@
-"""Traced models from a stranger: none runs code, leaves its folder or is loaded, and each is one line of error.
+"""Traced models from a stranger: none runs code, reads outside its folder or is loaded; each is a one-line error.
 
 Every folder here has a manifest that fits its files, hashes included: whoever writes the files writes the manifest.
 """
@@ -26,7 +26,7 @@ X = torch.ones(2, models.IN, dtype=torch.float64)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model of two ranks by compiler "export", which the tests copy."""
+    """A model with two ranks and compiler "export", which the tests copy."""
     folder = tmp_path_factory.mktemp("hostile") / "model"
     settings = {"tp_degree": 2, "compiler": "export", "inline_weights_to_neff": False, "progress": False}
     with nxd_trace.parallel_model_trace(models.mlp, X, weights=models.logical_weights(), **settings) as model:
@@ -36,7 +36,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path, monkeypatch):
-    """A copy to forge; code that it could run would write into the working directory, which is empty."""
+    """A copy to forge; code from it would write to the working directory, which is empty."""
     shutil.copytree(saved, tmp_path / "model")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -46,7 +46,7 @@ def folder(saved, tmp_path, monkeypatch):
 
 
 class RunsCode:
-    """As a pickle, code that leaves a file."""
+    """Pickles to code that creates a file."""
 
     def __reduce__(self):
         return os.system, ("touch ran",)
@@ -56,7 +56,7 @@ CODE = "__import__('os').system('touch ran')"
 
 
 def sign(folder: Path, **changes: object) -> None:
-    """Write the manifest anew, with these values, for the files as they are."""
+    """Rewrite the manifest with these values, for the current files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
     manifest["files"] = {
@@ -85,13 +85,13 @@ LINEAR = ["aten.linear.default", [{"value": 4}, {"value": 0}, {"value": 1}], {}]
 
 
 def calls(name: str, *args: object, **kwargs: object) -> list[object]:
-    """A graph whose first call is this one."""
+    """Return a graph whose first call is this one."""
     inputs, others = [["input"]] * 5, [["aten.relu.default", [{"value": 5}], {}]]
     return {"nodes": [*inputs, [name, list(args), kwargs], *others], "outputs": [{"value": 6}]}
 
 
 def argument(value: object) -> object:
-    """A graph with an argument of this kind."""
+    """Return a graph with this argument."""
     return calls("aten.add.Tensor", {"value": 4}, value)
 
 
@@ -165,7 +165,7 @@ GRAPHS = {
 
 @pytest.mark.sample(11)
 @pytest.mark.parametrize(("graph", "text"), GRAPHS.values(), ids=GRAPHS)
-def test_program_that_holds_what_no_graph_has_is_refused(folder, graph, text):
+def test_program_with_invalid_contents_is_refused(folder, graph, text):
     (program_of(folder) / "program.json").write_text(json.dumps(graph))
     sign(folder)
 
@@ -210,7 +210,7 @@ def test_text_in_a_program_is_never_read_as_code(folder):
 
 
 def signature(**changes: object) -> dict[str, object]:
-    """Of the one program, changed."""
+    """Return the program's graph with a change."""
     spec = {"shape": [2, 6], "dtype": "float64"}
     return {
         "name": "main",
@@ -352,13 +352,13 @@ NASTY = (
 
 
 def values_of(tree: object) -> list[tuple[dict | list, object]]:
-    """Every value in JSON, as what holds it and its key there."""
+    """Yield every value of nested JSON as its container and key."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [place for key, value in items for place in [(tree, key), *values_of(value)]]
 
 
 def mutate(path: Path, chance: random.Random) -> None:
-    """Change some values of a file of JSON, or some bytes of any file."""
+    """Change some values of a JSON file, or some bytes of any file."""
     if path.suffix == ".json" and chance.random() < 0.7:
         tree = json.loads(path.read_text())
         for _ in range(chance.randint(1, 3)):

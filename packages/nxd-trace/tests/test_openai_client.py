@@ -1,4 +1,4 @@
-"""The official client of OpenAI's interface gets from the server what it asks for, field by field."""
+"""The official OpenAI client gets what it asks for, field by field."""
 
 import json
 import random
@@ -21,7 +21,7 @@ CHAT = {"model": "tiny", "messages": [USER], "max_tokens": 8, "temperature": 0}
 
 
 class LettersTemplate:
-    """A letter for who speaks, and tools before everything."""
+    """A chat template with one letter per role, and tools first."""
 
     def encode_prompt(self, messages, tools=None, variables=None):
         if messages[0]["role"] == "nobody":
@@ -75,7 +75,7 @@ def test_chat_is_answered_through_the_template(client):
 
 
 @pytest.mark.slow
-def test_tools_stand_in_the_template_unless_none_is_to_be_called(client):
+def test_template_gets_tools_unless_tool_choice_is_none(client):
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
     with_tools = client.chat.completions.create(**CHAT, tools=tools).choices[0].message.content
@@ -126,7 +126,7 @@ def test_either_limit_of_a_chat_is_obeyed_and_named(client, name):
 
 
 def streamed(events, has_usage):
-    """Each text, its reason and its log-probabilities, gathered from a stream."""
+    """Collect each text, finish reason and log-probabilities from a stream."""
     texts, reasons, scores = {}, {}, {}
     for event in events:
         if has_usage and not event.choices:
@@ -187,7 +187,7 @@ def test_stream_has_what_the_whole_answer_has(client, kind, change):
 
 
 @pytest.mark.slow
-def test_n_texts_draw_with_seeds_of_their_own(client):
+def test_n_texts_have_seeds_of_their_own(client):
     asked = GREEDY | {"temperature": 5.0}
     alone = [client.completions.create(**asked, seed=seed).choices[0].text for seed in (7, 8, 9)]
 
@@ -200,7 +200,7 @@ def test_n_texts_draw_with_seeds_of_their_own(client):
 
 
 @pytest.mark.slow
-def test_best_of_gives_the_texts_whose_tokens_are_likeliest(client):
+def test_best_of_returns_the_most_likely_texts(client):
     asked = GREEDY | {"temperature": 5.0, "seed": 7}
     tried = client.completions.create(**asked, n=5, logprobs=0).choices
     means = {choice.text: sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs) for choice in tried}
@@ -212,7 +212,7 @@ def test_best_of_gives_the_texts_whose_tokens_are_likeliest(client):
 
 
 @pytest.mark.slow
-def test_logprobs_0_are_those_of_the_drawn_tokens_alone(client):
+def test_logprobs_0_returns_only_those_of_the_sampled_tokens(client):
     found = client.completions.create(**GREEDY | {"temperature": 5.0, "seed": 1}, logprobs=0).choices[0]
 
     text, scores = PROMPT, []
@@ -247,7 +247,7 @@ def test_echo_with_logprobs_scores_the_prompt_as_well(client, max_tokens):
 
 
 def penalized(prompt, number, change):
-    """Greedy tokens, with penalties computed plainly."""
+    """Return greedy tokens, with penalties computed directly."""
     tokens = LETTERS.encode(prompt)
     for _ in range(number):
         logits, written = tiny_decoder.plain_logits(tokens), tokens[len(prompt) :]
@@ -279,7 +279,7 @@ def test_penalties_and_biases_change_the_logits(client, change):
     assert found != penalized("a", 20, {"logit_bias": {"31": -100}})
 
 
-def test_tokens_that_end_a_text_are_the_models_and_the_requests_and_come_after_the_least_number(client):
+def test_stop_tokens_are_the_models_and_the_requests_and_wait_for_min_tokens(client):
     letters = GREEDY | {"prompt": "hello", "max_tokens": 12}  # the model ends it at once
     ended = client.completions.create(**letters)
     ignored = client.completions.create(**letters, extra_body={"ignore_eos": True})
@@ -304,7 +304,7 @@ def test_least_top_p_and_top_k_leave_the_likeliest_token(client, further):
 
 
 @pytest.mark.slow
-def test_further_sampling_fields_are_taken_as_vllm_has_them(client):
+def test_sampling_fields_of_vllm_are_supported(client):
     further = {"repetition_penalty": 1.7}
     asked = GREEDY | {"prompt": "a", "max_tokens": 20, "logit_bias": {"31": -100}}
 
@@ -429,7 +429,7 @@ def mixed_requests(number):
 
 
 def answered(http, path, body):
-    """The choices, whole or gathered from a stream; log-probabilities rounded, since a batch sums in another order."""
+    """Return the choices, whole or streamed; log-probabilities are rounded, because a batch sums in another order."""
     response = http.post(path, json=body)
     assert response.status_code == 200, response.text
     if not body["stream"]:
@@ -449,7 +449,7 @@ def rounded(value):
 
 
 @pytest.mark.slow
-def test_64_mixed_requests_at_a_time_are_each_answered_as_alone(http):
+def test_64_mixed_concurrent_requests_are_answered_as_if_alone(http):
     requests = list(mixed_requests(64))
     alone = [answered(http, *request) for request in requests]
 
@@ -459,7 +459,7 @@ def test_64_mixed_requests_at_a_time_are_each_answered_as_alone(http):
     assert together == alone
 
 
-def test_prompts_that_begin_alike_share_their_cache(engine):
+def test_prompts_with_equal_prefixes_share_their_cache(engine):
     from nxd_trace.generation import SamplingSettings
 
     prompt = torch.randint(0, 31, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -484,7 +484,7 @@ def test_prompts_that_begin_alike_share_their_cache(engine):
         (True, {"Authorization": "Bearer other"}, 32),
     ],
 )
-def test_cache_of_a_prompt_serves_its_own_client_alone_unless_prefixes_are_shared(
+def test_cache_of_a_prompt_is_reused_only_for_its_client_unless_prefixes_are_shared(
     engine, shared_prefixes, headers, cached
 ):
     text = "".join(random.Random(f"{shared_prefixes}{headers}").choice("abcdefgh") for _ in range(40))
@@ -500,7 +500,7 @@ def test_cache_of_a_prompt_serves_its_own_client_alone_unless_prefixes_are_share
     assert found == [{"cached_tokens": cached}, {"cached_tokens": 0}]
 
 
-def test_long_prompt_goes_in_parts_while_others_get_their_tokens(engine):
+def test_long_prompt_is_processed_in_chunks_while_others_get_tokens(engine):
     from nxd_trace.generation import SamplingSettings
 
     short = engine.add([3], SamplingSettings(max_new_tokens=10))

@@ -22,13 +22,13 @@ LOGITS = torch.tensor([0.5, 0.1, 0.25, 0.15]).log()
         ({"temperature": 1.0, "min_p": 1.0}, [1, 0, 0, 0]),
     ],
 )
-def test_probabilities_are_cut_to_the_top_k_and_then_to_the_top_p(settings, expected):
+def test_probabilities_are_restricted_to_top_k_then_top_p(settings, expected):
     found = next_token_probabilities(LOGITS, SamplingSettings(**settings))
 
     torch.testing.assert_close(found, torch.tensor(expected).double() / sum(expected), rtol=1e-6, atol=1e-7)
 
 
-def test_draws_have_these_probabilities():
+def test_samples_have_these_probabilities():
     settings = SamplingSettings(temperature=1.0, top_k=3)
     generator = torch.Generator().manual_seed(0)
 
@@ -37,12 +37,12 @@ def test_draws_have_these_probabilities():
     torch.testing.assert_close(counts / 4000, next_token_probabilities(LOGITS, settings).float(), atol=0.03, rtol=0)
 
 
-def test_temperature_0_takes_the_likeliest_token():
+def test_temperature_0_takes_the_most_likely_token():
     assert choose_token(LOGITS, SamplingSettings(), torch.Generator()) == 0
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 5e-324}, {"temperature": 1.0, "top_p": 5e-324}])
-def test_the_least_settings_that_python_has_take_the_likeliest_token(settings):
+def test_the_smallest_float_settings_take_the_most_likely_token(settings):
     assert choose_token(LOGITS, SamplingSettings(**settings), torch.Generator()) == 0
 
 
@@ -53,7 +53,7 @@ def test_the_highest_temperature_draws_no_token_that_the_model_rules_out():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_no_numbers_are_refused(value):
+def test_nan_logits_are_refused(value):
     with pytest.raises(FloatingPointError, match=f"the largest of the model's logits is {value}"):
         choose_token(torch.tensor([0.0, value]), SamplingSettings(), torch.Generator())
 
@@ -68,7 +68,7 @@ def test_logits_that_are_no_numbers_are_refused(value):
         ({"repetition_penalty": 2.0, "presence_penalty": 1.0, "logit_bias": ((2, 9.0),)}, [0.5, -2.0, 9.0, 4.0]),
     ],
 )
-def test_penalties_and_biases_are_taken_off_the_logits(settings, expected):
+def test_penalties_and_biases_change_the_logits(settings, expected):
     logits = torch.tensor([1.0, -1.0, 2.0, 4.0])
 
     found = penalized_logits(logits, SamplingSettings(**settings), prompt=[0, 1], written=[2, 2])

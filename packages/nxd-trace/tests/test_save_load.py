@@ -1,4 +1,4 @@
-"""Saved models compute the same in another process; damaged, incomplete and foreign ones are refused."""
+"""Saved models compute the same in another process; damaged, incomplete and foreign ones are rejected."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ with nxd_trace.parallel_model_load(sys.argv[1]) as model:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model of two ranks, whose weights can be replaced; saved, and closed."""
+    """A saved model with two ranks and replaceable weights."""
     folder = tmp_path_factory.mktemp("saved") / "model"
     with nxd_trace.parallel_model_trace(
         models.mlp,
@@ -87,7 +87,7 @@ def test_weights_are_replaced_from_logical_tensors_and_then_saved(saved, tmp_pat
         torch.testing.assert_close(model(X), models.plain_mlp(new, X))
 
 
-def test_all_that_is_wrong_with_new_weights_is_said_at_once_and_the_model_keeps_its_own(saved, tmp_path):
+def test_mismatched_new_weights_are_all_listed_and_the_model_keeps_its_own(saved, tmp_path):
     new = {name: weight.float() for name, weight in models.logical_weights(seed=1).items()}
     wrong = {"up.weight": torch.zeros(3), "up.bias": torch.ones(models.HIDDEN, dtype=torch.int64), "up.wait": X}
     save_file(new | {"up.wait": X}, tmp_path / "more.safetensors")
@@ -133,14 +133,14 @@ def edit_manifest(folder: Path, **changes: object) -> None:
 
 
 def edit_input(folder: Path, **changes: object) -> None:
-    """Of the first program, in the manifest."""
+    """Return the first program's entry in the manifest."""
     programs = json.loads((folder / "manifest.json").read_text())["programs"]
     programs[0]["inputs"][0] |= changes
     edit_manifest(folder, programs=programs)
 
 
 def move_programs(folder: Path, where: str) -> None:
-    """Have a rank look for its programs elsewhere, with a manifest that agrees."""
+    """Make a rank's programs point elsewhere, with a matching manifest."""
     path = folder / "tp_rank_01" / "rank.json"
     rank = json.loads(path.read_text())
     rank["programs"][0]["folder"] = where

@@ -1,4 +1,4 @@
-"""The server answers as OpenAI's completions interface does, and refuses what it cannot do."""
+"""The server answers like OpenAI's completions API, and rejects unsupported requests."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ LETTERS = serve_tiny.Letters()
 
 
 def expected_tokens(prompt: str, new_tokens: int) -> list[int]:
-    """Up to the end of the text."""
+    """Return the tokens up to the end of the text."""
     tokens = tiny_decoder.plain_greedy(LETTERS.encode(prompt), new_tokens)
     return tokens[: tokens.index(31)] if 31 in tokens else tokens
 
@@ -68,11 +68,11 @@ def test_prompt_begins_as_the_tokenizer_begins_a_text(tiny_generator):
     assert bodies[0]["choices"][0]["text"] == LETTERS.decode(expected_tokens("donce upon", 12))
 
 
-def test_stop_text_that_spells_an_unseen_token_stops_there(tiny_generator):
+def test_stop_string_that_spells_a_special_token_stops_there(tiny_generator):
     tokens = expected_tokens("once upon", 12)
 
     class Hides(serve_tiny.Letters):
-        """The fifth token of the answer is a mark that is not shown."""
+        """A tokenizer that omits the fifth token of the answer, a special token."""
 
         def encode(self, text):
             return [tokens[4]] if text == "<|mark|>" else super().encode(text)
@@ -118,7 +118,7 @@ def test_a_stream_sends_pieces_and_then_done(client):
     assert [choice["finish_reason"] is None for choice in choices] == [True] * (len(choices) - 1) + [False]
 
 
-def test_a_stop_text_ends_the_completion_before_it(client):
+def test_a_completion_ends_before_its_stop_string(client):
     stop = TEXT[3:5]
 
     (choice,) = complete(client, stop=[stop, "never"]).json()["choices"]
@@ -127,13 +127,13 @@ def test_a_stop_text_ends_the_completion_before_it(client):
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_seed_repeats_the_draws(client):
+def test_equal_seeds_give_equal_samples(client):
     drawn = [complete(client, temperature=9.0, seed=seed).json()["choices"][0]["text"] for seed in (1, 1, 2)]
 
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_prompts_of_one_request_draw_with_seeds_of_their_own(client):
+def test_prompts_of_one_request_have_seeds_of_their_own(client):
     drawing = {"temperature": 9.0, "prompt": "a"}
     alone = [complete(client, **drawing, seed=seed).json()["choices"][0]["text"] for seed in (7, 8)]
 
@@ -198,14 +198,14 @@ def test_an_empty_prompt_is_blamed_on_the_prompt(client):
     assert complete(client, prompt="").json()["error"]["param"] == "prompt"
 
 
-def test_extreme_draws_are_answered_and_leave_the_server_well(client):
+def test_extreme_sampling_settings_are_answered_and_the_server_continues(client):
     likeliest = complete(client, temperature=1e-50).json()["choices"][0]["text"]
 
     assert likeliest == complete(client, temperature=1, top_p=1e-50).json()["choices"][0]["text"] == TEXT
     assert client.get("/health").status_code == 200
 
 
-def test_what_choosing_one_prompts_token_raises_fails_that_prompt_alone(client, monkeypatch):
+def test_an_error_while_choosing_a_token_fails_only_that_prompt(client, monkeypatch):
     def choose(logits, settings, generator, **texts):
         if settings.temperature == 0.5:
             raise ArithmeticError("a number too odd")
@@ -245,13 +245,13 @@ def test_health_models_and_metrics_are_told(client):
     assert 'nxd_sequences{state="waiting"} 0' in lines
 
 
-def test_text_is_held_back_until_its_characters_are_whole():
+def test_text_is_held_back_until_its_characters_are_complete():
     stream = IncrementalDetokenizer(lambda tokens: bytes(tokens).decode(errors="replace"))
 
     assert [stream.push(byte) for byte in "né!".encode()] == ["n", "", "é", "!"]
 
 
-def test_text_that_may_begin_a_stop_text_is_held_back():
+def test_text_that_may_start_a_stop_string_is_held_back():
     stream = IncrementalDetokenizer(lambda tokens: bytes(tokens).decode(), stop=[StopString("ab!")])
 
     assert [stream.push(byte) for byte in b"xaabc"] == ["x", "", "a", "", "abc"]
@@ -262,7 +262,7 @@ def test_text_that_may_begin_a_stop_text_is_held_back():
 
 @pytest.fixture
 def gated(tiny_generator, monkeypatch):
-    """A service whose model makes five steps, enough for a first token, and one more per `gated.permits.release()`."""
+    """A service whose model takes five steps, enough for a first token, and one more per `gated.permits.release()`."""
     step, permits = tiny_generator.engine.step, threading.Semaphore(5)
 
     def permitted_step():
@@ -277,13 +277,13 @@ def gated(tiny_generator, monkeypatch):
 
 
 async def row_is_freed(service) -> None:
-    """Raises TimeoutError if it is not."""
+    """Wait until the row is free; raises TimeoutError."""
     async with asyncio.timeout(60):
         while service.scheduler.num_running:
             await asyncio.sleep(0)
 
 
-def test_a_stream_that_nobody_reads_any_more_frees_its_row(gated):
+def test_an_abandoned_stream_frees_its_row(gated):
     async def read_one_piece():
         pieces = (await gated.service.start(json.dumps(GREEDY | {"max_tokens": 30}).encode())).chunks()
         await anext(pieces)
@@ -294,8 +294,8 @@ def test_a_stream_that_nobody_reads_any_more_frees_its_row(gated):
     asyncio.run(read_one_piece())
 
 
-def test_a_client_that_leaves_frees_its_row(gated):
-    """Driven as a server would: the client sends its request, and goes while the answer is written."""
+def test_a_client_that_disconnects_frees_its_row(gated):
+    """Drive the endpoint like a server: the client sends its request, and disconnects during the answer."""
     endpoint = next(route for route in make_app(gated.service).routes if route.path == "/v1/completions").endpoint
     bodies = [json.dumps(GREEDY | {"max_tokens": 30}).encode()]
 

@@ -1,4 +1,4 @@
-"""Clients that are slow, silent, greedy or malicious cost the server little, and the others nothing."""
+"""Slow, silent, greedy and malicious clients cost the server little, and other clients nothing."""
 
 import json
 import random
@@ -22,7 +22,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 def plain_text_before(text, stops):
-    """Up to the stop text that is whole first, of these the longest."""
+    """Return the text up to the stop string that completes first, and of several the longest."""
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
         return text
@@ -42,7 +42,7 @@ def streamed_text(tokens, stops, cut):
     return "".join(pieces) + stream.flush()
 
 
-def test_stop_texts_are_found_however_the_tokens_cut_them():
+def test_stop_strings_are_found_across_tokens():
     rng = random.Random(0)
     for _ in range(500):
         text = "".join(rng.choice("aabé😀") for _ in range(rng.randrange(60)))
@@ -178,7 +178,7 @@ PARTS = [
 
 
 def hostile_body(rng, num_bytes):
-    """JSON, or nearly, of one kind of part or of all."""
+    """Return valid or almost valid JSON with one kind of part or all kinds."""
     parts = rng.choice([[part] for part in PARTS] + [PARTS])
     values, size = [], 0
     while size < num_bytes:
@@ -220,7 +220,7 @@ def test_random_requests_to_every_endpoint_are_answered_within_ten_times_their_m
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_fields_are_answered_and_leave_the_server_well(client, seed):
+def test_random_fields_are_answered_and_the_server_continues(client, seed):
     rng = random.Random(seed)
     values = [
         None,
@@ -263,7 +263,7 @@ def test_numbers_of_any_size_do_not_fail_the_model(client, change):
 
 @pytest.fixture(scope="module")
 def impatient():
-    """A server whose clients have a second."""
+    """A server with a client timeout of one second."""
     with TinyServer({"client_timeout": 1.0, "max_body_bytes": 100_000}) as server:
         yield server
 
@@ -312,9 +312,7 @@ def test_the_body_of_a_refused_request_is_not_read_for_ever(impatient, deadline,
     ],
     ids=["two lengths", "long headers"],
 )
-def test_request_with_headers_that_nobody_needs_is_refused_and_its_connection_closed(
-    impatient, deadline, headers, status
-):
+def test_request_with_invalid_headers_is_refused_and_its_connection_closed(impatient, deadline, headers, status):
     with impatient.connect(deadline(20)) as client:
         client.sendall(HEAD + headers + b"\r\n0\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
@@ -342,7 +340,7 @@ def test_a_client_that_waits_for_answers_gets_all_on_one_connection(impatient, d
 
 
 @pytest.mark.slow
-def test_a_client_that_takes_no_answers_is_cut_off(impatient, deadline):
+def test_a_client_that_receives_nothing_is_disconnected(impatient, deadline):
     def ask_for_ever(client):
         while True:
             client.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
@@ -353,12 +351,12 @@ def test_a_client_that_takes_no_answers_is_cut_off(impatient, deadline):
 
 @pytest.fixture(scope="module")
 def small():
-    """A server of three connections."""
+    """A server with at most three connections."""
     with TinyServer({"max_connections": 3}) as server:
         yield server
 
 
-def test_one_connection_too_many_takes_the_place_of_the_longest_idle(small, deadline):
+def test_a_connection_beyond_the_maximum_replaces_the_longest_idle(small, deadline):
     with ExitStack() as stack:
         silent = [stack.enter_context(small.connect(deadline(20))) for _ in range(3)]
         with small.post(GREEDY, deadline(60)) as answer:

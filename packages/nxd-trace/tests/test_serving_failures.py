@@ -1,4 +1,4 @@
-"""Workers that die are named and replaced, and a server that is told to end does so by a deadline."""
+"""Dead workers are named and replaced, and the server shuts down by a deadline."""
 
 import json
 import os
@@ -18,7 +18,7 @@ GREEDY = {"prompt": "once upon", "max_tokens": 12, "temperature": 0}
 
 
 class FailingEngine:
-    """An engine whose steps and restarts wait, and then fail as often as they are told to."""
+    """An engine whose steps and restarts wait, and then fail a given number of times."""
 
     batch_size = 1
     max_length = 40
@@ -57,7 +57,7 @@ class FailingEngine:
 
 
 class CountingEngine:
-    """Has rows that are never done; `joined` has the first token of each prompt that got one."""
+    """An engine whose sequences never finish; `joined` has the first token of each prompt that got a row."""
 
     batch_size = 1
     max_length = 40

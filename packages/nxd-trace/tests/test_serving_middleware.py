@@ -1,4 +1,4 @@
-"""Pages of other sites that a user's browser has open get nothing from the server, and make it do nothing."""
+"""Pages of other sites in a user's browser get nothing from the server, and cannot make it do anything."""
 
 import pytest
 import serve_tiny

@@ -1,4 +1,4 @@
-"""Models that are there already: planned ranks, each rank's weights, state found by a call, all of it traced."""
+"""Existing models: planned ranks, each rank's weights, and state found by a call."""
 
 from functools import partial
 

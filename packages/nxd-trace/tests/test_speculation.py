@@ -1,4 +1,4 @@
-"""With a draft model every text is what it is without one, whatever shares the batch; only steps are fewer."""
+"""With a draft model, every text is the same as without, whatever shares the batch; there are only fewer steps."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ SIZES = {"batch_size": 2, "max_length": 40, "prefill_lengths": (4,), "compiler":
 
 @pytest.fixture(scope="module")
 def model():
-    """With room for three guesses of each of two sequences."""
+    """A generator that verifies three draft tokens for each of two sequences."""
     with compile_generator(tiny_decoder.TinyDecoder, num_speculative_tokens=3, **SIZES) as generator:
         yield generator.model
 
@@ -36,7 +36,7 @@ def engine(model, draft):
 
 
 def written(engine, prompts, settings) -> list[list[int]]:
-    """The texts of prompts that all run together."""
+    """Return the texts of prompts that run together."""
     sequences = [engine.add(prompt, it) for prompt, it in zip(prompts, settings, strict=True)]
     while not engine.is_idle:
         engine.step()
@@ -58,7 +58,7 @@ def test_greedy_texts_are_those_without_a_draft(model, draft):
     assert 0 < accepted < proposed
 
 
-def test_kept_guesses_save_steps(engine):
+def test_accepted_draft_tokens_save_steps(engine):
     sequence = engine.add(PROMPTS[0], SamplingSettings(max_new_tokens=NEW))
     steps = 0
     while not engine.is_idle:
@@ -69,14 +69,14 @@ def test_kept_guesses_save_steps(engine):
     assert steps == NEW - engine.num_draft_tokens[1]
 
 
-def test_stop_token_among_the_guesses_ends_the_text(engine):
+def test_stop_token_among_draft_tokens_ends_the_text(engine):
     expected = tiny_decoder.plain_greedy(PROMPTS[0], NEW)
     for stop in set(expected):
         (found,) = written(engine, PROMPTS[:1], [SamplingSettings(max_new_tokens=NEW, stop_tokens=(stop,))])
         assert found == expected[: expected.index(stop) + 1]
 
 
-def test_drawn_and_penalized_texts_beside_a_greedy_one_are_those_without_a_draft(model, engine):
+def test_sampled_and_penalized_texts_beside_a_greedy_one_are_those_without_a_draft(model, engine):
     plain = GenerationEngine(model)
     greedy = SamplingSettings(max_new_tokens=NEW, num_logprobs=2)
     for other in (
@@ -104,7 +104,7 @@ def test_logprobs_are_those_without_a_draft(model, engine):
         assert without.logprob == pytest.approx(having.logprob, abs=1e-12)
 
 
-def test_beginnings_are_shared_and_sequences_that_leave_change_nothing(engine):
+def test_prefixes_are_shared_and_sequences_that_leave_change_nothing(engine):
     settings = SamplingSettings(max_new_tokens=NEW)
     system = list(range(20))
     written(engine, [[*system, 4]], [settings])
@@ -146,7 +146,7 @@ def test_draft_that_does_not_fit_is_refused(model, draft):
 
 
 @pytest.mark.slow
-def test_death_of_a_drafts_worker_is_raised_and_a_restart_mends_it(model):
+def test_death_of_a_drafts_worker_is_raised_and_the_model_restarts(model):
     with compile_generator(tiny_decoder.TinyDraft, num_speculative_tokens=1, **SIZES) as draft:
         engine = GenerationEngine(model, draft.model)
         os.kill(draft.model.worker_pids[0], signal.SIGKILL)

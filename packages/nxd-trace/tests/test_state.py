@@ -10,7 +10,7 @@ AT = [torch.tensor([position]) for position in range(4)]
 
 
 def expected_row(degree: int) -> torch.Tensor:
-    """Of `Cache`: each rank writes the first part of the new row, plus the degree."""
+    """Return the output of `Cache`: each rank writes the first part of the new row, plus the degree."""
     return (ROW[0].chunk(degree)[0] + degree).repeat(degree)
 
 

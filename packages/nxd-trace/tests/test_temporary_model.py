@@ -1,4 +1,4 @@
-"""The temporary folders of models whose process was killed are removed by the next process that makes one."""
+"""The next process that creates a temporary folder removes those of killed processes."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ input()
 
 
 def start(tmp: Path) -> "tuple[subprocess.Popen[str], Path]":
-    """A process with a folder, which looks as if it had been made long ago."""
+    """Start a process with a folder that looks old."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(tmp)],
         text=True,
@@ -31,7 +31,7 @@ def start(tmp: Path) -> "tuple[subprocess.Popen[str], Path]":
     return process, folder
 
 
-def test_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_stays(tmp_path):
+def test_next_process_removes_the_folder_of_a_killed_one_and_not_that_of_a_living_one(tmp_path):
     killed, of_killed = start(tmp_path)
     living, of_living = start(tmp_path)
     killed.kill()

@@ -94,7 +94,7 @@ def test_cache_entry_that_lists_files_elsewhere_is_compiled_again(trace, tmp_pat
 
 def test_workers_meet_where_no_other_user_of_the_host_can_write(trace):
     def listening() -> set[str]:
-        """The sockets of this process that others can connect to."""
+        """Return the sockets of this process that others can connect to."""
         own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()}
         rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()]
         return own & {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}

@@ -1,4 +1,4 @@
-"""A trace that says what it is made of is used again: the second one reads weights and records nothing."""
+"""A trace with `content` is cached: an equal one reads only its weights."""
 
 import re
 
@@ -12,7 +12,7 @@ X = torch.linspace(-1, 1, 2 * models.IN, dtype=torch.float64).view(2, models.IN)
 
 @pytest.fixture
 def start(trace, tmp_path, capfd):
-    """`start(seed=1)`: an output of the traced model, and what the trace said."""
+    """`start(seed=1)`: returns an output of the traced model, and the progress messages."""
 
     def run(seed=0, made_of="this model", x=X, **settings):
         weights = models.logical_weights(seed)
@@ -32,7 +32,7 @@ def kept_traces(folder):
     return [path.parent for path in folder.glob("cache/*/programs.json")]
 
 
-def test_equal_trace_is_used_again_with_the_weights_of_now(start, tmp_path):
+def test_equal_trace_is_reused_with_the_current_weights(start, tmp_path):
     first = start(seed=0)
     again = start(seed=1)
 
@@ -49,7 +49,7 @@ def test_equal_trace_is_used_again_with_the_weights_of_now(start, tmp_path):
 @pytest.mark.parametrize(
     "change", [{"made_of": "another model"}, {"x": X[:1]}, {"tp_degree": 1}], ids=["content", "shape", "degree"]
 )
-def test_another_trace_is_made_anew(start, change):
+def test_a_different_trace_is_not_reused(start, change):
     start()
 
     assert "recording 1 programs" in start(**change)
@@ -57,7 +57,7 @@ def test_another_trace_is_made_anew(start, change):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["damaged", "cut", "another's", "moved"])
-def test_kept_trace_that_cannot_be_trusted_is_made_again(start, tmp_path, what):
+def test_cached_trace_that_cannot_be_trusted_is_rebuilt(start, tmp_path, what):
     start()
     (entry,) = kept_traces(tmp_path)
     match what:

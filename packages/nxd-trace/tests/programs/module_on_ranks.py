@@ -1,4 +1,4 @@
-"""A model that is made once, as rank 0 of a planned world has it, and traced for all ranks."""
+"""A model built once, as rank 0 of a planned world, and traced for all ranks."""
 
 import torch
 from nxd_state import (
@@ -15,7 +15,7 @@ INPUTS, OUTPUTS = 4, 3
 
 
 class Accumulating(nn.Module):
-    """`x W^T + b`, with `W` split along its inputs, and the sum of all outputs until now."""
+    """`x W^T + b`, with `W` split along its inputs, and the sum of all outputs so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Accumulating(nn.Module):
 
 
 class Assigning(Accumulating):
-    """Puts a new tensor in the place of its buffer, as models written for torch-xla do; sees its group's size."""
+    """Assigns a new tensor to its buffer, as models for torch-xla do, and reads its group's size."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A script that traces a model of its own, says which processes serve it, stops some of them, and then dies at once.
+"""A script that traces a model, prints its worker processes, stops some of them, and then dies.
 
 python script_with_guard.py [NAME...], of "rank 0", "rank 1" and "fork server".
 """
@@ -18,7 +18,7 @@ def build() -> nn.Module:
 
 
 def status_of(pid: int) -> list[str]:
-    """The state of a process, its parent, and more, as proc(5) has them."""
+    """Return the fields of /proc/PID/stat, from the state on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 

@@ -1,4 +1,4 @@
-"""Serves the tiny decoder at a free port, whose tokens 0..25 are letters and whose token 31 ends a text.
+"""Serves the tiny decoder on a free port; tokens 0..25 are letters, and token 31 ends a text.
 
     python serve_tiny.py [LIMITS [RESTARTS [STEPS]]]
 

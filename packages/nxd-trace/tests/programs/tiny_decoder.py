@@ -1,4 +1,4 @@
-"""A decoder of one attention layer, whose heads are split over the ranks, and the same computed plainly."""
+"""A decoder with one attention layer, whose heads are split over the ranks, and a reference without a cache."""
 
 import torch
 from nxd_state import active_group, all_reduce
@@ -23,7 +23,7 @@ def weights() -> dict[str, Tensor]:
 
 
 class TinyDecoder(nn.Module):
-    """Each rank has some of the heads, and their columns of what mixes them."""
+    """Attention with this rank's heads, and their columns of the output projection."""
 
     max_positions = POSITIONS
 
@@ -52,7 +52,7 @@ class TinyDecoder(nn.Module):
 
 
 class TinyDraft(TinyDecoder):
-    """Nearly the same, so that it guesses many tokens and not all."""
+    """Almost the same model, so that many of its draft tokens are accepted, but not all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TinyDraft(TinyDecoder):
 
 
 class ReadsAtMostTwoColumns(TinyDecoder):
-    """Refuses to be given more tokens of a sequence."""
+    """Rejects more than two columns."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
         if input_ids.shape[1] > 2:
@@ -71,7 +71,7 @@ class ReadsAtMostTwoColumns(TinyDecoder):
 
 
 class LargerVocabulary(TinyDecoder):
-    """Has one token more."""
+    """Has a larger vocabulary by one token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class LargerVocabulary(TinyDecoder):
 
 
 def plain_logits(tokens: list[int]) -> Tensor:
-    """After the last token, `[vocab]`; everything anew, without a cache."""
+    """Return the logits after the last token, `[vocab]`, computed without a cache."""
     whole = weights()
     hidden = whole["tokens"][tokens] + whole["places"][: len(tokens)]
     query, key, value = (

@@ -1,4 +1,4 @@
-"""Starts `serve_tiny.py` as a process of its own, and talks to it."""
+"""Starts `serve_tiny.py` as a process, and talks to it."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class TinyServer:
-    """A server of the tiny decoder, which listens once this is made; for a `with` block.
+    """A running server of the tiny decoder, for a `with` block.
 
     Args:
         limits: as `ServerLimits` has them.
@@ -47,7 +47,7 @@ class TinyServer:
             raise
 
     def log_until(self, text: str) -> str:
-        """The next line that has this text."""
+        """Return the next line that contains this text."""
         for line in self.process.stderr:
             self.log.append(line)
             if text in line:
@@ -55,11 +55,11 @@ class TinyServer:
         raise AssertionError(f"the server ended without {text!r}: {''.join(self.log)}")
 
     def connect(self, timeout: float) -> socket.socket:
-        """A connection whose reads raise TimeoutError after so many seconds."""
+        """Return a connection whose reads raise TimeoutError after this many seconds."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=timeout)
 
     def post(self, body: dict[str, Any], timeout: float) -> HTTPResponse:
-        """The answer to a request for a completion; that to a stream has begun."""
+        """Send a completion request; returns the response, which has started for a stream."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         connection.request(
             "POST", "/v1/completions", json.dumps(body), {"Connection": "close", "Content-Type": "application/json"}
@@ -67,17 +67,17 @@ class TinyServer:
         return connection.getresponse()
 
     def make_steps(self, number: int) -> None:
-        """Let the model make so many more."""
+        """Let the model take this many more steps."""
         self.process.stdin.write("\n" * number)
         self.process.stdin.flush()
 
     def wait(self, timeout: float) -> int:
-        """Its exit code, once the rest of the log has been read."""
+        """Return the exit code, after reading the rest of the log."""
         self.log += self.process.communicate(timeout=timeout)[1].splitlines(keepends=True)
         return self.process.returncode
 
     def close(self) -> None:
-        """Kill it, which ends its workers as well."""
+        """Kill the server, which ends its workers, too."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):

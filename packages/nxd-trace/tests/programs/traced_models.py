@@ -12,7 +12,7 @@ IN, HIDDEN, OUT = 6, 8, 4
 
 
 def logical_weights(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Of an `MLP`, whole."""
+    """Return the whole weights of an `MLP`."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"up.weight": (HIDDEN, IN), "up.bias": (HIDDEN,), "down.weight": (OUT, HIDDEN)}
     return {
@@ -21,12 +21,12 @@ def logical_weights(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[s
 
 
 def plain_mlp(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """In one process, without parallelism."""
+    """Compute the `MLP` in one process, without parallelism."""
     return torch.relu(x @ weights["up.weight"].T + weights["up.bias"]) @ weights["down.weight"].T
 
 
 class Split(nn.Linear):
-    """A linear layer of which this rank has a part, along dim 0 (outputs) or 1 (inputs)."""
+    """This rank's shard of a linear layer, along dim 0 (outputs) or 1 (inputs)."""
 
     def __init__(self, inputs: int, outputs: int, *, dim: int, bias: bool, dtype: torch.dtype, device: str) -> None:
         group = active_group("tp")
@@ -41,7 +41,7 @@ class Split(nn.Linear):
 
 
 class MLP(nn.Module):
-    """Hidden units are split over the ranks."""
+    """An MLP with its hidden units split over the ranks."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, device: str = "meta") -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
 
 class Gathered(MLP):
-    """Gives the hidden units as well, in a dict, and twice as a tuple."""
+    """Also returns the hidden units, in a dict, and twice as a tuple."""
 
     def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, object]:
         hidden = all_gather(torch.relu(self.up(x)), active_group("tp"), dim=-1)
@@ -61,7 +61,7 @@ class Gathered(MLP):
 
 
 class Scaled(MLP):
-    """Has a number that is no weight: no source of weights has it."""
+    """Has a non-persistent value that no source of weights has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Cache(nn.Module):
 
 
 class CacheByOutput(Cache):
-    """The same, with the new state as an output."""
+    """Like `Cache`, with the new state as an output."""
 
     def forward(self, new: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         group = active_group("tp")
@@ -109,14 +109,14 @@ class UnevenCache(nn.Module):
 
 
 class Sum(nn.Module):
-    """Of all elements but the padding, per row; the number of elements it was given beside."""
+    """Returns the sum per row without padding, and the number of elements."""
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return ids.sum(-1), torch.full((1,), ids.shape[-1])
 
 
 class Texts(nn.Module):
-    """Gives texts as bytes, one tensor each."""
+    """Returns texts as bytes, one tensor each."""
 
     def __init__(self, texts: list[str]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def mlp() -> nn.Module:
 
 
 def mlp_that_fills_the_disk() -> nn.Module:
-    """From then on no file of this worker may be longer than a few bytes."""
+    """From now on, no file of this worker may be longer than a few bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
     return MLP()
 
