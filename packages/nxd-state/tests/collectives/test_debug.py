@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nxd_state import CollectiveMismatch
+from nxd_state.heartbeat import stop_heartbeat
 from nxd_testing import RankFailure, run_on_ranks
 
 DEBUG = {"NXD_DEBUG_COLLECTIVES": "1"}
@@ -230,6 +231,8 @@ def test_debug_mode_keeps_no_more_keys_the_longer_a_job_runs():
     def counts():
         group = tensor_parallel_group()
         store = dist.distributed_c10d._get_default_store()
+        stop_heartbeat()  # its first message adds a key
+        dist.barrier()
         found = []
         for _ in range(3):
             for _ in range(10):
