@@ -6,8 +6,7 @@ Limited Numerical Precision"; Zamirai et al. 2020, "Revisiting BFloat16 Training
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,21 +61,13 @@ def _noise_of_box(key: str, logical_shape: tuple[int, ...], box: Box, device: to
     return ((mixed >> 33) & ((1 << _NOISE_BITS) - 1)).to(torch.int32)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The elements `start` to `stop` of a model's parameter, which an optimizer updates as a tensor of its own."""
-
-    parameter: Tensor
-    start: int
-    stop: int
-
-    def noise(self, key: str, shape: torch.Size) -> Tensor:
-        """Return noise of this shape, equal for equal elements of the logical tensors at any layout."""
-        flat = torch.zeros(shape.numel(), dtype=torch.int32, device=self.parameter.device)
-        for shard in shards_of_range(self.parameter, self.start, self.stop, flat[: self.stop - self.start]):
-            name = f"{key}/{shard.name}" if shard.name else key
-            shard.tensor.copy_(_noise_of_box(name, shard.logical_shape, shard.box, flat.device))
-        return flat.view(shape)
+def _noise_of_range(parameter: Tensor, start: int, stop: int, key: str, shape: torch.Size) -> Tensor:
+    """Return noise for elements `start:stop`, in this shape, equal for equal logical elements at any layout."""
+    flat = torch.zeros(shape.numel(), dtype=torch.int32, device=parameter.device)
+    for shard in shards_of_range(parameter, start, stop, flat[: stop - start]):
+        name = f"{key}/{shard.name}" if shard.name else key
+        shard.tensor.copy_(_noise_of_box(name, shard.logical_shape, shard.box, flat.device))
+    return flat.view(shape)
 
 
 class StochasticRounding:
@@ -105,7 +96,12 @@ class StochasticRounding:
         self._names = dict(names or {})
         self._rounded: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its bfloat16 data and gradient
         self._loading: dict[str, Any] = {}
-        self._places = dict(_places(optimizer))
+        # With ZeRO-1: of which parameter's elements each updated weight consists.
+        parts = optimizer.parts() if isinstance(optimizer, NeuronZero1Optimizer) else ()
+        ranges = [own for bucket, _ in parts for own in bucket.ranges]
+        self._ranges: dict[Tensor, tuple[Tensor, int, int]] = {
+            own.weight: (own.parameter, own.start, own.stop) for own in ranges
+        }
         self._hooks = [hook for each in _updating_optimizers(optimizer) for hook in self._attach(each)]
         self._hooks.append(optimizer.register_step_pre_hook(self._count))
 
@@ -159,9 +155,9 @@ class StochasticRounding:
 
     def _round(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, data, grad in self._rounded:
-            place = self._places.get(parameter) or _Place(parameter, 0, parameter.numel())
-            key = f"{self.seed}/{self.steps}/{self._names.get(place.parameter, '')}"
-            data.copy_(_round_with(parameter.data, place.noise(key, data.shape)))
+            whole, start, stop = self._ranges.get(parameter, (parameter, 0, parameter.numel()))
+            key = f"{self.seed}/{self.steps}/{self._names.get(whole, '')}"
+            data.copy_(_round_with(parameter.data, _noise_of_range(whole, start, stop, key, data.shape)))
             parameter.grad = None
             parameter.data = data
             parameter.grad = grad
@@ -178,11 +174,3 @@ def _updating_optimizers(optimizer: Optimizer) -> list[Optimizer]:
             "not rounded; create it with optimizer_dtype=torch.bfloat16, or do not use stochastic rounding"
         )
     return [base for _, base in optimizer.parts()]
-
-
-def _places(optimizer: Optimizer) -> Iterator[tuple[Tensor, _Place]]:
-    """Yield what ZeRO-1's optimizers update: this rank's parts of the parameters."""
-    if isinstance(optimizer, NeuronZero1Optimizer):
-        for bucket, _ in optimizer.parts():
-            for own in bucket.ranges:
-                yield own.weight, _Place(own.parameter, own.start, own.stop)

@@ -12,7 +12,7 @@ LayerClasses = type[nn.Module] | Sequence[type[nn.Module]]
 
 
 def layer_names(module: nn.Module, transformer_layer_cls: LayerClasses) -> list[str]:
-    """The names of the model's layers of this class (or these classes), in the order of the model.
+    """Return the names of the model's layers of this class (or these classes), in the model's order.
 
     Raises:
         ValueError: the model has no such layers.
@@ -26,7 +26,7 @@ def layer_names(module: nn.Module, transformer_layer_cls: LayerClasses) -> list[
 
 
 def even_cuts(layers: Sequence[str], num_stages: int) -> list[str]:
-    """The last layer of each stage but the last, with equally many layers per stage and the remainder to later stages.
+    """Return the last layer of each stage but the last: equal numbers of layers, the remainder on later stages.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -41,11 +41,7 @@ def even_cuts(layers: Sequence[str], num_stages: int) -> list[str]:
 
 
 def check_layer_count(num_layers: int, num_stages: int) -> None:
-    """Check that there are enough layers for all stages.
-
-    Raises:
-        ValueError: there are fewer layers than stages.
-    """
+    """Raise a ValueError if there are fewer layers than stages."""
     if num_layers < num_stages:
         raise ValueError(
             f"{num_layers} layers cannot fill {num_stages} stages; use at most {num_layers} stages "
@@ -78,19 +74,19 @@ Measure = Callable[[nn.Module], float]
 
 
 def balanced_cuts(layers: Sequence[str], costs: Sequence[float], num_stages: int) -> list[str]:
-    """The last layer of each stage but the last, such that the most expensive stage is as cheap as possible.
+    """Return the last layer of each stage but the last, such that the most expensive stage is as cheap as possible.
 
-    Of the cuts that reach this, those that differ least otherwise (by the sum of squares) are taken. Exact, by dynamic
-    programming over contiguous stages of at least one layer.
+    Ties are broken by the sum of squared costs. The result is exact, by dynamic programming over contiguous stages of
+    at least one layer.
 
     Args:
         layers: the layers' names.
         costs: cost of each layer; optionally with two more, for the modules before the layers (first) and after them
             (last).
-        num_stages: at most as many as layers.
+        num_stages: number of stages, at most the number of layers.
 
     Raises:
-        ValueError: there are fewer layers than stages, another number of costs, or costs below zero or infinite.
+        ValueError: there are fewer layers than stages, a wrong number of costs, or a negative or infinite cost.
     """
     check_layer_count(len(layers), num_stages)
     if any(not math.isfinite(cost) or cost < 0 for cost in costs):
@@ -102,14 +98,14 @@ def balanced_cuts(layers: Sequence[str], costs: Sequence[float], num_stages: int
     elif len(costs) != len(layers):
         raise ValueError(
             f"balance has {len(costs)} costs, but the model has {len(layers)} layers; pass one for each, and "
-            "optionally two more: of the modules before the layers and of those after them"
+            "optionally two more, for the modules before the layers and for those after them"
         )
     ends = _best_ends(costs, num_stages)
     return [layers[end - 1] for end in ends]
 
 
 def _best_ends(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Where each stage but the last ends."""
+    """Return the end of each stage but the last."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -130,15 +126,15 @@ def _best_ends(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def parameter_count(module: nn.Module) -> float:
-    """How many elements the module's parameters have."""
+    """Return the number of elements of the module's parameters."""
     return float(sum(parameter.numel() for parameter in module.parameters()))
 
 
 def flops_per_token(module: nn.Module) -> float:
-    """Forward FLOPs per token of the module's matrices; those of attention scores are omitted, as in most counts.
+    """Return the forward FLOPs per token of the module's matrices, without attention scores, as most counts do.
 
-    Embeddings look up and count nothing. Experts all count, so the layers of a mixture of experts look heavier beside
-    the head than they are: `layer_flops` counts exactly.
+    Embeddings count as zero. All experts count, so layers of a mixture of experts look more expensive than they are;
+    `layer_flops` counts exactly.
     """
     return float(
         sum(
@@ -155,12 +151,12 @@ MEASURES: Mapping[str, Measure] = {"parameters": parameter_count, "flops": flops
 
 
 def layer_flops(model: nn.Module, layers: Sequence[str], **inputs: Any) -> list[float]:
-    """FLOPs of a forward, counted without computing it: costs for `balance`.
+    """Count the FLOPs of a forward without computing it, as costs for `balance`.
 
     Args:
-        model: on any device, also on "meta".
+        model: the model, on any device including "meta".
         layers: the layers' names.
-        **inputs: a microbatch as training gives it; shapes and dtypes matter, values do not.
+        **inputs: a microbatch as in training; only shapes and dtypes matter.
 
     Returns:
         0 for the modules before the layers (embeddings only look up), each layer's FLOPs, and those of the rest, such

@@ -13,14 +13,14 @@ from torch import nn
 from nxd_pipeline.partition.cuts import LayerClasses, layer_names
 from nxd_pipeline.partition.structure import ModelStructure
 
-# Inputs of forward that belong to generation, or ask for values that a pipeline does not keep.
+# Inputs of forward that belong to generation, or request values that a pipeline does not keep.
 _NOT_INPUTS = re.compile(
     r"cache|past_key_values|past_key_value|use_cache|cache_.*|return_dict|output_.*|layer_past|self"
 )
 
 
 def is_hugging_face(module: Any) -> bool:
-    """Whether it is a model of transformers."""
+    """Whether a module is a model of transformers."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.partition(".")[0] == "transformers"
         for cls in type(module).__mro__
@@ -28,10 +28,10 @@ def is_hugging_face(module: Any) -> bool:
 
 
 def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses | None = None) -> ModelStructure:
-    """The places where a model of transformers can be cut.
+    """Return where a model of transformers can be cut.
 
     Its layers are those of `transformer_layer_cls`, or of the pipeline plan, or of its one list of blocks. Input and
-    output embeddings, the plan's modules and the head go to the first or the last stage; all else is on every stage.
+    output embeddings, the plan's modules and the head go to the first or last stage; everything else is on every stage.
 
     Raises:
         ValueError: the list of layers cannot be determined, or the model's config requests outputs that a pipeline does
@@ -60,7 +60,7 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
 
 
 def hugging_face_inputs(model: nn.Module) -> list[str]:
-    """The inputs of the model's forward that a pipeline takes."""
+    """Return the inputs of the model's forward that a pipeline accepts."""
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [it.name for it in parameters if it.kind not in kinds and not _NOT_INPUTS.fullmatch(it.name)]
@@ -89,7 +89,7 @@ def _layers(model: nn.Module, plan: dict[str, Any], transformer_layer_cls: Layer
 
 
 def _lists_of_blocks(model: nn.Module) -> list[str]:
-    """Lists of modules that the model says must not be split; if none, those of one class with parts of their own."""
+    """Return lists of modules that the model declares unsplittable; else lists of one class with submodules."""
     unsplit = set(getattr(model, "_no_split_modules", None) or ())
     declared: list[str] = []
     alike: list[str] = []
@@ -113,17 +113,17 @@ def _refuse_outputs(model: Any) -> None:
             )
 
 
-def hands_on_router_logits(model: Any) -> bool:
-    """Whether the logits of routers are wanted of a model with code of its own, which does not say what makes them.
+def passes_router_logits(model: Any) -> bool:
+    """Whether a model with custom code returns router logits without declaring which modules compute them.
 
-    Its layers hand them on then, which a trace follows.
+    Its layers then pass them on, which a trace follows.
     """
     is_own_code = type(model).__module__.partition(".")[0] != "transformers"
     return is_own_code and bool(getattr(model.config, "output_router_logits", False)) and _router_class(model) is None
 
 
 def _router_class(model: Any) -> type[nn.Module] | None:
-    """The class of the modules whose output is a router's logits, as the model says."""
+    """Return the class of the modules whose output is router logits, as the model declares it."""
     spec = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     if getattr(spec, "index", 0) != 0:
         return None
@@ -131,7 +131,7 @@ def _router_class(model: Any) -> type[nn.Module] | None:
 
 
 def _recorded_routers(model: Any, layers: Sequence[str]) -> dict[str, list[str]]:
-    """The routers in each layer whose logits the model's loss uses.
+    """Return the routers of each layer whose logits the model's loss uses.
 
     Raises:
         ValueError: the config requests them, but the model does not declare which modules compute them.
@@ -163,11 +163,11 @@ def _accepted(model: nn.Module) -> set[str]:
 
 
 def _holds(module: nn.Module, path: str) -> bool:
-    """Whether `path` may name a module below this one: the layers are there."""
+    """Whether this module may contain the list of layers at `path`."""
     return any(isinstance(it, nn.ModuleList) and path.endswith(name) for name, it in module.named_modules() if name)
 
 
 def _outermost(model: nn.Module, names: set[str]) -> set[str]:
-    """Of these modules those with parameters that are in none of the others."""
+    """Return the modules that have parameters and are not inside another one of these."""
     outer = {name for name in names if not any(name.startswith(f"{it}.") for it in names)}
     return {name for name in outer if any(True for _ in model.get_submodule(name).parameters())}

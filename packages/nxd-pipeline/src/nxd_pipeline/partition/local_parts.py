@@ -20,13 +20,13 @@ ParamInit = Callable[..., Any]
 
 
 class LocalParts:
-    """The stages of a rank, or a whole model."""
+    """A rank's stages, or a whole model."""
 
     def __init__(self, parts: Sequence[nn.Module | Stage]) -> None:
         self._parts = parts
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules by name, without stand-ins for those of other stages; each stage has the name of the whole, ""."""
+        """Yield modules by name, without stand-ins for other stages' modules; each stage itself has the name ""."""
         for part in self._parts:
             absent = "\n"  # the start of no name
             for name, module in part.named_modules():
@@ -36,7 +36,7 @@ class LocalParts:
                     yield name, module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by name; a tied weight once."""
+        """Yield parameters by name; a tied weight once."""
         seen: set[nn.Parameter] = set()
         for part in self._parts:
             for name, parameter in part.named_parameters():
@@ -45,7 +45,7 @@ class LocalParts:
                     yield name, parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers by name, also those that are not saved; each once."""
+        """Yield buffers by name, including those that are not saved; each once."""
         seen: set[str] = set()
         for name, module in self.named_modules():
             for key, buffer in module.named_buffers(recurse=False):
@@ -55,18 +55,18 @@ class LocalParts:
                     yield path, buffer
 
     def tensors(self) -> list[Tensor]:
-        """Parameters and buffers."""
+        """Return parameters and buffers."""
         return [tensor for _, tensor in (*self.named_parameters(), *self.named_buffers())]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by name; a tied weight under each of its names."""
+        """Return parameters and persistent buffers by name; a tied weight under each of its names."""
         return {name: tensor for part in self._parts for name, tensor in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
-        """Copy values from a state of this part, or of the whole model.
+        """Copy values from a state of these parts, or of the whole model.
 
         Raises:
-            ValueError: names of this part are missing (if `strict`), or shapes differ.
+            ValueError: names are missing (if `strict`), or shapes differ.
         """
         own = self.state_dict()
         missing = sorted(own.keys() - state.keys())
@@ -85,7 +85,7 @@ class LocalParts:
                 own[name].copy_(state[name])
 
     def tied_names(self) -> dict[str, str]:
-        """Of each further name of a tied weight, the first."""
+        """Map each further name of a tied weight to the first."""
         first: dict[nn.Parameter, str] = {}
         tied: dict[str, str] = {}
         for part in self._parts:
@@ -96,17 +96,17 @@ class LocalParts:
 
 
 def without_other_stages(model: nn.Module, own: Iterable[Tensor]) -> nn.Module:
-    """The whole model for its methods and attributes; parameters and buffers of other ranks are on the meta device.
+    """Return the whole model for its methods and attributes, with other ranks' tensors on the meta device.
 
-    A method that changes weights changes only those of this rank. Modules whose tensors are all
-    of this rank are the model's own; the model itself is not changed.
+    A method that changes weights changes only those of this rank. Modules whose tensors all belong to this rank are
+    the model's own; the model itself is not changed.
 
     Args:
         model: the model before it was cut.
         own: parameters and buffers of this rank's stages.
 
     Returns:
-        The model, or a copy of it where tensors of other ranks were replaced.
+        The model, or a copy of it if tensors of other ranks were replaced.
     """
     kept = {id(tensor) for tensor in own}
     made: dict[int, Tensor] = {}  # tied tensors stay tied
@@ -128,7 +128,7 @@ def _view(module: nn.Module, kept: set[int], made: dict[int, Tensor]) -> nn.Modu
 
 
 def _forget_calls(copy: nn.Module) -> None:
-    """Drop hooks and a forward of its own: nothing calls the copy, and they may hold the modules of other stages."""
+    """Drop hooks and an instance's own forward: nothing calls the copy, and they may hold modules of other stages."""
     copy.__dict__.pop("forward", None)
     for name, registry in vars(copy).items():
         if name.endswith("_hooks"):
@@ -146,21 +146,21 @@ def _on_meta(tensor: Tensor) -> Tensor:
     meta = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-    meta.__dict__.update(tensor.__dict__)  # what scripts mark parameters with
+    meta.__dict__.update(tensor.__dict__)  # marks that scripts have set
     return meta
 
 
 def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iterable[Tensor] | None = None) -> None:
-    """Put meta parameters and buffers on the CPU and have `param_init_fn` fill them, module by module.
+    """Allocate meta parameters and buffers on the CPU and let `param_init_fn` fill them, module by module.
 
-    Random values depend on torch's seed and the module's name only, so that they do not depend on how the model is
-    cut. Padding in shard metadata becomes zero. Parameters stay the objects they were, with their
-    attributes: tied ones stay tied, and have the values that the last module with them gave, on every rank.
+    Random values depend only on torch's seed and the module's name, not on the cuts. Padding (see `ShardSpec`) becomes
+    zero. Parameters remain the same objects, with their attributes: tied ones stay tied, with the values from the last
+    module that has them, on every rank.
 
     Args:
         model: the whole model.
-        param_init_fn: called with a module, or with a module and a device if it takes two; it fills the parameters and
-            buffers of that module, not those of modules below.
+        param_init_fn: function of a module, or of a module and a device, that fills the module's own parameters and
+            buffers, not those of submodules.
         only: the parameters and buffers to fill; all if None.
 
     Raises:
@@ -208,7 +208,7 @@ def _fill(name: str, module: nn.Module, tensors: Mapping[str, Tensor], param_ini
 
 
 def _clear_padding(tensor: Tensor) -> None:
-    """Zero what is no part of a logical tensor, whatever has been drawn for it."""
+    """Zero the padding, which `param_init_fn` has filled too."""
     spec = get_shard_spec(tensor)
     if spec is None or not spec.has_padding:
         return
@@ -224,7 +224,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _takes_device(param_init_fn: ParamInit) -> bool:
-    """Whether a second argument is needed, as scripts for the existing library have it."""
+    """Whether the function requires a second argument, as in scripts for NeuronX Distributed."""
     parameters = inspect.signature(param_init_fn).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(it.kind in positional and it.default is it.empty for it in parameters) > 1

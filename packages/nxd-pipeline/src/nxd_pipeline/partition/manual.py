@@ -15,14 +15,14 @@ from nxd_pipeline.partition.stage import Stage, Wiring, boundary
 
 
 class StageChain(nn.Module):
-    """The whole model that stages make up by themselves, its modules named by their stages: "0.weight".
+    """The whole model as a chain of its stages, with modules named by stage, such as "0.weight".
 
     Args:
-        stages: all of them, in their order.
-        input_names: the model's inputs; those arguments of the modules that have no default if None.
+        stages: the stages, in order.
+        input_names: the model's inputs; the modules' arguments without a default if None.
 
     Raises:
-        ValueError: as from `manual_partition`.
+        ValueError: as for `manual_partition`.
     """
 
     def __init__(self, stages: Sequence[nn.Module | Stage], input_names: Sequence[str] | None = None) -> None:
@@ -36,11 +36,11 @@ class StageChain(nn.Module):
 
     @property
     def input_names(self) -> list[str]:
-        """The inputs that its stages take, sorted."""
+        """The inputs of the stages, sorted."""
         return sorted(self._wiring.model_inputs)
 
     def forward(self, **inputs: Any) -> Any:
-        """What the last stage returns.
+        """Return the output of the last stage.
 
         Raises:
             TypeError: inputs are missing or unknown.
@@ -59,9 +59,9 @@ def manual_partition(
 ) -> tuple[Stage, ...]:
     """Make stages of modules.
 
-    The first module takes inputs of the model. Each further one takes as its first argument what the one before
-    returned (a tensor, tuple or dict), followed by any inputs of the model; arguments are matched by their names.
-    Values that skip stages need `Stage`, which names them; either all stages are given as `Stage`, or none.
+    The first module takes inputs of the model. Each further one takes the previous module's output (a tensor, tuple or
+    dict) as its first argument, followed by any inputs of the model; arguments are matched by name. Values that skip
+    stages need `Stage`, which names them; all stages or none are given as `Stage`.
 
     Args:
         stages: the stages of the pipeline.
@@ -98,7 +98,7 @@ def manual_partition(
 
 
 def _check_complete(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """What no stage has would be missing in a checkpoint. Stages may also have none of the model's own modules."""
+    """Raise unless the stages have all parameters of the model, or none: checkpoints would lack the others."""
     held = {parameter for stage in stages for parameter in stage.module.parameters()}
     missing = [name for name, parameter in model.named_parameters() if parameter not in held]
     if missing and len(missing) < len(list(model.parameters())):
@@ -109,7 +109,7 @@ def _check_complete(model: nn.Module, stages: Sequence[Stage]) -> None:
 
 
 def _needed_inputs(stage: nn.Module | Stage, index: int) -> list[str]:
-    """The inputs of the model without which a stage of a chain cannot be called."""
+    """Return the inputs of the model that a stage of a chain requires."""
     if not isinstance(stage, nn.Module):
         return []
     parameters = list(inspect.signature(stage.forward).parameters.values())[min(index, 1) :]
@@ -134,7 +134,7 @@ def _chain_inputs(module: nn.Module, index: int, input_names: Sequence[str]) -> 
                 f"{list(input_names)}; rename it, or wire the stages with Stage(module, inputs, outputs)"
             )
         else:
-            break  # this and what follows keep their defaults
+            break  # this argument and those after it keep their defaults
     return tuple(inputs)
 
 
@@ -145,7 +145,7 @@ INPUTS, LABELS = "inputs", "labels"
 
 
 class LayerChain(nn.Module):
-    """Some layers of a list, named by their indices in it, and possibly the loss."""
+    """Layers of a list, named by their indices in it, optionally followed by the loss."""
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: LossFunction | None = None) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class LayerChain(nn.Module):
         self._loss_fn = loss_fn
 
     def forward(self, inputs: Any, labels: Any = None) -> Any:
-        """The output of the last layer; with a loss and labels, the loss."""
+        """Return the output of the last layer; with a loss and labels, the loss."""
         for place in self._places:
             inputs = self._modules[place](inputs)  # type: ignore[misc]
         if self._loss_fn is None or labels is None:
@@ -170,18 +170,18 @@ def sequence_partition(
     stage_of_layers: StageOfLayers | None = None,
     loss_fn: LossFunction | None = None,
 ) -> tuple[Stage, ...]:
-    """Stages of a list of layers; the model's inputs are "inputs" and, with a loss, "labels".
+    """Cut a list of layers into stages; the model's inputs are "inputs" and, with a loss, "labels".
 
     Args:
-        layers: the layers, in the order of their calls.
+        layers: the layers, in the order in which they are called.
         num_stages: number of stages.
-        stage_of_layers: called with the layers and the number of stages, gives the stage of each layer; equally many
-            layers for each stage if None, the remainder to later ones.
-        loss_fn: called with what the last layer returns, or the first of a list or tuple, and the labels.
+        stage_of_layers: function of the layers and the number of stages that returns the stage of each layer; if None,
+            equal numbers of layers, the remainder on later stages.
+        loss_fn: function of the last layer's output (its first element, for a list or tuple) and the labels.
 
     Raises:
-        ValueError: there are fewer layers than stages, or `stage_of_layers` leaves a layer out, a stage empty, or has
-            stages that do not follow the order of the layers.
+        ValueError: there are fewer layers than stages, or `stage_of_layers` omits a layer, leaves a stage empty, or
+            does not follow the order of the layers.
     """
     check_layer_count(len(layers), num_stages)
     if stage_of_layers is None:

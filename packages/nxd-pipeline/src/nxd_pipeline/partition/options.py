@@ -11,10 +11,10 @@ from torch import fx, nn
 
 from nxd_pipeline.partition.cuts import MEASURES, LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_names
 from nxd_pipeline.partition.hugging_face import (
-    hands_on_router_logits,
     hugging_face_inputs,
     hugging_face_structure,
     is_hugging_face,
+    passes_router_logits,
 )
 from nxd_pipeline.partition.manual import (
     LABELS,
@@ -88,18 +88,17 @@ class PartitionOptions:
 
 @dataclass(frozen=True)
 class PartitionedModel:
-    """All stages of a model, and the inputs that calls may leave out, with their defaults."""
+    """All stages of a model, and the inputs that calls may omit, with their defaults."""
 
     stages: tuple[Stage, ...]
     optional_inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def whole_model(module: nn.Module | Sequence[nn.Module] | None, options: PartitionOptions) -> nn.Module:
-    """The model as it is before it is cut, also where it is given as a list of layers, or by its stages alone.
+    """Return the model before it is cut, also if it is given as a list of layers or only as stages.
 
     Raises:
-        ValueError: it is a list, and `manual_pp_partition` does not say so, or in reverse; or there is
-            neither a model nor stages.
+        ValueError: `manual_pp_partition` does not match the type of `module`, or there is neither a model nor stages.
     """
     if options.stages is not None and options.manual_pp_partition:
         raise ValueError("stages= already defines the stages; remove manual_pp_partition, which cuts a list of layers")
@@ -132,7 +131,7 @@ def partition_model(
         return PartitionedModel(stages, {LABELS: None} if loss_fn is not None else {})
     if options.stages is not None:
         return PartitionedModel(_by_hand(model, num_stages, options.stages, options))
-    has_structure = is_hugging_face(model) and not hands_on_router_logits(model)
+    has_structure = is_hugging_face(model) and not passes_router_logits(model)
     if options.tracer_cls == "hf" or (options.tracer_cls is None and has_structure):
         return _by_structure(model, num_stages, options)
     return PartitionedModel(_by_trace(model, num_stages, options))
@@ -154,7 +153,7 @@ def _check_options(options: PartitionOptions) -> None:
 
 
 def _check_types(options: PartitionOptions) -> None:
-    """What Python would take otherwise than meant: the letters of a name, or fail on later without saying why."""
+    """Raise for wrong types that Python would misread, such as a name as its letters, or reject later."""
     for name in ("pipeline_cuts", "input_names"):
         value = getattr(options, name)
         if isinstance(value, str):
@@ -209,7 +208,7 @@ def _by_trace(model: nn.Module, num_stages: int, options: PartitionOptions) -> t
     if options.auto_partition and not classes:
         raise ValueError("auto_partition needs transformer_layer_cls, the class of the layers to spread")
     layers = layer_names(model, classes) if options.auto_partition else list(options.pipeline_cuts or ())
-    if not options.auto_partition:  # with names that can be cut at, before anything is traced
+    if not options.auto_partition:  # checks the names before anything is traced
         layers = _cuts(model, num_stages, options, layers, lambda _: [])
     autowrap = (*(options.autowrap_functions or ()), *(options.autowrap_modules or ()))
     graph = trace_model(
@@ -233,7 +232,7 @@ def _cuts(
     layers: Sequence[str],
     costs: Callable[[Callable[[nn.Module], float]], Sequence[float]],
 ) -> list[str]:
-    """The last layer of each stage but the last; `costs` gives those of the layers by a measure of a module."""
+    """Return the last layer of each stage but the last; `costs` computes the layers' costs by a measure of modules."""
     if not options.auto_partition:
         if options.pipeline_cuts is None:
             raise ValueError(

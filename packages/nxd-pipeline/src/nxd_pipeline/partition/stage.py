@@ -13,7 +13,7 @@ from nxd_pipeline.schedules import Edge
 
 
 def boundary(stage: int) -> str:
-    """The name of the value that a stage of a chain returns."""
+    """Return the name of a stage's output in a chain."""
     return f"stage_{stage}.output"
 
 
@@ -22,11 +22,11 @@ class Stage:
     """One stage of a model.
 
     Attributes:
-        module: called with the values of `inputs` in their order.
+        module: the module, called with the values of `inputs` in order.
         inputs: names of the values it uses, each an input of the model or an output of an earlier stage.
-        outputs: names of the returned values: one value under one name, or a tuple of as many values as names. The last
-            stage has none; it returns what the model returns.
-        logical_names: by path in `module`, the path in the unpartitioned model of submodules that have another one.
+        outputs: names of the returned values: one value for one name, else a tuple. The last stage has none; it returns
+            the model's output.
+        logical_names: paths in the unpartitioned model, by path in `module`, of submodules for which they differ.
     """
 
     module: nn.Module
@@ -35,7 +35,7 @@ class Stage:
     logical_names: Mapping[str, str] = field(default_factory=dict)
 
     def logical_name(self, path: str) -> str:
-        """The unpartitioned model's name of a submodule, parameter or buffer of this stage."""
+        """Return the name of a submodule, parameter or buffer of this stage in the unpartitioned model."""
         known, rest = path, ""
         while known not in self.logical_names:
             if not known:
@@ -45,30 +45,30 @@ class Stage:
         return ".".join(part for part in (self.logical_names[known], rest) if part)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Its submodules by their logical names; the stage itself has that of the whole model, ""."""
+        """Yield submodules by logical name; the stage itself has the whole model's name, ""."""
         for path, module in self.module.named_modules():
             name = self.logical_name(path)
-            if name or not path:  # a model that a stage wraps is not named again
+            if name or not path:  # not the model inside a stage that wraps it
                 yield name, module
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters by their logical names; without `remove_duplicate` a tied one by each of its names here."""
+        """Return parameters by logical name; without `remove_duplicate` a tied one by each of its names here."""
         named = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return ((self.logical_name(path), parameter) for path, parameter in named)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Its parameters and persistent buffers by their logical names."""
+        """Return parameters and persistent buffers by logical name."""
         return {self.logical_name(path): tensor for path, tensor in self.module.state_dict().items()}
 
 
 class Wiring:
-    """Which stage uses which values of which other: what every rank knows of all stages.
+    """Which stage uses which values of which other stage; every rank knows this of all stages.
 
     Attributes:
-        inputs: the value names that each stage uses.
-        outputs: the value names that each stage makes.
-        edges: one per pair of stages that share values.
-        model_inputs: the values that no stage makes.
+        inputs: names of the values that each stage uses.
+        outputs: names of the values that each stage returns.
+        edges: the edges, one per pair of stages that share values.
+        model_inputs: names of the model's inputs: the values that no stage returns.
 
     Raises:
         ValueError: a value is an output of two stages or of no earlier stage, or the last stage names outputs.
@@ -79,7 +79,7 @@ class Wiring:
         self.outputs = tuple(stage.outputs for stage in stages)
         self._carried: dict[tuple[int, int], tuple[str, ...]] = {}
         if self.outputs and self.outputs[-1]:
-            raise ValueError(f"the last stage names outputs {self.outputs[-1]}; it returns what the model returns")
+            raise ValueError(f"the last stage names outputs {self.outputs[-1]}; it returns the model's output")
         maker: dict[str, int] = {}
         for index, names in enumerate(self.outputs):
             for name in names:
@@ -116,14 +116,14 @@ class Wiring:
         return len(self.inputs)
 
     def carried(self, producer: int, consumer: int) -> tuple[str, ...]:
-        """The values that go from one stage to another."""
+        """Return the names of the values sent from one stage to another."""
         return self._carried[producer, consumer]
 
     def named_values(self, stage: int, output: Any) -> dict[str, Any]:
-        """What a stage returned, by the names of its outputs; nothing of the last stage.
+        """Return a stage's output by the names of its values; nothing for the last stage.
 
         Raises:
-            ValueError: it is not a tuple of as many values as there are names.
+            ValueError: the output is not a tuple with a value for each name.
         """
         names = self.outputs[stage]
         if len(names) > 1 and not (isinstance(output, tuple) and len(output) == len(names)):
@@ -133,9 +133,9 @@ class Wiring:
         return dict(zip(names, output if len(names) > 1 else (output,), strict=False))
 
     def producers(self, stage: int) -> list[int]:
-        """The stages whose values this one uses."""
+        """Return the stages whose values this one uses."""
         return [edge.producer for edge in self.edges if edge.consumer == stage]
 
     def consumers(self, stage: int) -> list[int]:
-        """The stages that use this one's values."""
+        """Return the stages that use this one's values."""
         return [edge.consumer for edge in self.edges if edge.producer == stage]

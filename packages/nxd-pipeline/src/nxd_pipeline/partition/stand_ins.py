@@ -16,21 +16,21 @@ OTHER_WAYS = "cut the model by a trace (tracer_cls='torch'), or write its stages
 
 
 class StageEnd(Exception):
-    """Raised to leave the model's forward after the stage's last layer."""
+    """Raised to end the model's forward after the stage's last layer."""
 
 
 @dataclass
-class Passage:
+class StageForward:
     """One forward of a stage: its inputs and outputs.
 
     Attributes:
         received: output of the previous stage's last layer.
         recorded: outputs of the recorded modules of earlier stages, then of this one, in the order of the layers.
         leaving: output of this stage's last layer.
-        is_active: whether the stage's forward is running; it is not when a checkpointed layer is computed again.
-        is_entered: whether the layers of earlier stages are behind.
+        is_active: whether the stage's forward is running; False while a checkpointed layer is recomputed.
+        is_entered: whether the forward is past the layers of earlier stages.
         replayed: number of `recorded` outputs that have been returned in place of earlier stages' modules.
-        passed: layers of earlier stages that are behind.
+        called: layers of earlier stages that have been called.
     """
 
     received: Any = None
@@ -39,16 +39,16 @@ class Passage:
     is_active: bool = False
     is_entered: bool = False
     replayed: int = 0
-    passed: set[nn.Module] = field(default_factory=set)
+    called: set[nn.Module] = field(default_factory=set)
 
     def begin(self, received: Any, recorded: list[Tensor]) -> None:
-        """The stage's forward begins."""
+        """Begin the stage's forward."""
         self.received, self.recorded, self.replayed = received, list(recorded), 0
         self.is_active, self.is_entered = True, False
-        self.passed = set()
+        self.called = set()
 
     def end(self) -> None:
-        """The stage's forward is over, and nothing of it is kept."""
+        """End the forward and release its tensors."""
         self.received = self.leaving = None
         self.recorded = []
         self.is_active = False
@@ -57,19 +57,19 @@ class Passage:
 class AbsentLayer(nn.Module):
     """Stands in for a layer of an earlier or later stage; it has the layer's plain attributes.
 
-    Earlier layers return what was received, so the model takes it for the output of the layer before the stage's own.
+    Layers of earlier stages return the received value, which the model takes for the output of the previous layer.
     """
 
-    def __init__(self, layer: nn.Module, passage: Passage, *, is_behind: bool) -> None:
+    def __init__(self, layer: nn.Module, run: StageForward, *, is_later: bool) -> None:
         super().__init__()
         own = {name: value for name, value in vars(layer).items() if name not in vars(self)}
         self.__dict__.update({name: value for name, value in own.items() if not isinstance(value, Tensor | nn.Module)})
-        self._passage = passage
-        self._is_behind = is_behind
+        self._run = run
+        self._is_later = is_later
         self._replays: list[nn.Module] = []
 
     def add_replay(self, path: str, module: nn.Module) -> None:
-        """Have the layer call a module below it, for those who listen there."""
+        """Make the layer call a submodule, so that hooks on it see its output."""
         *parents, name = path.split(".")
         parent: nn.Module = self
         for part in parents:
@@ -88,43 +88,43 @@ class AbsentLayer(nn.Module):
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the last layer of the previous stage.
+        """Return the output of the last layer of the previous stage.
 
         Raises:
-            RuntimeError: the layer is behind the stage's own, or the model loops over it.
+            RuntimeError: the layer belongs to a later stage, or the model calls it twice.
         """
-        if self._is_behind:
+        if self._is_later:
             raise RuntimeError(
                 f"the model calls a layer of a later stage before the layers of this stage; {OTHER_WAYS}"
             )
-        if self in self._passage.passed:
+        if self in self._run.called:
             raise RuntimeError(
                 "the model calls a layer twice in one forward, so its stages do not form a sequence; put all "
                 f"layers of its loop on the last stage, or {OTHER_WAYS}"
             )
-        self._passage.passed.add(self)
+        self._run.called.add(self)
         for replay in self._replays:
             replay()
-        self._passage.is_entered = True
-        return self._passage.received
+        self._run.is_entered = True
+        return self._run.received
 
 
 class AbsentModule(nn.Module):
     """Stands in for an embedding or a head that another stage holds."""
 
-    def __init__(self, name: str, module: nn.Module, passage: Passage) -> None:
+    def __init__(self, name: str, module: nn.Module, run: StageForward) -> None:
         super().__init__()
         self._name = name
-        self._passage = passage
+        self._run = run
         for size in ("embedding_dim", "out_features"):
             if isinstance(getattr(module, size, None), int):
                 self.__dict__[size] = getattr(module, size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Of the shape that the module returns, `nan` everywhere: what depends on it is caught at the layers.
+        """Return NaN in the shape of the module's output; the stage's layers detect values that depend on it.
 
         Raises:
-            RuntimeError: it is called where its values matter.
+            RuntimeError: the module is called where its values matter.
         """
         given = next(tensors_in((args, kwargs)), None)
         like = self._like()
@@ -149,27 +149,27 @@ class AbsentModule(nn.Module):
             ) from None
 
     def _like(self) -> Tensor | None:
-        """A tensor of the model's dtype and device, while the model is before its layers."""
-        if self._passage.is_entered:
+        """Return a tensor of the model's dtype and device, as long as the stage's layers have not begun."""
+        if self._run.is_entered:
             return None
-        return next((it for it in tensors_in(self._passage.received) if it.is_floating_point()), None)
+        return next((it for it in tensors_in(self._run.received) if it.is_floating_point()), None)
 
 
-def replay_of(module: nn.Module, passage: Passage) -> nn.Module:
-    """A module of the same class without tensors, which returns what that one has returned on its own stage."""
+def replay_of(module: nn.Module, run: StageForward) -> nn.Module:
+    """Return a module of the same class without tensors, which returns the module's output on its own stage."""
     replay = shallow_copy(module)
     replay._parameters, replay._buffers, replay._modules = {}, {}, {}
 
     def forward() -> Tensor:
-        passage.replayed += 1
-        return passage.recorded[passage.replayed - 1]
+        run.replayed += 1
+        return run.recorded[run.replayed - 1]
 
     replay.forward = forward
     return replay
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class, children, parameters and attributes, whose own registries may be changed."""
+    """Return a module with the same class, children, parameters and attributes, whose registries may be changed."""
     copy = module.__new__(type(module))
     registries = {name: value.copy() for name, value in vars(module).items() if isinstance(value, dict | set)}
     copy.__dict__.update({**vars(module), **registries})
@@ -177,5 +177,5 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a structure."""
+    """Yield the tensors of a structure."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -18,8 +18,8 @@ from nxd_pipeline.partition.stand_ins import (
     OTHER_WAYS,
     AbsentLayer,
     AbsentModule,
-    Passage,
     StageEnd,
+    StageForward,
     replay_of,
     shallow_copy,
     tensors_in,
@@ -32,10 +32,10 @@ class ModelStructure:
 
     Attributes:
         layers: names of the layers in the order of calls, all in one `nn.ModuleList`.
-        first: names of modules used before the layers only, and only by what enters the first layer.
-        last: names of modules used behind the layers only.
-        recorded: by layer, names of modules in it whose output the model's last part uses, too.
-        arguments: arguments that every call of the model gets.
+        first: names of modules used only before the layers, and only for the input of the first layer.
+        last: names of modules used only after the layers.
+        recorded: names of modules in a layer whose output the model also uses after the layers, by layer.
+        arguments: arguments passed in every call of the model.
     """
 
     layers: tuple[str, ...]
@@ -48,12 +48,12 @@ class ModelStructure:
 def structural_partition(
     model: nn.Module, structure: ModelStructure, cuts: Sequence[str], input_names: Sequence[str]
 ) -> tuple[Stage, ...]:
-    """Cut `model` behind the layers named `cuts`; every stage takes all inputs.
+    """Cut `model` after the layers named `cuts`; every stage takes all inputs.
 
     Modules that are neither layers nor in `first` or `last` are on every stage, their parameters as tied weights.
 
     Raises:
-        ValueError: a cut is not a layer, is the last one, or comes before another one.
+        ValueError: a cut is not a layer, is the last layer, or is out of order.
     """
     ends = [_position(cut, structure.layers) for cut in cuts]
     if sorted(set(ends)) != ends or (ends and ends[-1] == len(structure.layers) - 1):
@@ -91,15 +91,15 @@ class _LayerRange:
 class StructuralStage(nn.Module):
     """The model with stand-ins for other stages' modules.
 
-    Called with what the stage before returned, unless it is the first, and the model's inputs. Returns what its last
-    layer returned, with the outputs of recorded modules if there are any; the last stage what the model returns.
+    Takes the previous stage's output, except on the first stage, and the model's inputs. Returns the output of its last
+    layer, with the outputs of recorded modules if there are any; the last stage returns the model's output.
     """
 
     def __init__(
         self, model: nn.Module, structure: ModelStructure, layers: _LayerRange, input_names: Sequence[str]
     ) -> None:
         super().__init__()
-        self._passage = Passage()
+        self._run = StageForward()
         self._layers = layers
         self._input_names = tuple(input_names)
         self._arguments = dict(structure.arguments)
@@ -123,15 +123,15 @@ class StructuralStage(nn.Module):
             received, values = values[0], values[1:]
             if self._records:
                 received, recorded = received
-        self._passage.begin(received, recorded)
+        self._run.begin(received, recorded)
         try:
             output = self.model(**dict(zip(self._input_names, values, strict=True)), **self._arguments)
-            self._check_course(ended=False)
+            self._check_order(ended=False)
             return output
         except StageEnd:
-            self._check_course(ended=True)
-            leaving = self._passage.leaving
-            return (leaving, tuple(self._passage.recorded)) if self._records else leaving
+            self._check_order(ended=True)
+            leaving = self._run.leaving
+            return (leaving, tuple(self._run.recorded)) if self._records else leaving
         except KeyError as error:
             if self._layers.is_first:
                 raise
@@ -142,38 +142,38 @@ class StructuralStage(nn.Module):
                 f"or {OTHER_WAYS}"
             ) from error
         finally:
-            self._passage.end()
+            self._run.end()
 
     def _stand_ins(self, modules: Mapping[str, nn.Module], structure: ModelStructure) -> dict[str, nn.Module]:
         stand_ins: dict[str, nn.Module] = {}
         for index, name in enumerate(structure.layers):
             if self._layers.start <= index < self._layers.end:
                 continue
-            absent = AbsentLayer(modules[name], self._passage, is_behind=index >= self._layers.end)
+            absent = AbsentLayer(modules[name], self._run, is_later=index >= self._layers.end)
             if self._layers.is_last:
                 for path in structure.recorded.get(name, ()):
-                    absent.add_replay(path, replay_of(modules[f"{name}.{path}"], self._passage))
+                    absent.add_replay(path, replay_of(modules[f"{name}.{path}"], self._run))
             stand_ins[name] = absent
         if not self._layers.is_first:
-            stand_ins |= {name: AbsentModule(name, modules[name], self._passage) for name in structure.first}
+            stand_ins |= {name: AbsentModule(name, modules[name], self._run) for name in structure.first}
         if not self._layers.is_last:
-            stand_ins |= {name: AbsentModule(name, modules[name], self._passage) for name in structure.last}
+            stand_ins |= {name: AbsentModule(name, modules[name], self._run) for name in structure.last}
         return stand_ins
 
     def _record(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._passage.is_active:
-            self._passage.recorded.append(output if isinstance(output, Tensor) else output[0])
+        if self._run.is_active:
+            self._run.recorded.append(output if isinstance(output, Tensor) else output[0])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._passage.is_active:
-            self._passage.leaving = output
+        if self._run.is_active:
+            self._run.leaving = output
             raise StageEnd
 
     def _check_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The first time: layers must not use what other stages' modules made, but by way of the layers before."""
-        if self._layers.is_first or self._is_checked or not self._passage.is_active:
+        """On the first call, check that layers use other stages' modules only through the previous layer."""
+        if self._layers.is_first or self._is_checked or not self._run.is_active:
             return
-        if any(_has_nan(tensor) for tensor in tensors_in(self._passage.received)):
+        if any(_has_nan(tensor) for tensor in tensors_in(self._run.received)):
             return
         if any(_has_nan(tensor) for tensor in tensors_in((args, kwargs))):
             raise ValueError(
@@ -182,8 +182,8 @@ class StructuralStage(nn.Module):
             )
         self._is_checked = True
 
-    def _check_course(self, *, ended: bool) -> None:
-        entered = self._layers.is_first or self._passage.is_entered
+    def _check_order(self, *, ended: bool) -> None:
+        entered = self._layers.is_first or self._run.is_entered
         if ended != (not self._layers.is_last) or not entered:
             raise RuntimeError(
                 f"{self._model_name}.forward did not call its layers in order on the stage of layers "
@@ -192,7 +192,7 @@ class StructuralStage(nn.Module):
 
 
 def optional_inputs(model: nn.Module, input_names: Sequence[str]) -> dict[str, Any]:
-    """The inputs that calls may leave out, with the defaults of the model's forward."""
+    """Return the inputs that calls may omit, with the defaults of the model's forward."""
     parameters = inspect.signature(model.forward).parameters
     return {
         name: parameters[name].default
@@ -202,7 +202,7 @@ def optional_inputs(model: nn.Module, input_names: Sequence[str]) -> dict[str, A
 
 
 def _with_stand_ins(module: nn.Module, stand_ins: Mapping[str, nn.Module]) -> nn.Module:
-    """The module with others in the places named; modules above them are copied, all others are shared."""
+    """Return the module with stand-ins in the named places; modules above them are copied, all others are shared."""
     if not stand_ins:
         return module
     copy = shallow_copy(module)

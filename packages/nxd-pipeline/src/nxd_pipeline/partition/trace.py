@@ -15,7 +15,7 @@ from torch import fx, nn
 
 
 class _LayerTracer(fx.Tracer):
-    """Keeps layers whole, and leaves inputs that are not given at the defaults of `forward`."""
+    """Keeps layers whole, and inputs that are not passed at the defaults of `forward`."""
 
     proxy_buffer_attributes = True  # so that a buffer may be cut to the length of an input
     layer_classes: tuple[type[nn.Module] | str, ...] = ()
@@ -26,7 +26,7 @@ class _LayerTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """As torch.fx does, and remembers where it failed."""
+        """Trace as torch.fx does, and note the innermost module that fails."""
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -34,7 +34,7 @@ class _LayerTracer(fx.Tracer):
             raise
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Layers by class or name, parallel layers, and what torch.fx never looks into."""
+        """Whether a module is a layer by class or name, a parallel layer, or a leaf of torch.fx."""
         if module_qualified_name in self.layer_names or _is_parallel_layer(m):
             return True
         for cls in self.layer_classes:
@@ -45,7 +45,7 @@ class _LayerTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """Only `input_names` become placeholders."""
+        """Make placeholders of `input_names` only."""
         inputs = {name: self.create_proxy("placeholder", name, (), {}) for name in self.input_names}
 
         def traced(root: nn.Module) -> Any:
@@ -65,17 +65,17 @@ def trace_model(
     autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
     tracer_cls: type[fx.Tracer] = fx.Tracer,
 ) -> fx.Graph:
-    """The graph of a model's forward.
+    """Trace a model's forward.
 
     Args:
         module: the model.
-        input_names: the arguments of `forward` that will be given; those without a default if None.
+        input_names: the arguments of `forward` in calls; those without a default if None.
         leaf_classes: classes, or their names, whose modules stay whole.
         leaf_names: modules that stay whole, by name.
         autowrap_functions: functions that stay whole.
         autowrap_modules: Python modules whose functions stay whole.
         autowrap_obj_methods: see `methods_kept_whole`.
-        tracer_cls: the tracer to build on.
+        tracer_cls: the base class of the tracer.
 
     Raises:
         ValueError: `forward` does not take an input, or the model cannot be traced this way.
@@ -104,11 +104,11 @@ def trace_model(
 
 @contextmanager
 def methods_kept_whole(methods: Mapping[Any, Sequence[str]]) -> Iterator[None]:
-    """Inside, a trace does not look into some methods of some objects.
+    """Return a block in which a trace keeps some methods of some objects whole.
 
     Args:
-        methods: names of methods by object. Weights of such an object are not seen either: its stage must have them
-            through another call, or the methods must need none.
+        methods: names of methods, by object. The trace does not see the weights of such an object: its stage must have
+            them through another call, or the methods must not need any.
 
     Raises:
         ValueError: an object lacks a method, or the names are not a list.
@@ -126,14 +126,14 @@ def methods_kept_whole(methods: Mapping[Any, Sequence[str]]) -> Iterator[None]:
         yield
     finally:
         for owner, name, before in replaced:
-            if before is None:  # the class's own, which an attribute of the object has hidden
+            if before is None:  # the class's method, hidden by the object's attribute
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
 
 
 def _as_one_node(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, which becomes one node of the graph if it is called with proxies."""
+    """Wrap a method so that it becomes one node of the graph if it is called with proxies."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -154,13 +154,13 @@ def _not_traced(module: nn.Module, error: Exception, failed_in: tuple[str, nn.Mo
         leaf = repr(type(inner).__name__)
     return (
         f"{type(module).__name__} cannot be traced {where}: {type(error).__name__}: {error}. Keep "
-        f"modules whole by leaf_module_cls=[{leaf}] or functions by autowrap_functions, give only the inputs that are "
-        "used by input_names, cut a model of transformers by its structure (tracer_cls='hf'), or write the stages by "
-        "hand (stages=[...])"
+        f"modules whole by leaf_module_cls=[{leaf}] or functions by autowrap_functions, list only the inputs in use in "
+        "input_names, cut a transformers model by its structure (tracer_cls='hf'), or write the stages by hand "
+        "(stages=[...])"
     )
 
 
 def _is_parallel_layer(module: nn.Module) -> bool:
-    """Layers of nxd_layers that have weights; their forward communicates, and a trace must not look into it."""
+    """Whether a module is a layer of nxd_layers with weights; its forward communicates and must stay whole."""
     package = type(module).__module__.partition(".")[0]
     return package == "nxd_layers" and any(True for _ in module.parameters(recurse=False))

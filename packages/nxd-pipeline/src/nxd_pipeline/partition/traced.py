@@ -1,7 +1,7 @@
 """Cutting a traced graph into stages: each a graph of its own that holds only the submodules it calls.
 
-A value that a later stage uses goes there directly, over however many stages. Weights, constants, and what follows
-from the model's inputs alone (masks, positions) are not sent: every stage that uses them has or computes them itself.
+Values go directly to the stages that use them, across any number of stages. Weights, constants and values that depend
+only on the model's inputs (masks, positions) are not sent: every stage that uses them has or computes them itself.
 """
 
 import operator
@@ -17,7 +17,7 @@ _PURE_MODULES = ("_operator", "builtins", "math")  # the module of the functions
 
 
 def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) -> tuple[Stage, ...]:
-    """Cut `graph` behind the layers named `cuts`. The last stage also has parameters and buffers that no stage uses.
+    """Cut `graph` after the layers named `cuts`. The last stage also has parameters and buffers that no stage uses.
 
     Args:
         module: the model that `graph` was traced from.
@@ -38,7 +38,7 @@ def traced_partition(module: nn.Module, graph: fx.Graph, cuts: Sequence[str]) ->
 def traced_costs(
     module: nn.Module, graph: fx.Graph, layers: Sequence[str], measure: Callable[[nn.Module], float]
 ) -> list[float]:
-    """The cost of each layer, including calls since the previous layer; the rest counts towards the last layer.
+    """Return the cost of each layer with the calls since the previous layer; the rest counts for the last layer.
 
     Raises:
         ValueError: the model never calls a layer.
@@ -66,7 +66,7 @@ def traced_costs(
 
 
 def _use_changed_values(module: nn.Module, graph: fx.Graph) -> None:
-    """Let what comes behind an operation in place use its result, so that stages get the value as it is then."""
+    """Let the nodes after an in-place operation use its result, so that stages get the changed value."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         changed = _changed_in_place(module, node)
@@ -76,7 +76,7 @@ def _use_changed_values(module: nn.Module, graph: fx.Graph) -> None:
 
 
 def _changed_in_place(module: nn.Module, node: fx.Node) -> Any:
-    """The argument that the node changes and returns; None if it changes none."""
+    """Return the argument that the node changes in place and returns; None if there is none."""
     first = next(iter(node.args), node.kwargs.get("input"))
     if node.op == "call_module":
         return first if getattr(module.get_submodule(str(node.target)), "inplace", False) is True else None
@@ -87,7 +87,7 @@ def _changed_in_place(module: nn.Module, node: fx.Node) -> Any:
 
 
 def _assign_stages(graph: fx.Graph, cuts: Sequence[str], parameters: Set[str]) -> dict[fx.Node, int]:
-    """The stage that computes each node; nodes that every stage computes for itself have none."""
+    """Return the stage that computes each node; nodes that every stage computes for itself have none."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     ends: list[int] = []
     for cut in cuts:
@@ -128,7 +128,7 @@ def _is_computed_everywhere(node: fx.Node, everywhere: Set[fx.Node], parameters:
 
 
 def _is_random(name: str) -> bool:
-    """Whether torch's operator of that name draws random numbers, which would differ from stage to stage."""
+    """Whether torch's operator of that name draws random numbers, which would differ between stages."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False
@@ -168,7 +168,7 @@ def _keep_out_of_state(stage_module: fx.GraphModule, saved: Set[str]) -> None:
 
 
 def _keep_unused(module: nn.Module, stages: Sequence[Stage]) -> None:
-    """Put what no stage uses on the last one, so that the stages together have the state of the model.
+    """Put unused tensors on the last stage, so that the stages together have the state of the model.
 
     Another name of a tensor that a stage uses goes to that stage.
     """
@@ -177,7 +177,7 @@ def _keep_unused(module: nn.Module, stages: Sequence[Stage]) -> None:
     saved = module.state_dict().keys()
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     unused = {name: tensor for name, tensor in named if name in saved - held}
-    whole: set[str] = set()  # modules that no stage uses anything of
+    whole: set[str] = set()  # modules of which no stage uses anything
     for name, tensor in unused.items():
         stage = stage_of.get(tensor, stages[-1])
         path, _, key = name.rpartition(".")
@@ -200,7 +200,7 @@ def _names_below(path: str, names: Iterable[str]) -> set[str]:
 
 
 def _container(module: nn.Module, path: str) -> nn.Module:
-    """The submodule of that path, with modules that only hold others where there are none yet."""
+    """Return the submodule at a path, adding empty modules where there are none."""
     for name in path.split(".") if path else ():
         if name not in module._modules:
             module.add_module(name, nn.Module())
@@ -209,7 +209,7 @@ def _container(module: nn.Module, path: str) -> nn.Module:
 
 
 def _needed_by(own: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int) -> set[fx.Node]:
-    """What a stage's nodes use of other stages, and everything of what every stage computes for itself."""
+    """Return the nodes of other stages that a stage uses, and all those it computes for itself."""
     needed: set[fx.Node] = set()
     to_visit = [source for node in own for source in node.all_input_nodes]
     while to_visit:
@@ -223,5 +223,5 @@ def _needed_by(own: Iterable[fx.Node], stage_of: dict[fx.Node, int], stage: int)
 
 
 def _value_name(node: fx.Node) -> Any:
-    """An input of the model has its argument's name; another value that of its node."""
+    """Return the argument's name for an input of the model, else the node's name."""
     return node.target if node.op == "placeholder" else node.name

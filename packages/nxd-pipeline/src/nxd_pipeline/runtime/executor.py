@@ -18,9 +18,9 @@ from nxd_pipeline.runtime.p2p import (
     P2PCommunicator,
     TensorLayout,
     ValueLayout,
-    behind,
+    after_leaf,
     describe_value,
-    leaves_of_a_graph,
+    detached_leaves,
 )
 from nxd_pipeline.runtime.split_backward import SplitBackward
 from nxd_pipeline.schedules import Action, ActionKind, Schedule, verify_schedule
@@ -34,12 +34,12 @@ _Key = tuple[int, int, int]  # from stage, to stage, microbatch
 
 
 @dataclass
-class _Passage:
+class _SavedForward:
     """The data kept for one microbatch in one stage from its forward to its backward.
 
     Attributes:
-        inputs: by producer, the leaf tensors that need gradients.
-        outputs: by consumer, where the gradients enter that come back from it; None for those that are not needed.
+        inputs: the leaf tensors that need gradients, by producer.
+        outputs: the graph edges where gradients enter, by consumer; None for gradients that are not needed.
         loss: loss of the last stage, divided by the number of microbatches.
     """
 
@@ -54,7 +54,7 @@ class Executor:
     def __init__(
         self, modules: Mapping[int, nn.Module], wiring: Wiring, schedule: Schedule, p2p: P2PCommunicator
     ) -> None:
-        """Takes the modules of this rank's stages and the wiring of all.
+        """Take this rank's modules by stage, and the wiring of all stages.
 
         Raises:
             ValueError: the schedule cannot be executed.
@@ -64,11 +64,11 @@ class Executor:
         self._wiring = wiring
         self._schedule = schedule
         self._dataflow = Dataflow(schedule, wiring.edges)
-        self._receives: dict[Action, list[Action]] = {}  # that a computation needs, once it has been asked for
+        self._receives: dict[Action, list[Action]] = {}  # of each computation, once they have been looked up
         self._p2p = p2p
         self._shapes = _Shapes(schedule.is_forward_only)
         self._indivisible: set[int] = set()  # stages whose backward is not split, see SplitBackward
-        self._play = {
+        self._handlers = {
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
             ActionKind.BACKWARD_INPUT: self._backward_input,
@@ -85,10 +85,10 @@ class Executor:
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._read_output: Callable[[Any], Any] = _same
         self._results: dict[int, Any] = {}
-        self._passages: dict[tuple[int, int], _Passage] = {}
+        self._saved: dict[tuple[int, int], _SavedForward] = {}
         self._weight_halves: dict[tuple[int, int], SplitBackward] = {}
-        self._values: dict[_Key, Any] = {}  # made here, for other stages
-        self._gradients: dict[_Key, list[Tensor]] = {}  # made here, for other stages
+        self._values: dict[_Key, Any] = {}  # computed here, for other stages
+        self._gradients: dict[_Key, list[Tensor]] = {}  # computed here, for other stages
         self._incoming: dict[Action, Pending[list[Tensor]]] = {}  # by the receive
         self._incoming_layouts: dict[Action, ValueLayout] = {}  # of values, by the receive
 
@@ -111,13 +111,13 @@ class Executor:
                 receive is the time for which the computation that needs it waited, right before that computation.
             last_backward: a context around the last backward of each stage, called with the parameters that get their
                 last gradient in it.
-            loss_scale: the number that the gradients are multiplied by.
+            loss_scale: factor of the gradients.
 
         Returns:
             The results of `read_output` for each microbatch, on the rank of the last stage; empty elsewhere.
         """
         self._microbatches, self._read_output, self._loss_scale = microbatches, read_output, loss_scale
-        self._shapes.look_at(microbatches)
+        self._shapes.describe(microbatches)
         completed = {} if last_backward is None else self._completed_parameters(rank)
         try:
             with torch.set_grad_enabled(not self._schedule.is_forward_only):
@@ -129,7 +129,7 @@ class Executor:
                             contexts.enter_context(without_autocast())
                         if last_backward is not None and action in completed:
                             contexts.enter_context(last_backward(completed[action]))
-                        self._play[action.kind](action)
+                        self._handlers[action.kind](action)
                     if record is not None and action.kind not in RECEIVES:
                         record(action, start, perf_counter_ns())
             self._p2p.finish()
@@ -139,7 +139,7 @@ class Executor:
             self._forget()
 
     def _completed_parameters(self, rank: int) -> dict[Action, list[Tensor]]:
-        """By action, the parameters that get no gradient after it: each is in the last backward of all its stages."""
+        """Return the parameters that get their last gradient in an action, by action."""
         completed: dict[Action, list[Tensor]] = {}
         stages: set[int] = set()
         parameters: set[Tensor] = set()
@@ -161,13 +161,13 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        passage = _Passage({})
+        saved = _SavedForward({})
         values = dict(self._microbatches[microbatch])
         for producer in self._wiring.producers(stage):
             layout, tensors = self._take_value(producer, stage, microbatch)
-            leaves = leaves_of_a_graph(layout.tensors, tensors)
-            passage.inputs[producer] = [leaf for leaf in leaves if leaf.requires_grad]
-            entries = layout.fill(map(behind, leaves))
+            leaves = detached_leaves(layout.tensors, tensors)
+            saved.inputs[producer] = [leaf for leaf in leaves if leaf.requires_grad]
+            entries = layout.fill(map(after_leaf, leaves))
             values.update(zip(self._wiring.carried(producer, stage), entries, strict=True))
         with forward_of(microbatch):
             output = self._modules[stage](*(values[name] for name in self._wiring.inputs[stage]))
@@ -177,12 +177,12 @@ class Executor:
             result = self._read_output(output)
             self._results[microbatch] = result.detach() if isinstance(result, Tensor) else result
             if not self._schedule.is_forward_only:
-                passage.loss = result / len(self._microbatches)
+                saved.loss = result / len(self._microbatches)
         if not self._schedule.is_forward_only:
-            self._passages[stage, microbatch] = passage
+            self._saved[stage, microbatch] = saved
 
     def _outgoing(self, stage: int, output: Any) -> dict[int, Any]:
-        """By consumer, the values that it gets."""
+        """Return the values for each consumer."""
         values = self._wiring.named_values(stage, output)
         return {
             consumer: tuple(values[name] for name in self._wiring.carried(stage, consumer))
@@ -190,7 +190,7 @@ class Executor:
         }
 
     def _take_value(self, producer: int, stage: int, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
-        """A value of another stage, received or made here."""
+        """Return a value of another stage, received or computed here."""
         receive = Action(ActionKind.RECV_ACTIVATION, stage, microbatch, producer)
         if receive in self._incoming:
             return self._incoming_layouts.pop(receive), self._incoming.pop(receive).wait()
@@ -202,66 +202,66 @@ class Executor:
     def _keep_outputs(
         self, stage: int, consumer: int, microbatch: int, layout: ValueLayout, tensors: Sequence[Tensor]
     ) -> None:
-        """Keep where gradients of a value enter, not its tensors: their memory may go."""
+        """Keep the graph edges where gradients of a value enter, not its tensors, so that their memory can be freed."""
         if not self._schedule.is_forward_only:
-            self._passages[stage, microbatch].outputs[consumer] = [
+            self._saved[stage, microbatch].outputs[consumer] = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None
                 for expected, tensor in zip(layout.tensors, tensors, strict=True)
                 if expected.needs_gradient
             ]
 
     def _backward(self, action: Action) -> None:
-        passage, roots, gradients = self._roots(action)
+        saved, roots, gradients = self._roots(action)
         if roots:
             torch.autograd.backward(roots, gradients)
-        self._keep_gradients(action, passage)
+        self._keep_gradients(action, saved)
 
     def _backward_input(self, action: Action) -> None:
         if action.stage in self._indivisible:
             self._backward(action)
             return
-        passage, roots, gradients = self._roots(action)
-        leaves = [leaf for tensors in passage.inputs.values() for leaf in tensors]
+        saved, roots, gradients = self._roots(action)
+        leaves = [leaf for tensors in saved.inputs.values() for leaf in tensors]
         halves = SplitBackward(roots, gradients, leaves)
         if halves.is_indivisible:
             self._indivisible.add(action.stage)
         self._weight_halves[action.stage, action.microbatch] = halves
-        self._keep_gradients(action, passage)
+        self._keep_gradients(action, saved)
 
     def _backward_weight(self, action: Action) -> None:
         halves = self._weight_halves.pop((action.stage, action.microbatch), None)
         if halves is not None:
             halves.compute_weights()
 
-    def _roots(self, action: Action) -> tuple[_Passage, list[GradientEdge], list[Tensor]]:
-        """Where a backward begins, and with which gradients."""
-        passage = self._passages.pop((action.stage, action.microbatch))
+    def _roots(self, action: Action) -> tuple[_SavedForward, list[GradientEdge], list[Tensor]]:
+        """Return the roots of a backward and their gradients."""
+        saved = self._saved.pop((action.stage, action.microbatch))
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        if passage.loss is not None:
-            roots.append(get_gradient_edge(passage.loss))
-            gradients.append(torch.full_like(passage.loss, self._loss_scale))
-        for consumer, edges in passage.outputs.items():
+        if saved.loss is not None:
+            roots.append(get_gradient_edge(saved.loss))
+            gradients.append(torch.full_like(saved.loss, self._loss_scale))
+        for consumer, edges in saved.outputs.items():
             for edge, gradient in zip(edges, self._take_gradients(action, consumer), strict=True):
                 if edge is not None:
                     roots.append(edge)
                     gradients.append(gradient)
-        return passage, roots, gradients
+        return saved, roots, gradients
 
     def _take_gradients(self, action: Action, consumer: int) -> list[Tensor]:
-        """The gradients of what a consumer used, received or made here."""
+        """Return the gradients of a consumer's inputs, received or computed here."""
         receive = Action(ActionKind.RECV_GRADIENT, action.stage, action.microbatch, consumer)
         if receive in self._incoming:
             gradients = self._incoming.pop(receive).wait()
             if gradients:
                 key = (action.stage, consumer, self._shapes.of(action.microbatch))
-                self._p2p.let_go(key, action.microbatch)
+                self._p2p.release(key, action.microbatch)
             return gradients
         return self._gradients.pop((consumer, action.stage, action.microbatch))
 
-    def _keep_gradients(self, action: Action, passage: _Passage) -> None:
+    def _keep_gradients(self, action: Action, saved: _SavedForward) -> None:
         """Keep the gradients of the stage's inputs, until they are sent or used here."""
-        for producer, leaves in passage.inputs.items():
+        for producer, leaves in saved.inputs.items():
             self._gradients[action.stage, producer, action.microbatch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves
             ]
@@ -292,7 +292,7 @@ class Executor:
 
     @staticmethod
     def _peer(action: Action) -> int:
-        assert action.peer is not None  # communication has one, see Action
+        assert action.peer is not None  # see Action
         return action.peer
 
 
@@ -334,19 +334,19 @@ def evaluate_whole(
 
 
 class _Shapes:
-    """Tells inputs of one shape from those of another: what all ranks know, and layouts between stages depend on."""
+    """Keys of the microbatches' shapes: all ranks know them, and layouts between stages depend on nothing else."""
 
     def __init__(self, is_forward_only: bool) -> None:
         self._is_forward_only = is_forward_only
         self._of_microbatch: list[Hashable] = []
-        self._structure: tuple[TreeSpec, str] | None = None  # the last one, and its text, which takes long to make
+        self._structure: tuple[TreeSpec, str] | None = None  # the last one, and its text, which is slow to make
 
-    def look_at(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
+    def describe(self, microbatches: Sequence[Mapping[str, Any]]) -> None:
         """Describe the inputs of a run."""
         self._of_microbatch = [self._describe(microbatch) for microbatch in microbatches]
 
     def of(self, microbatch: int) -> Hashable:
-        """Equal for inputs of the same structure, shapes, dtypes and plain Python values, under the same autocast."""
+        """Return a key, equal for inputs of the same structure, shapes, dtypes and Python values under one autocast."""
         return self._of_microbatch[microbatch]
 
     def _describe(self, inputs: Mapping[str, Any]) -> Hashable:
@@ -358,13 +358,13 @@ class _Shapes:
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    """The dtypes that torch.autocast computes in now."""
+    """Return the current dtypes of torch.autocast, by device."""
     return tuple((device, torch.get_autocast_dtype(device)) for device in autocast_devices())
 
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """For a backward, which computes in the dtypes of its forward, where the caller's autocast is around both."""
+    """Disable the caller's autocast for a backward, which computes in the dtypes of its forward."""
     with ExitStack() as contexts:
         for device, _ in _autocast():
             contexts.enter_context(torch.autocast(device, enabled=False))

@@ -1,4 +1,4 @@
-"""Measures the memory of a step: activations, gradients and messages, counted as they are made and freed."""
+"""Measures the memory of a step: activations, gradients and messages, counted as they are created and freed."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class StepMemory(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made in its body, on any device, until they are freed.
+    """Counts the bytes of the tensors that are created in its body, on any device, until they are freed.
 
-    `with StepMemory() as memory: model.run_train(...)` and then `memory.peak_bytes`. Whatever was there before does not
-    count, so a step before it lets parameters have their gradients. It makes every operation slower by microseconds.
+    `with StepMemory() as memory: model.run_train(...)` and then `memory.peak_bytes`. Tensors from before do not count;
+    run a step first if gradients of parameters should not. It slows every operation down by microseconds.
 
     Attributes:
         held_bytes: bytes of the tensors that exist now.
-        peak_bytes: the most that existed at once.
+        peak_bytes: maximum of `held_bytes`.
     """
 
     def __init__(self) -> None:

@@ -29,13 +29,13 @@ _under_way: ContextVar[int] = ContextVar("microbatch_under_way", default=0)
 
 
 def current_microbatch() -> int:
-    """The number of the microbatch whose forward is running, for hooks on modules; 0 outside `NxDPPModel`."""
+    """Return the number of the microbatch whose forward is running, for hooks on modules; 0 outside `NxDPPModel`."""
     return _under_way.get()
 
 
 @contextmanager
 def forward_of(microbatch: int) -> Iterator[None]:
-    """Inside, `current_microbatch` is this one."""
+    """Return a block in which `current_microbatch` is this one."""
     token = _under_way.set(microbatch)
     try:
         yield
@@ -44,7 +44,7 @@ def forward_of(microbatch: int) -> Iterator[None]:
 
 
 def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
-    """Equal microbatches, in order, as views of the batch.
+    """Split a batch into equal microbatches, in order, as views.
 
     Tensors of `[batch, ...]` are cut; those of `[1, ...]`, scalars and everything else go to each microbatch whole.
 
@@ -86,11 +86,7 @@ def _shapes(value: Any) -> Any:
 
 
 def check_loss_spec(spec: LossSpec) -> None:
-    """Check that a spec says where the loss is.
-
-    Raises:
-        ValueError: it is neither True nor a tuple, list or mapping with one True.
-    """
+    """Raise a ValueError unless a spec is True, None, or a tuple, list or mapping with one True."""
     if spec is None or spec is True:
         return
     if not isinstance(spec, Mapping | tuple | list):
@@ -106,11 +102,10 @@ def check_loss_spec(spec: LossSpec) -> None:
 def pick_loss(output: Any, spec: LossSpec) -> Any:
     """Return the part of `output` where `spec` has True; `output` itself if `spec` is True or None.
 
-    A place in a tuple also counts the values of a dict: transformers' outputs are taken so, and a trace makes dicts of
-    them.
+    A position in a tuple also selects from the values of a dict, as for outputs of transformers.
 
     Raises:
-        ValueError: `output` has nothing at that place.
+        ValueError: `output` has no such element.
     """
     if spec is None or isinstance(spec, bool):
         return output
@@ -127,11 +122,7 @@ def pick_loss(output: Any, spec: LossSpec) -> Any:
 
 
 def check_loss(loss: Any) -> Tensor:
-    """The loss itself, if it is one.
-
-    Raises:
-        ValueError: it is not a scalar tensor that needs gradients.
-    """
+    """Return the loss; raises a ValueError unless it is a scalar tensor that needs gradients."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     raise ValueError(
@@ -141,9 +132,9 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def share_loss(loss: Tensor | None, pipeline: Group, replicas: Group, *, source: int) -> Tensor:
-    """The loss that pipeline rank `source` has, averaged over the replicas, on every rank and in its dtype.
+    """Return the loss of pipeline rank `source`, averaged over the replicas, on every rank and in its dtype.
 
-    It travels in the longest dtype, with its own beside it: the other ranks of the pipeline know neither.
+    It is sent in the widest float, together with its dtype, because the other ranks of the pipeline know neither.
     """
     device = transport_device(pipeline)
     mine = torch.zeros(2, dtype=widest_float(device), device=device)
@@ -160,12 +151,12 @@ class LossReport:
 
     Attributes:
         spec: place of the loss in the model's output.
-        per_microbatch: a list of the microbatches' losses, instead of their mean.
-        broadcast_and_average: every rank gets the mean, averaged over the data-parallel ranks.
-        on_cpu: as CPU tensors.
+        per_microbatch: whether to return a list of the microbatches' losses instead of their mean.
+        broadcast_and_average: whether every rank gets the mean, averaged over the data-parallel ranks.
+        on_cpu: whether losses are returned as CPU tensors.
         pipeline: the group of the pipeline's ranks.
-        last_rank: its rank that has the last stage.
-        failures: ends all ranks where a message fails.
+        last_rank: the pipeline rank of the last stage.
+        failures: ends all ranks if a message fails.
     """
 
     spec: LossSpec
@@ -177,7 +168,7 @@ class LossReport:
     failures: Failures
 
     def training_loss(self, output: Any) -> Tensor:
-        """The loss in what the model returned for a microbatch.
+        """Return the loss in the model's output for a microbatch.
 
         Raises:
             ValueError: the output has no loss.
@@ -185,7 +176,7 @@ class LossReport:
         return check_loss(pick_loss(output, self.spec))
 
     def evaluated(self, output: Any) -> Any:
-        """The loss where the output has one in its place, else the output."""
+        """Return the loss if the output has one in its place, else the output."""
         try:
             loss = pick_loss(output, self.spec)
         except ValueError:  # no labels, no loss
@@ -193,16 +184,16 @@ class LossReport:
         return loss if _is_loss(loss) else output
 
     def of_evaluation(self, results: Sequence[Any]) -> Any:
-        """The result of `run_eval`, from the values of `evaluated` for each microbatch on this rank."""
+        """Return the result of `run_eval` from the results of `evaluated` for each microbatch on this rank."""
         is_loss = all(map(_is_loss, results))
-        if self.broadcast_and_average:  # only the last stage's rank has seen what the model returns
+        if self.broadcast_and_average:  # only the last stage's rank knows the output
             seen = torch.tensor(is_loss, device=transport_device(self.pipeline))
             with self.failures.end_all_ranks():
                 is_loss = bool(broadcast(seen, self.pipeline, source=self.last_rank))
         return self.of_losses(results) if is_loss else results or None
 
     def of_losses(self, losses: Sequence[Tensor]) -> Tensor | list[Tensor] | None:
-        """The result of `run_train`, from the microbatches' losses on this rank."""
+        """Return the result of `run_train` from the microbatches' losses on this rank."""
         if self.on_cpu:
             losses = [loss.cpu() for loss in losses]
         if self.per_microbatch:

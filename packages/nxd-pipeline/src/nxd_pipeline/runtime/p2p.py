@@ -2,7 +2,7 @@
 
 The layout of a value is its structure, with shapes and dtypes in place of tensors.
 
-Both ends of a message come to it in one order (see `nxd_pipeline.schedules.insert_communication`, and for XLA, where
+Both ends of a message reach it in one order (see `nxd_pipeline.schedules.insert_communication`, and for XLA, where
 messages block, `insert_blocking_communication`), so messages between two ranks need no labels.
 
 Small tensors of one message are sent together in one buffer, large ones separately: a transport has an overhead of some
@@ -61,48 +61,48 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """A value's structure and what is at its leaves: a `TensorLayout` for each tensor, else the leaf itself."""
+    """A value's structure and its leaves, with a `TensorLayout` in place of each tensor."""
 
     structure: TreeSpec
     leaves: tuple[Any, ...]
 
     @cached_property
     def tensors(self) -> tuple[TensorLayout, ...]:
-        """Those of the tensors, in the order of the structure."""
+        """Layouts of the tensors, in the order of the structure."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorLayout))
 
     @cached_property
     def gradients(self) -> tuple[TensorLayout, ...]:
-        """Those of the tensors whose gradient goes back."""
+        """Layouts of the tensors whose gradients are sent back."""
         return tuple(tensor for tensor in self.tensors if tensor.needs_gradient)
 
     def fill(self, tensors: Iterable[Any]) -> Any:
-        """The value of this layout with these tensors in the place of its own."""
+        """Return a value of this layout with these tensors."""
         given = iter(tensors)
         return tree_unflatten(
             [next(given) if isinstance(leaf, TensorLayout) else leaf for leaf in self.leaves], self.structure
         )
 
     def described(self) -> str:
-        """The value with layouts in the place of tensors, for error messages."""
+        """Return the value with layouts in place of tensors, for error messages."""
         return repr(self.fill(self.tensors))
 
     def allows(self, other: "ValueLayout") -> bool:
-        """Whether a receiver of this layout can take the other: equal, except for gradients made but not needed."""
+        """Whether a receiver of this layout accepts the other: equal, except for gradients that are not needed."""
         if self.structure != other.structure or len(self.leaves) != len(other.leaves):
             return False
         return all(_allows(mine, theirs) for mine, theirs in zip(self.leaves, other.leaves, strict=True))
 
 
 def describe_value(value: Any) -> tuple[ValueLayout, list[Tensor]]:
-    """The layout of a value, and its tensors in the order of its structure."""
+    """Return the layout of a value, and its tensors in the order of its structure."""
     leaves, structure = tree_flatten(value)
     layouts = tuple(TensorLayout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return ValueLayout(structure, layouts), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class _Entry(torch.autograd.Function):
-    """The identity between a leaf and those who use it: a leaf that needs gradients cannot be changed in place."""
+class _Identity(torch.autograd.Function):
+    """The identity after a leaf: a leaf that needs gradients cannot be changed in place, but the result can."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -113,13 +113,13 @@ class _Entry(torch.autograd.Function):
         return gradient
 
 
-def behind(leaf: Tensor) -> Tensor:
-    """The tensor by which a graph begins at the leaf, in the same memory; it may be changed in place."""
-    return _Entry.apply(leaf) if leaf.requires_grad else leaf
+def after_leaf(leaf: Tensor) -> Tensor:
+    """Return the leaf's values for use in a graph, in the same memory; they may be changed in place."""
+    return _Identity.apply(leaf) if leaf.requires_grad else leaf
 
 
-def leaves_of_a_graph(layouts: Sequence[TensorLayout], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without their history, as leaves that collect the gradients that the layouts ask for."""
+def detached_leaves(layouts: Sequence[TensorLayout], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors without history, as leaves that collect the gradients that their layouts require."""
     return [
         tensor.detach().requires_grad_(layout.needs_gradient) for layout, tensor in zip(layouts, tensors, strict=True)
     ]
@@ -138,65 +138,65 @@ _ALIGNMENT = 16  # bytes; a view of another dtype has to start at a multiple of 
 # A send that is this many messages old has been received, or soon will be; waiting for it bounds the memory it holds.
 SENDS_UNDER_WAY = 4
 
-# Layouts kept for a pair of stages; both forget the oldest at the same message. A Python number that counts steps
-# among the inputs makes a new one each time.
+# Layouts kept for a pair of stages; both ends drop the oldest at the same message. An input that counts steps in a
+# Python number makes a new layout in each step.
 LAYOUTS_KEPT = 1000
 
-Key = tuple[int, int, Hashable]  # the stages from which and to which values go, and what tells shapes of inputs apart
+Key = tuple[int, int, Hashable]  # the producing stage, the consuming stage, and a key of the inputs' shapes
 
 
 @dataclass(frozen=True)
-class _Place:
-    index: int  # of the tensor
-    start: int  # in the buffer, in bytes
+class _BufferRange:
+    tensor: int  # its index
+    start: int  # in bytes
     end: int
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which tensors of given layouts travel by themselves, and where in the common buffer the others lie.
+    """How tensors of given layouts are sent: large ones separately, small ones in a common buffer.
 
     Attributes:
-        layouts: layouts of all the tensors.
+        layouts: layouts of all tensors.
         alone: indices of the tensors that are sent separately; tensors without elements are not sent.
-        together: indices of the tensors in the buffer.
+        together: ranges of the buffer, for the other tensors.
         buffer_bytes: size of the buffer.
     """
 
     layouts: tuple[TensorLayout, ...]
     alone: tuple[int, ...]
-    together: tuple[_Place, ...]
+    together: tuple[_BufferRange, ...]
     buffer_bytes: int
 
     @classmethod
     def of(cls, layouts: Sequence[TensorLayout]) -> "Packing":
-        """The packing of tensors of these layouts."""
+        """Return the packing of tensors of these layouts."""
         sizes = {index: layout.num_bytes for index, layout in enumerate(layouts) if layout.num_bytes}
         in_memory = [index for index in sizes if not records_graphs(layouts[index].device_type)]
         small = [index for index in in_memory if sizes[index] <= SMALL]
         if len(small) == 1 or len({layouts[index].device_type for index in small}) > 1:
             small = []
-        together: list[_Place] = []
+        together: list[_BufferRange] = []
         start = 0
         for index in small:
-            together.append(_Place(index, start, start + sizes[index]))
+            together.append(_BufferRange(index, start, start + sizes[index]))
             start += -(-sizes[index] // _ALIGNMENT) * _ALIGNMENT
         alone = tuple(index for index in sizes if index not in small)
         return cls(tuple(layouts), alone, tuple(together), start)
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors to send for these."""
+        """Return the messages that carry these tensors."""
         packed = [tensors[index].detach() for index in self.alone]
         if self.together:
             buffer = self._buffer()
             for place in self.together:
-                self._view(buffer, place).copy_(tensors[place.index].detach())
+                self._view(buffer, place).copy_(tensors[place.tensor].detach())
             packed.append(buffer)
         return packed
 
-    def make_room(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tensors to receive what `pack` gives, and the tensors that it was made of, in the same memory."""
-        in_buffer = {place.index for place in self.together}
+    def receive_buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors to receive the result of `pack`, and the tensors that were packed, in the same memory."""
+        in_buffer = {place.tensor for place in self.together}
         tensors = [
             torch.empty(0 if index in in_buffer else layout.shape, dtype=layout.dtype, device=layout.device_type)
             for index, layout in enumerate(self.layouts)
@@ -205,22 +205,22 @@ class Packing:
         if self.together:
             buffer = self._buffer()
             packed.append(buffer)
-            for place in self.together:  # by `data`, autograd does not take a change of one for a change of all
-                tensors[place.index] = self._view(buffer, place).data
+            for place in self.together:  # `data`: for autograd, changing one does not change all
+                tensors[place.tensor] = self._view(buffer, place).data
         return packed, tensors
 
     def _buffer(self) -> Tensor:
-        device = self.layouts[self.together[0].index].device_type
+        device = self.layouts[self.together[0].tensor].device_type
         return torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
 
-    def _view(self, buffer: Tensor, place: _Place) -> Tensor:
-        layout = self.layouts[place.index]
+    def _view(self, buffer: Tensor, place: _BufferRange) -> Tensor:
+        layout = self.layouts[place.tensor]
         return buffer[place.start : place.end].view(layout.dtype).view(layout.shape)
 
 
 @dataclass(frozen=True)
-class Route:
-    """The metadata that both ends have of the values sent from one stage to another, for inputs of one shape.
+class MessageFormat:
+    """How values are sent from one stage to another for inputs of one shape; both ends know it.
 
     Attributes:
         layout: layout of the values.
@@ -233,13 +233,13 @@ class Route:
     gradients: Packing
 
     @classmethod
-    def of(cls, layout: ValueLayout) -> "Route":
-        """The route of values of this layout."""
+    def of(cls, layout: ValueLayout) -> "MessageFormat":
+        """Return the format for values of this layout."""
         return cls(layout, Packing.of(layout.tensors), Packing.of(layout.gradients))
 
 
 class Failures:
-    """The failures of a pipeline."""
+    """Ends all ranks of a pipeline if one fails; all of them report the first error."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -247,11 +247,11 @@ class Failures:
 
     @contextmanager
     def end_all_ranks(self) -> Iterator[None]:
-        """Where the body fails, the other ranks stop waiting, and raise the first failure.
+        """If the body fails, the other ranks stop waiting and raise the first failure.
 
         Raises:
-            PeerError: the body failed, and another rank's failure was the first.
-            RuntimeError: one failed before.
+            PeerError: the body failed, and another rank had failed first.
+            RuntimeError: a rank has failed in an earlier call.
         """
         if self._first is not None:
             raise RuntimeError(
@@ -271,14 +271,14 @@ class Failures:
 class P2PCommunicator:
     """Sends and receives over a pipeline-parallel group.
 
-    The two ends know from the key of a value, without a message, whether its layout is known.
+    Both ends know from the key of a value, without a message, whether its layout is known.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._device = transport_device(group)  # of layouts; other tensors stay where they are
+        self._device = transport_device(group)  # for layouts; other tensors stay on their device
         self._records_graphs = records_graphs()
-        self._routes: dict[tuple[int, int], dict[Hashable, Route]] = {}
+        self._formats: dict[tuple[int, int], dict[Hashable, MessageFormat]] = {}
         self._sends: dict[tuple[Key, int, str], list[Pending[Tensor]]] = {}  # in the order in which they began
         if not is_host(self._device):
             barrier(group)  # nccl needs a call by all ranks of a group before it takes batches among some of them
@@ -293,37 +293,37 @@ class P2PCommunicator:
             RuntimeError: the layout differs from that sent for this key before.
         """
         layout, tensors = describe_value(value)
-        route = self._known(key)
-        if route is None:
+        message_format = self._known(key)
+        if message_format is None:
             self._send_now(layout, destination)
-            route = self._learn(key, layout)
-        elif not route.layout.allows(layout):
+            message_format = self._learn(key, layout)
+        elif not message_format.layout.allows(layout):
             raise RuntimeError(
-                f"a stage returned {layout.described()} but {route.layout.described()} before, for "
+                f"a stage returned {layout.described()} but {message_format.layout.described()} before, for "
                 "inputs of the same shapes; the stages after it expect the same. Make shapes, dtypes and plain Python "
                 "values between stages depend on the shapes of the inputs only; after unfreezing parameters, create "
                 "the pipeline again"
             )
-        self._send((key, microbatch, "value"), route.values.pack(tensors), destination)
-        return route.layout, tensors
+        self._send((key, microbatch, "value"), message_format.values.pack(tensors), destination)
+        return message_format.layout, tensors
 
     def receive_value(self, source: int, key: Key) -> tuple[ValueLayout, Pending[list[Tensor]]]:
-        """Begin to receive what `send_value` sends for the same key: its layout, and its tensors once they are here."""
-        route = self._known(key) or self._learn(key, self._receive_now(source))
-        return route.layout, self._receive(route.values, source)
+        """Begin to receive the value sent with the same key; returns its layout and its pending tensors."""
+        message_format = self._known(key) or self._learn(key, self._receive_now(source))
+        return message_format.layout, self._receive(message_format.values, source)
 
     def send_gradients(self, gradients: Sequence[Tensor], destination: int, key: Key, microbatch: int) -> None:
-        """Begin to send the gradients of a value that has come by this key, of the tensors that need them."""
-        route = self._routes[key[:2]][key[2]]
-        self._send((key, microbatch, "gradient"), route.gradients.pack(gradients), destination)
+        """Begin to send the gradients of a value received with this key, for the tensors that need them."""
+        message_format = self._formats[key[:2]][key[2]]
+        self._send((key, microbatch, "gradient"), message_format.gradients.pack(gradients), destination)
 
     def receive_gradients(self, source: int, key: Key) -> Pending[list[Tensor]]:
-        """Begin to receive what `send_gradients` sends for a value that was sent by this key."""
-        route = self._routes[key[:2]][key[2]]
-        return self._receive(route.gradients, source)
+        """Begin to receive the gradients of a value that was sent with this key."""
+        message_format = self._formats[key[:2]][key[2]]
+        return self._receive(message_format.gradients, source)
 
-    def let_go(self, key: Key, microbatch: int) -> None:
-        """Release the memory of a sent value. It has arrived, since its gradient has come back."""
+    def release(self, key: Key, microbatch: int) -> None:
+        """Release the memory of a sent value, which has arrived because its gradient has come back."""
         for pending in self._sends.pop((key, microbatch, "value"), ()):
             pending.wait()
 
@@ -333,18 +333,18 @@ class P2PCommunicator:
             self._wait_for_oldest()
 
     def forget_layouts(self) -> None:
-        """Learn the layouts of all values again; by all ranks, when what stages return has changed."""
-        self._routes.clear()
+        """Forget all layouts. Called by all ranks when the outputs of stages have changed."""
+        self._formats.clear()
 
-    def _known(self, key: Key) -> Route | None:
-        return self._routes.get(key[:2], {}).get(key[2])
+    def _known(self, key: Key) -> MessageFormat | None:
+        return self._formats.get(key[:2], {}).get(key[2])
 
-    def _learn(self, key: Key, layout: ValueLayout) -> Route:
-        routes = self._routes.setdefault(key[:2], {})
-        if len(routes) == LAYOUTS_KEPT:
-            del routes[next(iter(routes))]
-        routes[key[2]] = Route.of(layout)
-        return routes[key[2]]
+    def _learn(self, key: Key, layout: ValueLayout) -> MessageFormat:
+        formats = self._formats.setdefault(key[:2], {})
+        if len(formats) == LAYOUTS_KEPT:
+            del formats[next(iter(formats))]
+        formats[key[2]] = MessageFormat.of(layout)
+        return formats[key[2]]
 
     def _send(self, label: tuple[Key, int, str], tensors: Sequence[Tensor], destination: int) -> None:
         if tensors:
@@ -354,8 +354,8 @@ class P2PCommunicator:
 
     def _receive(self, packing: Packing, source: int) -> Pending[list[Tensor]]:
         if self._records_graphs:
-            step_boundary()  # what was computed is a graph without this room, the same wherever it is computed
-        packed, tensors = packing.make_room()
+            step_boundary()  # ends the graph, so that it is the same with and without this receive
+        packed, tensors = packing.receive_buffers()
         pending = batch_isend_irecv([Receive(tensor, source) for tensor in packed], self._group)
         return Pending(tensors, *pending)
 
@@ -382,14 +382,14 @@ def _pickled(layout: ValueLayout) -> bytes:
 
 
 class _WithoutTensors(pickle.Pickler):
-    """A tensor that is not at a leaf would go with the layout: once, and without its gradient."""
+    """Rejects tensors inside unknown classes, which would be sent with the layout: once and without gradients."""
 
     def __init__(self, file: io.BytesIO, layout: ValueLayout) -> None:
         super().__init__(file)
         self._layout = layout
 
     def persistent_id(self, obj: Any) -> None:
-        """Raises where a tensor is met; all else is pickled as it is."""
+        """Raise a TypeError for a tensor; everything else is pickled as usual."""
         if isinstance(obj, Tensor):
             raise TypeError(
                 f"a stage returned {self._layout.described()}, with a tensor inside an unknown class; "

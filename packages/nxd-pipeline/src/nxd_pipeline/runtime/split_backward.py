@@ -40,7 +40,7 @@ class SplitBackward:
     def __init__(
         self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> None:
-        """Runs the first half, which adds to the gradients of `inputs`, leaf tensors.
+        """Run the first half, which adds to the gradients of `inputs`, leaf tensors.
 
         Args:
             roots: outputs of the stage and its loss, as far as they need gradients.
@@ -48,7 +48,7 @@ class SplitBackward:
             inputs: inputs of the stage that need gradients.
         """
         self.is_indivisible = False
-        self._roots, self._gradients = list(roots), list(gradients)  # of what does not depend on the inputs
+        self._roots, self._gradients = list(roots), list(gradients)  # later those that do not depend on the inputs
         self._weights_of_roots: list[Tensor] | None = None  # all, if None
         self._split_points: list[_SplitPoint] = []
         if inputs and roots:
@@ -94,10 +94,10 @@ class SplitBackward:
 
 @dataclass(frozen=True, slots=True)
 class _Reach:
-    """What backward comes to from a node of the graph."""
+    """The leaves that backward reaches from a node of the graph."""
 
-    inputs: bool  # whether to inputs
-    weights: frozenset[Tensor]  # to which weights, by ways on which no node leads to inputs
+    inputs: bool  # whether it reaches inputs
+    weights: frozenset[Tensor]  # weights, reached through nodes that do not reach inputs
 
 
 _NOTHING = _Reach(inputs=False, weights=frozenset())
@@ -107,7 +107,7 @@ _INPUTS_ONLY = _Reach(inputs=True, weights=frozenset())
 def _explore(
     roots: Iterable[GradientEdge], inputs: Sequence[Tensor]
 ) -> tuple[dict[Node, _Reach], dict[Node, Node | None]]:
-    """What each node of the graph behind the roots leads to, and what keeps those of custom functions alive.
+    """Return the reach of each node of the graph, and the nodes that keep nodes of custom functions alive.
 
     Before torch 2.13 the Python object of such a node does not own it, unlike that of torch's own nodes.
     """
@@ -120,7 +120,7 @@ def _explore(
         node = stack[-1]
         if node in reach:
             stack.pop()
-        elif node in behind:  # and what is behind it has been explored
+        elif node in behind:  # its children have been explored
             stack.pop()
             reach[node] = _reach_over([reach[it] for it in behind[node]])
         else:
@@ -136,12 +136,12 @@ def _explore(
 
 
 def _is_custom(node: Any) -> bool:
-    """Whether an `autograd.Function` made the node; for type checkers it is no `Node`."""
+    """Whether an `autograd.Function` made the node; for type checkers that is not a `Node`."""
     return isinstance(node, BackwardCFunction)
 
 
 def _reach_over(behind: Sequence[_Reach]) -> _Reach:
-    """That of a node from those behind it."""
+    """Return the reach of a node from that of its children."""
     if len(behind) == 1:  # as for most nodes
         return _INPUTS_ONLY if behind[0].inputs else behind[0]
     weights = [it.weights for it in behind if it.weights and not it.inputs]
@@ -151,11 +151,11 @@ def _reach_over(behind: Sequence[_Reach]) -> _Reach:
 
 
 class _SplitPoint:
-    """A node that leads to inputs, and to weights that nothing else leads to."""
+    """A node that reaches inputs, and weights that no other node reaches."""
 
     def __init__(self, node: Node, owner: Node | None, weights: frozenset[Tensor], reach: dict[Node, _Reach]) -> None:
         self._node = node
-        self._owner = owner  # held for the node's sake
+        self._owner = owner  # keeps the node alive
         self._weights = list(weights)
         self._gradients: Gradients = ()  # of what the node computed
         edges = [reach[child] for child, _ in node.next_functions if child is not None]
@@ -164,10 +164,10 @@ class _SplitPoint:
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
-        """While the first half runs."""
+        """Keep the gradients that arrive at the node during the first half."""
         handle = self._node.register_prehook(self._keep)
         try:
-            with self._asked_for(self._for_inputs):
+            with self._requesting(self._for_inputs):
                 yield
         finally:
             handle.remove()
@@ -177,10 +177,10 @@ class _SplitPoint:
         edges = [GradientEdge(self._node, index) for index, it in enumerate(self._gradients) if it is not None]
         if not edges:
             return
-        # Hooks on the activation have been called already: what they return now does not count.
+        # Hooks on the activation have been called already: their results do not count now.
         handle = self._node.register_prehook(lambda _: self._gradients)
         try:
-            with self._asked_for(self._for_weights):
+            with self._requesting(self._for_weights):
                 torch.autograd.backward(edges, [it for it in self._gradients if it is not None], inputs=self._weights)
         finally:
             handle.remove()
@@ -189,10 +189,10 @@ class _SplitPoint:
         self._gradients = tuple(gradients)
 
     @contextmanager
-    def _asked_for(self, edges: Sequence[bool]) -> Iterator[None]:
-        """Tells a custom function for which of its arguments that need gradients they are computed now."""
+    def _requesting(self, edges: Sequence[bool]) -> Iterator[None]:
+        """Tell a custom function which of its arguments' gradients are computed now."""
         function: Any = self._node
-        needed = getattr(function, "needs_input_grad", None)  # torch's own nodes have none, and know by themselves
+        needed = getattr(function, "needs_input_grad", None)  # torch's own nodes have none and need none
         if needed is None:
             yield
             return
@@ -206,7 +206,7 @@ class _SplitPoint:
 
 @contextmanager
 def _modules_that_run() -> Iterator[list[nn.Module]]:
-    """The modules whose forward is called in the body."""
+    """Collect the modules whose forward is called in the body."""
     ran: list[nn.Module] = []
     handle = register_module_forward_pre_hook(lambda module, _: ran.append(module))
     try:

@@ -1,8 +1,8 @@
 """Weights that stages on several ranks share: each rank has a copy, and the copies get the sum of their gradients.
 
-Equal gradients are not enough to keep copies equal bit for bit: replicas average them in buckets whose contents, and so
-the order of sums, differ from stage to stage, and ZeRO-1 updates them in parts of other sizes. Therefore the first copy
-is the weight, and the others take its values before they are used.
+Equal gradients are not enough to keep copies bitwise equal: replicas average them in buckets whose contents, and so
+the order of sums, differ between stages, and ZeRO-1 updates them in parts of different sizes. So the first copy is the
+weight, and the others are set to its values before use.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ class TiedWeight:
     """A parameter of this rank that other ranks of the pipeline hold, too.
 
     Attributes:
-        module: a module of this rank that has it.
-        name: its name there.
+        module: a module of this rank that has the parameter.
+        name: name of the parameter in `module`.
         pipeline_ranks: the ranks that hold it, ascending; the first holds the copy that is saved and counted.
     """
 
@@ -32,7 +32,7 @@ class TiedWeight:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """This rank's copy, as its module has it: where that waits for values that are still arriving, so does this."""
+        """This rank's copy, read from its module, which may wait for values that are still arriving."""
         parameter: nn.Parameter = getattr(self.module, self.name)
         return parameter
 
@@ -41,11 +41,11 @@ class TiedWeights:
     """The tied weights of one pipeline rank."""
 
     def __init__(self, stages: Sequence[Stage], rank_of_stage: Sequence[int], group: Group) -> None:
-        """Finds, by identity, the parameters that stages on several ranks use.
+        """Find, by identity, the parameters that stages on several ranks use.
 
-        All ranks must build it from the same model. The first rank's values go to the other copies, which are marked
-        as `shared`, so that a gradient norm counts the weight once; all are marked as `summed_over_stages`, so that an
-        optimizer which accumulates gradients elsewhere leaves theirs in `.grad` until it sends them.
+        All ranks must pass stages of the same model. The first rank's values are sent to the other copies, which are
+        marked as `shared`, so that a gradient norm counts the weight once; all are marked as `summed_over_stages`, so
+        that an optimizer that accumulates gradients elsewhere leaves theirs in `.grad` until it sends them.
 
         Args:
             stages: stages of the whole model.
@@ -61,7 +61,7 @@ class TiedWeights:
                     if rank == group.rank:
                         places.setdefault(parameter, (module, name))
         self._group = group
-        self._device = transport_device(group)  # of messages about weights; the weights are not moved
+        self._device = transport_device(group)  # for messages about weights; weights stay on their device
         self.weights = tuple(
             TiedWeight(*places[parameter], tuple(sorted(ranks)))
             for parameter, ranks in holders.items()
@@ -73,10 +73,10 @@ class TiedWeights:
         self._send_first(weight for weight in self.weights if not weight.parameter.is_meta)
 
     def synchronize(self) -> None:
-        """Gives all copies of the weights that train the values of the first; by all ranks of the pipeline.
+        """Set all copies of trained weights to the values of the first. Called by all ranks of the pipeline.
 
         Raises:
-            ValueError: a weight is frozen on some of its ranks only.
+            ValueError: a weight is frozen on only some of its ranks.
         """
         self._check_frozen_alike()
         self._send_first(weight for weight in self.weights if weight.parameter.requires_grad)
@@ -99,7 +99,7 @@ class TiedWeights:
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Adds to each copy's gradient what the body adds to the gradient of all copies."""
+        """Add to each copy's gradient the sum of the gradients that the body adds to all copies."""
         before = [_take_gradient(weight.parameter) for weight in self.weights]
         yield
         for weight, gradient in zip(self.weights, before, strict=True):
@@ -107,7 +107,7 @@ class TiedWeights:
                 self._sum(weight, gradient)
 
     def _check_frozen_alike(self) -> None:
-        """Ranks that disagree about what trains would wait for messages that never come."""
+        """Raise if ranks disagree about which weights are trained: they would wait for messages that never come."""
         peers = sorted({rank for weight in self.weights for rank in weight.pipeline_ranks} - {self._group.rank})
         messages: list[Send | Receive] = []
         answers: list[tuple[int, Tensor, Tensor]] = []
@@ -139,7 +139,7 @@ class TiedWeights:
             made.copy_(total)
 
     def _exchange(self, weight: TiedWeight, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks that hold the weight, in their order."""
+        """Return the tensors of all ranks that hold the weight, in the order of ranks."""
         mine = tensor.detach().contiguous()
         copies = [mine if rank == self._group.rank else torch.empty_like(mine) for rank in weight.pipeline_ranks]
         messages: list[Send | Receive] = []
@@ -152,7 +152,7 @@ class TiedWeights:
 
 
 def _take_gradient(parameter: Tensor) -> Tensor | None:
-    """A copy of the gradient, which is zero afterwards; it stays in its memory, which may be a bucket's."""
+    """Return a copy of the gradient and set it to zero in its memory, which may be a bucket's."""
     if parameter.grad is None:
         return None
     gradient = parameter.grad.clone()

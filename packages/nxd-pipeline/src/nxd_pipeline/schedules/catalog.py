@@ -1,4 +1,4 @@
-"""Schedules by name, as configurations give them, and the pure functions that make them.
+"""Schedules by name, and the pure functions that make them.
 
 Forwards and backwards are listed in the order in which each rank computes them; each method cites its paper.
 Messages are added by `insert_communication`.
@@ -20,10 +20,10 @@ F, B, I, W = (  # noqa: E741
 
 
 class Order:
-    """One rank's growing list of actions, each of them for the next microbatch of its stage.
+    """Builds one rank's list of actions, each for the next microbatch of its stage.
 
-    Microbatches from `num_microbatches` on are counted but left out. Leaving a microbatch out of a schedule that works
-    gives a schedule that works, so patterns that need many microbatches serve for few.
+    Microbatches from `num_microbatches` on are counted but omitted. A valid schedule stays valid without a microbatch,
+    so patterns for many microbatches also work for few.
     """
 
     def __init__(self, num_microbatches: int) -> None:
@@ -34,7 +34,7 @@ class Order:
         self._actions: list[Action] = []
 
     def add(self, kind: ActionKind, *stages: int, times: int = 1) -> "Order":
-        """The next microbatch of each of `stages` in turn, `times` over."""
+        """Add the next microbatch of each of `stages` in turn, `times` times."""
         for _ in range(times):
             for stage in stages:
                 if kind is ActionKind.FORWARD:
@@ -51,30 +51,30 @@ class Order:
         return self
 
     def forwards(self, stage: int) -> int:
-        """How many forwards of that stage have been added."""
+        """Return the number of forwards of a stage so far."""
         return self._forwards[stage]
 
     def weights_left(self, stage: int) -> int:
-        """How many gradients of that stage's weights wait to be added after those of its inputs."""
+        """Return the number of microbatches of a stage that have gradients of inputs but not yet of weights."""
         return self._backwards[stage] - self._weights[stage]
 
     def actions(self) -> tuple[Action, ...]:
-        """All that was added and not left out."""
+        """Return the actions, without omitted microbatches."""
         return tuple(self._actions)
 
 
 def looped_placement(pipeline_size: int, virtual_pipeline_size: int = 1) -> tuple[int, ...]:
-    """Stage s on rank s % pipeline_size."""
+    """Place stage s on rank s % pipeline_size."""
     return tuple(range(pipeline_size)) * virtual_pipeline_size
 
 
 def v_placement(pipeline_size: int) -> tuple[int, ...]:
-    """Two stages per rank, down and up again: the first and the last stage share rank 0."""
+    """Place two stages per rank, down and up again: the first and the last stage share rank 0."""
     return (*range(pipeline_size), *reversed(range(pipeline_size)))
 
 
 def check_sizes(pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int = 1) -> None:
-    """Raises ValueError for sizes that no schedule supports."""
+    """Raise a ValueError for sizes that no schedule supports."""
     sizes = {
         "pipeline_size": pipeline_size,
         "num_microbatches": num_microbatches,
@@ -132,8 +132,8 @@ def interleaved_one_forward_one_backward(
     Groups of `pipeline_size` microbatches go through a rank's stages in turn (Narayanan et al. 2021, "Efficient
     Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"). Rank i warms up with
     `2 * (pipeline_size - 1 - i) + (virtual_pipeline_size - 1) * group` forwards and keeps one more activation.
-    Where `num_microbatches` is no multiple of `pipeline_size`, groups are larger: as small a bubble, for the
-    activations of a larger group. With one stage per rank this is 1F1B.
+    If `num_microbatches` is not a multiple of `pipeline_size`, groups are larger: the bubble stays as small, but a
+    larger group's activations are kept. With one stage per rank this is 1F1B.
     """
     check_sizes(pipeline_size, num_microbatches, virtual_pipeline_size)
     if virtual_pipeline_size == 1:
@@ -156,19 +156,19 @@ def interleaved_one_forward_one_backward(
 
 
 def group_sizes(pipeline_size: int, num_microbatches: int) -> list[int]:
-    """Microbatches in as many groups of at least `pipeline_size` as they allow, larger groups first; else in one."""
+    """Return the sizes of as many groups of at least `pipeline_size` microbatches as possible, larger ones first."""
     groups = max(1, num_microbatches // pipeline_size)
     size, larger = divmod(num_microbatches, groups)
     return [size + 1] * larger + [size] * (groups - larger)
 
 
 def _in_groups(stages: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """The stage of each turn: a group of microbatches on one stage after the other, then the next group."""
+    """Return the stage of each step: each group of microbatches goes through all stages before the next group."""
     return [stage for group in groups for stage in stages for _ in range(group)]
 
 
 def zero_bubble_h1(pipeline_size: int, num_microbatches: int) -> Schedule:
-    """About a third of 1F1B's bubble in the memory of its first rank.
+    """A third of 1F1B's bubble, approximately, with the memory of its first rank.
 
     The order is that of 1F1B (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Rank i computes gradients of weights
     i microbatches after those of inputs, so each rank keeps at most `min(pipeline_size, num_microbatches)` activations.
@@ -189,7 +189,7 @@ def zero_bubble_h1(pipeline_size: int, num_microbatches: int) -> Schedule:
 
 
 def zero_bubble_v(pipeline_size: int, num_microbatches: int) -> Schedule:
-    """No rank waits once it has begun, provided that forward and both backwards take equally long.
+    """No rank waits once it has begun, if forward and both halves of a backward take equally long.
 
     From Qi et al. 2023, "Zero Bubble Pipeline Parallelism". Rank i holds stages i and 2 * pipeline_size - 1 - i, and
     keeps at most `2 * pipeline_size` activations of such half-size stages, what 1F1B's first rank keeps. Fewer than
@@ -209,13 +209,13 @@ def _zero_bubble_v_order(rank: int, pipeline_size: int, num_microbatches: int) -
     order.add(F, up, down, times=rank)
     for _ in range(pipeline_size - rank):
         order.add(F, up).add(I, up).add(W, up)
-    # Steady: each rank computes all the time.
+    # Steady state: each rank computes all the time.
     while order.forwards(up) < length:
         if order.forwards(down) < length:
             order.add(F, down)
         order.add(I, down).add(W, down)
         order.add(F, up).add(I, up).add(W, up)
-    # The end: gradients of inputs first while others wait for them, then the gradients of weights left.
+    # Cool-down: gradients of inputs first, which others wait for, then the remaining gradients of weights.
     order.add(I, down, up, times=rank)
     for _ in range(pipeline_size - rank):
         order.add(I, down).add(W, down)
@@ -246,10 +246,10 @@ def _dualpipe_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> t
     order.add(F, down, up, times=rank + 1)
     for _ in range(behind):
         order.add(I, up).add(W, up).add(F, up)
-    # Steady: a forward of one stage beside a backward of the other.
+    # Steady state: a forward of one stage beside a backward of the other.
     for _ in range(steady):
         order.add(F, down).add(B, up).add(F, up).add(B, down)
-    # The end: no new microbatches; from the middle of the last pairs on, weights wait until no rank waits for inputs.
+    # Cool-down: no new microbatches; from the middle on, gradients of weights are computed after those of inputs.
     for _ in range(behind):
         order.add(B, up).add(F, up).add(B, down)
     waiting: list[int] = []
@@ -276,7 +276,7 @@ def inference(pipeline_size: int, num_microbatches: int, *, virtual_pipeline_siz
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a training schedule, in its order and on its ranks: what evaluates a model that it trains.
+    """Return the forwards of a training schedule, in its order and on its ranks, to evaluate the model it trains.
 
     Messages are omitted; `insert_communication` adds them.
     """
@@ -290,20 +290,20 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Method:
     make: Callable[..., Schedule]
     stages_per_rank: int | None  # None: any number
     default_stages_per_rank: int
 
 
 _CATALOG = {
-    "gpipe": _Entry(gpipe, None, 1),
-    "1f1b": _Entry(one_forward_one_backward, 1, 1),
-    "interleaved": _Entry(interleaved_one_forward_one_backward, None, 2),
-    "zb-h1": _Entry(zero_bubble_h1, 1, 1),
-    "zb-v": _Entry(zero_bubble_v, 2, 2),
-    "dualpipe-v": _Entry(dualpipe_v, 2, 2),
-    "inference": _Entry(inference, None, 1),
+    "gpipe": _Method(gpipe, None, 1),
+    "1f1b": _Method(one_forward_one_backward, 1, 1),
+    "interleaved": _Method(interleaved_one_forward_one_backward, None, 2),
+    "zb-h1": _Method(zero_bubble_h1, 1, 1),
+    "zb-v": _Method(zero_bubble_v, 2, 2),
+    "dualpipe-v": _Method(dualpipe_v, 2, 2),
+    "inference": _Method(inference, None, 1),
 }
 
 SCHEDULE_NAMES = tuple(_CATALOG)
@@ -312,28 +312,28 @@ TRAINING_SCHEDULES: tuple[TrainingSchedule, ...] = get_args(TrainingSchedule)
 
 
 def stages_per_rank(name: str) -> int | None:
-    """How many stages each rank has by the method `name`, one of `SCHEDULE_NAMES`; None for any number."""
+    """Return the number of stages per rank of a schedule in `SCHEDULE_NAMES`; None for any number."""
     return _CATALOG[name].stages_per_rank
 
 
 def default_stages_per_rank(name: str) -> int:
-    """How many stages each rank has by the method `name`, one of `SCHEDULE_NAMES`, where nothing else is said."""
+    """Return the default number of stages per rank of a schedule in `SCHEDULE_NAMES`."""
     return _CATALOG[name].default_stages_per_rank
 
 
 def make_schedule(
     name: str, pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int | None = None
 ) -> Schedule:
-    """The order of computation that the method `name` prescribes, without messages.
+    """Make a schedule by name, without messages.
 
     Args:
         name: one of `SCHEDULE_NAMES`.
-        pipeline_size: pipeline-parallel ranks.
-        num_microbatches: any number from 1 on; few leave large bubbles.
+        pipeline_size: number of pipeline ranks.
+        num_microbatches: number of microbatches; few leave large bubbles.
         virtual_pipeline_size: stages per rank; None for 2 with `interleaved`, `zb-v` and `dualpipe-v`, else 1.
 
     Raises:
-        ValueError: the name is unknown, a size is not positive, or the method has another number of stages per rank.
+        ValueError: the name is unknown, a size is not positive, or the schedule has other stages per rank.
     """
     if name not in _CATALOG:
         raise ValueError(f"unknown schedule {name!r}; use one of {', '.join(SCHEDULE_NAMES)}")
@@ -353,16 +353,16 @@ def make_schedule(
 def choose_schedule(
     schedule: str | Schedule | None, pipeline_size: int, num_microbatches: int, virtual_pipeline_size: int
 ) -> Schedule:
-    """The schedule that a pipeline is to play.
+    """Return the schedule of a pipeline.
 
     Args:
         schedule: a name, or a schedule; None for 1F1B, interleaved if there are several stages per rank.
-        pipeline_size: pipeline-parallel ranks.
+        pipeline_size: number of pipeline ranks.
         num_microbatches: number of microbatches of a batch.
-        virtual_pipeline_size: stages per rank; 1 also for a schedule that is given itself.
+        virtual_pipeline_size: number of stages per rank; may be 1 for a given schedule.
 
     Raises:
-        ValueError: as for `make_schedule`, or the schedule that was given is for other sizes.
+        ValueError: as for `make_schedule`, or the given schedule has other sizes.
     """
     if schedule is None:
         schedule = "1f1b" if virtual_pipeline_size == 1 else "interleaved"

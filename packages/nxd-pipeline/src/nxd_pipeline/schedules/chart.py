@@ -22,10 +22,10 @@ INK = "#1f2937"
 
 
 def text_chart(timeline: Timeline, *, columns: int = 100) -> str:
-    """A line per rank: kind and microbatch of each computation from its start to its end, dots where a rank is idle.
+    """Draw a line per rank: kind and microbatch of each computation from its start to its end, dots for idle time.
 
-    Computations that are too short for their text are cut; give more `columns` then. Where a rank has several stages,
-    those on the first half of the pipeline are in capitals and the others in small letters.
+    Computations that are too short for their text are cut; pass more `columns` then. If a rank has several stages,
+    those in the first half of the pipeline are in capitals and the others in small letters.
     """
     scale = columns / timeline.makespan if timeline.makespan else 0.0
     num_stages = 1 + max((span.action.stage for spans in timeline.compute_spans for span in spans), default=0)
@@ -49,13 +49,13 @@ def save_chart(
     title: str | None = None,
     unit: str = "",
 ) -> Path:
-    """An image of the timeline, in the format that the file's name ends in; later stages of a rank are paler.
+    """Save an image of the timeline, in the format of the file's suffix; later stages of a rank are paler.
 
     Args:
-        timeline: simulated or measured.
-        file: file to write; an existing one is replaced.
-        lanes: a row for each rank, or for each stage, those of a rank together.
-        title: name and idle time by default.
+        timeline: a simulated or measured timeline.
+        file: path of the image; an existing file is replaced.
+        lanes: "rank" for a row per rank, or "stage" for a row per stage.
+        title: title; the timeline's name and idle time if None.
         unit: unit of the times.
 
     Raises:
@@ -66,7 +66,7 @@ def save_chart(
         from matplotlib.patches import Patch  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("pictures of schedules need matplotlib: pip install nxd-pipeline[plot]") from error
-    places = {  # of each stage: its row, and how pale it is
+    places = {  # row and opacity of each stage
         stage: (rank, 1 - 0.5 * index / len(stages))
         for rank, stages in enumerate(_stages_of_ranks(timeline))
         for index, stage in enumerate(stages)
@@ -77,7 +77,7 @@ def save_chart(
         places = {stage: (row, opacity) for row, (stage, (_, opacity)) in enumerate(places.items())}
     figure = Figure(figsize=(14, 1.2 + 0.5 * len(labels)), layout="constrained")
     axes = figure.subplots()
-    bars: dict[tuple[int, ActionKind], list[tuple[float, float]]] = {}  # by stage and kind, for all at once is quicker
+    bars: dict[tuple[int, ActionKind], list[tuple[float, float]]] = {}  # by stage and kind, for speed
     for span in (span for spans in timeline.compute_spans for span in spans):
         start, duration = span.start - timeline.start, span.end - span.start
         bars.setdefault((span.action.stage, span.action.kind), []).append((start, duration))

@@ -1,4 +1,4 @@
-"""Adds to an order of computation the messages that it needs, in an order that cannot deadlock.
+"""Adds the messages that an order of computation needs, in an order that cannot deadlock.
 
 The executor sends the messages. It may do so in any of three ways, and none can deadlock: one after the other, each
 blocking until both ends have arrived; neighboring ones as one batch, batches in order; or all without blocking,
@@ -25,19 +25,19 @@ _Time = tuple[float, ...]
 
 
 def insert_communication(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Schedule:
-    """The schedule with sends right after the computations that make the values, and receives before they can arrive.
+    """Return the schedule with sends right after the computations, and receives before messages can arrive.
 
-    Each rank's actions are ordered by when computations end, and a message has the time at which the computation that
-    makes it ends, at both of its ends. So all ranks agree on one order of everything, which rules out deadlock; a
-    receive stands before the computation during which its message is sent; and messages of the same time between the
-    same ranks are neighbors. Stages on one rank exchange none.
+    Each rank's actions are ordered by the end times of computations; both ends of a message get the time at which the
+    computation of its value ends. So all ranks agree on one order, which rules out deadlock; a receive comes before the
+    computation during which its message is sent; and messages of the same time between the same ranks are neighbors.
+    Stages on one rank exchange no messages.
 
     Args:
         schedule: an order of computation; messages in it are replaced.
-        edges: which stage uses which stage's output; by default each uses that of the previous one.
+        edges: edges between stages; by default each stage uses the output of the previous one.
 
     Raises:
-        ValueError: the order waits for something that never comes.
+        ValueError: the order waits for something that never arrives.
     """
     computed = schedule.without_communication()
     dataflow = Dataflow(schedule, edges)
@@ -61,34 +61,34 @@ _COST = StageCost()
 
 
 def insert_blocking_communication(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Schedule:
-    """The schedule with each message placed as soon as both its ranks are between two computations.
+    """Return the schedule with each message placed as soon as both its ranks are between two computations.
 
-    Computations go as in a simulation in which forward and each half of a backward take 1: whoever ends one exchanges
-    what there is with all who are between two of theirs, and continues unless its next one lacks something. Where
-    computations take what they are expected to, schedules then take no longer than on a transport that does not block;
-    `dualpipe-v` takes up to a twentieth longer.
+    The placement follows a simulation in which forward and each half of a backward take 1: a rank that ends a
+    computation exchanges all pending messages with ranks that are between two computations, and continues unless its
+    next one lacks an input. If computations take the expected time, schedules take no longer than on a transport that
+    does not block; `dualpipe-v` takes up to 5% longer.
 
     Args:
         schedule: an order of computation; messages in it are replaced.
-        edges: which stage uses which stage's output; by default each uses that of the previous one.
+        edges: edges between stages; by default each stage uses the output of the previous one.
 
     Raises:
-        ValueError: the order waits for something that never comes.
+        ValueError: the order waits for something that never arrives.
     """
     computed = schedule.without_communication()
     dataflow = Dataflow(schedule, edges)
-    simulate(computed, edges=dataflow.edges)  # which says what an order waits for that cannot be played
-    return replace(schedule, actions=_Ranks(computed, dataflow).run())
+    simulate(computed, edges=dataflow.edges)  # raises if the order cannot be executed
+    return replace(schedule, actions=_BlockingRanks(computed, dataflow).run())
 
 
-class _Ranks:
-    """All ranks, computing and exchanging."""
+class _BlockingRanks:
+    """Simulates all ranks, with messages that block both ends."""
 
     def __init__(self, schedule: Schedule, dataflow: Dataflow) -> None:
         self._schedule, self._dataflow = schedule, dataflow
         self._next = [list(reversed(row)) for row in schedule.actions]
-        self._computing: dict[int, tuple[float, Action]] = {}  # by rank, until when
-        self._sends: list[Action] = []  # that are still to be made, in the order in which they can be
+        self._computing: dict[int, tuple[float, Action]] = {}  # by rank, with the end time
+        self._sends: list[Action] = []  # pending, in the order in which they became possible
         self._received: set[Action] = set()
         self._done: list[list[Action]] = [[] for _ in schedule.actions]
 

@@ -1,4 +1,4 @@
-"""The edges between stages: which stage uses values of which other, and what each computation therefore waits for.
+"""The edges between stages: which stage uses values of which other stage, and what each computation waits for.
 
 Partitioning decides the edges of a model; a chain is the default. Values may skip stages, and need no gradient.
 """
@@ -12,7 +12,7 @@ from nxd_pipeline.schedules.schedule import MAKES_GRADIENT, RECEIVES, Action, Ac
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Stage `consumer` uses values of stage `producer`; their gradient goes back unless none of them needs one."""
+    """Stage `consumer` uses values of stage `producer`; gradients are sent back if any of the values needs one."""
 
     producer: int
     consumer: int
@@ -20,7 +20,7 @@ class Edge:
 
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
-    """The edges of a model in which each stage uses the output of the one before it."""
+    """Return the edges of a model in which each stage uses the output of the previous one."""
     return tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1))
 
 
@@ -28,7 +28,7 @@ class Dataflow:
     """The inputs and consumers of each action of a schedule, given the edges between its stages.
 
     Attributes:
-        edges: edges of the model, by producer and consumer.
+        edges: the edges of the model, sorted.
     """
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:
@@ -51,7 +51,7 @@ class Dataflow:
         return any(not self._on_one_rank(edge.producer, edge.consumer) for edge in self.edges)
 
     def local_inputs(self, action: Action) -> list[tuple[Action, ...]]:
-        """What must be computed on the same rank before `action`; of each tuple, one suffices."""
+        """Return what must be computed on the same rank before `action`: one action of each tuple."""
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         forward = (Action(ActionKind.FORWARD, stage, microbatch),)
         if kind is ActionKind.FORWARD:
@@ -69,7 +69,7 @@ class Dataflow:
         return [forward, *(backwards(source, microbatch) for source in gradients)]
 
     def receives(self, action: Action) -> list[Action]:
-        """The messages that a computation cannot do without."""
+        """Return the messages that a computation needs."""
         if action.kind is ActionKind.FORWARD:
             return self._messages(ActionKind.RECV_ACTIVATION, action, self._producers)
         if action.kind in MAKES_GRADIENT:
@@ -77,7 +77,7 @@ class Dataflow:
         return []
 
     def sends(self, action: Action) -> list[Action]:
-        """The messages that carry away what a computation made."""
+        """Return the messages that send the results of a computation."""
         if action.kind is ActionKind.FORWARD:
             return self._messages(ActionKind.SEND_ACTIVATION, action, self._consumers)
         if action.kind in MAKES_GRADIENT:
@@ -103,7 +103,7 @@ class Dataflow:
 
 
 def backwards(stage: int, microbatch: int) -> tuple[Action, Action]:
-    """The two actions that make the gradients of a stage's inputs; a schedule has one of them."""
+    """Return the two actions that compute the gradients of a stage's inputs; a schedule has one of them."""
     return (
         Action(ActionKind.BACKWARD, stage, microbatch),
         Action(ActionKind.BACKWARD_INPUT, stage, microbatch),

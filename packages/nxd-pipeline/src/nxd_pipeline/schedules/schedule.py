@@ -5,7 +5,7 @@ CSV: one line per rank, one action per cell, as in `0F0,0SA0>1,0F1,0SA1>1,0RG0<1
 ignored, so tables whose columns line up in time can be read as well, among them the computations that
 torch.distributed.pipelining dumps.
 
-`catalog` builds the schedules of the known methods; `communication` adds messages to an order of computation;
+`catalog` builds schedules by known methods; `communication` adds messages to an order of computation;
 `verification` checks the result.
 """
 
@@ -52,7 +52,7 @@ class Action:
     """One action of the rank of `stage` for one microbatch.
 
     Written `0F3` where it computes. Communication also names the stage at the other end: `0SA3>1` sends stage 0's
-    output of microbatch 3 to stage 1, which receives it by `1RA3<0`; `1SG3>0` and `0RG3<1` are its gradient's way back.
+    output of microbatch 3 to stage 1, which receives it by `1RA3<0`; `1SG3>0` and `0RG3<1` send the gradient back.
     """
 
     kind: ActionKind
@@ -71,7 +71,7 @@ class Action:
         return self.peer is not None
 
     def counterpart(self) -> "Action":
-        """The action at the other end of a message."""
+        """Return the action at the other end of a message."""
         if self.peer is None:
             raise ValueError(f"{self} computes; only actions that send or receive have a counterpart")
         return Action(_COUNTERPART[self.kind], self.peer, self.microbatch, self.stage)
@@ -83,10 +83,10 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-    """The action that is written so.
+    """Parse the notation of an action.
 
     Raises:
-        ValueError: `text` is not `<stage><kind><microbatch>`, with `><stage>` or `<<stage>` behind a send or receive.
+        ValueError: `text` is not `<stage><kind><microbatch>`, followed by `><stage>` or `<<stage>` for a message.
     """
     match = _NOTATION.fullmatch(text.strip())
     if match is not None:
@@ -140,17 +140,17 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline; several may live on one rank."""
+        """Number of stages of the whole pipeline; several may be on one rank."""
         return len(self.rank_of_stage)
 
     @property
     def num_ranks(self) -> int:
-        """The size of the pipeline-parallel group."""
+        """Number of pipeline ranks."""
         return len(self.actions)
 
     @cached_property
     def is_forward_only(self) -> bool:
-        """Whether nothing in it goes backward, so that no activation has to be kept."""
+        """Whether the schedule has no backward, so that no activations are kept."""
         return all(action.kind is ActionKind.FORWARD for action in self.compute_actions())
 
     @cached_property
@@ -159,29 +159,29 @@ class Schedule:
         return any(action.is_communication for actions in self.actions for action in actions)
 
     def where(self, rank: int, position: int) -> str:
-        """Names an action in an error message."""
+        """Describe an action for an error message."""
         return f"schedule {self.name!r}, rank {rank}, position {position} ({self.actions[rank][position]})"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on a pipeline rank, ascending."""
+        """Return the stages on a pipeline rank, ascending."""
         return tuple(stage for stage, holder in enumerate(self.rank_of_stage) if holder == rank)
 
     def without_communication(self) -> "Schedule":
-        """The same order of computation, without any messages."""
+        """Return the same order of computation, without messages."""
         return replace(self, actions=tuple(tuple(it for it in row if not it.is_communication) for row in self.actions))
 
     def compute_actions(self) -> Iterable[Action]:
-        """Those of all ranks that neither send nor receive."""
+        """Yield the actions of all ranks that neither send nor receive."""
         return (action for actions in self.actions for action in actions if not action.is_communication)
 
 
 def custom_schedule(actions: Sequence[Sequence[Action | str]], *, name: str = "custom") -> Schedule:
-    """A schedule of your own from one list per rank, of actions or their notation: `[["0F0", "0B0"], ["1F0", "1B0"]]`.
+    """Make a schedule from one list per rank, of actions or their notation: `[["0F0", "0B0"], ["1F0", "1B0"]]`.
 
-    Stages live where their actions stand. Messages may be omitted; `insert_communication` adds them.
+    A stage is on the rank of its actions. Messages may be omitted; `insert_communication` adds them.
 
     Raises:
-        ValueError: an action cannot be parsed, a stage computes on two ranks or nowhere, or there is nothing to do.
+        ValueError: an action cannot be parsed, a stage is on two ranks or on none, or there are no actions.
     """
     parsed = tuple(tuple(_parse(rank, action) for action in row) for rank, row in enumerate(actions))
     rank_of_stage: dict[int, int] = {}
@@ -214,15 +214,15 @@ def _parse(rank: int, action: Action | str) -> Action:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The schedule as CSV text, messages included if it has any."""
+    """Return the schedule as CSV text, including any messages."""
     return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.actions)
 
 
 def parse_schedule(text: str, *, name: str = "custom") -> Schedule:
-    """The schedule that CSV text gives; stages live on the rank in whose line they stand. Blank lines mean nothing.
+    """Parse a schedule in CSV; a stage is on the rank of its line. Blank lines are ignored.
 
     Raises:
-        ValueError: the text is not CSV, a cell is not an action, or the lines do not make a schedule; see
+        ValueError: the text is not CSV, a cell is not an action, or the lines are not a schedule; see
             `custom_schedule`.
     """
     try:
@@ -235,10 +235,10 @@ def parse_schedule(text: str, *, name: str = "custom") -> Schedule:
 
 
 def write_schedule(schedule: Schedule, file: str | Path) -> None:
-    """Writes the schedule as CSV."""
+    """Write the schedule as CSV."""
     Path(file).write_text(format_schedule(schedule), encoding="utf-8")
 
 
 def read_schedule(file: str | Path) -> Schedule:
-    """The schedule in a CSV file, named like the file; see `parse_schedule`."""
+    """Read a schedule from a CSV file, named after the file; see `parse_schedule`."""
     return parse_schedule(Path(file).read_text(encoding="utf-8-sig"), name=Path(file).stem)

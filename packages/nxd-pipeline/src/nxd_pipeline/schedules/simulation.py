@@ -1,7 +1,7 @@
 """Simulates a schedule for given costs: a `Timeline` of when each action starts and ends, and of idle time.
 
-An order of computation is enough; where the schedule also sends and receives, messages leave when they are sent, and
-arrive once both ends are there. Links do not slow one another down.
+An order of computation is enough. If the schedule also has messages, they are sent at their sends and arrive once both
+ends are ready. Links do not slow one another down.
 """
 
 import math
@@ -24,29 +24,29 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of every pipeline rank, in the order of its actions; any unit of time, one clock for all ranks."""
+    """The spans of every pipeline rank, in the order of its actions; in any unit of time, on one clock."""
 
     name: str
     spans: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def compute_spans(self) -> tuple[tuple[Span, ...], ...]:
-        """The same without sends and receives, which do not keep a rank busy."""
+        """The spans without sends and receives, which do not keep a rank busy."""
         return tuple(tuple(span for span in spans if not span.action.is_communication) for spans in self.spans)
 
     @property
     def start(self) -> float:
-        """When the first computation starts."""
+        """Start of the first computation."""
         return min((span.start for spans in self.compute_spans for span in spans), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """From the start of the first computation to the end of the last."""
+        """Time from the start of the first computation to the end of the last."""
         return max((span.end for spans in self.compute_spans for span in spans), default=0.0) - self.start
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time within the makespan in which they did not compute."""
+        """Fraction of all ranks' time within the makespan in which they did not compute."""
         busy = sum(span.end - span.start for spans in self.compute_spans for span in spans)
         available = self.makespan * len(self.spans)
         return 1 - busy / available if available else 0.0
@@ -60,7 +60,7 @@ class StageCost:
         forward: time of a forward.
         backward_input: time of the gradients of the stage's inputs.
         backward_weight: time of the gradients of its weights.
-        backward: time of both at once; None for their sum.
+        backward: time of a whole backward; None for the sum of its halves.
         output_bytes: size of the message to each later stage, and of its gradient.
     """
 
@@ -71,7 +71,7 @@ class StageCost:
     output_bytes: int = 0
 
     def of(self, kind: ActionKind) -> float:
-        """The time of a computation."""
+        """Return the time of a computation."""
         if kind is ActionKind.FORWARD:
             return self.forward
         if kind is ActionKind.BACKWARD_INPUT:
@@ -86,8 +86,8 @@ class Costs:
     """The costs of each stage, and of messages between ranks.
 
     Attributes:
-        stages: one for all, or one per stage.
-        latency: time of any message.
+        stages: one cost for all stages, or one per stage.
+        latency: time of an empty message.
         bytes_per_time: bandwidth; a message takes `latency + output_bytes / bytes_per_time`.
     """
 
@@ -96,10 +96,10 @@ class Costs:
     bytes_per_time: float = math.inf
 
     def per_stage(self, num_stages: int) -> tuple[StageCost, ...]:
-        """One cost for each stage.
+        """Return one cost for each stage.
 
         Raises:
-            ValueError: there are costs for another number of stages.
+            ValueError: there is another number of costs.
         """
         if isinstance(self.stages, StageCost):
             return (self.stages,) * num_stages
@@ -111,21 +111,21 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, edges: Iterable[Edge] | None = None) -> Timeline:
-    """Start and end of every action, each as early as its rank's order and its inputs allow.
+    """Return the start and end of every action, each as early as its rank's order and its inputs allow.
 
     Args:
         schedule: with or without messages; see `insert_communication`.
-        costs: forward and each half of a backward take 1 and messages no time, by default.
-        edges: which stage uses which stage's output; by default each uses that of the previous one.
+        costs: the costs; by default forward and each half of a backward take 1, and messages no time.
+        edges: edges between stages; by default each stage uses the output of the previous one.
 
     Raises:
-        ValueError: the order waits for something that never comes, or costs and schedule do not fit together.
+        ValueError: the order waits for something that never arrives, or there is a wrong number of costs.
     """
     return _Simulation(schedule, costs or Costs(), Dataflow(schedule, edges)).run()
 
 
 class _Simulation:
-    """Advances a rank until it waits for a message, and again when that message is sent."""
+    """Advances a rank until it waits for a message, and again once that message is sent."""
 
     def __init__(self, schedule: Schedule, costs: Costs, dataflow: Dataflow) -> None:
         self._schedule = schedule
@@ -150,7 +150,7 @@ class _Simulation:
         return Timeline(self._schedule.name, spans)
 
     def _advance(self, rank: int) -> list[int]:
-        """Plays the actions of a rank until one has to wait; gives the ranks that need wait no longer."""
+        """Run a rank's actions until one has to wait; returns the ranks that can continue."""
         woken: list[int] = []
         actions = self._schedule.actions[rank]
         while self._positions[rank] < len(actions):
@@ -165,7 +165,7 @@ class _Simulation:
         return woken
 
     def _compute(self, rank: int, action: Action, woken: list[int]) -> bool:
-        """Computes an action if its inputs are known to arrive."""
+        """Compute an action if its inputs arrive; returns whether it did."""
         for choice in self._dataflow.local_inputs(action):
             if not any(needed in self._computed for needed in choice):
                 raise ValueError(f"{self._where(rank)}: {' or '.join(map(str, choice))} has to come before it")

@@ -1,8 +1,8 @@
 """Checks that a schedule can run: inputs exist, nothing is missing or done twice, and no rank waits forever.
 
-It needs no ranks. Messages are matched in the strictest way, one after the other and each blocking at both ends:
-a schedule that passes cannot deadlock on a transport that blocks less or that matches messages by their order. From
-the order of actions alone also follows how many activations each rank keeps at once.
+No ranks are needed. Messages are matched in the strictest way, one after the other and each blocking at both ends: a
+schedule that passes cannot deadlock on a transport that blocks less or that matches messages by their order. The order
+of actions also determines how many activations each rank keeps at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +18,8 @@ class ActivationSize:
     """The activations that one microbatch leaves on a stage, in bytes or any other unit.
 
     Attributes:
-        until_backward: kept from the forward until the backward, or the backward of inputs.
-        until_weights: the part of it, and what comes with it, that is kept until the backward of weights.
+        until_backward: size kept from the forward until the backward, or the backward of inputs.
+        until_weights: size kept from the backward of inputs until the backward of weights.
     """
 
     until_backward: int = 1
@@ -27,20 +27,20 @@ class ActivationSize:
 
 
 def peak_in_flight(schedule: Schedule, sizes: Sequence[ActivationSize] | None = None) -> tuple[int, ...]:
-    """The most that each rank keeps at any time; nothing where all is forward only.
+    """Return the maximum that each rank keeps at any time; 0 if the schedule is forward only.
 
     Args:
         schedule: with or without messages.
-        sizes: one per stage; by default each microbatch on each stage counts 1 until all its gradients are made.
+        sizes: one size per stage; by default a microbatch counts 1 on each stage until all its gradients are computed.
 
     Raises:
-        ValueError: `sizes` are of another number of stages.
+        ValueError: there is another number of sizes than stages.
     """
     return tuple(max(kept, default=0) for kept in activations_kept(schedule, sizes))
 
 
 def activations_kept(schedule: Schedule, sizes: Sequence[ActivationSize] | None = None) -> tuple[tuple[int, ...], ...]:
-    """The activations that each rank keeps after each of its actions; see `peak_in_flight`."""
+    """Return the activations that each rank keeps after each of its actions; see `peak_in_flight`."""
     if sizes is None:
         sizes = (ActivationSize(),) * schedule.num_stages
     if len(sizes) != schedule.num_stages:
@@ -60,12 +60,12 @@ def activations_kept(schedule: Schedule, sizes: Sequence[ActivationSize] | None 
 def verify_schedule(
     schedule: Schedule, edges: Iterable[Edge] | None = None, *, max_in_flight: int | Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Checks a schedule with its messages.
+    """Check a schedule with its messages.
 
     Args:
-        schedule: see `insert_communication` for one that only says what is computed.
-        edges: which stage uses which stage's output; by default each uses that of the previous one.
-        max_in_flight: the most activations that any rank, or each rank, may keep, counted as `peak_in_flight` does.
+        schedule: the schedule, with messages; `insert_communication` adds them.
+        edges: edges between stages; by default each stage uses the output of the previous one.
+        max_in_flight: maximum number of activations of any rank, or of each rank, as counted by `peak_in_flight`.
 
     Returns:
         The maximum number of activations on each rank.
@@ -86,7 +86,7 @@ def verify_schedule(
 
 
 def _check_rank(schedule: Schedule, dataflow: Dataflow, rank: int) -> None:
-    """What one rank's list tells: every action has its inputs, and each is there exactly once."""
+    """Check that every action of a rank has its inputs, and occurs exactly once."""
     done: dict[Action, int] = {}
     for position, action in enumerate(schedule.actions[rank]):
         problem = _why_not(dataflow, action, done)
@@ -98,7 +98,7 @@ def _check_rank(schedule: Schedule, dataflow: Dataflow, rank: int) -> None:
 
 
 def _why_not(dataflow: Dataflow, action: Action, done: dict[Action, int]) -> str | None:
-    """Why the action must not come after what is done."""
+    """Return the reason why an action cannot follow the actions done; None if it can."""
     if action.is_communication and not dataflow.carries(action):
         return "no such message is needed: these stages share no such edge, or one rank"
     rivals = backwards(action.stage, action.microbatch) if action.kind in MAKES_GRADIENT else (action,)
@@ -112,7 +112,7 @@ def _why_not(dataflow: Dataflow, action: Action, done: dict[Action, int]) -> str
 
 
 def _missing(schedule: Schedule, dataflow: Dataflow, rank: int, done: dict[Action, int]) -> Iterator[str]:
-    """What the rank's stages leave undone."""
+    """Yield the actions that the rank's stages lack."""
     kinds: list[tuple[ActionKind, ...]] = [(ActionKind.FORWARD,)]
     if not schedule.is_forward_only:
         kinds += [(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT), (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)]
@@ -125,7 +125,7 @@ def _missing(schedule: Schedule, dataflow: Dataflow, rank: int, done: dict[Actio
 
 
 def _match_messages(schedule: Schedule) -> None:
-    """Plays the messages, each a rendezvous, and continues with both ranks of each that meets."""
+    """Check that all messages meet if each one blocks both its ranks."""
     rows = [[(place, it) for place, it in enumerate(row) if it.is_communication] for row in schedule.actions]
     positions = [0] * schedule.num_ranks
     moving = list(range(schedule.num_ranks))
@@ -146,7 +146,7 @@ def _match_messages(schedule: Schedule) -> None:
     ]
     if stops:
         raise ValueError(
-            f"ranks wait forever at these messages, because the other end has a different one first, or none: "
+            f"ranks wait forever at these messages, because the other end has a different message first, or none: "
             f"{'; '.join(stops)}. Both ends need the same order; insert_communication(schedule) finds one"
         )
 

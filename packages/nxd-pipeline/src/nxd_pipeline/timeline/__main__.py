@@ -1,4 +1,4 @@
-"""`python -m nxd_pipeline.timeline trace.json` prints the last step of a trace as text, and how idle its ranks were."""
+"""`python -m nxd_pipeline.timeline trace.json` prints the last step of a trace as text, and its idle time."""
 
 import argparse
 

@@ -30,7 +30,7 @@ from nxd_pipeline.schedules import (
 )
 from nxd_pipeline.timeline.traced_step import TracedStep, bubble_report, gather_step
 
-# As much as a viewer still shows fluently, and one rank can write between two steps.
+# Limits for a viewer to stay responsive, and for one rank to write between two steps.
 MAX_STEPS = 20
 MAX_EVENTS = 200_000
 
@@ -59,22 +59,22 @@ Event = dict[str, Any]
 
 
 class TraceFile:
-    """Traces training steps of all ranks until `MAX_STEPS` of them, or `MAX_EVENTS` actions, are in the file.
+    """Traces training steps of all ranks until `MAX_STEPS` steps or `MAX_EVENTS` actions are in the file.
 
-    The first rank of the world writes it again after each traced step, in one move, so that a reader finds all of the
-    steps before or all of them with the new one. The overhead of tracing falls between steps, not within them.
+    The first rank of the world rewrites the file atomically after each traced step. The overhead of tracing falls
+    between steps, not within them.
     """
 
     def __init__(self, path: str | Path, schedule: Schedule, pipeline: Group) -> None:
-        """Called on all ranks of the world, which give the same path.
+        """Called on all ranks of the world, with the same path.
 
         Args:
-            path: path of the JSON file; its folder is made. The picture has the same name and ends in `.png`.
+            path: path of the JSON file; its folder is created. The picture has the same name with the suffix `.png`.
             schedule: schedule of each pipeline's ranks, including messages.
             pipeline: this rank's pipeline-parallel group.
 
         Raises:
-            ValueError: the first rank cannot write there; raised on every rank.
+            ValueError: the first rank cannot write the file; raised on every rank.
         """
         self._path = Path(path)
         self._schedule = schedule
@@ -90,7 +90,7 @@ class TraceFile:
 
     @property
     def last_step(self) -> TracedStep | None:
-        """The last step that was traced, on every rank; None before the first."""
+        """The last traced step, on every rank; None before the first."""
         return self._last_step
 
     @property
@@ -102,10 +102,10 @@ class TraceFile:
 
     @contextmanager
     def step(self) -> Iterator[Record | None]:
-        """Traces the step that the body plays, on all ranks, which begin it together; gives what it is to call.
+        """Trace the step that the body runs on all ranks, which begin it together; yields a function for the body.
 
-        The body calls it with each action of this rank, its start and its end by `time.perf_counter_ns()`; it is None
-        where the file is full. A body that raises adds nothing.
+        The body calls it with each action of this rank, its start and its end by `time.perf_counter_ns()`. None is
+        yielded if the file is full. A body that raises adds nothing.
         """
         if self.is_full:
             yield None
@@ -130,7 +130,7 @@ class TraceFile:
             self._write(self._last_step)
 
     def _write(self, step: TracedStep) -> None:
-        """A disk that fails now costs the trace, not the training."""
+        """Write the file and the picture; a disk error costs the trace, not the training."""
         if not self._events:
             self._events += [json.dumps(event) for event in lane_names(step)]
         self._events += [json.dumps(event) for event in step_events(step)]
@@ -154,10 +154,10 @@ class TraceFile:
 
 
 def _problem(path: Path) -> str | None:
-    """Why this file cannot be written; None if it can."""
-    advice = "give trace_file_path a file in a folder where rank 0 may write"
+    """Return the reason why a file cannot be written; None if it can."""
+    advice = "pass a file in a folder where rank 0 may write"
     if path.suffix == ".png":
-        return f"trace_file_path={str(path)!r} is the name of a picture; give the JSON's, the picture lies beside it"
+        return f"trace_file_path={str(path)!r} names a picture; pass a .json file, the picture is saved beside it"
     if path.is_dir():
         return f"trace_file_path={str(path)!r} is a folder; {advice}"
     try:
@@ -186,12 +186,12 @@ def _replace(path: Path, content: str) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Beside the file, with its ending; of this process's own."""
+    """Return a path beside the file, with its suffix, for this process only."""
     return path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
 
 
 def lane_names(step: TracedStep) -> Iterator[Event]:
-    """The metadata events that name ranks and lanes; once per file."""
+    """Yield the metadata events that name ranks and lanes, once per file."""
     for index, (ranks, timeline) in enumerate(zip(step.pipelines, step.timelines, strict=True)):
         waits = _num_stages(timeline)
         for pipeline_rank, (rank, spans) in enumerate(zip(ranks, timeline.spans, strict=True)):
@@ -206,7 +206,7 @@ def lane_names(step: TracedStep) -> Iterator[Event]:
 
 
 def step_events(step: TracedStep) -> Iterator[Event]:
-    """An event for each action of each rank, and an arrow for each message."""
+    """Yield an event for each action of each rank, and an arrow for each message."""
     for index, (ranks, timeline) in enumerate(zip(step.pipelines, step.timelines, strict=True)):
         num_stages = _num_stages(timeline)
         for rank, spans in zip(ranks, timeline.spans, strict=True):
@@ -218,7 +218,7 @@ def step_events(step: TracedStep) -> Iterator[Event]:
 
 
 def trace_facts(step: TracedStep, clock_errors: Sequence[float]) -> dict[str, Any]:
-    """The content of the file's `otherData`: facts of all steps, and the clock errors in seconds, step by step."""
+    """Return the file's `otherData`; `clock_errors` are in seconds, one per step."""
     return {
         "schedule": step.timelines[0].name,
         "pipelines": [list(ranks) for ranks in step.pipelines],
@@ -227,11 +227,7 @@ def trace_facts(step: TracedStep, clock_errors: Sequence[float]) -> dict[str, An
 
 
 def read_trace(file: str | Path) -> tuple[TracedStep, ...]:
-    """The steps in a file that `trace_file_path` names.
-
-    Raises:
-        ValueError: it is not such a file.
-    """
+    """Read the steps in a file written to `trace_file_path`; raises a ValueError for any other file."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         other = content["otherData"]
@@ -277,12 +273,12 @@ def _slice(span: Span, step: int) -> Event:
 
 
 def _arrow_end(span: Span, prefix: str) -> Event:
-    """One end of a message's arrow, within the event that it belongs to; both ends have the same `id`."""
+    """Return one end of a message's arrow, inside its event; both ends have the same `id`."""
     action = span.action
     if action.kind in SENDS:
         end = {"ph": "s", "ts": _microseconds(span.start), "id": f"{prefix}/{action}"}
     else:
-        arrival = max(span.start, span.end - 1e-9)  # a moment before the event's end, which is no more part of it
+        arrival = max(span.start, span.end - 1e-9)  # just before the event's end, which is exclusive
         end = {"ph": "f", "bp": "e", "ts": _microseconds(arrival), "id": f"{prefix}/{action.counterpart()}"}
     return end | {"name": "message", "cat": "message"}
 

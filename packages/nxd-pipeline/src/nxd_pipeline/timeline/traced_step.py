@@ -1,8 +1,8 @@
 """One traced training step: gathered from all ranks, and its idle time compared with the simulated one.
 
-All ranks know the schedule, so only times are sent: a start and an end for each of a rank's actions. Times are read
-from one clock: `time.perf_counter_ns()` of the first rank. Processes on one host share that clock; for other hosts,
-`clock_offsets` measures the difference.
+All ranks know the schedule, so only times are sent: the start and end of each action. All times are on one clock,
+`time.perf_counter_ns()` of the first rank. Processes on one host share that clock; for other hosts, `clock_offsets`
+measures the difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from nxd_pipeline.schedules import (
     simulate,
 )
 
-ROUND_TRIPS = 8  # to each rank; the quickest one counts
+ROUND_TRIPS = 8  # per rank; the quickest one counts
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ClockOffset:
     """An estimate of a rank's clock, in nanoseconds.
 
     Attributes:
-        ahead: its reading minus that of the first rank's clock at the same moment.
+        ahead: difference to the first rank's clock.
         error: maximum error of the estimate.
     """
 
@@ -45,11 +45,11 @@ class ClockOffset:
 
 
 def clock_offsets(group: Group) -> tuple[ClockOffset, ...]:
-    """The clock of each rank of the group, by group order; called by all of them, which all get the same.
+    """Estimate the clock of each rank, in group order. Called by all ranks, which all get the same result.
 
-    The method is that of F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): the
-    first rank asks for a reading, takes it for that of the middle of the round trip, which is wrong by half the
-    round trip at most, and keeps the best of several tries. Ranks are asked one after the other.
+    The method is that of F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989): the first
+    rank asks for a reading and assigns it to the middle of the round trip, with an error of at most half the round
+    trip. The best of several tries counts. Ranks are asked one after the other.
     """
     estimates = torch.zeros(group.size, 2, dtype=torch.int64, device=transport_device(group))
     if group.rank == 0:
@@ -85,10 +85,10 @@ Times = Mapping[Action, tuple[int, int]]  # start and end by this process's `tim
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One training step of all pipelines, in seconds since the trace began, by the clock of the first rank.
+    """One training step of all pipelines, in seconds since the trace began, on the clock of the first rank.
 
-    The span of a computation is the time for which it computed; that of a send the time that it took to hand the
-    message over; and that of a receive the time for which the computation that needs it waited for it.
+    The span of a send is the time that it took to start sending; the span of a receive is the time that the computation
+    that needs the message waited for it.
 
     Attributes:
         number: number of the step among those traced, from 0.
@@ -106,15 +106,15 @@ class TracedStep:
 def gather_step(
     number: int, times: Times, *, schedule: Schedule, pipeline: Group, world: Group, origin: int
 ) -> TracedStep:
-    """The step from what each rank recorded of it; called by all ranks of the world, which all get the same.
+    """Gather a step from the times that each rank recorded. Called by all ranks, which all get the same result.
 
     Args:
         number: number of the step.
-        times: times of every action of this rank.
+        times: start and end of every action of this rank.
         schedule: actions that the ranks of every pipeline executed.
         pipeline: this rank's pipeline-parallel group.
         world: all ranks.
-        origin: when the trace began, by the first rank's clock; that of other ranks does not count.
+        origin: start of the trace; only the first rank's value counts.
     """
     offsets = clock_offsets(world)
     ahead = offsets[world.rank].ahead
@@ -141,15 +141,15 @@ def _spans(actions: Sequence[Action], times: Sequence[Sequence[int]]) -> tuple[S
 
 @dataclass(frozen=True)
 class BubbleReport:
-    """The idle part of a step, from the first computation of all ranks to the last; `str` gives a table.
+    """The idle fraction of a step, from the first computation of all ranks to the last; `str()` formats a table.
 
-    Idle time beyond the simulated one was lost to messages, to actions that took longer than others of their kind, and
-    to the host's work between them; the simulated part is due to the schedule itself.
+    The simulated idle time is due to the schedule. The rest was lost to messages, to actions that took longer than
+    others of their kind, and to the host's work between them.
 
     Attributes:
         schedule: name of the schedule.
-        measured: the idle part of each pipeline rank's time.
-        simulated: the same by `simulate`, for `costs` and messages that take no time.
+        measured: measured idle fraction of each pipeline rank.
+        simulated: idle fraction by `simulate`, with `costs` and messages that take no time.
         costs: durations of each stage's actions in seconds, medians over the microbatches.
     """
 
@@ -160,7 +160,7 @@ class BubbleReport:
 
     @property
     def headline(self) -> str:
-        """The idle part of all ranks, in words."""
+        """The mean idle fraction, in words."""
         return f"{_mean(self.measured):.1%} of the time idle as measured, {_mean(self.simulated):.1%} as simulated"
 
     def __str__(self) -> str:
@@ -178,14 +178,14 @@ class BubbleReport:
 
 
 def bubble_report(timeline: Timeline) -> BubbleReport:
-    """The report of one pipeline's step, measured by `trace_file_path` or read from its file."""
+    """Return the report of one pipeline's step, measured by `trace_file_path` or read from its file."""
     costs = measured_costs(timeline)
-    simulated = simulate(_played(timeline), Costs(costs), edges=_edges(timeline))
+    simulated = simulate(_executed(timeline), Costs(costs), edges=_edges(timeline))
     return BubbleReport(timeline.name, idle_parts(timeline), idle_parts(simulated), costs)
 
 
 def measured_costs(timeline: Timeline) -> tuple[StageCost, ...]:
-    """The measured time of each stage's actions: the median over microbatches for each kind, 0 for kinds it lacks."""
+    """Return the measured time of each stage's actions: the median over microbatches by kind, 0 for missing kinds."""
     times: dict[tuple[int, ActionKind], list[float]] = {}
     for spans in timeline.compute_spans:
         for span in spans:
@@ -203,17 +203,17 @@ def measured_costs(timeline: Timeline) -> tuple[StageCost, ...]:
 
 
 def idle_parts(timeline: Timeline) -> tuple[float, ...]:
-    """The part of each rank's time between the first computation of all ranks and the last in which it was idle."""
+    """Return the fraction of the time from the first computation to the last in which each rank was idle."""
     busy = (sum(span.end - span.start for span in spans) for spans in timeline.compute_spans)
     return tuple(1 - time / timeline.makespan if timeline.makespan else 0.0 for time in busy)
 
 
-def _played(timeline: Timeline) -> Schedule:
+def _executed(timeline: Timeline) -> Schedule:
     return custom_schedule([[span.action for span in spans] for spans in timeline.spans], name=timeline.name)
 
 
 def _edges(timeline: Timeline) -> list[Edge]:
-    """The edges between ranks, which are all that a simulation needs; within a rank the order is known to be right."""
+    """Return the edges between ranks, which suffice for a simulation: within a rank the order is known to be right."""
     sends = {span.action for spans in timeline.spans for span in spans if span.action.kind in SENDS}
     forward = {(it.stage, it.peer) for it in sends if it.kind is ActionKind.SEND_ACTIVATION}
     backward = {(it.peer, it.stage) for it in sends if it.kind is ActionKind.SEND_GRADIENT}
