@@ -22,7 +22,6 @@ from nxd_pipeline.partition.traced import traced_partition
 __all__ = [
     "Stage",
     "Wiring",
-    # options
     "PartitionOptions",
     "OLD_RUNTIME_FLAGS",
     "check_old_flags",
@@ -32,13 +31,11 @@ __all__ = [
     "Balance",
     "Tracer",
     "LayerClasses",
-    # where to cut
     "layer_names",
     "even_cuts",
     "balanced_cuts",
     "layer_flops",
     "check_cuts",
-    # ways to cut
     "traced_partition",
     "trace_model",
     "methods_kept_whole",
@@ -51,7 +48,6 @@ __all__ = [
     "LayerChain",
     "LossFunction",
     "StageOfLayers",
-    # a rank's own part
     "LocalParts",
     "without_other_stages",
     "materialize",

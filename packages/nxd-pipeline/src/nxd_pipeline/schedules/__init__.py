@@ -41,7 +41,6 @@ from nxd_pipeline.schedules.simulation import Costs, Span, StageCost, Timeline, 
 from nxd_pipeline.schedules.verification import ActivationSize, activations_kept, peak_in_flight, verify_schedule
 
 __all__ = [
-    # what a schedule is
     "Action",
     "ActionKind",
     "SENDS",
@@ -54,7 +53,6 @@ __all__ = [
     "Edge",
     "chain",
     "Dataflow",
-    # making one
     "SCHEDULE_NAMES",
     "TRAINING_SCHEDULES",
     "TrainingSchedule",
@@ -74,7 +72,6 @@ __all__ = [
     "v_placement",
     "insert_communication",
     "insert_blocking_communication",
-    # checking and measuring it
     "verify_schedule",
     "peak_in_flight",
     "activations_kept",
@@ -84,7 +81,6 @@ __all__ = [
     "StageCost",
     "Timeline",
     "Span",
-    # reading, writing, drawing it
     "read_schedule",
     "write_schedule",
     "parse_schedule",

@@ -7,6 +7,7 @@ Messages are added by `insert_communication`.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 from nxd_pipeline.schedules.schedule import Action, ActionKind, Schedule
@@ -27,40 +28,35 @@ class Order:
     """
 
     def __init__(self, num_microbatches: int) -> None:
+        self.actions: list[Action] = []
         self._num_microbatches = num_microbatches
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
-        self._weights: Counter[int] = Counter()
-        self._actions: list[Action] = []
+        backwards = Counter[int]()
+        self._counts = {F: Counter[int](), B: backwards, I: backwards, W: Counter[int]()}  # by kind and stage
 
     def add(self, kind: ActionKind, *stages: int, times: int = 1) -> "Order":
         """Add the next microbatch of each of `stages` in turn, `times` times."""
-        for _ in range(times):
-            for stage in stages:
-                if kind is ActionKind.FORWARD:
-                    counter = self._forwards
-                elif kind is ActionKind.BACKWARD_WEIGHT:
-                    counter = self._weights
-                else:
-                    counter = self._backwards
-                if counter[stage] < self._num_microbatches:
-                    self._actions.append(Action(kind, stage, counter[stage]))
-                counter[stage] += 1
-                if kind is ActionKind.BACKWARD:
-                    self._weights[stage] += 1
+        for stage in stages * times:
+            microbatch = self._counts[kind][stage]
+            if microbatch < self._num_microbatches:
+                self.actions.append(Action(kind, stage, microbatch))
+            self._counts[kind][stage] += 1
+            if kind is B:
+                self._counts[W][stage] += 1
         return self
 
     def forwards(self, stage: int) -> int:
         """Return the number of forwards of a stage so far."""
-        return self._forwards[stage]
+        return self._counts[F][stage]
 
     def weights_left(self, stage: int) -> int:
         """Return the number of microbatches of a stage that have gradients of inputs but not yet of weights."""
-        return self._backwards[stage] - self._weights[stage]
+        return self._counts[I][stage] - self._counts[W][stage]
 
-    def actions(self) -> tuple[Action, ...]:
-        """Return the actions, without omitted microbatches."""
-        return tuple(self._actions)
+
+def _schedule(name: str, placement: tuple[int, ...], num_microbatches: int, order: Callable[[int], Order]) -> Schedule:
+    """Make a schedule from a function of the rank that returns its order."""
+    actions = tuple(tuple(order(rank).actions) for rank in range(max(placement) + 1))
+    return Schedule(name, num_microbatches, placement, actions)
 
 
 def looped_placement(pipeline_size: int, virtual_pipeline_size: int = 1) -> tuple[int, ...]:
@@ -92,17 +88,17 @@ def gpipe(pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: i
     Pipeline Parallelism"). A rank keeps `num_microbatches * virtual_pipeline_size` activations.
     """
     check_sizes(pipeline_size, num_microbatches, virtual_pipeline_size)
-    rank_of_stage = looped_placement(pipeline_size, virtual_pipeline_size)
-    orders = []
-    for rank in range(pipeline_size):
-        stages = range(rank, len(rank_of_stage), pipeline_size)
-        order = Order(num_microbatches)
+    placement = looped_placement(pipeline_size, virtual_pipeline_size)
+
+    def order(rank: int) -> Order:
+        stages, order = range(rank, len(placement), pipeline_size), Order(num_microbatches)
         for stage in stages:
-            order.add(ActionKind.FORWARD, stage, times=num_microbatches)
+            order.add(F, stage, times=num_microbatches)
         for stage in reversed(stages):
-            order.add(ActionKind.BACKWARD, stage, times=num_microbatches)
-        orders.append(order.actions())
-    return Schedule("gpipe", num_microbatches, rank_of_stage, tuple(orders))
+            order.add(B, stage, times=num_microbatches)
+        return order
+
+    return _schedule("gpipe", placement, num_microbatches, order)
 
 
 def one_forward_one_backward(pipeline_size: int, num_microbatches: int) -> Schedule:
@@ -112,16 +108,15 @@ def one_forward_one_backward(pipeline_size: int, num_microbatches: int) -> Sched
     "PipeDream-Flush") and keeps at most `min(pipeline_size - i, num_microbatches)` activations.
     """
     check_sizes(pipeline_size, num_microbatches)
-    orders = []
-    for stage in range(pipeline_size):
+
+    def order(stage: int) -> Order:
         warm_up = min(pipeline_size - 1 - stage, num_microbatches)
-        order = Order(num_microbatches)
-        order.add(ActionKind.FORWARD, stage, times=warm_up)
+        order = Order(num_microbatches).add(F, stage, times=warm_up)
         for _ in range(num_microbatches - warm_up):
-            order.add(ActionKind.FORWARD, stage).add(ActionKind.BACKWARD, stage)
-        order.add(ActionKind.BACKWARD, stage, times=warm_up)
-        orders.append(order.actions())
-    return Schedule("1f1b", num_microbatches, looped_placement(pipeline_size), tuple(orders))
+            order.add(F, stage).add(B, stage)
+        return order.add(B, stage, times=warm_up)
+
+    return _schedule("1f1b", looped_placement(pipeline_size), num_microbatches, order)
 
 
 def interleaved_one_forward_one_backward(
@@ -138,21 +133,19 @@ def interleaved_one_forward_one_backward(
     check_sizes(pipeline_size, num_microbatches, virtual_pipeline_size)
     if virtual_pipeline_size == 1:
         return one_forward_one_backward(pipeline_size, num_microbatches)
-    rank_of_stage = looped_placement(pipeline_size, virtual_pipeline_size)
+    placement = looped_placement(pipeline_size, virtual_pipeline_size)
     groups = group_sizes(pipeline_size, num_microbatches)
-    orders = []
-    for rank in range(pipeline_size):
-        stages = range(rank, len(rank_of_stage), pipeline_size)
-        forwards = _in_groups(stages, groups)
-        backwards = _in_groups(stages[::-1], groups)
+
+    def order(rank: int) -> Order:
+        stages = range(rank, len(placement), pipeline_size)
+        forwards, backwards = _in_groups(stages, groups), _in_groups(stages[::-1], groups)
         warm_up = min(2 * (pipeline_size - 1 - rank) + (virtual_pipeline_size - 1) * groups[0], len(forwards))
-        order = Order(num_microbatches)
-        order.add(ActionKind.FORWARD, *forwards[:warm_up])
+        order = Order(num_microbatches).add(F, *forwards[:warm_up])
         for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-            order.add(ActionKind.FORWARD, forward).add(ActionKind.BACKWARD, backward)
-        order.add(ActionKind.BACKWARD, *backwards[len(forwards) - warm_up :])
-        orders.append(order.actions())
-    return Schedule("interleaved", num_microbatches, rank_of_stage, tuple(orders))
+            order.add(F, forward).add(B, backward)
+        return order.add(B, *backwards[len(forwards) - warm_up :])
+
+    return _schedule("interleaved", placement, num_microbatches, order)
 
 
 def group_sizes(pipeline_size: int, num_microbatches: int) -> list[int]:
@@ -174,18 +167,17 @@ def zero_bubble_h1(pipeline_size: int, num_microbatches: int) -> Schedule:
     i microbatches after those of inputs, so each rank keeps at most `min(pipeline_size, num_microbatches)` activations.
     """
     check_sizes(pipeline_size, num_microbatches)
-    orders = []
-    for stage in range(pipeline_size):
+
+    def order(stage: int) -> Order:
         warm_up = min(pipeline_size - 1 - stage, num_microbatches)
-        order = Order(num_microbatches)
-        order.add(ActionKind.FORWARD, stage, times=warm_up)
+        order = Order(num_microbatches).add(F, stage, times=warm_up)
         for microbatch in range(num_microbatches):
-            order.add(ActionKind.FORWARD, stage).add(ActionKind.BACKWARD_INPUT, stage)
+            order.add(F, stage).add(I, stage)
             if microbatch >= stage:
-                order.add(ActionKind.BACKWARD_WEIGHT, stage)
-        order.add(ActionKind.BACKWARD_WEIGHT, stage, times=min(stage, num_microbatches))
-        orders.append(order.actions())
-    return Schedule("zb-h1", num_microbatches, looped_placement(pipeline_size), tuple(orders))
+                order.add(W, stage)
+        return order.add(W, stage, times=min(stage, num_microbatches))
+
+    return _schedule("zb-h1", looped_placement(pipeline_size), num_microbatches, order)
 
 
 def zero_bubble_v(pipeline_size: int, num_microbatches: int) -> Schedule:
@@ -196,11 +188,11 @@ def zero_bubble_v(pipeline_size: int, num_microbatches: int) -> Schedule:
     `2 * pipeline_size - 1` microbatches leave bubbles.
     """
     check_sizes(pipeline_size, num_microbatches)
-    orders = (_zero_bubble_v_order(rank, pipeline_size, num_microbatches) for rank in range(pipeline_size))
-    return Schedule("zb-v", num_microbatches, v_placement(pipeline_size), tuple(orders))
+    order = partial(_zero_bubble_v_order, pipeline_size=pipeline_size, num_microbatches=num_microbatches)
+    return _schedule("zb-v", v_placement(pipeline_size), num_microbatches, order)
 
 
-def _zero_bubble_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> tuple[Action, ...]:
+def _zero_bubble_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> Order:
     down, up = rank, 2 * pipeline_size - 1 - rank
     length = max(num_microbatches, 2 * pipeline_size - 1)
     order = Order(num_microbatches)
@@ -220,8 +212,7 @@ def _zero_bubble_v_order(rank: int, pipeline_size: int, num_microbatches: int) -
     for _ in range(pipeline_size - rank):
         order.add(I, down).add(W, down)
     order.add(W, up, times=order.weights_left(up))
-    order.add(W, down, times=order.weights_left(down))
-    return order.actions()
+    return order.add(W, down, times=order.weights_left(down))
 
 
 def dualpipe_v(pipeline_size: int, num_microbatches: int) -> Schedule:
@@ -232,11 +223,11 @@ def dualpipe_v(pipeline_size: int, num_microbatches: int) -> Schedule:
     ends is the backward split. Made for `num_microbatches >= 2 * pipeline_size`; fewer leave bubbles.
     """
     check_sizes(pipeline_size, num_microbatches)
-    orders = (_dualpipe_v_order(rank, pipeline_size, num_microbatches) for rank in range(pipeline_size))
-    return Schedule("dualpipe-v", num_microbatches, v_placement(pipeline_size), tuple(orders))
+    order = partial(_dualpipe_v_order, pipeline_size=pipeline_size, num_microbatches=num_microbatches)
+    return _schedule("dualpipe-v", v_placement(pipeline_size), num_microbatches, order)
 
 
-def _dualpipe_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> tuple[Action, ...]:
+def _dualpipe_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> Order:
     down, up = rank, 2 * pipeline_size - 1 - rank
     behind = pipeline_size - 1 - rank  # ranks further down the V
     steady = max(num_microbatches, 2 * pipeline_size) - 2 * pipeline_size + rank + 1
@@ -262,9 +253,7 @@ def _dualpipe_v_order(rank: int, pipeline_size: int, num_microbatches: int) -> t
     for _ in range(behind):
         order.add(W, waiting.pop(0)).add(I, down)
         waiting.append(down)
-    for stage in waiting:
-        order.add(W, stage)
-    return order.actions()
+    return order.add(W, *waiting)
 
 
 def inference(pipeline_size: int, num_microbatches: int, *, virtual_pipeline_size: int = 1) -> Schedule:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nxd_pipeline.schedules.schedule import MAKES_GRADIENT, RECEIVES, Action, ActionKind, Schedule
+from nxd_pipeline.schedules.schedule import COMMUNICATION, MAKES_GRADIENT, RECEIVES, Action, ActionKind, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +33,36 @@ class Dataflow:
 
     def __init__(self, schedule: Schedule, edges: Iterable[Edge] | None = None) -> None:
         self.edges: tuple[Edge, ...] = chain(schedule.num_stages) if edges is None else _checked(schedule, edges)
-        self._rank_of_stage = schedule.rank_of_stage
-        self._producers: list[list[int]] = [[] for _ in schedule.rank_of_stage]
-        self._consumers: list[list[int]] = [[] for _ in schedule.rank_of_stage]
-        self._gradient_from: list[list[int]] = [[] for _ in schedule.rank_of_stage]
-        self._gradient_to: list[list[int]] = [[] for _ in schedule.rank_of_stage]
-        for edge in self.edges:
-            self._producers[edge.consumer].append(edge.producer)
-            self._consumers[edge.producer].append(edge.consumer)
-            if edge.needs_gradient:
-                self._gradient_from[edge.producer].append(edge.consumer)
-                self._gradient_to[edge.consumer].append(edge.producer)
+        # By stage: stages on the same rank whose forward or backward comes first.
+        self._local_producers: list[list[int]] = [[] for _ in schedule.rank_of_stage]
+        self._local_consumers: list[list[int]] = [[] for _ in schedule.rank_of_stage]
+        # By kind of message and by stage: the stages at the other end, on other ranks.
+        self._peers: dict[ActionKind, list[list[int]]] = {
+            kind: [[] for _ in schedule.rank_of_stage] for kind in COMMUNICATION
+        }
+        for producer, consumer, needs_gradient in ((it.producer, it.consumer, it.needs_gradient) for it in self.edges):
+            if schedule.rank_of_stage[producer] != schedule.rank_of_stage[consumer]:
+                self._peers[ActionKind.SEND_ACTIVATION][producer].append(consumer)
+                self._peers[ActionKind.RECV_ACTIVATION][consumer].append(producer)
+                if needs_gradient:
+                    self._peers[ActionKind.SEND_GRADIENT][consumer].append(producer)
+                    self._peers[ActionKind.RECV_GRADIENT][producer].append(consumer)
+                continue
+            self._local_producers[consumer].append(producer)
+            if needs_gradient:
+                self._local_consumers[producer].append(consumer)
 
     @property
     def crosses_ranks(self) -> bool:
         """Whether any value has to be sent."""
-        return any(not self._on_one_rank(edge.producer, edge.consumer) for edge in self.edges)
+        return any(self._peers[ActionKind.SEND_ACTIVATION])
 
     def local_inputs(self, action: Action) -> list[tuple[Action, ...]]:
         """Return what must be computed on the same rank before `action`: one action of each tuple."""
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         forward = (Action(ActionKind.FORWARD, stage, microbatch),)
         if kind is ActionKind.FORWARD:
-            producers = (source for source in self._producers[stage] if self._on_one_rank(source, stage))
-            return [(Action(ActionKind.FORWARD, source, microbatch),) for source in producers]
+            return [(Action(ActionKind.FORWARD, source, microbatch),) for source in self._local_producers[stage]]
         if kind is ActionKind.SEND_ACTIVATION:
             return [forward]
         if kind is ActionKind.SEND_GRADIENT:
@@ -65,41 +71,25 @@ class Dataflow:
             return []
         if kind is ActionKind.BACKWARD_WEIGHT:
             return [(Action(ActionKind.BACKWARD_INPUT, stage, microbatch),)]
-        gradients = (source for source in self._gradient_from[stage] if self._on_one_rank(source, stage))
-        return [forward, *(backwards(source, microbatch) for source in gradients)]
+        return [forward, *(backwards(source, microbatch) for source in self._local_consumers[stage])]
 
     def receives(self, action: Action) -> list[Action]:
         """Return the messages that a computation needs."""
-        if action.kind is ActionKind.FORWARD:
-            return self._messages(ActionKind.RECV_ACTIVATION, action, self._producers)
-        if action.kind in MAKES_GRADIENT:
-            return self._messages(ActionKind.RECV_GRADIENT, action, self._gradient_from)
-        return []
+        return self._messages(action, ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT)
 
     def sends(self, action: Action) -> list[Action]:
         """Return the messages that send the results of a computation."""
-        if action.kind is ActionKind.FORWARD:
-            return self._messages(ActionKind.SEND_ACTIVATION, action, self._consumers)
-        if action.kind in MAKES_GRADIENT:
-            return self._messages(ActionKind.SEND_GRADIENT, action, self._gradient_to)
-        return []
+        return self._messages(action, ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT)
 
     def carries(self, message: Action) -> bool:
         """Whether an edge between two ranks requires this send or receive."""
-        ends = {
-            ActionKind.SEND_ACTIVATION: self._consumers,
-            ActionKind.RECV_ACTIVATION: self._producers,
-            ActionKind.SEND_GRADIENT: self._gradient_to,
-            ActionKind.RECV_GRADIENT: self._gradient_from,
-        }[message.kind][message.stage]
-        return message.peer in ends and not self._on_one_rank(message.stage, message.peer)
+        return message.peer in self._peers[message.kind][message.stage]
 
-    def _messages(self, kind: ActionKind, action: Action, ends: list[list[int]]) -> list[Action]:
-        others = (end for end in ends[action.stage] if not self._on_one_rank(end, action.stage))
-        return [Action(kind, action.stage, action.microbatch, other) for other in others]
-
-    def _on_one_rank(self, stage: int, other: int) -> bool:
-        return self._rank_of_stage[stage] == self._rank_of_stage[other]
+    def _messages(self, action: Action, of_forward: ActionKind, of_backward: ActionKind) -> list[Action]:
+        if action.kind is not ActionKind.FORWARD and action.kind not in MAKES_GRADIENT:
+            return []
+        kind = of_forward if action.kind is ActionKind.FORWARD else of_backward
+        return [Action(kind, action.stage, action.microbatch, peer) for peer in self._peers[kind][action.stage]]
 
 
 def backwards(stage: int, microbatch: int) -> tuple[Action, Action]:
