@@ -1,12 +1,12 @@
 """Histograms of the gradients of the whole model's logical parameters by magnitude, to find underflow and outliers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
-from nxd_state import Group, active_group, all_reduce_, get_device, widest_float
+from nxd_state import Group, active_group, all_reduce_, widest_float
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -87,18 +87,9 @@ class GradientHistograms:
     def _on_parts(self, gradients: Sequence[GradientRange]) -> None:
         if not self._is_due():
             return
-        if not self.named_parameters:  # a stage without parameters to report
-            self.report(self.steps, {})
-            return
-        rows = {parameter: row for row, (_, parameter) in enumerate(self.named_parameters)}
         optimizer = self._optimizer()
         assert optimizer is not None  # it calls this
-        tallies = torch.zeros(len(rows), _MAGNITUDES + 2, dtype=widest_float(get_device()), device=get_device())
-        for it in gradients:
-            if it.parameter in rows:
-                tallies[rows[it.parameter]] += _tally(replace(it, gradient=it.gradient / optimizer.loss_scale))
-        tallies = _of_all_ranks(tallies, [parameter for _, parameter in self.named_parameters], self._group)
-        self.report(self.steps, _histograms([name for name, _ in self.named_parameters], tallies))
+        self.report(self.steps, _histograms(self.named_parameters, gradients, self._group, scale=optimizer.loss_scale))
 
     def _is_due(self) -> bool:
         self.steps = self.steps + 1 if self._step is None else self._step()
@@ -114,13 +105,35 @@ def gradient_histograms(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
             tensor-parallel group.
     """
     found = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
-    if not found:
+    parameters = dict.fromkeys(parameter for _, parameter in found)
+    gradients = [GradientRange(p, 0, p.numel(), p.grad.detach().to_dense()) for p in parameters if p.grad is not None]
+    return _histograms(found, gradients, replicas=None)
+
+
+def _histograms(
+    named_parameters: Sequence[tuple[str, Tensor]],
+    gradients: Iterable[GradientRange],
+    replicas: Group | None,
+    *,
+    scale: float = 1.0,
+) -> dict[str, GradientHistogram]:
+    if not named_parameters:
         return {}
-    # float64 where supported, because copies count as fractions that must add up to whole numbers.
-    gradients = [GradientRange(p, 0, p.numel(), p.grad.detach().to_dense()) for _, p in found if p.grad is not None]
-    tallies = torch.stack([_tally(gradient) for gradient in gradients])
-    tallies = _of_all_ranks(tallies, [parameter for _, parameter in found], replicas=None)
-    return _histograms([name for name, _ in found], tallies)
+    parameters = list(dict.fromkeys(parameter for _, parameter in named_parameters))
+    # Per parameter: counts by magnitude, zeros, non-finite elements; `[parameters, 83]`. In float64 where supported,
+    # because copies count as fractions that must add up to whole numbers.
+    device = parameters[0].device
+    tallies = torch.zeros(len(parameters), _MAGNITUDES + 2, dtype=widest_float(device), device=device)
+    rows = dict(zip(parameters, tallies, strict=True))
+    for it in gradients:
+        if it.parameter in rows:
+            for copies, part in counted_parts(it, placement_of(it.parameter)):
+                rows[it.parameter] += _count(part / scale) / copies
+    totals = dict(zip(parameters, _of_all_ranks(tallies, parameters, replicas).round().long().cpu(), strict=True))
+    return {
+        name: GradientHistogram(totals[it][:_MAGNITUDES], int(totals[it][-2]), int(totals[it][-1]))
+        for name, it in named_parameters
+    }
 
 
 def _of_all_ranks(tallies: Tensor, parameters: Sequence[Tensor], replicas: Group | None) -> Tensor:
@@ -145,22 +158,6 @@ def _sum_over(tallies: Tensor, groups: Sequence[Group]) -> Tensor:
     for group in groups:
         tallies = all_reduce_(tallies, group)
     return tallies
-
-
-def _histograms(names: Sequence[str], tallies: Tensor) -> dict[str, GradientHistogram]:
-    totals = tallies.round().long().cpu()
-    return {
-        name: GradientHistogram(total[:_MAGNITUDES], int(total[-2]), int(total[-1]))
-        for name, total in zip(names, totals, strict=True)
-    }
-
-
-def _tally(it: GradientRange) -> Tensor:
-    """Return counts by magnitude, then zeros, then non-finite elements, `[83]` floats: this rank's share."""
-    tally = torch.zeros(_MAGNITUDES + 2, dtype=widest_float(it.gradient.device), device=it.gradient.device)
-    for copies, part in counted_parts(it, placement_of(it.parameter)):
-        tally += _count(part) / copies
-    return tally
 
 
 def _count(grad: Tensor) -> Tensor:

@@ -79,13 +79,9 @@ def state_tensor(value: object, key: str, parameter: str) -> Tensor:
 def restore_numbers(optimizer: Optimizer) -> None:
     """Convert whole numbers that `give_states` loaded as tensors back to Python numbers, once they are filled."""
     for state in optimizer.state.values():
-        state.update(
-            {
-                key: int(value)
-                for key, value in state.items()
-                if isinstance(value, Tensor) and value.dtype == torch.int64 and not value.dim()
-            }
-        )
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype == torch.int64 and not value.dim():
+                state[key] = int(value)
 
 
 def give_states(optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Tensor]]) -> None:

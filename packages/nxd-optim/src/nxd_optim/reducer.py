@@ -10,8 +10,8 @@ views would be split and joined again by copies, and each gradient would be as o
 the gradients stay separate tensors, operands of one operation in the step's graph.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from nxd_state import (
@@ -105,8 +105,7 @@ class GradientReducer:
             drop="zero_grad() of the reducer",
         )
 
-    @contextmanager
-    def overlap_backward(self) -> Iterator[None]:
+    def overlap_backward(self) -> AbstractContextManager[None]:
         """Send each bucket as soon as backward has filled it, and the remaining ones at the end.
 
         Use it only for the last backward before `finish`. If the block raises, the step is invalid: `zero_grad` drops
@@ -115,11 +114,9 @@ class GradientReducer:
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
-        with self._sender.overlap_backward():
-            yield
+        return self._sender.overlap_backward()
 
-    @contextmanager
-    def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+    def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Like `overlap_backward`, for the parameters that get their last gradient of a step in the block.
 
         A pipeline's stages run their last backward one after the other, so each gets its own block. `synchronize` or
@@ -128,8 +125,7 @@ class GradientReducer:
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
         """
-        with self._sender.last_backward(map(id, parameters)):
-            yield
+        return self._sender.last_backward(map(id, parameters))
 
     def synchronize(self) -> None:
         """Send the remaining buckets and wait: every `.grad` is then the mean of the gradients accumulated so far.

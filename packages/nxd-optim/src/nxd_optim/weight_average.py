@@ -48,23 +48,25 @@ class WeightAverage:
         self.group, self._experts = (placement.replicas for placement in placements_of(group))
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
-        # (start, stop) of the elements of each parameter that this rank averages, in C order. All parameters are cut
-        # alike, so that each can be gathered separately.
-        self._ranges = [_part_of(p.numel(), self._replicas(p)) for p in self.parameters]
-        self._averages = [self._own(p, bounds).clone() for p, bounds in zip(self.parameters, self._ranges, strict=True)]
+        # Each parameter with the (start, stop) of the elements that this rank averages, in C order, and their average.
+        # All parameters are cut alike, so that each can be gathered separately.
+        self._averages: list[tuple[Tensor, tuple[int, int], Tensor]] = []
+        for parameter in self.parameters:
+            bounds = _part_of(parameter.numel(), self._replicas(parameter))
+            self._averages.append((parameter, bounds, self._own(parameter, bounds).clone()))
 
     @torch.no_grad()
     def restart(self) -> None:
         """Start again from the current weights; call it after loading weights."""
         self._wait_for_parameters()
-        for parameter, bounds, average in zip(self.parameters, self._ranges, self._averages, strict=True):
+        for parameter, bounds, average in self._averages:
             average.copy_(self._own(parameter, bounds))
 
     @torch.no_grad()
     def update(self) -> None:
         """Add the current weights to the average; call it after the optimizer's step."""
         self._wait_for_parameters()
-        for parameter, bounds, average in zip(self.parameters, self._ranges, self._averages, strict=True):
+        for parameter, bounds, average in self._averages:
             average.lerp_(self._own(parameter, bounds), 1.0 - self.decay)
 
     @contextmanager
@@ -90,7 +92,7 @@ class WeightAverage:
         """
         return [
             StateTensor(parameter, AVERAGE_KEY, shards=shards_of_range(parameter, start, stop, average))
-            for parameter, (start, stop), average in zip(self.parameters, self._ranges, self._averages, strict=True)
+            for parameter, (start, stop), average in self._averages
             if start < stop
         ]
 
@@ -100,7 +102,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _fill_parameters(self) -> None:
-        for parameter, average in zip(self.parameters, self._averages, strict=True):
+        for parameter, _, average in self._averages:
             group = self._replicas(parameter)
             longest = -(-parameter.numel() // group.size)  # collectives need equal parts: pad the last ones
             padded = torch.nn.functional.pad(average, (0, longest - average.numel()))

@@ -6,7 +6,7 @@ manages memory, `state` saves.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
 
@@ -173,8 +173,7 @@ class NeuronZero1Optimizer(Optimizer):
         self._check_inited()
         return self._weights.as_one_optimizer(self.param_groups)
 
-    @contextmanager
-    def overlap_backward(self) -> Iterator[None]:
+    def overlap_backward(self) -> AbstractContextManager[None]:
         """Send each bucket of gradients as soon as backward has filled it. For the last backward before `step` only.
 
         If the block raises, the step is invalid: `zero_grad` on every rank drops it. Once backward has begun in the
@@ -184,11 +183,9 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
         self._check_inited()
-        with self._gradients.sender.overlap_backward():
-            yield
+        return self._gradients.sender.overlap_backward()
 
-    @contextmanager
-    def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+    def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Like `overlap_backward`, for the parameters that get their last gradient of a step in the block.
 
         A pipeline's stages run their last backward one after the other, so each gets its own block. `synchronize` or
@@ -198,8 +195,7 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
         """
         self._check_inited()
-        with self._gradients.sender.last_backward(map(id, parameters)):
-            yield
+        return self._gradients.sender.last_backward(map(id, parameters))
 
     def synchronize(self) -> None:
         """Send the remaining buckets and wait: this rank then has the mean of its part, and every `.grad` is None.

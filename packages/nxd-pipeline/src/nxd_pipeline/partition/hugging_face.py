@@ -55,7 +55,7 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
         first=frozenset(_outermost(model, first)),
         last=frozenset(_outermost(model, last - first)),
         recorded=_recorded_routers(model, layers),
-        arguments={"use_cache": False} if "use_cache" in _accepted(model) else {},
+        arguments={"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {},
     )
 
 
@@ -156,10 +156,6 @@ def _embeddings(model: Any, getter: str) -> nn.Module | None:
         return getattr(model, getter)()
     except (NotImplementedError, AttributeError):  # image and audio models have none
         return None
-
-
-def _accepted(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
 
 
 def _holds(module: nn.Module, path: str) -> bool:

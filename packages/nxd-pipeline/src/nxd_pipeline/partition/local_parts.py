@@ -108,13 +108,11 @@ def without_other_stages(model: nn.Module, own: Iterable[Tensor]) -> nn.Module:
     Returns:
         The model, or a copy of it if tensors of other ranks were replaced.
     """
-    kept = {id(tensor) for tensor in own}
-    made: dict[int, Tensor] = {}  # tied tensors stay tied
-    return _view(model, kept, made)
+    return _view(model, {id(tensor) for tensor in own}, {})
 
 
-def _view(module: nn.Module, kept: set[int], made: dict[int, Tensor]) -> nn.Module:
-    if all(id(tensor) in kept for tensor in _tensors(module)):
+def _view(module: nn.Module, kept: set[int], made: dict[int, Tensor]) -> nn.Module:  # `made` keeps tied tensors tied
+    if all(id(tensor) in kept for tensor in itertools.chain(module.parameters(), module.buffers())):
         return module
     copy = shallow_copy(module)
     _forget_calls(copy)
@@ -133,11 +131,6 @@ def _forget_calls(copy: nn.Module) -> None:
     for name, registry in vars(copy).items():
         if name.endswith("_hooks"):
             registry.clear()
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -92,8 +92,7 @@ class TiedWeights:
             else:
                 received.append((copy, torch.empty_like(copy, memory_format=torch.contiguous_format)))
                 messages.append(Receive(received[-1][1], first))
-        for pending in batch_isend_irecv(messages, self._group):
-            pending.wait()
+        self._wait_for(messages)
         for copy, values in received:
             copy.copy_(values)
 
@@ -116,14 +115,17 @@ class TiedWeights:
             trains = torch.tensor([weight.parameter.requires_grad for weight in shared], device=self._device)
             answers.append((peer, trains, torch.empty_like(trains)))
             messages += [Send(trains, peer), Receive(answers[-1][-1], peer)]
-        for pending in batch_isend_irecv(messages, self._group):
-            pending.wait()
+        self._wait_for(messages)
         for peer, trains, trains_there in answers:
             if not torch.equal(trains, trains_there):
                 raise ValueError(
                     f"a tied weight is frozen on only one of the pipeline ranks {self._group.rank} and {peer}; the "
                     "copies have different names (see tied_names): set requires_grad to the same value on both"
                 )
+
+    def _wait_for(self, messages: Sequence[Send | Receive]) -> None:
+        for pending in batch_isend_irecv(messages, self._group):
+            pending.wait()
 
     def _sum(self, weight: TiedWeight, before: Tensor | None) -> None:
         made = weight.parameter.grad
@@ -146,8 +148,7 @@ class TiedWeights:
         for rank, copy in zip(weight.pipeline_ranks, copies, strict=True):
             if rank != self._group.rank:
                 messages += [Send(mine, rank), Receive(copy, rank)]
-        for pending in batch_isend_irecv(messages, self._group):
-            pending.wait()
+        self._wait_for(messages)
         return copies
 
 

@@ -12,12 +12,6 @@ COLORS = {
     ActionKind.BACKWARD_INPUT: "#8ecf9d",
     ActionKind.BACKWARD_WEIGHT: "#f2c879",
 }
-MEANING = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.BACKWARD_INPUT: "backward, inputs",
-    ActionKind.BACKWARD_WEIGHT: "backward, weights",
-}
 INK = "#1f2937"
 
 
@@ -93,7 +87,7 @@ def save_chart(
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     kinds = {kind for _, kind in bars}
-    legend = [Patch(color=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    legend = [Patch(color=COLORS[kind], label=kind.label) for kind in COLORS if kind in kinds]
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.savefig(file, dpi=150)
     return Path(file)

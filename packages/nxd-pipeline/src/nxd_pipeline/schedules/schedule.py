@@ -32,6 +32,22 @@ class ActionKind(StrEnum):
     SEND_GRADIENT = "SG"
     RECV_GRADIENT = "RG"
 
+    @property
+    def label(self) -> str:
+        """A name for pictures, such as "backward of inputs"."""
+        return _LABELS[self]
+
+
+_LABELS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of weights",
+    ActionKind.SEND_ACTIVATION: "send activation",
+    ActionKind.RECV_ACTIVATION: "wait for activation",
+    ActionKind.SEND_GRADIENT: "send gradient",
+    ActionKind.RECV_GRADIENT: "wait for gradient",
+}
 
 SENDS = frozenset({ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT})
 RECEIVES = frozenset({ActionKind.RECV_ACTIVATION, ActionKind.RECV_GRADIENT})

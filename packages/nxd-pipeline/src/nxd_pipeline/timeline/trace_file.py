@@ -34,16 +34,6 @@ from nxd_pipeline.timeline.traced_step import TracedStep, bubble_report, gather_
 MAX_STEPS = 20
 MAX_EVENTS = 200_000
 
-NAMES = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.BACKWARD_INPUT: "backward of inputs",
-    ActionKind.BACKWARD_WEIGHT: "backward of weights",
-    ActionKind.SEND_ACTIVATION: "send activation",
-    ActionKind.RECV_ACTIVATION: "wait for activation",
-    ActionKind.SEND_GRADIENT: "send gradient",
-    ActionKind.RECV_GRADIENT: "wait for gradient",
-}
 # The format has no free colors, only names that a viewer knows; Perfetto colors by the event's name instead.
 COLOR_NAMES = {
     ActionKind.FORWARD: "rail_response",
@@ -263,7 +253,7 @@ def _slice(span: Span, step: int) -> Event:
     action = span.action
     return {
         "ph": "X",
-        "name": f"{NAMES[action.kind]} {action.microbatch}",
+        "name": f"{action.kind.label} {action.microbatch}",
         "cat": "message" if action.is_communication else "compute",
         "cname": COLOR_NAMES[action.kind],
         "ts": _microseconds(span.start),
