@@ -30,6 +30,7 @@ class EvenBucket:
         dtypes: as given.
         ranges: this rank's part of each parameter; ranges beyond a parameter's end hold only zeros.
         used: ids of the parameters that had a gradient when the bucket was sent in this step.
+        stale: ids of the parameters whose master weights must still be set from them; see `refresh_stale_masters`.
         gradient: the mean gradient of this rank's parts between `send` and `update`, 1-d, in the optimizer's dtype.
         device: device of the parameters.
         has_masters: whether the optimizer's dtype differs from the parameters'.
@@ -46,7 +47,7 @@ class EvenBucket:
         self.used: set[int] = set()
         self.gradient: Tensor | None = None
         self._sums: dict[int, Tensor] = {}  # sums of gradients in a dtype that `.grad` cannot have
-        self._stale: set[int] = set()  # parameters whose master weights must still be set from them
+        self.stale: set[int] = set()
 
     @property
     def parameter_bytes(self) -> int:
@@ -114,21 +115,13 @@ class EvenBucket:
             if parameter.grad is not None:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
-    def mark_masters_stale(self, parameters: Iterable[Tensor]) -> None:
-        """Mark these parameters, and no others: `refresh_stale_masters` sets their master weights from them."""
-        self._stale = {id(p) for p in parameters}
-
-    def has_stale_master(self, parameter: Tensor) -> bool:
-        """Whether the master weights of a parameter must still be set from it."""
-        return id(parameter) in self._stale
-
     @torch.no_grad()
     def refresh_stale_masters(self) -> None:
-        """Copy the current parameters: those marked, and all parameters without separate masters."""
+        """Set the weights from the stale parameters, and from all parameters without separate masters."""
         for own in self.ranges:
-            if not self.has_masters or id(own.parameter) in self._stale:
+            if not self.has_masters or id(own.parameter) in self.stale:
                 own.weight.copy_(self._own(own.parameter))
-        self._stale = set()
+        self.stale = set()
 
     @torch.no_grad()
     def gather(self) -> None:

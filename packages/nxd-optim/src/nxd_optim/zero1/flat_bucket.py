@@ -4,7 +4,7 @@ This module manages the memory: parameters, gradients while they are needed, and
 The order of sending is in `gradients`, the update in `sharded_weights`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,7 @@ class FlatBucket:
         master: the same in the optimizer's dtype; `own` itself if the dtypes are equal.
         ranges: this rank's part of each parameter, if any.
         used: ids of the parameters that had a gradient when the bucket was sent in this step.
+        stale: ids of the parameters whose master weights must still be set from them; see `refresh_stale_masters`.
         gradient: the mean gradient of this rank's part between `wait` and `update`, in the optimizer's dtype.
     """
 
@@ -109,7 +110,7 @@ class FlatBucket:
         self._gradients: Tensor | None = None
         self._gradient_views: dict[int, Tensor] = {}
         self._mean_memory = self._memory_of_means()
-        self._stale: set[int] = set()  # parameters whose master weights must still be set from them
+        self.stale: set[int] = set()
         self._filled: set[int] = set()  # parameters whose sum is in the buffer, because `.grad` cannot hold it
         self._reduction: Pending[Tensor] | None = None
         self._gathering: Pending[Tensor] | None = None
@@ -210,21 +211,13 @@ class FlatBucket:
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()
 
-    def mark_masters_stale(self, parameters: Iterable[Tensor]) -> None:
-        """Mark these parameters, and no others: `refresh_stale_masters` sets their master weights from them."""
-        self._stale = {id(p) for p in parameters} if self.has_masters else set()
-
-    def has_stale_master(self, parameter: Tensor) -> bool:
-        """Whether the master weights of a parameter must still be set from it."""
-        return id(parameter) in self._stale
-
     @torch.no_grad()
     def refresh_stale_masters(self) -> None:
-        """Copy the current values of the marked parameters."""
+        """Set the master weights of the stale parameters."""
         for own in self.ranges:
-            if id(own.parameter) in self._stale:
+            if self.has_masters and id(own.parameter) in self.stale:
                 own.weight.copy_(own.of(self.own))
-        self._stale = set()
+        self.stale = set()
 
     def gather(self) -> None:
         """Start sending this rank's part to the others and filling the buffer with theirs."""

@@ -70,6 +70,8 @@ class NeuronZero1Optimizer(Optimizer):
         **defaults: arguments of `optimizer_class`.
 
     Attributes:
+        grad_norm: the 2-norm of the last step's gradients before clipping; None before the first step or without
+            clipping.
         skip_non_finite_steps: whether a step whose gradient norm is infinite or NaN changes nothing; may be changed at
             any time.
         skipped_steps: number of steps skipped so far.
@@ -116,7 +118,7 @@ class NeuronZero1Optimizer(Optimizer):
         self.skip_non_finite_steps = False
         self.skipped_steps = 0
         self.loss_scale = 1.0
-        self._grad_norm: Tensor | None = None
+        self.grad_norm: Tensor | None = None
         self._weights = ShardedWeights(
             lambda groups: optimizer_class(groups, **defaults),
             lambda parameter: Dtypes.choose(
@@ -158,11 +160,6 @@ class NeuronZero1Optimizer(Optimizer):
         if self.inited:
             self._gradients.sender.close()
             self._shard(self.param_groups[-1]["params"])
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The 2-norm of the last step's gradients before clipping; None before the first step or without clipping."""
-        return self._grad_norm
 
     @property
     def base_optimizer(self) -> Optimizer:
@@ -325,7 +322,7 @@ class NeuronZero1Optimizer(Optimizer):
             for bucket, _ in self.parts()
             if bucket.has_masters and self.save_master_weights
             for parameter in bucket.parameters
-            if bucket.dtypes.master.itemsize > parameter.itemsize and not bucket.has_stale_master(parameter)
+            if bucket.dtypes.master.itemsize > parameter.itemsize and id(parameter) not in bucket.stale
         ]
 
     def allocate_state(self, stored: state.StoredKeys) -> None:
@@ -424,11 +421,11 @@ class NeuronZero1Optimizer(Optimizer):
         buckets = self._weights.buckets
         device = buckets[0].device if buckets else get_device()
         scale = torch.tensor(1.0 / self.loss_scale, dtype=widest_float(device), device=device)
-        self._grad_norm = None
+        self.grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
             norm = norm_of_gradients(own_gradients(buckets), device, replicas=self.group) / self.loss_scale
             if self.grad_clipping:
-                self._grad_norm = norm
+                self.grad_norm = norm
                 scale = scale * clip_coefficient(norm, self.max_norm)
             if self.skip_non_finite_steps and not norm.isfinite():
                 self.skipped_steps += 1

@@ -84,14 +84,14 @@ def check_grad_norm_groups(grad_norm_groups: RankLists | None) -> None:
 
 
 def _check_rank_lists(argument: str, groups: RankLists) -> tuple[tuple[int, ...], ...]:
-    world_size = get_world_group().size if model_parallel_is_initialized() else 1
+    world = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
     ranks = tuple(tuple(group) for group in groups)
-    if model_parallel_is_initialized() and len(set(all_gather_object(ranks, get_world_group()))) > 1:
+    if len(set(all_gather_object(ranks, world))) > 1:
         raise ValueError(f"{argument} differs between the ranks; pass the lists of all groups on every rank")
     lengths = {len(group) for group in ranks}
-    if sorted(rank for group in ranks for rank in group) != list(range(world_size)) or len(lengths) != 1:
+    if sorted(rank for group in ranks for rank in group) != list(range(world.size)) or len(lengths) != 1:
         raise ValueError(
-            f"{argument}={_as_lists(ranks)} must name each of the {world_size} ranks once, in lists of one length"
+            f"{argument}={_as_lists(ranks)} must name each of the {world.size} ranks once, in lists of one length"
         )
     return ranks
 

@@ -154,7 +154,7 @@ class ShardedWeights:
         """Set master weights from the parameters: all of them, or those marked as stale."""
         for bucket in self.buckets:
             if not only_stale:
-                bucket.mark_masters_stale(bucket.parameters)
+                bucket.stale = {id(p) for p in bucket.parameters}
             bucket.refresh_stale_masters()
 
     def drop_gradients(self) -> None:

@@ -55,7 +55,7 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
     for bucket, base in parts:
         for own in bucket.ranges:
             tensors = {}
-            if with_masters and bucket.has_masters and not bucket.has_stale_master(own.parameter):
+            if with_masters and bucket.has_masters and id(own.parameter) not in bucket.stale:
                 tensors[MASTER_KEY] = own.weight.detach()
             for key, value in base.state.get(own.weight, {}).items():
                 tensors[key] = state_tensor(value, key, f"a parameter of shape {tuple(own.parameter.shape)}")
@@ -74,7 +74,7 @@ def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> N
     Master weights that are not stored, or not wanted, are marked to be set from the parameters.
     """
     for bucket, base in parts:
-        bucket.mark_masters_stale(p for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p)))
+        bucket.stale = {id(p) for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p))}
         give_states(base, {own.weight: _zeros(own, stored(own.parameter)) for own in bucket.ranges})
 
 
@@ -164,8 +164,7 @@ def write_rank_file(state: dict[str, Any], output_dir: str | os.PathLike[str], *
     try:
         for turn in range(replicas.size if serially else 1):
             mine = not serially or replicas.rank == turn
-            act = (lambda: _write(state | {_SAVE_ID: save_id}, temporary)) if mine else _nothing
-            on_every_rank(doing, act, _world())
+            on_every_rank(doing, lambda mine=mine: mine and _write(state | {_SAVE_ID: save_id}, temporary), _world())
         on_every_rank(doing, lambda: os.replace(temporary, path), _world())
     finally:
         temporary.unlink(missing_ok=True)
@@ -187,7 +186,8 @@ def read_rank_file(
     my_turn = int(os.environ.get("LOCAL_RANK", _world().rank)) // num_workers_per_step
     read: list[dict[str, Any]] = []
     for turn in range(max(all_gather_object(my_turn, _world())) + 1):
-        on_every_rank(doing, (lambda: read.append(_read(path))) if turn == my_turn else _nothing, _world())
+        mine = turn == my_turn
+        on_every_rank(doing, lambda mine=mine: mine and read.append(_read(path)), _world())
     if len(set(all_gather_object(read[0].pop(_SAVE_ID, None), _world()))) > 1:
         raise RuntimeError(
             f"{doing} failed: the files come from several saves, one of which did not finish; use another folder"
@@ -202,10 +202,6 @@ def _path_of_rank(output_dir: str | os.PathLike[str]) -> Path:
 
 def _world() -> Group:
     return active_group("pp", "dp", "cp", "tp")
-
-
-def _nothing() -> None:
-    """Do nothing: it is another rank's turn."""
 
 
 def _write(state: dict[str, Any], path: Path) -> None:

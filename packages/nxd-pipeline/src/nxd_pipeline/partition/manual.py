@@ -31,13 +31,9 @@ class StageChain(nn.Module):
             input_names = [name for index, stage in enumerate(stages) for name in _needed_inputs(stage, index)]
         self._stages = manual_partition(stages, input_names=input_names)
         self._wiring = Wiring(self._stages)
+        self.input_names = sorted(self._wiring.model_inputs)
         for index, stage in enumerate(self._stages):
             self.add_module(str(index), stage.module)
-
-    @property
-    def input_names(self) -> list[str]:
-        """The inputs of the stages, sorted."""
-        return sorted(self._wiring.model_inputs)
 
     def forward(self, **inputs: Any) -> Any:
         """Return the output of the last stage.

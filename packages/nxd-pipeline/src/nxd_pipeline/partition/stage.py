@@ -110,11 +110,6 @@ class Wiring:
                 "Name all inputs in input_names"
             )
 
-    @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.inputs)
-
     def carried(self, producer: int, consumer: int) -> tuple[str, ...]:
         """Return the names of the values sent from one stage to another."""
         return self._carried[producer, consumer]

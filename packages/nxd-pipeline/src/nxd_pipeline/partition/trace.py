@@ -35,12 +35,12 @@ class _LayerTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is a layer by class or name, a parallel layer, or a leaf of torch.fx."""
-        if module_qualified_name in self.layer_names or _is_parallel_layer(m):
-            return True
-        for cls in self.layer_classes:
-            if type(m).__name__ == cls if isinstance(cls, str) else isinstance(m, cls):
-                return True
-        return super().is_leaf_module(m, module_qualified_name)
+        return (
+            module_qualified_name in self.layer_names
+            or _is_parallel_layer(m)
+            or any(type(m).__name__ == it if isinstance(it, str) else isinstance(m, it) for it in self.layer_classes)
+            or super().is_leaf_module(m, module_qualified_name)
+        )
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None

@@ -171,23 +171,17 @@ class Executor:
             values.update(zip(self._wiring.carried(producer, stage), entries, strict=True))
         with forward_of(microbatch):
             output = self._modules[stage](*(values[name] for name in self._wiring.inputs[stage]))
-        for consumer, value in self._outgoing(stage, output).items():
-            self._values[stage, consumer, microbatch] = value
-        if stage == self._wiring.num_stages - 1:
+        results = self._wiring.named_values(stage, output)
+        for consumer in self._wiring.consumers(stage):
+            names = self._wiring.carried(stage, consumer)
+            self._values[stage, consumer, microbatch] = tuple(results[name] for name in names)
+        if stage == self._schedule.num_stages - 1:
             result = self._read_output(output)
             self._results[microbatch] = result.detach() if isinstance(result, Tensor) else result
             if not self._schedule.is_forward_only:
                 saved.loss = result / len(self._microbatches)
         if not self._schedule.is_forward_only:
             self._saved[stage, microbatch] = saved
-
-    def _outgoing(self, stage: int, output: Any) -> dict[int, Any]:
-        """Return the values for each consumer."""
-        values = self._wiring.named_values(stage, output)
-        return {
-            consumer: tuple(values[name] for name in self._wiring.carried(stage, consumer))
-            for consumer in self._wiring.consumers(stage)
-        }
 
     def _take_value(self, producer: int, stage: int, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
         """Return a value of another stage, received or computed here."""

@@ -48,11 +48,6 @@ class TensorLayout:
     needs_gradient: bool
     device_type: str
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorLayout":
-        """The layout of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device.type)
-
     @cached_property
     def num_bytes(self) -> int:
         """Size of the elements."""
@@ -97,7 +92,12 @@ class ValueLayout:
 def describe_value(value: Any) -> tuple[ValueLayout, list[Tensor]]:
     """Return the layout of a value, and its tensors in the order of its structure."""
     leaves, structure = tree_flatten(value)
-    layouts = tuple(TensorLayout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    layouts = tuple(
+        TensorLayout(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.device.type)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    )
     return ValueLayout(structure, layouts), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -232,11 +232,6 @@ class MessageFormat:
     values: Packing
     gradients: Packing
 
-    @classmethod
-    def of(cls, layout: ValueLayout) -> "MessageFormat":
-        """Return the format for values of this layout."""
-        return cls(layout, Packing.of(layout.tensors), Packing.of(layout.gradients))
-
 
 class Failures:
     """Ends all ranks of a pipeline if one fails; all of them report the first error."""
@@ -343,7 +338,7 @@ class P2PCommunicator:
         formats = self._formats.setdefault(key[:2], {})
         if len(formats) == LAYOUTS_KEPT:
             del formats[next(iter(formats))]
-        formats[key[2]] = MessageFormat.of(layout)
+        formats[key[2]] = MessageFormat(layout, Packing.of(layout.tensors), Packing.of(layout.gradients))
         return formats[key[2]]
 
     def _send(self, label: tuple[Key, int, str], tensors: Sequence[Tensor], destination: int) -> None:

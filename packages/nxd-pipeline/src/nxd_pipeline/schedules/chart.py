@@ -62,7 +62,8 @@ def save_chart(
         raise ImportError("pictures of schedules need matplotlib: pip install nxd-pipeline[plot]") from error
     places = {  # row and opacity of each stage
         stage: (rank, 1 - 0.5 * index / len(stages))
-        for rank, stages in enumerate(_stages_of_ranks(timeline))
+        for rank, spans in enumerate(timeline.compute_spans)
+        for stages in [sorted({span.action.stage for span in spans})]
         for index, stage in enumerate(stages)
     }
     labels = [f"rank {rank}" for rank in range(len(timeline.spans))]
@@ -91,7 +92,3 @@ def save_chart(
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
     figure.savefig(file, dpi=150)
     return Path(file)
-
-
-def _stages_of_ranks(timeline: Timeline) -> list[list[int]]:
-    return [sorted({span.action.stage for span in spans}) for spans in timeline.compute_spans]

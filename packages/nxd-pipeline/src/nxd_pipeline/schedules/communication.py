@@ -66,14 +66,7 @@ def insert_blocking_communication(schedule: Schedule, edges: Iterable[Edge] | No
     The placement follows a simulation in which forward and each half of a backward take 1: a rank that ends a
     computation exchanges all pending messages with ranks that are between two computations, and continues unless its
     next one lacks an input. If computations take the expected time, schedules take no longer than on a transport that
-    does not block; `dualpipe-v` takes up to 5% longer.
-
-    Args:
-        schedule: an order of computation; messages in it are replaced.
-        edges: edges between stages; by default each stage uses the output of the previous one.
-
-    Raises:
-        ValueError: the order waits for something that never arrives.
+    does not block; `dualpipe-v` takes up to 5% longer. Arguments and errors are those of `insert_communication`.
     """
     computed = schedule.without_communication()
     dataflow = Dataflow(schedule, edges)

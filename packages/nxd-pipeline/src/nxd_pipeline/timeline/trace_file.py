@@ -53,6 +53,9 @@ class TraceFile:
 
     The first rank of the world rewrites the file atomically after each traced step. The overhead of tracing falls
     between steps, not within them.
+
+    Attributes:
+        last_step: the last traced step, on every rank; None before the first.
     """
 
     def __init__(self, path: str | Path, schedule: Schedule, pipeline: Group) -> None:
@@ -72,16 +75,11 @@ class TraceFile:
         self._world = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
         self._origin = perf_counter_ns()
         self._clock_errors: list[float] = []  # of each step traced
-        self._last_step: TracedStep | None = None
+        self.last_step: TracedStep | None = None
         self._events: list[str] = []
         problems = all_gather_object(_problem(self._path) if self._world.rank == 0 else None, self._world)
         if problems[0] is not None:
             raise ValueError(problems[0])
-
-    @property
-    def last_step(self) -> TracedStep | None:
-        """The last traced step, on every rank; None before the first."""
-        return self._last_step
 
     @property
     def is_full(self) -> bool:
@@ -107,7 +105,7 @@ class TraceFile:
 
         barrier(self._world)
         yield record
-        self._last_step = gather_step(
+        self.last_step = gather_step(
             len(self._clock_errors),
             times,
             schedule=self._schedule,
@@ -115,9 +113,9 @@ class TraceFile:
             world=self._world,
             origin=self._origin,
         )
-        self._clock_errors.append(self._last_step.clock_error)
+        self._clock_errors.append(self.last_step.clock_error)
         if self._world.rank == 0:
-            self._write(self._last_step)
+            self._write(self.last_step)
 
     def _write(self, step: TracedStep) -> None:
         """Write the file and the picture; a disk error costs the trace, not the training."""
