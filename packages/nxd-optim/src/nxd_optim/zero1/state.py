@@ -164,7 +164,8 @@ def write_rank_file(state: dict[str, Any], output_dir: str | os.PathLike[str], *
     try:
         for turn in range(replicas.size if serially else 1):
             mine = not serially or replicas.rank == turn
-            on_every_rank(doing, lambda mine=mine: mine and _write(state | {_SAVE_ID: save_id}, temporary), _world())
+            act = (lambda: _write(state | {_SAVE_ID: save_id}, temporary)) if mine else _nothing
+            on_every_rank(doing, act, _world())
         on_every_rank(doing, lambda: os.replace(temporary, path), _world())
     finally:
         temporary.unlink(missing_ok=True)
@@ -186,8 +187,7 @@ def read_rank_file(
     my_turn = int(os.environ.get("LOCAL_RANK", _world().rank)) // num_workers_per_step
     read: list[dict[str, Any]] = []
     for turn in range(max(all_gather_object(my_turn, _world())) + 1):
-        mine = turn == my_turn
-        on_every_rank(doing, lambda mine=mine: mine and read.append(_read(path)), _world())
+        on_every_rank(doing, (lambda: read.append(_read(path))) if turn == my_turn else _nothing, _world())
     if len(set(all_gather_object(read[0].pop(_SAVE_ID, None), _world()))) > 1:
         raise RuntimeError(
             f"{doing} failed: the files come from several saves, one of which did not finish; use another folder"
@@ -202,6 +202,10 @@ def _path_of_rank(output_dir: str | os.PathLike[str]) -> Path:
 
 def _world() -> Group:
     return active_group("pp", "dp", "cp", "tp")
+
+
+def _nothing() -> None:
+    """Do nothing: it is another rank's turn."""
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
