@@ -113,7 +113,7 @@ def test_disk_that_fails_costs_the_trace_and_not_the_training(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("folder", "is a folder"), ("file/trace.json", "cannot be written"), ("trace.png", "name of a picture")],
+    [("folder", "is a folder"), ("file/trace.json", "cannot be written"), ("trace.png", "names a picture")],
 )
 def test_path_that_cannot_be_written_raises_on_every_rank(run_ranks, make_pipeline, tmp_path, path, message):
     (tmp_path / "folder").mkdir()
