@@ -176,6 +176,7 @@ def test_layers_of_a_stage_share_weights_by_group():
 
     first, last = stage(layers, 2, 0), stage(layers, 2, 1)
 
+    assert layers[4].weight is layers[0].weight
     assert [first.stage_modules, last.stage_modules] == [layers[:2], layers[2:]]
     assert first.shared_weights_on_pp_stages == {"ends": [[0, 1], [layers[0], "weight"]]}
     assert torch.equal(last(first(torch.ones(1, 2))), nn.Sequential(*layers)(torch.ones(1, 2)))

@@ -12,7 +12,7 @@ from typing import Any, Self
 from nxd_pipeline.partition import even_cuts
 from nxd_pipeline.partition import trace_model as graph_of
 from nxd_state import get_pipeline_model_parallel_size
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 WEIGHT_SHARING_ATTR_NAME = "weight_sharing"
 
@@ -82,7 +82,7 @@ class PipelineStageModule(nn.Module):
     def mark_weight_sharing(
         layer_and_weight_path: Sequence[tuple[nn.Module, str]], sharing_group_name: str = "default"
     ) -> None:
-        """Mark weights of several layers as shared.
+        """Make weights of several layers one parameter, the first one; `NxDPPModel` then keeps its copies equal.
 
         Args:
             layer_and_weight_path: layers, each with the name of its weight.
@@ -90,17 +90,18 @@ class PipelineStageModule(nn.Module):
 
         Raises:
             RuntimeError: a layer is already in a group with this name.
-            ValueError: a name is not that of a tensor, or the shapes differ.
+            ValueError: a name is not that of a parameter, or the shapes differ.
         """
         weights = [operator.attrgetter(path)(layer) for layer, path in layer_and_weight_path]
-        shapes = {tuple(it.shape) if isinstance(it, Tensor) else type(it).__name__ for it in weights}
-        if len(shapes) != 1 or not isinstance(weights[0], Tensor):
-            raise ValueError(f"the weights of group {sharing_group_name!r} are {shapes}; pass tensors of one shape")
+        shapes = {tuple(it.shape) if isinstance(it, nn.Parameter) else type(it).__name__ for it in weights}
+        if len(shapes) != 1 or not isinstance(weights[0], nn.Parameter):
+            raise ValueError(f"the weights of group {sharing_group_name!r} are {shapes}; pass parameters of one shape")
+        if any(sharing_group_name in vars(it).get(WEIGHT_SHARING_ATTR_NAME, {}) for it, _ in layer_and_weight_path):
+            raise RuntimeError(f"a layer is already in group {sharing_group_name!r}; choose another name")
         for layer, path in layer_and_weight_path:
-            groups = layer.__dict__.setdefault(WEIGHT_SHARING_ATTR_NAME, {})
-            if sharing_group_name in groups:
-                raise RuntimeError(f"a layer is already in group {sharing_group_name!r}; choose another name")
-            groups[sharing_group_name] = path
+            owner, _, name = path.rpartition(".")
+            layer.get_submodule(owner).register_parameter(name, weights[0])
+            vars(layer).setdefault(WEIGHT_SHARING_ATTR_NAME, {})[sharing_group_name] = path
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move this stage's layers to a device or dtype."""
