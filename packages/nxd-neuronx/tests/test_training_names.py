@@ -184,6 +184,25 @@ def test_layers_of_a_stage_share_weights_by_group():
         stage(layers, 6, 0)
 
 
+def test_marked_weights_stay_equal_over_stages(run_ranks):
+    def train(num_stages):
+        initialize_model_parallel(pipeline_model_parallel_size=num_stages)
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4).double() for _ in range(4)]
+        manual_pipe_stage.PipelineStageModule.mark_weight_sharing([(layers[0], "weight"), (layers[3], "weight")])
+        pipeline = NxDPPModel(layers, num_microbatches=2, manual_pp_partition=True, manual_pp_loss_fn=nn.MSELoss())
+        optimizer = torch.optim.SGD(pipeline.local_parameters(), lr=0.5)
+        batch = {"inputs": torch.ones(4, 4).double(), "labels": torch.zeros(4, 4).double()}
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(pipeline.run_train(**batch))
+            optimizer.step()
+        return losses
+
+    torch.testing.assert_close(run_ranks(train, 2, 2)[1], run_ranks(train, 1, 1)[0], rtol=1e-10, atol=1e-12)
+
+
 def test_cuts_leave_the_remainder_to_later_stages():
     assert partition.create_partitions(3, ["a", "b", "c", "d", "e"]) == ["a", "c"]
     assert partition.stage_to_pipeline_parallel_rank(5, pp_size=4) == 1
