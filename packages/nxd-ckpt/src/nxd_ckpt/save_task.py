@@ -163,22 +163,22 @@ def prepare_save(
     """
     sharded: dict[str, ShardedTensor] = {}
     descriptions: dict[str, TensorDescription] = {}
-    apart = TrainingState()
+    flattened = TrainingState()
     cache_key = (coordinator.rank, coordinator.world_size)
     last_digest = _cache[cache_key].digest if cache_key in _cache else ""
 
     def check_arguments() -> _Request:
-        nonlocal options, apart
+        nonlocal options, flattened
         check()
         process = process_of(path)
-        apart = flatten_state(state, several_ranks=coordinator.world_size > 1)
-        sharded.update(as_sharded_state(apart.tensors))
+        flattened = flatten_state(state, several_ranks=coordinator.world_size > 1)
+        sharded.update(as_sharded_state(flattened.tensors))
         descriptions.update(
-            (_check_name(name), _describe(tensor, of_first_holder=name in apart.of_first_holder))
+            (_check_name(name), _describe(tensor, of_first_holder=name in flattened.of_first_holder))
             for name, tensor in sharded.items()
         )
         _check_options(options)
-        options = _with_rank_values(options, apart)
+        options = _with_rank_values(options, flattened)
         return _Request(
             save_id=uuid.uuid4().hex,
             common=(options.tag, options.step, options.overwrite, options.check_replicas, options.incremental),
@@ -188,7 +188,7 @@ def prepare_save(
             failed_saves=unreported_failures(RankKey(coordinator.rank, coordinator.world_size)),
             process=process,
             values_digest=xxhash.xxh3_128_hexdigest(
-                json.dumps([list(apart.values), [apart.values[it] for it in sorted(apart.groups)]]).encode()
+                json.dumps([list(flattened.values), [flattened.values[it] for it in sorted(flattened.groups)]]).encode()
             ),
         )
 
@@ -198,7 +198,7 @@ def prepare_save(
     _check_earlier_saves(requests, coordinator)
     _check_same_save(requests)
     check_processes(path, [request.process for request in requests])
-    values, cached = _gather_details(requests, descriptions, apart, coordinator, doing)
+    values, cached = _gather_details(requests, descriptions, flattened, coordinator, doing)
     values = _without_empty_parts(values, cached.plan.tensors)
     if values and coordinator.rank == 0:
         options = replace(options, extra={**(options.extra or {}), **values_file(values)})
@@ -206,7 +206,7 @@ def prepare_save(
     if options.check_replicas:
         doing = f"comparing replicas to save checkpoint {options.tag!r}"
         replica_hashes = on_every_rank(
-            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank, apart.may_differ)
+            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank, flattened.may_differ)
         )
     store, save_id = open_store(path), requests[0].save_id
     increment, layout = Increment(cached.plan), cached.layout
@@ -236,7 +236,7 @@ def prepare_save(
 def _gather_details(
     requests: Sequence[_Request],
     descriptions: dict[str, TensorDescription],
-    apart: TrainingState,
+    flattened: TrainingState,
     coordinator: Coordinator,
     doing: str,
 ) -> tuple[dict[str, Any], _CachedPlan]:
@@ -250,12 +250,12 @@ def _gather_details(
     digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
     is_new_layout = any(request.cached_plan != digest for request in requests)
     values_differ = any(request.values_digest != requests[0].values_digest for request in requests)
-    values = apart.values
+    values = flattened.values
     if is_new_layout or values_differ:
         own = _Details(
             descriptions if is_new_layout else {},
             values if values_differ else {},
-            sorted(apart.groups) if values_differ else [],
+            sorted(flattened.groups) if values_differ else [],
         )
         details = parsed(coordinator.all_gather_object(own), _details_from, doing)
         if values_differ:

@@ -1,7 +1,7 @@
 """Builds a recipe's objects: the config of the documented API, the model and its tokenizer.
 
 `nxd train`, `nxd parity`, `nxd plan` and `nxd doctor` use this module, which makes the same calls as a script would.
-`optimizers` makes the optimizer, and `training.run_state` turns text into batches.
+`optimizers` makes the optimizer, and `training.run_data` turns text into batches.
 """
 
 import copy
