@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from nxd_layers.hf.plans import OWN_PLANS
+from nxd_layers.hf.plans import ADDED_PLANS
 from nxd_parity.architecture import SMALL_SIZES, SPECIAL_TOKENS, VOCABULARY
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -33,7 +33,7 @@ def surveyed() -> list[str]:
     themselves.
     """
     decoders = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _has_plan(CONFIG_MAPPING[name], "tp")}
-    return sorted(decoders | set(OWN_PLANS))
+    return sorted(decoders | set(ADDED_PLANS))
 
 
 def with_experts() -> list[str]:

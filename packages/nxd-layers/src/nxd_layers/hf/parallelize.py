@@ -34,7 +34,7 @@ from nxd_layers.hf.initialization import initialize
 from nxd_layers.hf.loss import split_loss
 from nxd_layers.hf.plans import named_styles
 from nxd_layers.hf.supported_models import check_context, checked_expert_plan, checked_plan, expert_plan_of, plan_of
-from nxd_layers.hf.tensor_parallel import check_plan, shard_layers
+from nxd_layers.hf.tensor_parallel import check_layers, shard_layers
 from nxd_layers.hf.transformers_models import build_on_meta, is_transformers_config
 
 _Plan: TypeAlias = Mapping[str, str] | Literal["own"] | None
@@ -117,7 +117,7 @@ def parallelize(
     check_experts(model, expert_styles)
     layers = None
     if tp_size > 1:
-        layers = check_plan(model, _styles_of(model, plan), expert_styles, sequence_parallel=sequence_parallel)
+        layers = check_layers(model, _styles_of(model, plan), expert_styles, sequence_parallel=sequence_parallel)
 
     # Passes. Experts come after layers, which may shard them too; sequences are split around all of it.
     use_static_shapes(model)

@@ -2,7 +2,7 @@
 
 A plan is a dict from patterns to names of styles, as transformers has them: a pattern is a path in which `*` stands for
 one part, such as "model.layers.*.self_attn.q_proj". A path is that of a module or of a parameter.
-`OWN_PLANS` has the model types for which transformers has no plan, or one that leaves parts out.
+`ADDED_PLANS` has the model types for which transformers has no plan, or one that leaves parts out.
 """
 
 import re
@@ -110,7 +110,7 @@ def _norms_of_heads(*names: str) -> dict[str, str]:
     return _under("layers.*.self_attn", dict.fromkeys(names, "replicated_with_grad_allreduce"))
 
 
-OWN_PLANS: dict[str, dict[str, str]] = {
+ADDED_PLANS: dict[str, dict[str, str]] = {
     # Additions to plans that transformers has.
     "cohere": _under("layers.*.self_attn", dict.fromkeys(("q_norm.weight", "k_norm.weight"), "colwise")),
     "glm4_moe": _norms_of_heads("q_norm", "k_norm"),

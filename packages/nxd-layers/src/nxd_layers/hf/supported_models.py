@@ -19,13 +19,13 @@ from torch import nn
 
 from nxd_layers.hf.experts import SPLIT_EXPERTS
 from nxd_layers.hf.experts import STYLES as EXPERT_STYLES
-from nxd_layers.hf.plans import OWN_PLANS, join_path, named_styles
+from nxd_layers.hf.plans import ADDED_PLANS, join_path, named_styles
 from nxd_layers.hf.transformers_models import (
     base_model_path,
     is_transformers_model,
     model_type_of,
     own_expert_plan,
-    own_plan,
+    transformers_plan,
 )
 
 # fmt: off
@@ -125,11 +125,11 @@ def checked_plan(model: Any) -> dict[str, str]:
 
 def plan_of(model: Any) -> dict[str, str]:
     """Return the plan that transformers has for the model, with our additions; empty if there is neither."""
-    ours = OWN_PLANS.get(model_type_of(model))
+    ours = ADDED_PLANS.get(model_type_of(model))
     if ours is None:
-        return dict(own_plan(model))
+        return dict(transformers_plan(model))
     base = base_model_path(model)
-    return {**own_plan(model), **{join_path(base, pattern): style for pattern, style in ours.items()}}
+    return {**transformers_plan(model), **{join_path(base, pattern): style for pattern, style in ours.items()}}
 
 
 def checked_expert_plan(model: Any) -> dict[str, str]:
@@ -213,7 +213,7 @@ def has_plan(model: Any) -> bool:
 
     A class of transformers may have a plan of its head alone, which does not count.
     """
-    return bool(getattr(model.config, "base_model_tp_plan", None)) or model_type_of(model) in OWN_PLANS
+    return bool(getattr(model.config, "base_model_tp_plan", None)) or model_type_of(model) in ADDED_PLANS
 
 
 def _is_remembered(model: Any) -> bool:
@@ -235,7 +235,7 @@ def _record_of(model: Any, source: bytes) -> Path:
     folder = Path(os.environ.get("NXD_COMPARED_MODELS") or cache / "nxd_layers" / "compared_models")
     made_of = [
         type(model).__qualname__,
-        sorted(own_plan(model).items()),
+        sorted(transformers_plan(model).items()),
         hashlib.sha256(source).hexdigest(),
         version("transformers"),
         version("nxd-layers"),

@@ -1,4 +1,4 @@
-"""Tensor parallelism of a model in two steps: `check_plan` checks a plan as a whole, `shard_layers` applies it.
+"""Tensor parallelism of a model in two steps: `check_layers` checks a plan as a whole, `shard_layers` applies it.
 
 Nothing of the model changes before all of the plan has been checked.
 """
@@ -55,7 +55,7 @@ class _TiedEnds:
     tied_to_bias: Sequence[str]
 
 
-def check_plan(
+def check_layers(
     model: Any, styles: Mapping[str, str], expert_styles: Mapping[str, str], *, sequence_parallel: bool
 ) -> CheckedLayers:
     """Check the whole plan for this model, and return what `shard_layers` needs to apply it.
@@ -75,7 +75,7 @@ def check_plan(
     for style in styles.values():
         style_named(style)
     attentions = heads.attentions(model, _sharded_outputs(styles))
-    _check_plan(model, styles, attentions)
+    _refuse_wrong_plans(model, styles, attentions)
     layouts = {path: heads.layout_of(path, it, model, tp_size) for path, it in attentions.items()}
     blocks = sequence_blocks(model, {**expert_styles, **styles}) if sequence_parallel else None
     ties = _ties_of(model)
@@ -116,7 +116,7 @@ def _sharded_outputs(styles: Mapping[str, str]) -> list[str]:
     return [path for path, style in styles.items() if style in _SHARDS_OUTPUTS]
 
 
-def _check_plan(model: nn.Module, styles: Mapping[str, str], attentions: Mapping[str, nn.Module]) -> None:
+def _refuse_wrong_plans(model: nn.Module, styles: Mapping[str, str], attentions: Mapping[str, nn.Module]) -> None:
     """Raise a ValueError if a plan cannot be right, whatever the sizes."""
     sharded = {name for name, it in model.named_parameters(remove_duplicate=False) if get_shard_spec(it) is not None}
     for path, style in styles.items():

@@ -154,7 +154,7 @@ def empty_cache() -> Any:
     return DynamicCache()
 
 
-def own_plan(model: Any) -> Mapping[str, str]:
+def transformers_plan(model: Any) -> Mapping[str, str]:
     """Return the model's own tensor-parallel plan, head and embeddings included; empty if it has none."""
     return dict(getattr(model, "_tp_plan", None) or {})
 
