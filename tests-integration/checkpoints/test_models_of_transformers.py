@@ -138,7 +138,7 @@ def test_what_cannot_be_compiled_is_refused_at_once_and_generated_with(tmp_path)
     model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**sizes, **heads))
     save_checkpoint(tmp_path, "first", model)
 
-    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache .*nxd generate runs it"):
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM cannot be compiled .*its cache.*nxd generate runs it"):
         open_for_compilation(tmp_path, tokenizer="bytes").compile(batch_size=1)
 
     initialize_model_parallel(1)  # so does a process with ranks of its own

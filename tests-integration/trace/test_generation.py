@@ -74,7 +74,7 @@ def test_greedy_tokens_of_the_default_compiler_equal_those_of_transformers(degre
 
     check(compile_generator(generating_models.llama, **settings), transformers_writes("llama"))
 
-    assert "compiling 2 of 2 distinct programs with inductor" in capfd.readouterr().err
+    assert "compiling 4 of 4 distinct programs with inductor" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("rope_scaling", [None, pytest.param(LONG_ROPE, marks=SLOW)], ids=["plain", "long"])

@@ -204,5 +204,5 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32_weights(records_of, tmp
 
     differences = [abs(a.loss - p.loss) for a, p in zip(autocast, plain, strict=True)]
     assert 1e-6 < max(differences) < 0.05
-    [folder] = [file.parent for file in tmp_path.glob("*/recipe.toml") if "bfloat16" in file.read_text()]
+    [folder] = [file.parent for file in tmp_path.glob("*/recipe.toml") if 'autocast = "bfloat16"' in file.read_text()]
     assert {weight.dtype for weight in model_of(folder, 5).values()} == {torch.float32}
