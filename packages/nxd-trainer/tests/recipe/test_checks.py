@@ -1,6 +1,6 @@
 import pytest
 from nxd_pipeline import TRAINING_SCHEDULES, make_schedule
-from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vocab_size
+from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vocab_size, recipe_from_dict
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,11 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             ["parallel.activation_offload=true", "parallel.activation_checkpointing=full", "train.compile=true"],
             "parallel.activation_offload does not support compiled models; set train.compile=false",
         ),
-        (["moe.z_loss_coef=0.1"], "moe.z_loss_coef=0.1 is for models with experts; our Llama has none"),
+        (
+            ["moe.z_loss_coef=0.1"],
+            "moe.z_loss_coef=0.1 is for models with experts; our Llama has none; "
+            "choose another model by model.path or model.type",
+        ),
         (
             ["moe.aux_loss_coef=0.1", "model.type=mixtral", "train.compile=true"],
             "moe.aux_loss_coef=0.1 counts the routers' choices, which needs train.compile=false",
@@ -263,6 +267,14 @@ def test_rules_over_a_wrong_value_are_not_reported():
         "train.steps",
         "model.num_key_value_heads",
     ]
+
+
+@pytest.mark.parametrize("override", ["moe.z_loss_coef=0.1", "parallel.expert_parallel_size=2"])
+def test_experts_of_a_model_that_is_named_wrongly_are_not_refused(override):
+    with pytest.raises(RecipeError) as raised:
+        recipe_from_dict({"model": {"type": 5}}, overrides=[override])
+
+    assert [mistake.partition("=")[0] for mistake in raised.value.mistakes] == ["model.type"]
 
 
 @pytest.mark.parametrize(("tp_size", "dp_size", "accumulation"), [(1, 1, 1), (2, 2, 2), (4, 16, 1), (4, 1, 16)])

@@ -22,6 +22,7 @@ from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe
 VOCAB_SIZE_MULTIPLE = 64
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _KEY = re.compile(r"\b[a-z]+\.[a-z_0-9]+")
+_OTHER_MODELS = "choose another model by model.path or model.type"
 _OBJECT_NAME = re.compile(r"[\w.]+:\w+")
 
 # Keys that a folder or a factory determines itself.
@@ -105,7 +106,7 @@ def _model_mistakes(recipe: Recipe) -> Iterator[str]:
             f"parallel.tensor_parallel_size={of_layers} (the default)"
         )
     elif parallel.degrees.splits_experts and model.is_own_llama:
-        yield "parallel.expert_parallel_size is for models with experts, and our Llama has none"
+        yield f"parallel.expert_parallel_size is for models with experts, and our Llama has none; {_OTHER_MODELS}"
     for name in ("parallel.pad_heads", "pipeline.layer_class"):
         if _value(recipe, name) and model.factory is None:
             yield f"{name} is for models made by model.factory; leave it out"
@@ -312,7 +313,7 @@ def _moe_mistakes(recipe: Recipe) -> Iterator[str]:
     for name in ("moe.aux_loss_coef", "moe.z_loss_coef", "moe.bias_update_rate"):
         value = _value(recipe, name)
         if value and recipe.model.is_own_llama:
-            yield f"{name}={value:g} is for models with experts; our Llama has none"
+            yield f"{name}={value:g} is for models with experts; our Llama has none; {_OTHER_MODELS}"
         if value and recipe.train.compile:
             yield f"{name}={value:g} counts the routers' choices, which needs train.compile=false"
 
