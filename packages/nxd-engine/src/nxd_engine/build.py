@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_layers import RowParallelLinear, hf
 from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
 from nxd_layers.activation_checkpoint.find import named_modules_of, named_transformer_layers
@@ -34,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nxd_engine.adapters import adapt_model, choose_adapters
 from nxd_engine.config import complete_config, ensure_model_parallel, given_param_init_fn
 from nxd_engine.model import NxDModel
-from nxd_engine.rank_sync import in_turns, together
+from nxd_engine.rank_sync import in_turns, on_every_rank
 
 _NUMBERS_OF_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -111,7 +110,7 @@ def _build(
         move_model_to_device(pipeline, get_device())
         return NxDModel(module, pipeline, config)
 
-    model = together("make its stages of the model", cut)
+    model = on_every_rank("make its stages of the model", cut)
     if padding is not None:
         _pad_heads(model, padding)
     if adapters is not None:
@@ -311,7 +310,7 @@ def _pad_heads(model: nn.Module, padding: _HeadPadding) -> None:
         if present or not padding.classes:  # a stage may have none
             pad_model(model, get_tensor_model_parallel_size(), padding.num_heads, present)
 
-    on_every_rank(coordinator_for(None), "padding the model", pad, error_type=ValueError)
+    on_every_rank("pad its layers", pad, error_type=ValueError)
 
 
 def _number_of_heads(module: nn.Module) -> int:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from nxd_engine.config import complete_config, ensure_model_parallel
 from nxd_engine.model import names_of_parameters, sync_gradients
-from nxd_engine.rank_sync import together
+from nxd_engine.rank_sync import on_every_rank
 
 
 def initialize_parallel_optimizer(
@@ -70,7 +70,7 @@ def initialize_parallel_optimizer(
             **defaults,
         )
 
-    optimizer = together("make its optimizer", make)
+    optimizer = on_every_rank("make its optimizer", make)
     if isinstance(optimizer, NeuronZero1Optimizer):
         optimizer.init_zero()  # communicates, unlike the steps above, which may fail on one rank alone
     return NxDOptimizer(

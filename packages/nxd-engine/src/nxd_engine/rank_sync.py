@@ -58,10 +58,13 @@ def check_same_call(of_ranks: Sequence[Mapping[str, object]]) -> None:
         raise ValueError(f"{of_ranks[0]['call']} failed: {problems[0]}{more}; call it the same way on every rank")
 
 
-def together(
+def on_every_rank(
     doing: str, act: Callable[[], T], *, group: Group | None = None, error_type: type[Exception] = PeerError
 ) -> T:
     """Call `act`; return its result once it has returned on every rank. Called by all ranks of the group.
+
+    Just calls `act` if no group is given and model parallelism is not initialized. `nxd_state.on_every_rank` raises one
+    text on all ranks instead; this keeps the exception on its rank, with its type and traceback.
 
     Args:
         doing: the operation, for the messages of other ranks, such as "make its model".
@@ -73,6 +76,8 @@ def together(
         Exception: the exception of `act`, on its rank.
         PeerError: `act` raised on another rank; of `error_type` if given.
     """
+    if group is None and not model_parallel_is_initialized():
+        return act()
     attempt = attempt_on_every_rank(act, group or get_world_group())
     if attempt.error is not None:
         raise attempt.error
@@ -81,21 +86,11 @@ def together(
     return attempt.results[0]
 
 
-def on_all_ranks(doing: str, act: Callable[[], T]) -> T:
-    """Like `together`, but just call `act` if model parallelism is not initialized.
-
-    Raises:
-        Exception: the exception of `act`, on its rank.
-        PeerError: `act` raised on another rank.
-    """
-    return together(doing, act) if model_parallel_is_initialized() else act()
-
-
 def in_turns(doing: str, make: Callable[[], T], at_a_time: int) -> T:
     """Call `make` on at most `at_a_time` ranks of each host at once; return its result. Called by all ranks.
 
     Args:
-        doing: the operation, for the messages of other ranks, as for `together`.
+        doing: the operation, for the messages of other ranks, as for `on_every_rank`.
         make: the function; it must not communicate with ranks that may have another turn.
         at_a_time: ranks per host that run it at once.
 
@@ -112,5 +107,5 @@ def in_turns(doing: str, make: Callable[[], T], at_a_time: int) -> T:
             made.append(make())
 
     for turn in range(last_turn + 1):
-        together(doing, partial(make_in, turn))
+        on_every_rank(doing, partial(make_in, turn))
     return made[0]

@@ -49,7 +49,7 @@ from nxd_engine.model_description import (
     tokenizer_in,
 )
 from nxd_engine.model_weights import ModelTensors, ModelWeights, holds_average, merged_weights, model_weights
-from nxd_engine.rank_sync import on_all_ranks
+from nxd_engine.rank_sync import on_every_rank
 from nxd_lora import name_from_peft
 from nxd_trace.serving.detokenizer import special_token
 
@@ -112,8 +112,8 @@ def open_model_together(
     """
     of_peft = adapter is None or (Path(adapter) / ADAPTER_CONFIG_FILE).is_file()
     if of_peft and (Path(folder) / CONFIG_FILE).is_file():
-        return on_all_ranks(f"open {folder}", lambda: _open_model(folder, tag, adapter, open_own))
-    return _open_model(folder, tag, adapter, open_own_together, on_all_ranks)
+        return on_every_rank(f"open {folder}", lambda: _open_model(folder, tag, adapter, open_own))
+    return _open_model(folder, tag, adapter, open_own_together, on_every_rank)
 
 
 def open_codec(opened: OpenedModel, given: str | Path | None = None) -> TextCodec:

@@ -16,7 +16,7 @@ from nxd_ckpt.boxes import Box, subtract
 from nxd_ckpt.sharded_tensor import ShardedTensor
 from nxd_state import Group, all_gather_object, recv, send, transport_device
 
-from nxd_engine.rank_sync import together
+from nxd_engine.rank_sync import on_every_rank
 
 
 class _BoxRequest(NamedTuple):
@@ -140,7 +140,7 @@ def _ready(
         _NotReadyError: `make` raised on another rank.
     """
     doing = "read its part of the model"
-    return together(doing, lambda: [make(it) for it in requests], group=group, error_type=_NotReadyError)
+    return on_every_rank(doing, lambda: [make(it) for it in requests], group=group, error_type=_NotReadyError)
 
 
 def _values(state: Mapping[str, ShardedTensor], request: _BoxRequest) -> torch.Tensor:
