@@ -66,7 +66,7 @@ class ModelTensors:
         return {name: self.source.tensors[stored] for name, stored in self._weights.items()}
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
-        """Whether the source's tensors are mapped files."""
+        """Boxes that cover `box`, see `TensorSource`; of the average if it is to be read."""
         average = average_name(name)
         if not self.averaged or average not in self.source.tensors:
             return self.source.shards(self._weights[name], box)

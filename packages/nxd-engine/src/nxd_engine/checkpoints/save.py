@@ -91,17 +91,22 @@ def save_checkpoint(
     """
     if extracting_graphs():
         return
+    if use_zero1_dcp:
+        _logger.info("use_zero1_dcp has no effect: ZeRO-1 states load at any degrees in any case")
+    finalize_checkpoint()
+    doing = "checking the arguments of save_checkpoint"
+    is_first_rank = coordinator_for(None).rank == 0
 
-    def check_call() -> dict[str, object]:
-        kept = check_kept(num_kept_ckpts)
-        subjects = describe_subjects(model, optimizer, scheduler, num_workers)
-        flags = {"async_save": async_save, "zero1_optimizer": zero1_optimizer}
-        flags["avoid_saving_lower_precision_weights"] = avoid_saving_lower_precision_weights
-        return {**subjects, "num_kept_ckpts": kept, **flags}
-
-    def contents(is_first_rank: bool) -> Contents:
+    def describe_call() -> tuple[Contents, dict[str, object], Any]:
+        arguments = {
+            **describe_subjects(model, optimizer, scheduler, num_workers),
+            "num_kept_ckpts": check_kept(num_kept_ckpts),
+            "async_save": async_save,
+            "zero1_optimizer": zero1_optimizer,
+            "avoid_saving_lower_precision_weights": avoid_saving_lower_precision_weights,
+        }
         described = None if model is None else describe_model(model, plain_model(model))
-        return Contents(
+        contents = Contents(
             model,
             optimizer,
             scheduler,
@@ -110,21 +115,33 @@ def save_checkpoint(
             description=with_companions(described) if described and is_first_rank else described,
             narrow_weights=not avoid_saving_lower_precision_weights,
         )
+        return contents, arguments, _choose_target(path, tag) if is_first_rank else None
 
-    def drop_old_ones(root: str) -> None:
-        keep_newest(root, check_kept(num_kept_ckpts))
-
-    if use_zero1_dcp:
-        _logger.info("use_zero1_dcp has no effect: ZeRO-1 states load at any degrees in any case")
-    keeps_all = num_kept_ckpts in (None, KEEP_ALL) or not tag  # an untagged one lies beside those of other runs
-    _save(
-        "checking the arguments of save_checkpoint",
-        check_call,
-        lambda: choose_tag(path, tag),
-        contents,
-        finish=None if keeps_all else drop_old_ones,
+    prepared, target = _prepare(doing, describe_call)
+    if "problem" in target:
+        raise CheckpointError(f"choosing the tag of a checkpoint failed: {target['problem']}")
+    root = target["root"]
+    drops_old = num_kept_ckpts not in (None, KEEP_ALL) and target["has_tag"]  # without one, root has other runs' too
+    _write(
+        prepared,
+        root,
+        target["tag"],
+        target["step"],
+        doing=doing,
+        finish=(lambda: keep_newest(root, check_kept(num_kept_ckpts))) if drops_old else None,
         in_background=async_save,
     )
+
+
+def _choose_target(path: str | os.PathLike[str], tag: str) -> dict[str, Any]:
+    """Return where rank 0 saves to, or the problem: not an exception, which would be reported as a wrong argument."""
+    try:
+        root, chosen, step = choose_tag(path, tag)
+    except (CheckpointError, ValueError) as error:
+        return {"problem": str(error)}
+    except OSError as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+    return {"root": root, "tag": chosen, "step": step, "has_tag": bool(tag)}
 
 
 def write_checkpoint(
@@ -153,104 +170,95 @@ def write_checkpoint(
         ValueError: something could only be read back by running code; nothing was written.
         CheckpointError: a rank could not write, or the earlier background save failed; on all ranks.
     """
-    _save(
-        f"preparing checkpoint {tag!r}",
-        dict,
-        lambda: (os.fspath(root), tag, contents.step),
-        lambda _: contents,
-        finish=None if finish is None else lambda _: finish(),
+    finalize_checkpoint()
+    doing = f"preparing checkpoint {tag!r}"
+    prepared, target = _prepare(doing, lambda: (contents, {}, (os.fspath(root), tag, contents.step)))
+    _write(
+        prepared,
+        *target,
+        doing=doing,
+        finish=finish,
         in_background=in_background,
         incremental=incremental,
         check_replicas=check_replicas,
     )
 
 
-def _save(
-    doing: str,
-    check_call: Callable[[], dict[str, object]],
-    choose_place: Callable[[], tuple[str, str, int | None]],
-    make_contents: Callable[[bool], Contents],
+def _prepare(
+    doing: str, describe_call: Callable[[], tuple[Contents, Mapping[str, object], Any]]
+) -> tuple[PreparedContents, Any]:
+    """Do everything that can fail on one rank before one gather, in which all ranks raise or none.
+
+    Args:
+        doing: the operation, for messages.
+        describe_call: checks this rank's arguments, and returns the contents, the arguments that must be the same on
+            all ranks, and a JSON-serializable value that rank 0 chooses.
+
+    Returns:
+        This rank's prepared contents, and the value of rank 0.
+    """
+    prepared: list[PreparedContents] = []
+
+    def prepare() -> dict[str, Any]:
+        contents, arguments, chosen = describe_call()
+        prepared.append(prepare_contents(contents))
+        digests = digests_of(prepared[0].extra_states)
+        return {"call": {"call": doing, **arguments}, "digests": digests, "chosen": chosen}
+
+    of_ranks = gather_from_every_rank(coordinator_for(None), doing, prepare, error_type=ValueError)
+    check_same_call([of_rank["call"] for of_rank in of_ranks])
+    check_equal_states([of_rank["digests"] for of_rank in of_ranks], doing)
+    return prepared[0], of_ranks[0]["chosen"]
+
+
+def _write(
+    prepared: PreparedContents,
+    root: str,
+    tag: str,
+    step: int | None,
     *,
-    finish: Callable[[str], None] | None,
+    doing: str,
+    finish: Callable[[], None] | None,
     in_background: bool,
     incremental: bool = False,
     check_replicas: bool = False,
 ) -> None:
-    """Write a checkpoint: everything that can fail on one rank happens before one gather, in which all ranks raise.
-
-    Args:
-        doing: the operation, for messages.
-        check_call: checks the arguments, and returns those that must be the same on all ranks.
-        choose_place: returns folder, tag and step; those of rank 0 are used.
-        make_contents: returns the contents; takes whether this is rank 0.
-        finish: see `write_checkpoint`; takes the folder.
-        in_background: see `write_checkpoint`.
-        incremental: see `write_checkpoint`.
-        check_replicas: see `write_checkpoint`.
-    """
-    finalize_checkpoint()
-    coordinator = coordinator_for(None)
-    made: list[PreparedContents] = []
-
-    def prepare() -> dict[str, Any]:
-        call = {"call": doing, **check_call()}
-        place, problem = _attempt(choose_place) if coordinator.rank == 0 else (None, None)
-        made.append(prepare_contents(make_contents(coordinator.rank == 0)))
-        digests = digests_of(made[0].extra_states)
-        return {"call": call, "place": place, "problem": problem, "digests": digests, "finishes": finish is not None}
-
-    of_ranks = gather_from_every_rank(coordinator, doing, prepare, error_type=ValueError)
-    check_same_call([of_rank["call"] for of_rank in of_ranks])
-    if of_ranks[0]["problem"] is not None:
-        raise CheckpointError(f"choosing the tag of a checkpoint failed: {of_ranks[0]['problem']}")
-    check_equal_states([of_rank["digests"] for of_rank in of_ranks], doing)
-    root, tag, step = of_ranks[0]["place"]
-    prepared, subjects = made[0], made[0].subjects
-    adapter = describe_adapter(subjects.lora)
+    """Write prepared contents, or start to; arguments are those of `write_checkpoint`. Called by all ranks."""
+    coordinator, lora = coordinator_for(None), prepared.subjects.lora
+    adapter = describe_adapter(lora)
     objects, extra = values_of_all_stages(prepared, adapter)
 
-    def finish_it() -> None:
+    def finish_save() -> None:
         if open_store(root).capabilities.other_files:  # otherwise no other program can read it
-            write_description(adapter, subjects.lora, root, tag)
+            write_description(adapter, lora, root, tag)
         if finish is not None:
-            finish(root)
+            finish()
 
-    with weights_to_save(subjects.lora, coordinator, doing):
+    with weights_to_save(lora, coordinator, doing):
         state = prepared.tensors
-        if state is None:
+        if state is None:  # the adapters' weights are merged, or unmerged, only now
             state = on_every_rank(
-                coordinator, doing, lambda: tensors_to_save(subjects, prepared.contents), error_type=ValueError
+                coordinator, doing, lambda: tensors_to_save(prepared.subjects, prepared.contents), error_type=ValueError
             )
-        arguments: dict[str, Any] = {
-            "objects": objects,
-            "extra": extra,
-            "mesh": asdict(get_mesh()) if model_parallel_is_initialized() else None,
-            "step": step,
-            "overwrite": True,
-            "incremental": incremental,
-            "check_replicas": check_replicas,
-        }
-        handle = None
-        if in_background:
-            handle = nxd_ckpt.async_save(root, tag, state, **arguments)
-        else:
-            nxd_ckpt.save(root, tag, state, **arguments)
-    finishes = of_ranks[0]["finishes"] or subjects.lora is not None
-    save = _Save(handle, finish_it if finishes else None, is_first_rank=coordinator.rank == 0)
+        save = nxd_ckpt.async_save if in_background else nxd_ckpt.save
+        handle = save(
+            root,
+            tag,
+            state,
+            objects=objects,
+            extra=extra,
+            mesh=asdict(get_mesh()) if model_parallel_is_initialized() else None,
+            step=step,
+            overwrite=True,
+            incremental=incremental,
+            check_replicas=check_replicas,
+        )
+    needs_finish = finish is not None or lora is not None
+    started = _Save(handle, finish_save if needs_finish else None, is_first_rank=coordinator.rank == 0)
     if in_background:
-        _pending.append(save)
+        _pending.append(started)
     else:
-        save.complete()
-
-
-def _attempt(choose_place: Callable[[], tuple[str, str, int | None]]) -> tuple[tuple[str, str, int | None] | None, Any]:
-    """Return the place, or the reason why there is none."""
-    try:
-        return choose_place(), None
-    except (CheckpointError, ValueError) as error:
-        return None, str(error)
-    except OSError as error:
-        return None, f"{type(error).__name__}: {error}"
+        started.complete()
 
 
 def finalize_checkpoint() -> None:
