@@ -6,7 +6,7 @@ import pytest
 import torch
 from nxd_engine import save_checkpoint
 from nxd_engine.checkpoints.find import open_own
-from nxd_engine.model_description import description_of
+from nxd_engine.checkpoints.model_description import description_of
 from nxd_state import destroy_model_parallel
 from nxd_trainer.compiled_generation import open_for_compilation
 from nxd_trainer.export import export_hugging_face

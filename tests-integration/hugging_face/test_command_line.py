@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer, neuronx_distributed_config
-from nxd_engine.model_description import describe_llama
+from nxd_engine.checkpoints.model_description import describe_llama
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_testing import deadline
 from nxd_trainer.training.initial_weights import load_initial_weights

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from nxd_engine.checkpoints.model_description import own_llama_config
 from nxd_engine.checkpoints.state import logical_name
-from nxd_engine.model_description import own_llama_config
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_state import active_group, all_gather, get_shard_spec, initialize_model_parallel
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces

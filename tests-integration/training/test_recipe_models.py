@@ -9,7 +9,7 @@ from unittest.mock import patch
 import nxd_ckpt
 import pytest
 import torch
-from nxd_engine.model_description import description_of
+from nxd_engine.checkpoints.model_description import description_of
 from nxd_layers.hf import is_transformers_model
 from nxd_parity import compare
 from nxd_state import get_world_group, initialize_model_parallel

@@ -4,7 +4,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt.interop import open_hugging_face
-from nxd_engine.model_weights import average_name
+from nxd_engine.checkpoints.merged_weights import average_name
 from nxd_state import initialize_model_parallel
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.recipe import load_recipe

@@ -11,7 +11,7 @@ from nxd_engine import (
     neuronx_distributed_config,
     save_checkpoint,
 )
-from nxd_engine.model_weights import ModelTensors
+from nxd_engine.checkpoints.merged_weights import ModelTensors
 from torch import nn
 
 pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.sample(8)]  # each takes its time

@@ -6,8 +6,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_engine import save_checkpoint
-from nxd_engine.checkpoints.state import kind_of, model_state
-from nxd_engine.model_description import (
+from nxd_engine.checkpoints.model_description import (
     describe_llama,
     describe_model,
     description_of,
@@ -15,6 +14,7 @@ from nxd_engine.model_description import (
     model_dtype,
     own_llama_config,
 )
+from nxd_engine.checkpoints.state import kind_of, model_state
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from torch import nn
 

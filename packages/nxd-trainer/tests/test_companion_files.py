@@ -7,7 +7,7 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt.interop import as_extra, companions_in, read_companions, write_companions
-from nxd_engine.model_description import describe_llama
+from nxd_engine.checkpoints.model_description import describe_llama
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.opened_model import open_codec, open_model

@@ -7,9 +7,9 @@ import pytest
 import torch
 from nxd_ckpt import open_checkpoint
 from nxd_engine import save_checkpoint
+from nxd_engine.checkpoints.merged_weights import model_weights
+from nxd_engine.checkpoints.model_description import description_of
 from nxd_engine.checkpoints.state import model_state
-from nxd_engine.model_description import description_of
-from nxd_engine.model_weights import model_weights
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_lora import LoraConfig, LoraModel
 from nxd_trainer.generate import load_for_generation

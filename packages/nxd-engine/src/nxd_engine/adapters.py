@@ -38,9 +38,9 @@ from torch import nn
 
 from nxd_engine.checkpoints.fill import check_names
 from nxd_engine.checkpoints.find import write_text
+from nxd_engine.checkpoints.model_description import ADAPTER_KEY, describe_model, with_companions
 from nxd_engine.checkpoints.state import CheckpointState, kind_of, model_state, owner_of
-from nxd_engine.model import NxDModel
-from nxd_engine.model_description import ADAPTER_KEY, describe_model, with_companions
+from nxd_engine.nxd_model import NxDModel
 from nxd_engine.unwrap import further_names, plain_model, tied_names
 
 ADAPTER_FOLDER = "lora_adapter"

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_engine.adapters import adapt_model, choose_adapters
 from nxd_engine.config import complete_config, ensure_model_parallel, given_param_init_fn
-from nxd_engine.model import NxDModel
+from nxd_engine.nxd_model import NxDModel
 from nxd_engine.rank_sync import in_turns, on_every_rank
 
 _NUMBERS_OF_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")

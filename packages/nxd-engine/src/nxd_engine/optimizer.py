@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nxd_engine.config import complete_config, ensure_model_parallel
-from nxd_engine.model import names_of_parameters, sync_gradients
+from nxd_engine.nxd_model import names_of_parameters, sync_gradients
 from nxd_engine.rank_sync import on_every_rank
 
 

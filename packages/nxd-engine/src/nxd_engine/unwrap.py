@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from nxd_engine.checkpoints.state import CheckpointState, model_state
 from nxd_engine.checkpoints.stored_values import group_names
-from nxd_engine.model import NxDModel
+from nxd_engine.nxd_model import NxDModel
 from nxd_engine.optimizer import NxDOptimizer
 
 MAX_WORKERS = 32

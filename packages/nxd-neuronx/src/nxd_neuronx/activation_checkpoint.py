@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import nxd_layers
-from nxd_engine.model import NxDModel
+from nxd_engine.nxd_model import NxDModel
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_pipeline import NxDPPModel
 from torch import nn

@@ -22,8 +22,8 @@ from nxd_ckpt.reader import TensorInfo
 from nxd_ckpt.sharded_tensor import Shard
 from nxd_engine.checkpoints.find import find_checkpoint
 from nxd_engine.checkpoints.legacy_heads import HeadOrder, stacked
+from nxd_engine.checkpoints.merged_weights import ModelTensors
 from nxd_engine.checkpoints.shard_files import write_file, write_xser
-from nxd_engine.model_weights import ModelTensors
 from torch import Tensor
 
 from nxd_neuronx.pipeline_parts import create_partitions, stage_to_pipeline_parallel_rank

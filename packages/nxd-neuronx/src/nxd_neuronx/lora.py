@@ -4,7 +4,7 @@ import logging
 
 import nxd_lora
 from nxd_engine.adapters import adapt_model, choose_adapters
-from nxd_engine.model import NxDModel
+from nxd_engine.nxd_model import NxDModel
 from nxd_lora import LoraConfig
 from torch import nn
 

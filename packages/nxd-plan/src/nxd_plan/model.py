@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from nxd_engine.model_spec import ModelSpec, llama_spec
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_engine.training_config import ModelSpec, llama_spec
 from torch import nn
 
 

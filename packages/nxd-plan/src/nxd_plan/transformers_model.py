@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from nxd_engine.checkpoints.find import has_checkpoint, open_own
+from nxd_engine.checkpoints.model_description import ModelDescription, description_of, rope_of
 from nxd_engine.hugging_face import (
     CONFIG_FILE,
     check_keys,
@@ -22,9 +23,8 @@ from nxd_engine.hugging_face import (
     model_on_meta,
     with_architecture,
 )
-from nxd_engine.model_description import ModelDescription, description_of, rope_of
-from nxd_engine.model_spec import ModelSpec, transformers_spec
 from nxd_engine.models import LlamaConfig
+from nxd_engine.training_config import ModelSpec, transformers_spec
 from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
 from nxd_layers.hf.supported_models import check_context
 from nxd_pipeline.partition import hugging_face_structure

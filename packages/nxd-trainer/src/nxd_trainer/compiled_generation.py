@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from nxd_engine.model_description import ModelDescription
-from nxd_engine.model_weights import ModelWeights, model_on_meta_of, transformers_model
+from nxd_engine.checkpoints.merged_weights import ModelWeights, model_on_meta_of, transformers_model
+from nxd_engine.checkpoints.model_description import ModelDescription
 from nxd_engine.models import LlamaCache, LlamaConfig, LlamaForCausalLM
 from nxd_engine.models.llama_config import long_rope_from, rotary_tables
 from nxd_layers import gather_from_tensor_model_parallel_region

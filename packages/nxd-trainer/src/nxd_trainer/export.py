@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from nxd_ckpt.interop import is_of_tokenizer, read_companions
 from nxd_engine.checkpoints.find import open_own
+from nxd_engine.checkpoints.model_description import ModelDescription
 from nxd_engine.hugging_face.loading import read_model_config, stored_shapes
 from nxd_engine.hugging_face.saving import as_stored, write_folder
-from nxd_engine.model_description import ModelDescription
 
 from nxd_trainer.opened_model import open_checkpointed_model
 

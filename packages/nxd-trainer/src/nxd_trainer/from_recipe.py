@@ -14,12 +14,17 @@ from weakref import WeakKeyDictionary
 import torch
 from nxd_cli.command import import_named
 from nxd_engine import NxDModel, initialize_parallel_model
+from nxd_engine.checkpoints.merged_weights import model_on_meta_of
+from nxd_engine.checkpoints.model_description import (
+    BYTES,
+    ModelDescription,
+    describe_llama,
+    describe_model,
+    tokenizer_in,
+)
 from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
-from nxd_engine.model_description import BYTES, ModelDescription, describe_llama, describe_model, tokenizer_in
-from nxd_engine.model_spec import ModelSpec, llama_spec, transformers_spec
-from nxd_engine.model_weights import model_on_meta_of
 from nxd_engine.models import LlamaConfig
-from nxd_engine.training_config import training_config
+from nxd_engine.training_config import ModelSpec, llama_spec, training_config, transformers_spec
 from nxd_layers.activation_checkpoint.find import named_transformer_layers
 from nxd_layers.experts import BalanceConfig, RouterLayer
 from nxd_layers.hf import find_routers, is_transformers_model

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nxd_engine.model_weights import load_model
+from nxd_engine.checkpoints.merged_weights import load_model
 from nxd_engine.models import LlamaCache
 from nxd_layers.hf import is_transformers_model
 from nxd_state import active_group, all_gather, get_device

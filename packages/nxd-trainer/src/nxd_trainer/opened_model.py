@@ -23,6 +23,24 @@ from nxd_ckpt.interop import (
     write_companions,
 )
 from nxd_engine.checkpoints.find import open_own, open_own_together
+from nxd_engine.checkpoints.merged_weights import (
+    ModelTensors,
+    ModelWeights,
+    holds_average,
+    merged_weights,
+    model_weights,
+)
+from nxd_engine.checkpoints.model_description import (
+    BYTES,
+    InitialWeights,
+    ModelDescription,
+    adapter_in,
+    common_dtype,
+    description_of,
+    holds_adapter_alone,
+    model_dtype,
+    tokenizer_in,
+)
 from nxd_engine.hugging_face.folder import (
     CONFIG_FILE,
     parse_json_object,
@@ -37,18 +55,6 @@ from nxd_engine.hugging_face.loading import (
 )
 from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource
 from nxd_engine.logs import get_logger
-from nxd_engine.model_description import (
-    BYTES,
-    InitialWeights,
-    ModelDescription,
-    adapter_in,
-    common_dtype,
-    description_of,
-    holds_adapter_alone,
-    model_dtype,
-    tokenizer_in,
-)
-from nxd_engine.model_weights import ModelTensors, ModelWeights, holds_average, merged_weights, model_weights
 from nxd_engine.rank_sync import on_every_rank
 from nxd_lora import name_from_peft
 from nxd_trace.serving.detokenizer import special_token

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_engine.adapters import saved_tensors
+from nxd_engine.checkpoints.model_description import ADAPTER_KEY, ModelDescription
 from nxd_engine.checkpoints.optimizer_state import optimizer_state, other_optimizer_state, weights_of_wider_masters
 from nxd_engine.checkpoints.state import CheckpointState, saved_here
 from nxd_engine.checkpoints.stored_values import (
@@ -26,7 +27,6 @@ from nxd_engine.checkpoints.stored_values import (
     group_settings,
     pack_values,
 )
-from nxd_engine.model_description import ADAPTER_KEY, ModelDescription
 from nxd_engine.rank_sync import is_first_replica
 from nxd_engine.unwrap import Subjects, buffer_names, subjects_of
 

@@ -30,8 +30,8 @@ from nxd_engine.checkpoints.contents import (
     values_of_all_stages,
 )
 from nxd_engine.checkpoints.find import KEEP_ALL, check_kept, choose_tag, keep_newest
+from nxd_engine.checkpoints.model_description import describe_model, with_companions
 from nxd_engine.checkpoints.stored_values import check_equal_states, digests_of
-from nxd_engine.model_description import describe_model, with_companions
 from nxd_engine.rank_sync import check_same_call
 from nxd_engine.unwrap import describe_subjects, plain_model
 

@@ -25,12 +25,12 @@ from nxd_state import (
 from torch import nn
 
 from nxd_engine.checkpoints.fill import fill_state, same_values
+from nxd_engine.checkpoints.model_description import ModelDescription, tokenizer_in
 from nxd_engine.checkpoints.state import CheckpointState, model_state
 from nxd_engine.hugging_face.conversion import Shapes, reference_model
 from nxd_engine.hugging_face.folder import PathLike, read_config
 from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource
 from nxd_engine.logs import get_logger
-from nxd_engine.model_description import ModelDescription, tokenizer_in
 from nxd_engine.rank_sync import on_every_rank
 from nxd_engine.unwrap import plain_model
 

@@ -1,5 +1,5 @@
 """`neuronx_distributed.trainer.model`: the model wrapper, from nxd_engine."""
 
-from nxd_engine.model import NxDModel
+from nxd_engine.nxd_model import NxDModel
 
 __all__ = ["NxDModel"]

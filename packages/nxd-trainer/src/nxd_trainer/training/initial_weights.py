@@ -8,15 +8,15 @@ from typing import Any
 import nxd_ckpt
 from nxd_engine import NxDModel, NxDOptimizer, load_checkpoint
 from nxd_engine.checkpoints.find import Found, find_checkpoint
-from nxd_engine.hugging_face import CONFIG_FILE, full_config, load_pretrained, read_model_config
-from nxd_engine.hugging_face.loading import weights_fingerprint
-from nxd_engine.model_description import (
+from nxd_engine.checkpoints.model_description import (
     InitialWeights,
     ModelDescription,
     adapter_in,
     find_description,
     holds_adapter_alone,
 )
+from nxd_engine.hugging_face import CONFIG_FILE, full_config, load_pretrained, read_model_config
+from nxd_engine.hugging_face.loading import weights_fingerprint
 from nxd_lora import adapter_names
 from nxd_optim import NeuronZero1Optimizer
 

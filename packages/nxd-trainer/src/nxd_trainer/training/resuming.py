@@ -12,10 +12,15 @@ import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError, CheckpointInfo
 from nxd_ckpt.errors import RanksLostError
 from nxd_engine.checkpoints.load import load_checkpoint
+from nxd_engine.checkpoints.merged_weights import holds_average
+from nxd_engine.checkpoints.model_description import (
+    InitialWeights,
+    ModelDescription,
+    find_description,
+    holds_adapter_alone,
+)
 from nxd_engine.checkpoints.stored_values import USER_CONTENT, unpack_value
 from nxd_engine.logs import get_logger
-from nxd_engine.model_description import InitialWeights, ModelDescription, find_description, holds_adapter_alone
-from nxd_engine.model_weights import holds_average
 from nxd_engine.rank_sync import on_every_rank
 from nxd_state import all_gather_object, get_mesh, get_world_group, seed_model_parallel, set_rng_state
 from torch import Tensor

@@ -11,7 +11,7 @@ import torch
 from nxd_ckpt import files
 from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.adapters import check_can_be_merged
-from nxd_engine.model_description import ModelDescription
+from nxd_engine.checkpoints.model_description import ModelDescription
 from nxd_engine.rank_sync import on_every_rank
 from nxd_optim import WeightAverage
 from nxd_state import (

@@ -15,9 +15,9 @@ from nxd_ckpt.errors import RanksLostError
 from nxd_elastic.peers.store import job_url
 from nxd_engine import NxDModel
 from nxd_engine.checkpoints.contents import Contents
+from nxd_engine.checkpoints.merged_weights import average_name
 from nxd_engine.checkpoints.save import finalize_checkpoint, is_saving, write_checkpoint
 from nxd_engine.checkpoints.state import RNG_PREFIX, logical_name, parameters_in_checkpoint
-from nxd_engine.model_weights import average_name
 from nxd_engine.unwrap import plain_model
 from nxd_optim import WeightAverage
 from nxd_state import all_reduce, barrier, get_rng_state, get_world_group, step_boundary, transport_device

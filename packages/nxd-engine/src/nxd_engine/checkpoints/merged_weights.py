@@ -21,10 +21,10 @@ from nxd_state import active_group, get_device, move_model_to_device, splits_exp
 from torch import Tensor, nn
 
 from nxd_engine.checkpoints.fill import check_names, check_ties, fill_state
+from nxd_engine.checkpoints.model_description import ModelDescription, adapter_in, holds_adapter_alone
 from nxd_engine.checkpoints.state import OPTIMIZER_PREFIX, kind_of, model_state, weights_kept_as_masters
 from nxd_engine.hugging_face.conversion import model_on_meta, reference_model
 from nxd_engine.hugging_face.loading import make_room
-from nxd_engine.model_description import ModelDescription, adapter_in, holds_adapter_alone
 from nxd_engine.models import LlamaForCausalLM
 from nxd_engine.unwrap import tied_names
 
