@@ -329,7 +329,7 @@ def test_tokens_without_a_batch_dim_are_one_sequence(capacity_factor):
 def test_experts_split_over_some_of_the_tensor_parallel_ranks_are_refused(run_ranks, ranks, tp):
     def job():
         initialize_model_parallel(tp, expert_tensor_parallel_size=2)
-        with pytest.raises(ValueError, match=f"expert_tensor_parallel_size=2 with tensor_parallel_size={tp}"):
+        with pytest.raises(ValueError, match=f"expert_tensor_parallel_size=2 must be 1 or tensor_parallel_size={tp}"):
             make_layer()
 
     run_ranks(job, ranks)

@@ -95,7 +95,7 @@ def test_text_that_is_no_layout_is_refused_with_an_example(text):
         ({"tp": 0}, "tp=0 is not a positive degree"),
         ({"pp": 1.0}, "pp=1.0 is not a positive degree"),
         ({"dp": -1}, "dp=-1 is not a positive degree"),
-        ({"tp": 4, "etp": 2}, "etp=2 must be 1 or tp=4"),
+        ({"tp": 4, "etp": 2}, "expert_tensor_parallel_size=2 must be 1 or tensor_parallel_size=4"),
     ],
 )
 def test_degrees_that_cannot_be_are_refused(degrees, told):

@@ -15,7 +15,7 @@ from nxd_lora import LoraConfig
 from nxd_optim import MixedPrecision, resolve_mixed_precision
 from nxd_pipeline import OLD_RUNTIME_FLAGS, NxDPPModel
 from nxd_state import ParallelDegrees, get_mesh, initialize_mesh, model_parallel_is_initialized
-from nxd_state.degrees import SIZES
+from nxd_state.degrees import SIZES, expert_tensor_parallel_mistake
 from torch import nn
 
 from nxd_engine.options import Key, OptionError, Schema
@@ -229,11 +229,9 @@ def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
     mistakes += _mistakes_in_checkpointing(config["activation_checkpoint_config"])
     if config["activation_offload"] and config["activation_checkpoint_config"] is None:
         mistakes.append("activation_offload=True needs activation_checkpoint_config; set that to 'full'")
-    tp, etp = config["tensor_parallel_size"], config["expert_tensor_parallel_size"]
-    if etp is not None and (type(etp) is not int or etp not in (1, tp)):
-        mistakes.append(
-            f"expert_tensor_parallel_size={etp!r} is not allowed; expected 1, tensor_parallel_size={tp}, or None"
-        )
+    sizes = config["expert_tensor_parallel_size"], config["tensor_parallel_size"]
+    if mistake := expert_tensor_parallel_mistake(*sizes):
+        mistakes.append(mistake)
     if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
         mistakes.append(
             f"optimizer_config.max_grad_norm={norm!r} is not allowed; expected a number above 0; "

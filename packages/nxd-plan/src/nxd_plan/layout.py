@@ -8,7 +8,7 @@ import torch
 from nxd_layers.context import SequenceCut
 from nxd_pipeline import TRAINING_SCHEDULES
 from nxd_state import ParallelDegrees
-from nxd_state.degrees import SIZES
+from nxd_state.degrees import SIZES, expert_tensor_parallel_mistake
 from nxd_state.mesh import divisors
 
 from nxd_plan.devices import Device
@@ -107,11 +107,8 @@ class Degrees:
                 "tensor_parallel_size=2 or more, or leave one of them out"
             )
         of_experts, of_layers = self.expert_tensor_parallel_size, self.tensor_parallel_size
-        if of_experts not in (None, 1) and of_layers not in (None, of_experts):
-            raise ValueError(
-                f"expert_tensor_parallel_size={of_experts} must be 1 or tensor_parallel_size={of_layers}: an expert is "
-                "split over all ranks that split the other layers, or over none"
-            )
+        if of_layers is not None and (mistake := expert_tensor_parallel_mistake(of_experts, of_layers)):
+            raise ValueError(mistake)
 
 
 @dataclass(frozen=True, order=True)
@@ -255,10 +252,8 @@ def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[
     experts = job.model.num_experts
     if (size is not None and size > 1) or (of_expert is not None and of_expert != tensor_parallel_size):
         check_expert_size(job, size or 1)
-    if of_expert not in (None, 1, tensor_parallel_size):
-        raise ValueError(
-            f"expert_tensor_parallel_size={of_expert} must be 1 or tensor_parallel_size={tensor_parallel_size}"
-        )
+    if mistake := expert_tensor_parallel_mistake(of_expert, tensor_parallel_size):
+        raise ValueError(mistake)
     if not experts:
         return [ParallelDegrees(tensor_parallel_size)]
     sizes = divisors(math.gcd(experts, job.num_devices)) if size is None else [size]

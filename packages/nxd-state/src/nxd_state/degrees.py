@@ -18,6 +18,25 @@ SIZES = {  # the axes that a user sets, by their names in `neuronx_distributed_c
 }
 
 
+def expert_tensor_parallel_mistake(etp: object, tp: int, *, prefix: str = "") -> str | None:
+    """Return what is wrong with an expert tensor-parallel degree, or None if the layers support it.
+
+    Each expert is sharded over all tensor-parallel ranks (`etp == tp`, the default), or is whole on its rank
+    (`etp == 1`). In the second case tensor-parallel ranks may hold different experts (`has_whole_experts`).
+
+    Args:
+        etp: the degree; None for that of the other layers.
+        tp: the tensor-parallel degree.
+        prefix: the section of a recipe that holds both.
+    """
+    if etp is None or (type(etp) is int and etp in (1, tp)):
+        return None
+    return (
+        f"{prefix}expert_tensor_parallel_size={etp!r} must be 1 or {prefix}tensor_parallel_size={tp}: an expert is "
+        "sharded over all tensor-parallel ranks or over none"
+    )
+
+
 @dataclass(frozen=True, order=True)
 class ParallelDegrees:
     """The degrees of each axis of parallelism, and what is sharded along them.
@@ -27,7 +46,7 @@ class ParallelDegrees:
         pp: ranks that the layers are distributed over.
         cp: ranks that each sequence is cut over.
         ep: ranks that the experts of a layer are distributed over.
-        etp: ranks that split each expert: 1, or `tp`; 0 for `tp`.
+        etp: ranks that split each expert: 1, or `tp`; -1 for `tp`.
         dp: replicas of the model; 0 where the number of ranks is not known yet.
         sequence_parallel: activations between the layers' matrix products are split along the sequence.
         zero1: the optimizer's states are sharded over the replicas.
@@ -40,28 +59,26 @@ class ParallelDegrees:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int = 0
+    etp: int = -1
     dp: int = 0
     sequence_parallel: bool = False
     zero1: bool = False
 
     def __post_init__(self) -> None:
-        for axis in (*SIZES, "etp", "dp"):
+        for axis in (*SIZES, "dp"):
             least = 1 if axis in SIZES else 0
             if type(getattr(self, axis)) is not int or getattr(self, axis) < least:
                 raise ValueError(f"{axis}={getattr(self, axis)!r} is not a positive degree; use 1 to switch it off")
-        object.__setattr__(self, "etp", self.etp or self.tp)
-        if self.etp not in (1, self.tp):
-            raise ValueError(
-                f"etp={self.etp} must be 1 or tp={self.tp}: an expert is split over all ranks that split the other "
-                "layers, or over none"
-            )
+        if self.etp == -1:
+            object.__setattr__(self, "etp", self.tp)
+        if mistake := expert_tensor_parallel_mistake(self.etp, self.tp):
+            raise ValueError(mistake)
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
         """The degrees of a complete config; the number of replicas stays open."""
         sizes: dict[str, Any] = {axis: config[name] for axis, name in SIZES.items()}
-        etp = config["expert_tensor_parallel_size"] or 0
+        etp = config["expert_tensor_parallel_size"] or sizes["tp"]
         return cls(**sizes, etp=etp, sequence_parallel=bool(config["sequence_parallel"]))
 
     @classmethod

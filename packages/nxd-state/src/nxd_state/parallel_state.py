@@ -121,7 +121,7 @@ def initialize_model_parallel(
         cp=context_parallel_size,
         tp=tensor_model_parallel_size,
         ep=expert_model_parallel_size,
-        etp=-1 if expert_tensor_parallel_size is None else expert_tensor_parallel_size,
+        etp=tensor_model_parallel_size if expert_tensor_parallel_size is None else expert_tensor_parallel_size,
         order=rank_order,
     )
     if _planned is not None:
@@ -242,6 +242,14 @@ def get_mesh() -> Mesh:
 def splits_experts() -> bool:
     """Whether expert layers are laid out differently from dense ones; False without an initialised mesh."""
     return model_parallel_is_initialized() and get_mesh().splits_experts
+
+
+def has_whole_experts() -> bool:
+    """Whether experts are whole on their ranks while other layers are sharded over tensor-parallel ranks.
+
+    These ranks may then hold different experts; see `nxd_state.degrees.expert_tensor_parallel_mistake`.
+    """
+    return active_group("etp").size < active_group("tp").size
 
 
 def get_group(*axes: str) -> Group:

@@ -258,7 +258,7 @@ class CompilableCheckpoint:
         from nxd_plan.profile import planned_ranks  # noqa: PLC0415 - slow to load, and rarely needed
 
         splits_each = replicas % expert_parallel_size == 0  # as the workers lay them out
-        degrees = ParallelDegrees(tp_degree, ep=expert_parallel_size, etp=0 if splits_each else 1)
+        degrees = ParallelDegrees(tp_degree, ep=expert_parallel_size, etp=tp_degree if splits_each else 1)
         # A process with ranks of its own cannot emulate others; then the workers report sizes that do not divide.
         has_ranks = dist.is_initialized() or model_parallel_is_initialized()
         try:

@@ -1,12 +1,7 @@
 """Mixtures of experts: layers of them, and tokens that travel to the ranks of their experts and back."""
 
 from nxd_layers.experts.balance import load_balancing_loss
-from nxd_layers.experts.dispatch import (
-    Dispatcher,
-    dispatch_replicated_tokens,
-    expert_parallel_forward,
-    shares_tokens_out,
-)
+from nxd_layers.experts.dispatch import Dispatcher, dispatch_replicated_tokens, expert_parallel_forward
 from nxd_layers.experts.linear import ExpertLinear, mark_expert_parameter, shard_experts
 from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, separate_slots, weights_of_experts
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs, MoE
@@ -30,7 +25,6 @@ __all__ = [
     "Dispatcher",
     "expert_parallel_forward",
     "dispatch_replicated_tokens",
-    "shares_tokens_out",
     "needs_static_shapes",
     "rows_of_experts",
     "separate_slots",

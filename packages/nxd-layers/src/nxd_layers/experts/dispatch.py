@@ -14,7 +14,16 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from nxd_state import Group, active_group, all_gather, all_reduce, all_to_all, all_to_all_v, reduce_scatter
+from nxd_state import (
+    Group,
+    active_group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_v,
+    has_whole_experts,
+    reduce_scatter,
+)
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -273,7 +282,7 @@ def dispatch_replicated_tokens(
         dispatcher=dispatcher,
         meanwhile=meanwhile,
     )
-    if not shares_tokens_out():
+    if not has_whole_experts():
         return forward(hidden_states, top_k_index, top_k_weights)
     group = active_group("ep")
     if group.ranks == active_group("tp").ranks:
@@ -289,11 +298,6 @@ def dispatch_replicated_tokens(
     whole = (_padded(hidden_states, fill, 0), _padded(top_k_index, fill, -1), _padded(top_k_weights, fill, 0))
     part = forward(*(scatter_to_sequence_parallel_region(it, 0) for it in whole))
     return gather_from_sequence_parallel_region(part, 0, to_model_parallel=False)[:tokens]
-
-
-def shares_tokens_out() -> bool:
-    """Whether tensor-parallel ranks have different experts, so that each sends a share of the tokens."""
-    return active_group("etp").size < active_group("tp").size
 
 
 def _padded(tensor: Tensor, rows: int, value: int) -> Tensor:

@@ -20,6 +20,7 @@ from nxd_state import (
     shard_along,
     splits_experts,
 )
+from nxd_state.degrees import expert_tensor_parallel_mistake
 from nxd_state.shard_spec import DOCUMENTED_ATTRIBUTES
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,13 +51,9 @@ def shard_experts(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def check_expert_tensor_parallel_size() -> None:
-    """Raise a ValueError where experts are split over some of the tensor-parallel ranks: sums are over all or none."""
-    tp, etp = active_group("tp").size, active_group("etp").size
-    if etp not in (1, tp):
-        raise ValueError(
-            f"expert_tensor_parallel_size={etp} with tensor_parallel_size={tp}: an expert is split over all "
-            f"tensor-parallel ranks or over none; use {tp} or 1"
-        )
+    """Raise a ValueError if the mesh shards experts over some of the tensor-parallel ranks."""
+    if mistake := expert_tensor_parallel_mistake(active_group("etp").size, active_group("tp").size):
+        raise ValueError(mistake)
 
 
 def mark_expert_parameter(parameter: Tensor) -> None:

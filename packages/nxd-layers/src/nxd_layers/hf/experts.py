@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from nxd_state import active_group, has_dynamic_shapes
+from nxd_state import active_group, has_dynamic_shapes, has_whole_experts
 from torch import Tensor, nn
 
 from nxd_layers.experts import (
@@ -24,7 +24,6 @@ from nxd_layers.experts import (
     rows_of_experts,
     separate_slots,
     shard_experts,
-    shares_tokens_out,
     weights_of_experts,
 )
 from nxd_layers.experts.linear import check_expert_tensor_parallel_size
@@ -123,7 +122,7 @@ def split_experts(model: nn.Module, styles: Mapping[str, str], dispatcher: Dispa
             experts.register_parameter(name, shard_experts(experts.get_parameter(name)))
         # Each rank applies the other parameters to the tokens of its own experts.
         others = [it for name, it in experts.named_parameters() if name not in names]
-        if shares_tokens_out():
+        if has_whole_experts():
             mark_partial_gradients(others)
         if hasattr(experts, "num_experts"):
             experts.num_experts = number // active_group("ep").size

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_state import active_group, get_shard_spec
+from nxd_state import active_group, get_shard_spec, has_whole_experts
 from torch import nn
 
 from nxd_layers.hf import heads
@@ -70,7 +70,7 @@ def check_layers(
         ValueError: the plan does not fit the model or the tensor-parallel degree.
     """
     tp_size = active_group("tp").size
-    if active_group("etp").size < tp_size:  # experts are not sharded: each is on some rank in full
+    if has_whole_experts():
         styles = {path: style for path, style in styles.items() if not any(is_within(path, it) for it in expert_styles)}
     for style in styles.values():
         style_named(style)

@@ -15,6 +15,7 @@ from typing import Any
 
 from nxd_engine.options import OptionError
 from nxd_pipeline import TRAINING_SCHEDULES
+from nxd_state.degrees import expert_tensor_parallel_mistake
 from nxd_state.mesh import divisors
 
 from nxd_trainer.recipe.sections import DataSection, ModelSection, Recipe
@@ -99,12 +100,9 @@ def _model_mistakes(recipe: Recipe) -> Iterator[str]:
         yield "model.config is for model.type, model.path or model.factory; our Llama is configured by its sizes alone"
     if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
         yield f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
-    of_experts, of_layers = parallel.expert_tensor_parallel_size, parallel.tensor_parallel_size
-    if of_experts not in (None, 1, of_layers):
-        yield (
-            f"parallel.expert_tensor_parallel_size={of_experts} must be 1 or "
-            f"parallel.tensor_parallel_size={of_layers} (the default)"
-        )
+    sizes = parallel.expert_tensor_parallel_size, parallel.tensor_parallel_size
+    if mistake := expert_tensor_parallel_mistake(*sizes, prefix="parallel."):
+        yield mistake
     elif parallel.degrees.splits_experts and model.is_own_llama:
         yield f"parallel.expert_parallel_size is for models with experts, and our Llama has none; {_OTHER_MODELS}"
     for name in ("parallel.pad_heads", "pipeline.layer_class"):

@@ -111,7 +111,7 @@ class ParallelSection:
             self.pipeline_parallel_size,
             self.context_parallel_size,
             self.expert_parallel_size,
-            self.expert_tensor_parallel_size or 0,
+            self.expert_tensor_parallel_size or self.tensor_parallel_size,
             sequence_parallel=self.sequence_parallel,
             zero1=self.zero1,
         )
