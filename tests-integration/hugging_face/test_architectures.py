@@ -9,7 +9,8 @@ from hf_survey.comparison import CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, one_p
 from hf_survey.settings import changes_of
 from hf_survey.survey import judge
 from hf_survey.table import BEGIN, END, make_table, put_between_markers
-from nxd_layers.hf.experts import SHARED_EXPERTS_LAST, compute_shared_experts_early
+from nxd_layers.hf.experts import compute_shared_experts_early
+from nxd_layers.hf.supported_models import SHARED_EXPERTS_LAST
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 FEW = ["llama", "gemma2", "qwen2_moe", "gpt_neox"]

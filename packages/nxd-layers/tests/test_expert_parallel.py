@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_layers.experts import dispatch, dispatch_replicated_tokens, expert_parallel_forward, shard_experts
+from nxd_layers.experts import dispatch, dispatch_replicated_tokens, expert_parallel_forward, shard_expert_parameter
 from nxd_layers.hf.layers import shard_parameter
 from nxd_state import (
     all_reduce,
@@ -85,7 +85,7 @@ def test_tokens_of_any_routing_give_outputs_and_gradients_of_one_process(run_ran
         for case in CASES:
             torch.manual_seed(1)
             whole = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64))
-            own = shard_experts(whole)
+            own = shard_expert_parameter(whole)
             of_ranks = tokens_of_ranks(case, ep)
             hidden, index, weights = of_ranks[group.rank]
             hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
@@ -133,7 +133,7 @@ def test_tokens_of_tensor_parallel_ranks_with_other_experts_give_numbers_of_one_
         for case in ("any", "one token", "all to one expert", "some without an expert"):
             torch.manual_seed(1)
             whole = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64))
-            own = shard_experts(whole)
+            own = shard_expert_parameter(whole)
             of_replicas = tokens_of_ranks(case, ranks // tp)
             hidden, index, weights = of_replicas[replica]
             hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
@@ -240,7 +240,7 @@ def test_experts_of_a_parameter_that_is_split_over_tensor_parallel_ranks_say_wha
         module = nn.Module()
         module.weight = nn.Parameter(whole.clone())
         shard_parameter(module, "weight", 1, stride=2)
-        own = shard_experts(module.weight)
+        own = shard_expert_parameter(module.weight)
         spec = get_shard_spec(own)
         for piece in spec.pieces:
             assert torch.equal(own[piece.local.slices], whole[piece.logical.slices])
@@ -271,7 +271,7 @@ def test_something_else_is_computed_before_the_other_ranks_tell_how_many_tokens_
         for dispatcher in DISPATCHERS:
             calls.append(dispatcher)
             hidden, index, weights = tokens_of_ranks("any", 2)[group.rank]
-            own = shard_experts(nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64)))
+            own = shard_expert_parameter(nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64)))
             expert_parallel_forward(
                 compute_with(own),
                 hidden,
@@ -292,7 +292,7 @@ def test_experts_that_do_not_divide_are_refused(run_ranks):
     def job():
         initialize_model_parallel(1, 1, 2)
         with pytest.raises(ValueError, match=r"3 experts of a parameter .* cannot be split over 2 ranks"):
-            shard_experts(nn.Parameter(torch.ones(3, 2)))
+            shard_expert_parameter(nn.Parameter(torch.ones(3, 2)))
         with pytest.raises(ValueError, match="2 ranks do not divide num_experts=3"):
             expert_parallel_forward(
                 compute_with(None),

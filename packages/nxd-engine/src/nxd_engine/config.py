@@ -229,8 +229,8 @@ def _mistakes_in_values(config: Mapping[str, Any]) -> list[str]:
     mistakes += _mistakes_in_checkpointing(config["activation_checkpoint_config"])
     if config["activation_offload"] and config["activation_checkpoint_config"] is None:
         mistakes.append("activation_offload=True needs activation_checkpoint_config; set that to 'full'")
-    sizes = config["expert_tensor_parallel_size"], config["tensor_parallel_size"]
-    if mistake := expert_tensor_parallel_mistake(*sizes):
+    etp, tp = config["expert_tensor_parallel_size"], config["tensor_parallel_size"]
+    if mistake := expert_tensor_parallel_mistake(etp, tp):
         mistakes.append(mistake)
     if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
         mistakes.append(

@@ -18,9 +18,16 @@ from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_lora.adapter import LayerKind, complete_factor, factor, product, scale_of
+from nxd_lora.adapter import (
+    LayerKind,
+    complete_factor,
+    factor,
+    fill_factor,
+    make_factor,
+    product,
+    scale_of,
+)
 from nxd_lora.config import LoraConfig
-from nxd_lora.factors import fill_factor, make_factor
 from nxd_lora.linear import check_parallel_features
 
 _SUPPORTED = ("padding", "sequence_parallel_enabled", "padding_idx", "forward", "adapter")

@@ -2,7 +2,7 @@
 
 Only products with A, `[..., r]`, are communicated, never a second copy of what the layer itself communicates. In a
 sequence-parallel region they are communicated like the layer's own input or output. A factor that is whole on every
-rank then sees only part of the sequence, so its gradient is partial (see `factors`). All other gradients are complete.
+rank then sees only part of the sequence, so its gradient is partial (`make_factor`). All other gradients are complete.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,12 +32,13 @@ from nxd_lora.adapter import (
     adapter_of,
     complete_factor,
     factor,
+    fill_factor,
+    make_factor,
     product,
     require_adapter,
     scale_of,
 )
 from nxd_lora.config import LoraConfig
-from nxd_lora.factors import fill_factor, make_factor
 
 FACTOR_NAMES = ("lora_A", "lora_B")
 

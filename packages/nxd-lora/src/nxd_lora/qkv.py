@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from nxd_layers.hf.head_layout import CopiedHeadsLinear
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.initialization import empty_parameter, fill_from_logical
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 from nxd_layers.qkv_linear import PROJECTIONS, GQAQKVColumnParallelLinear
@@ -19,9 +19,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from nxd_lora.adapter import LayerKind, factor, product, require_adapter, scale_of
+from nxd_lora.adapter import (
+    LayerKind,
+    factor,
+    factor_spec,
+    fill_factor,
+    product,
+    require_adapter,
+    scale_of,
+)
 from nxd_lora.config import LoraConfig
-from nxd_lora.factors import factor_spec, fill_factor
 from nxd_lora.linear import (
     FACTOR_NAMES,
     add_linear_factors,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from nxd_layers.activation_checkpoint.forward import CheckpointedForward
 from nxd_layers.embedding import ParallelEmbedding
-from nxd_layers.hf.head_layout import CopiedHeadsLinear
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.transformers_models import is_conv1d
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nxd_layers.embedding import ParallelEmbedding
-from nxd_layers.hf.head_layout import CopiedHeadsLinear
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.transformers_models import is_conv1d, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear

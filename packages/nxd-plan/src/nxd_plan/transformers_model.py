@@ -26,7 +26,7 @@ from nxd_engine.hugging_face import (
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, transformers_spec
 from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
-from nxd_layers.hf.supported_models import check_context
+from nxd_layers.hf.supported_models import check_context_parallel
 from nxd_pipeline.partition import hugging_face_structure
 from nxd_state import get_tensor_model_parallel_size, splits_experts
 from torch import nn
@@ -91,9 +91,9 @@ class TransformersModel:
         module: nn.Module = model
         return module
 
-    def check_context(self) -> None:
+    def check_context_parallel(self) -> None:
         """See `PlannedModel`."""
-        check_context(self.outline(), has_known_loss=True)
+        check_context_parallel(self.outline(), has_known_loss=True)
 
     def recipe_section(self) -> dict[str, Any]:
         """See `PlannedModel`: the folder with the weights; or the type, the sizes and other non-default keys.

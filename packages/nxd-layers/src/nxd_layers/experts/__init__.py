@@ -2,7 +2,7 @@
 
 from nxd_layers.experts.balance import load_balancing_loss
 from nxd_layers.experts.dispatch import Dispatcher, dispatch_replicated_tokens, expert_parallel_forward
-from nxd_layers.experts.linear import ExpertLinear, mark_expert_parameter, shard_experts
+from nxd_layers.experts.linear import ExpertLinear, mark_expert_parameter, shard_expert_parameter
 from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, separate_slots, weights_of_experts
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs, MoE
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
@@ -29,6 +29,6 @@ __all__ = [
     "rows_of_experts",
     "separate_slots",
     "weights_of_experts",
-    "shard_experts",
+    "shard_expert_parameter",
     "mark_expert_parameter",
 ]

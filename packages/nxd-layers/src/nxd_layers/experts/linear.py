@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from nxd_layers.initialization import InitMethod, default_linear_init, empty_parameter
 
 
-def shard_experts(parameter: nn.Parameter) -> nn.Parameter:
+def shard_expert_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """This rank's experts of a parameter that has all, with its shard metadata and the mark of an expert's.
 
     Args:

@@ -6,12 +6,13 @@ The styles of a plan are in a table, to which `register_style` adds.
 """
 
 from nxd_layers.hf.context_parallel import cuts_sequences
-from nxd_layers.hf.experts import find_routers, use_static_shapes
 from nxd_layers.hf.initialization import param_init_fn_of
 from nxd_layers.hf.parallelize import parallelize
+from nxd_layers.hf.plans import has_plan, number_of_experts
+from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, register_style
-from nxd_layers.hf.supported_models import has_plan, number_of_experts, remember_as_compared
-from nxd_layers.hf.transformers_models import is_transformers_model
+from nxd_layers.hf.supported_models import remember_as_compared
+from nxd_layers.hf.transformers_models import find_routers, is_transformers_model
 
 __all__ = [
     "parallelize",

@@ -1,33 +1,32 @@
-"""Which attention heads are on which rank, for any numbers of query heads and of key/value heads, and their linears.
+"""Which attention heads are on which rank, for any numbers of query heads and of key/value heads.
 
 Query head h attends to key/value head h // (query heads / key/value heads). Where the ranks do not divide the key/value
 heads, each of them is copied to several ranks, or heads of zeros are added, whichever takes fewer heads. Query heads
 follow their key/value head, and heads of zeros fill the gaps, so that every key/value head on a rank serves the same
 number of query heads there. Where the ranks do divide them, the layout is plain: equal runs of heads.
+The numbers come from the attention modules of a model, which are told how many heads are on this rank.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from nxd_state import (
-    Box,
-    Group,
-    ShardPiece,
-    ShardSpec,
-    active_group,
-    set_partition_attributes,
-    set_shard_spec,
-    subgroup,
-)
-from torch import Tensor, nn
+from nxd_state import Box, ShardPiece, ShardSpec
+from torch import nn
 
-from nxd_layers.column_linear import column_linear
-from nxd_layers.hf.layers import column_parallel, row_parallel, shard_of
-from nxd_layers.key_value_heads import HeadCopies, KeyValueLayout
-from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
-from nxd_layers.padding import zero_padding_gradient
-from nxd_layers.sharded_linear import layer_group
-from nxd_layers.shared_input import SharedInput
+from nxd_layers.hf.transformers_models import text_config
+from nxd_layers.key_value_heads import KeyValueLayout
+
+_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_MARKS = ("head_dim", "head_size", "qk_head_dim", "v_head_dim", "num_key_value_groups")
+_GROUPS = "num_key_value_groups"
+_VALUE_HEAD_SIZES = ("v_head_dim", "head_dim", "head_size")
+_SIZE = "split_size"  # of all heads together
+_OUTPUT_LAYERS = ("o_proj", "dense", "out_proj")
+# Layers with as many key and value heads as query heads.
+_LAYERS_OF_EQUAL_HEADS = ("query_key_value", "kv_b_proj")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class HeadLayout:
         return ShardSpec(box(0, len(heads)).shape, pieces)
 
 
-def head_layout(num_heads: int, num_key_value_heads: int, tp_size: int) -> HeadLayout:
+def smallest_head_layout(num_heads: int, num_key_value_heads: int, tp_size: int) -> HeadLayout:
     """Return the layout with the fewest heads per rank.
 
     Raises:
@@ -133,139 +132,97 @@ def _runs(heads: list[int | None]) -> list[tuple[int, int, int]]:
     return runs
 
 
-class PlacedColumnParallelLinear(ColumnParallelLinear):
-    """`ColumnParallelLinear` without gathering, whose rows on a rank are those of a `ShardSpec`."""
-
-    def place(self, linear: nn.Linear, weight: ShardSpec, bias: ShardSpec) -> None:
-        """Take the rows of a plain linear that the specs name."""
-        self._specs = [weight, bias]
-        self.padded_length = weight.local_shape[0] * self.tensor_parallel_size
-        self.weight = _placed(linear.weight, weight, dim=0)
-        if self.bias is not None:
-            self.bias = _placed(linear.bias, bias, dim=0)
-
-    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
-        """Refuse: the heads are padded already."""
-        raise ValueError("this layer's heads were padded by nxd_layers.hf.parallelize; leave pad_model out")
-
-
-class PlacedRowParallelLinear(RowParallelLinear):
-    """`RowParallelLinear` with a split input, whose columns on a rank are those of a `ShardSpec`."""
-
-    def place(self, linear: nn.Linear, weight: ShardSpec) -> None:
-        """Take the columns of a plain linear that the spec names."""
-        self._specs[0] = weight
-        self.padded_length = weight.local_shape[1] * self.tensor_parallel_size
-        self.weight = _placed(linear.weight, weight, dim=1)
-
-    def check_pad_heads(self, num_heads: int, padded_num_heads: int) -> None:
-        """Refuse: the heads are padded already."""
-        raise ValueError("this layer's heads were padded by nxd_layers.hf.parallelize; leave pad_model out")
-
-
-class CopiedHeadsLinear(nn.Module):
-    """The projection to keys or to values where several ranks hold the same head.
-
-    The gradients of a head's copies are summed when `backward()` returns, so that the copies stay equal.
+def attention_modules(model: nn.Module, split: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the attention modules among the parents of layers whose outputs are sharded.
 
     Args:
-        linear: the unsharded projection.
-        layout: the layout of its heads.
-
-    Attributes:
-        weight: `[heads on this rank * head_size, in]`.
-        bias: `[heads on this rank * head_size]` or None.
+        model: the unsharded model.
+        split: paths of the layers.
     """
-
-    def __init__(self, linear: nn.Linear, layout: KeyValueLayout) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.layout = layout
-        self.tensor_parallel_size = layout.tensor_parallel_size
-        self.training = linear.training
-        self.shared_input: SharedInput | None = None
-        tp_rank = active_group("tp").rank
-        self.weight = _placed(linear.weight, layout.spec(tp_rank, (linear.in_features,), ""), dim=0)
-        self.bias = None if linear.bias is None else _placed(linear.bias, layout.spec(tp_rank, (), ""), dim=0)
-        self.head_copies()  # makes their process group, which cannot be done while a graph is recorded
-
-    def head_copies(self) -> HeadCopies:
-        """Return the sum of gradients over the ranks that hold the same heads."""
-        return HeadCopies(subgroup("tp", self.layout.sharing_ranks), self.layout, (self.layout.rows_per_rank,))
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """`[..., in]` to `[..., heads on this rank * head_size]`."""
-        tp_rank = layer_group(self.tensor_parallel_size).rank
-        weight = zero_padding_gradient(self.weight, self.layout.spec(tp_rank, (self.in_features,), ""))
-        bias = None if self.bias is None else zero_padding_gradient(self.bias, self.layout.spec(tp_rank, (), ""))
-        group: Group | None = layer_group(self.tensor_parallel_size)
-        if self.shared_input is not None:
-            input_, group = self.shared_input.take(input_), None
-        return column_linear(input_, [weight], [bias], group, copies=self.head_copies())[0]
-
-    def extra_repr(self) -> str:
-        """Sizes and copies."""
-        local = tuple(self.weight.shape)
-        return f"in={self.in_features}, out={self.out_features}, local={local}, copies={self.layout.copies}"
+    parents = dict.fromkeys(path.rpartition(".")[0] for path in split)
+    found = {path: model.get_submodule(path) for path in parents}
+    marks = (*_MARKS, *_QUERY_COUNTS)
+    return {path: module for path, module in found.items() if any(hasattr(module, mark) for mark in marks)}
 
 
-def key_value_linear(linear: nn.Linear, layout: HeadLayout) -> nn.Module:
-    """Return the projection to keys or values with this layout."""
-    head_size, rest = divmod(linear.out_features, layout.num_key_value_heads)
-    if rest:
+def attention_layout(path: str, attention: nn.Module, model: nn.Module, tp_size: int) -> HeadLayout:
+    """Return where the heads of an attention module will be.
+
+    Raises:
+        ValueError: the number of heads is unknown, or they are not in groups of equal size.
+    """
+    num_heads = _num_heads(attention, model)
+    key_value_heads = _num_key_value_heads(attention, model)
+    if num_heads is None:
         raise ValueError(
-            f"{linear} does not have {layout.num_key_value_heads} key/value heads of equal size; leave it out of the "
-            "plan"
+            f"{path} ({type(attention).__name__}) has neither num_heads nor config.num_attention_heads, so its "
+            "heads cannot be distributed over ranks; leave its layers out of the plan, or set one of them"
         )
-    key_value = layout.key_value_layout(head_size)
-    if layout.copies > 1:
-        return CopiedHeadsLinear(linear, key_value)
-    tp_rank = active_group("tp").rank
-    specs = [key_value.spec(tp_rank, row_shape, "") for row_shape in ((linear.in_features,), ())]
-    return _placed_column(linear, specs[0], specs[1])
+    try:
+        return smallest_head_layout(num_heads, key_value_heads or num_heads, tp_size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def query_linear(linear: nn.Linear, layout: HeadLayout) -> ColumnParallelLinear:
-    """Return a projection to queries, or to anything else that each query head has of its own, with this layout."""
-    tp_rank = active_group("tp").rank
-    weight = layout.query_spec((linear.out_features, linear.in_features), 0, tp_rank)
-    return _placed_column(linear, weight, layout.query_spec((linear.out_features,), 0, tp_rank))
+def set_head_counts(attention: nn.Module, layout: HeadLayout) -> None:
+    """Tell an attention module how many heads are on this rank; see `check_head_counts`."""
+    for name, (_, here) in _counts(attention, layout).items():
+        setattr(attention, name, here)
+    if hasattr(attention, _SIZE):
+        setattr(attention, _SIZE, getattr(attention, _SIZE) // layout.num_heads * layout.heads_per_rank)
 
 
-def output_linear(linear: nn.Linear, layout: HeadLayout) -> RowParallelLinear:
-    """Return the projection of the heads' outputs with this layout."""
-    spec = layout.query_spec((linear.out_features, linear.in_features), 1, active_group("tp").rank)
-    layer = row_parallel(linear, input_is_parallel=True, pad=True, cls=PlacedRowParallelLinear)
-    layer.place(linear, spec)
-    return layer
-
-
-def check_query_parameter(module: nn.Module, name: str, layout: HeadLayout) -> None:
-    """Raise a ValueError if `place_query_parameter` would add heads of zeros: the parameter need not be zero there."""
-    full = module.get_parameter(name)
-    if layout.heads_per_rank * layout.tp_size != layout.num_heads:
+def check_head_counts(path: str, attention: nn.Module, layout: HeadLayout) -> None:
+    """Raise a ValueError if an attention module counts heads in an unknown way."""
+    for name, (full, _) in _counts(attention, layout).items():
+        if (count := getattr(attention, name)) != full:
+            raise ValueError(
+                f"{path}.{name} is {count}, but {full} was expected from the sizes of its layers, so its heads cannot "
+                "be distributed over ranks; leave its layers out of the plan"
+            )
+    regrouped = layout.queries_per_copy != layout.num_heads // layout.num_key_value_heads
+    if regrouped and not hasattr(attention, _GROUPS):
         raise ValueError(
-            f"{name} of {type(module).__name__} cannot be padded to {layout.heads_per_rank * layout.tp_size} heads; "
-            f"use a tensor-parallel degree that divides {layout.num_heads}"
+            f"tensor_model_parallel_size={layout.tp_size} changes how many query heads of {path} share a key/value "
+            f"head, which the module does not read from {_GROUPS}; use a degree that divides "
+            f"{layout.num_key_value_heads}"
         )
-    layout.query_spec(tuple(full.shape), 0, active_group("tp").rank)
 
 
-def place_query_parameter(module: nn.Module, name: str, layout: HeadLayout) -> None:
-    """Shard a parameter that has a part for each query head, along dim 0; see `check_query_parameter`."""
-    full = module.get_parameter(name)
-    spec = layout.query_spec(tuple(full.shape), 0, active_group("tp").rank)
-    module.register_parameter(name, _placed(full, spec, dim=0))
+def _counts(attention: nn.Module, layout: HeadLayout) -> dict[str, tuple[int, int]]:
+    """Return the counts that a module has, by name: of the full model, and on this rank."""
+    counts = {
+        **dict.fromkeys(_QUERY_COUNTS, (layout.num_heads, layout.heads_per_rank)),
+        **dict.fromkeys(_KEY_VALUE_COUNTS, (layout.num_key_value_heads, layout.key_value_heads_per_rank)),
+        _GROUPS: (layout.num_heads // layout.num_key_value_heads, layout.queries_per_copy),
+    }
+    return {name: both for name, both in counts.items() if isinstance(getattr(attention, name, None), int)}
 
 
-def _placed_column(linear: nn.Linear, weight: ShardSpec, bias: ShardSpec) -> ColumnParallelLinear:
-    layer = column_parallel(linear, gather_output=False, pad=True, cls=PlacedColumnParallelLinear)
-    layer.place(linear, weight, bias)
-    return layer
+def _num_heads(attention: nn.Module, model: nn.Module) -> int | None:
+    """Return the number in this layer, by its last projection's inputs: it may differ from the config's."""
+    sizes = [getattr(attention, name, None) for name in _VALUE_HEAD_SIZES]
+    size = next((it for it in sizes if isinstance(it, int)), None)
+    output = next((getattr(attention, name) for name in _OUTPUT_LAYERS if hasattr(attention, name)), None)
+    if size is not None and isinstance(output, nn.Linear) and output.in_features % size == 0:
+        return output.in_features // size
+    return _count(_QUERY_COUNTS, attention, model)
 
 
-def _placed(full: Tensor, spec: ShardSpec, *, dim: int) -> nn.Parameter:
-    made = nn.Parameter(shard_of(full, spec), requires_grad=full.requires_grad)
-    set_shard_spec(made, spec)
-    set_partition_attributes(made, partition_dim=dim, num_partitions=active_group("tp").size)
-    return made
+def _num_key_value_heads(attention: nn.Module, model: nn.Module) -> int | None:
+    """Return None where each query head has its own."""
+    key, size = getattr(attention, "k_proj", None), getattr(attention, "head_dim", None)
+    if isinstance(key, nn.Linear) and isinstance(size, int) and key.out_features % size == 0:
+        return key.out_features // size
+    if any(hasattr(attention, name) for name in _LAYERS_OF_EQUAL_HEADS):
+        return None
+    return _count(_KEY_VALUE_COUNTS, attention, model)
+
+
+def _count(names: Iterable[str], attention: nn.Module, model: nn.Module) -> int | None:
+    config: Any = getattr(attention, "config", None) or text_config(model)
+    for holder in (attention, config):
+        for name in names:
+            if isinstance(count := getattr(holder, name, None), int):
+                return count
+    return None

@@ -14,7 +14,7 @@ from torch import nn
 
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.experts.linear import ExpertLinear
-from nxd_layers.hf.head_layout import CopiedHeadsLinear
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.layers import plain_class_of, shard_of
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear

@@ -6,10 +6,10 @@ would silently go wrong with a sharded model: deep copies, which torch makes wit
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from nxd_state import (
     active_group,
@@ -28,16 +28,14 @@ from torch import nn
 from nxd_layers.context import Transport
 from nxd_layers.experts import Dispatcher
 from nxd_layers.hf.context_parallel import ContextParallelHooks, check_sequences, cuts_sequences
-from nxd_layers.hf.experts import STYLES as EXPERT_STYLES
-from nxd_layers.hf.experts import check_experts, split_experts, use_static_shapes
+from nxd_layers.hf.experts import check_experts, distribute_experts
 from nxd_layers.hf.initialization import initialize
 from nxd_layers.hf.loss import split_loss
-from nxd_layers.hf.plans import named_styles
-from nxd_layers.hf.supported_models import check_context, checked_expert_plan, checked_plan, expert_plan_of, plan_of
+from nxd_layers.hf.plans import Plan, expert_styles, layer_styles
+from nxd_layers.hf.static_shapes import use_static_shapes
+from nxd_layers.hf.supported_models import check_context_parallel
 from nxd_layers.hf.tensor_parallel import check_layers, shard_layers
 from nxd_layers.hf.transformers_models import build_on_meta, is_transformers_config
-
-_Plan: TypeAlias = Mapping[str, str] | Literal["own"] | None
 
 # Methods that would take a shard for the full model, and what to use instead.
 _REFUSED_METHODS = {
@@ -51,7 +49,7 @@ _PICKLE_PROTOCOL = 4
 def parallelize(
     model_or_config: Any,
     *,
-    plan: _Plan = None,
+    plan: Plan = None,
     expert_parallel: bool = False,
     sequence_parallel: bool = False,
     vocabulary_parallel_loss: bool = True,
@@ -111,19 +109,20 @@ def parallelize(
                 f"{type(model).__name__} splits its sequences already; call parallelize() once, with an unsharded model"
             )
         if plan is None:
-            check_context(model, has_known_loss=has_known_loss)
+            check_context_parallel(model, has_known_loss=has_known_loss)
         check_sequences(model, sequence_parallel=sequence_parallel)
-    expert_styles = _expert_styles_of(model, plan) if with_experts else {}
-    check_experts(model, expert_styles)
+    styles_of_experts = expert_styles(model, plan) if with_experts else {}
+    check_experts(model, styles_of_experts)
     layers = None
     if tp_size > 1:
-        layers = check_layers(model, _styles_of(model, plan), expert_styles, sequence_parallel=sequence_parallel)
+        styles = layer_styles(model, plan)
+        layers = check_layers(model, styles, styles_of_experts, sequence_parallel=sequence_parallel)
 
     # Passes. Experts come after layers, which may shard them too; sequences are split around all of it.
     use_static_shapes(model)
     if layers is not None:
         shard_layers(model, layers)
-    split_experts(model, expert_styles, expert_dispatcher)
+    distribute_experts(model, styles_of_experts, expert_dispatcher)
     if tp_size > 1 and vocabulary_parallel_loss:
         split_loss(model)
     context = None
@@ -138,33 +137,6 @@ def parallelize(
     if is_config:
         initialize(model)
     return model
-
-
-def _expert_styles_of(model: Any, plan: _Plan) -> dict[str, str]:
-    if isinstance(plan, Mapping):
-        given: Mapping[str, str] = plan
-    else:
-        given = checked_expert_plan(model) if plan is None else expert_plan_of(model)
-    of_experts = {pattern: style for pattern, style in given.items() if style in EXPERT_STYLES}
-    styles = named_styles(model, of_experts, must_match=isinstance(plan, Mapping))
-    if not styles:
-        raise ValueError(
-            f"{type(model).__name__} has no expert-parallel plan; leave expert_parallel out, or give a plan, such as "
-            'plan={"layers.*.experts": "ep_dispatch_experts", "layers.*.experts.down_proj": "grouped_gemm", ...}'
-        )
-    return styles
-
-
-def _styles_of(model: Any, plan: _Plan) -> dict[str, str]:
-    if plan is None or plan == "own":
-        if not plan_of(model):
-            raise ValueError(
-                f"{type(model).__name__} has no tensor-parallel plan; give one, such as "
-                'plan={"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}'
-            )
-        return named_styles(model, checked_plan(model) if plan is None else plan_of(model), must_match=False)
-    of_layers = {pattern: style for pattern, style in plan.items() if style not in EXPERT_STYLES}
-    return named_styles(model, of_layers, must_match=True)
 
 
 def _refuse_methods(model: nn.Module) -> None:

@@ -5,10 +5,97 @@ one part, such as "model.layers.*.self_attn.q_proj". A path is that of a module 
 `ADDED_PLANS` has the model types for which transformers has no plan, or one that leaves parts out.
 """
 
+import math
 import re
 from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
+
+from nxd_layers.hf.supported_models import check_expert_parallel, check_tensor_parallel
+from nxd_layers.hf.transformers_models import (
+    base_model_path,
+    model_type_of,
+    transformers_expert_plan,
+    transformers_plan,
+)
+
+Plan: TypeAlias = Mapping[str, str] | Literal["own"] | None  # as `parallelize` takes it
+
+EP_DISPATCH = "ep_dispatch_experts"  # the style of a module of experts that are distributed over ranks
+GROUPED_GEMM = "grouped_gemm"  # the style of its parameters
+EXPERT_STYLES = (EP_DISPATCH, GROUPED_GEMM)
+
+
+def layer_styles(model: Any, plan: Plan) -> dict[str, str]:
+    """Return the styles of the model's layers by path, those of distributed experts left out.
+
+    Raises:
+        ValueError: there is no plan, models of this type have not been compared, or a given pattern matches nothing.
+    """
+    if isinstance(plan, Mapping):
+        given = {pattern: style for pattern, style in plan.items() if style not in EXPERT_STYLES}
+        return named_styles(model, given, must_match=True)
+    own = tensor_parallel_plan(model)
+    if not own:
+        raise ValueError(
+            f"{type(model).__name__} has no tensor-parallel plan; give one, such as "
+            'plan={"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}'
+        )
+    if plan is None:
+        check_tensor_parallel(model)
+    return named_styles(model, own, must_match=False)
+
+
+def expert_styles(model: Any, plan: Plan) -> dict[str, str]:
+    """Return the styles of the model's distributed experts and of their parameters, by path.
+
+    Raises:
+        ValueError: as for `layer_styles`.
+    """
+    given = plan if isinstance(plan, Mapping) else expert_parallel_plan(model)
+    if given and plan is None:
+        check_expert_parallel(model)
+    of_experts = {pattern: style for pattern, style in given.items() if style in EXPERT_STYLES}
+    styles = named_styles(model, of_experts, must_match=isinstance(plan, Mapping))
+    if not styles:
+        raise ValueError(
+            f"{type(model).__name__} has no expert-parallel plan; leave expert_parallel out, or give a plan, such as "
+            'plan={"layers.*.experts": "ep_dispatch_experts", "layers.*.experts.down_proj": "grouped_gemm", ...}'
+        )
+    return styles
+
+
+def tensor_parallel_plan(model: Any) -> dict[str, str]:
+    """Return the plan that transformers has for the model, with our additions; empty if there is neither."""
+    ours = ADDED_PLANS.get(model_type_of(model))
+    if ours is None:
+        return dict(transformers_plan(model))
+    base = base_model_path(model)
+    return {**transformers_plan(model), **{join_path(base, pattern): style for pattern, style in ours.items()}}
+
+
+def expert_parallel_plan(model: Any) -> dict[str, str]:
+    """Return the plan that transformers has for the model's experts; empty if there is none."""
+    return {pattern: style for pattern, style in transformers_expert_plan(model).items() if style in EXPERT_STYLES}
+
+
+def number_of_experts(model: nn.Module) -> int:
+    """Return the number of experts per layer that the model's own expert-parallel plan can distribute over ranks.
+
+    It is the greatest common divisor of the layers' numbers; 0 without a plan, or if it matches no experts.
+    """
+    plan = {pattern: style for pattern, style in expert_parallel_plan(model).items() if style == GROUPED_GEMM}
+    paths = named_styles(model, plan, must_match=False)
+    return math.gcd(*(model.get_parameter(path).shape[0] for path in paths))
+
+
+def has_plan(model: Any) -> bool:
+    """Return whether transformers or this package has a tensor-parallel plan for the layers of models of this type.
+
+    A class of transformers may have a plan of its head alone, which does not count.
+    """
+    return bool(getattr(model.config, "base_model_tp_plan", None)) or model_type_of(model) in ADDED_PLANS
 
 
 def named_styles(model: nn.Module, plan: Mapping[str, str], *, must_match: bool) -> dict[str, str]:

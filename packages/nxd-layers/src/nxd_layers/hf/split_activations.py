@@ -20,7 +20,7 @@ from nxd_state import active_group, rng_of_own_rank
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.hf.head_layout import CopiedHeadsLinear
+from nxd_layers.hf.head_linears import CopiedHeadsLinear
 from nxd_layers.hf.layers import mark_partial_gradients
 from nxd_layers.hf.plans import join_path
 from nxd_layers.hf.transformers_models import is_activation

@@ -15,7 +15,6 @@ import torch
 from nxd_state import active_group
 from torch import Tensor, nn
 
-from nxd_layers.hf.experts import divide_input, sum_over_shards
 from nxd_layers.hf.layers import (
     column_parallel,
     mark_partial_gradients,
@@ -236,6 +235,28 @@ def _sum_output(module: nn.Module) -> None:
     module.register_forward_hook(summed)
 
 
+def _sum_experts(experts: nn.Module) -> None:
+    """Sum the outputs of experts that tensor-parallel ranks shard, and the gradients of their inputs.
+
+    Inputs, the router's weights included, are full on every rank. The experts' parameters have styles of their own.
+    """
+
+    def copied(value: Any) -> Any:
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return copy_to_tensor_model_parallel_region(value) if is_float else value
+
+    def with_copied_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+    experts.register_forward_pre_hook(with_copied_inputs, with_kwargs=True)
+    _sum_output(experts)
+
+
+def _divide_input(expert: nn.Module) -> None:
+    """Have an expert that returns its input, among experts whose outputs are summed, return 1/tp of it on each rank."""
+    expert.register_forward_pre_hook(lambda _, args: (args[0] / active_group("tp").size, *args[1:]))
+
+
 def _latent_keys_and_values(target: Target) -> Apply:
     """Sum the gradients of the last `config.qk_rope_head_dim` outputs of a projection.
 
@@ -290,8 +311,8 @@ _STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": _partial_gradients,
     "all_reduce": partial(_on_module, apply=_sum_output),
     "mla_kv_a_proj": _latent_keys_and_values,
-    "moe_tp_experts": partial(_on_module, apply=sum_over_shards),
-    "moe_identity_expert": partial(_on_module, apply=divide_input),
+    "moe_tp_experts": partial(_on_module, apply=_sum_experts),
+    "moe_identity_expert": partial(_on_module, apply=_divide_input),
     "sequence_parallel": _refuse_sequence_parallel,
     "local_params": _keep,
     "replicate": _keep,

@@ -1,4 +1,4 @@
-"""Architectures whose sharded models have been compared with one process, and the plans of a model.
+"""Architectures whose sharded models have been compared with one process, and the refusal of others.
 
 The lists are the outcome of a survey of all causal language models of transformers 5.24 that have a tensor-parallel
 plan, and of all models with a plan of ours: tiny ones on two ranks in float64, with the loss and all gradients equal to
@@ -9,7 +9,6 @@ in their cache folder.
 import hashlib
 import inspect
 import json
-import math
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -17,14 +16,10 @@ from typing import Any
 
 from torch import nn
 
-from nxd_layers.hf.experts import SPLIT_EXPERTS
-from nxd_layers.hf.experts import STYLES as EXPERT_STYLES
-from nxd_layers.hf.plans import ADDED_PLANS, join_path, named_styles
 from nxd_layers.hf.transformers_models import (
     base_model_path,
     is_transformers_model,
     model_type_of,
-    own_expert_plan,
     transformers_plan,
 )
 
@@ -81,6 +76,16 @@ COMPARED_CONTEXT = frozenset(
 )
 # fmt: on
 
+# Model types whose blocks call `shared_experts` once, after the routed experts, with the block's own input. Neither
+# configs nor registries of transformers say so; tests-integration/hugging_face calls a block of each type.
+SHARED_EXPERTS_LAST = frozenset(
+    [
+        *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1"),
+        *("dots3_note_text", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear"),
+        *("kolibri1", "nemotron_h", "sarvam_mla", "sarvam_moe", "solar_open"),
+    ]
+)
+
 REFUSED = {
     "doge": "its plan splits the heads, but not the parameters that each head has of its own (A, q_norm, k_norm)",
     **dict.fromkeys(
@@ -106,55 +111,30 @@ REFUSED_CONTEXT = {
 }
 
 
-def checked_plan(model: Any) -> dict[str, str]:
-    """Return the model's own plan, if models of its type have been compared.
-
-    Raises:
-        ValueError: models of this type have not been compared with one process.
-    """
+def check_tensor_parallel(model: Any) -> None:
+    """Raise a ValueError if models of this type have not been compared with one process."""
     model_type = model_type_of(model)
-    if model_type in COMPARED or _is_remembered(model):
-        return plan_of(model)
-    reason = REFUSED.get(model_type, "its loss and gradients have not been compared with those of one process")
-    raise ValueError(
-        f"models of type {model_type!r} are not split by their own plan: {reason}. Run "
-        "nxd parity --hf FOLDER with its config.json, which compares them in a minute and, if they are equal, records "
-        "that they may be split; or pass another plan (plan=...)"
-    )
+    if model_type not in COMPARED and not _is_remembered(model):
+        reason = REFUSED.get(model_type, "its loss and gradients have not been compared with those of one process")
+        raise ValueError(
+            f"models of type {model_type!r} are not split by their own plan: {reason}. Run "
+            "nxd parity --hf FOLDER with its config.json, which compares them in a minute and, if they are equal, "
+            "records that they may be split; or pass another plan (plan=...)"
+        )
 
 
-def plan_of(model: Any) -> dict[str, str]:
-    """Return the plan that transformers has for the model, with our additions; empty if there is neither."""
-    ours = ADDED_PLANS.get(model_type_of(model))
-    if ours is None:
-        return dict(transformers_plan(model))
-    base = base_model_path(model)
-    return {**transformers_plan(model), **{join_path(base, pattern): style for pattern, style in ours.items()}}
-
-
-def checked_expert_plan(model: Any) -> dict[str, str]:
-    """Return the plan of the model's experts, if models of its type have been compared."""
-    plan, model_type = expert_plan_of(model), model_type_of(model)
-    if plan and model_type not in COMPARED_EXPERTS:
+def check_expert_parallel(model: Any) -> None:
+    """Raise a ValueError if models of this type have not been compared with their experts distributed over ranks."""
+    model_type = model_type_of(model)
+    if model_type not in COMPARED_EXPERTS:
         raise ValueError(
             f"experts of models of type {model_type!r} are not split by their own plan: their loss and gradients have "
             "not been compared with those of one process. To split them anyway, pass a plan (plan=... or plan='own'), "
             "and compare the numbers"
         )
-    return plan
 
 
-def number_of_experts(model: nn.Module) -> int:
-    """Return the number of experts per layer that the model's own expert-parallel plan can distribute over ranks.
-
-    It is the greatest common divisor of the layers' numbers; 0 without a plan, or if it matches no experts.
-    """
-    plan = {pattern: style for pattern, style in expert_plan_of(model).items() if style == SPLIT_EXPERTS}
-    paths = named_styles(model, plan, must_match=False)
-    return math.gcd(*(model.get_parameter(path).shape[0] for path in paths))
-
-
-def check_context(model: Any, *, has_known_loss: bool) -> None:
+def check_context_parallel(model: Any, *, has_known_loss: bool) -> None:
     """Raise a ValueError if models of this type have not been compared with their sequences split.
 
     Args:
@@ -175,11 +155,6 @@ def check_context(model: Any, *, has_known_loss: bool) -> None:
             f"{type(model).__name__} is not a causal language model: its head would see the positions of one rank "
             "instead of full sequences; use context_parallel_size=1, or the model without the head"
         )
-
-
-def expert_plan_of(model: Any) -> dict[str, str]:
-    """Return the plan that transformers has for the model's experts; empty if there is none."""
-    return {pattern: style for pattern, style in own_expert_plan(model).items() if style in EXPERT_STYLES}
 
 
 def remember_as_compared(model: nn.Module) -> Path:
@@ -206,14 +181,6 @@ def remember_as_compared(model: nn.Module) -> Path:
     record.parent.mkdir(parents=True, exist_ok=True)
     record.touch()
     return record
-
-
-def has_plan(model: Any) -> bool:
-    """Return whether transformers or this package has a tensor-parallel plan for the layers of models of this type.
-
-    A class of transformers may have a plan of its head alone, which does not count.
-    """
-    return bool(getattr(model.config, "base_model_tp_plan", None)) or model_type_of(model) in ADDED_PLANS
 
 
 def _is_remembered(model: Any) -> bool:

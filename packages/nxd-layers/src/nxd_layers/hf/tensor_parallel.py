@@ -10,8 +10,14 @@ from typing import Any
 from nxd_state import active_group, get_shard_spec, has_whole_experts
 from torch import nn
 
-from nxd_layers.hf import heads
-from nxd_layers.hf.head_layout import HeadLayout
+from nxd_layers.hf.head_layout import (
+    HeadLayout,
+    attention_layout,
+    attention_modules,
+    check_head_counts,
+    set_head_counts,
+)
+from nxd_layers.hf.head_linears import shard_heads
 from nxd_layers.hf.layers import column_parallel, on_meta, parallel_embedding
 from nxd_layers.hf.plans import is_within, join_path
 from nxd_layers.hf.sequence import SequenceBlocks, SequenceRegion, sequence_blocks
@@ -74,9 +80,9 @@ def check_layers(
         styles = {path: style for path, style in styles.items() if not any(is_within(path, it) for it in expert_styles)}
     for style in styles.values():
         style_named(style)
-    attentions = heads.attentions(model, _sharded_outputs(styles))
+    attentions = attention_modules(model, _sharded_outputs(styles))
     _refuse_wrong_plans(model, styles, attentions)
-    layouts = {path: heads.layout_of(path, it, model, tp_size) for path, it in attentions.items()}
+    layouts = {path: attention_layout(path, it, model, tp_size) for path, it in attentions.items()}
     blocks = sequence_blocks(model, {**expert_styles, **styles}) if sequence_parallel else None
     ties = _ties_of(model)
     ends = _tied_ends(model, ties)
@@ -84,13 +90,13 @@ def check_layers(
     done = set() if ends is None else {ends.table, ends.head}
     for path, layout in layouts.items():
         if not layout.is_plain:
-            apply |= heads.plan_heads(Target(model, path), styles, layout)
+            apply |= shard_heads(Target(model, path), styles, layout)
     for path, style in styles.items():
         if path not in apply and path not in done:
             apply[path] = style_named(style)(Target(model, path))
     _check_ties(ties, {path: style for path, style in styles.items() if path not in done})
     for path, layout in layouts.items():
-        heads.check_counts(path, attentions[path], layout)
+        check_head_counts(path, attentions[path], layout)
     return CheckedLayers(styles, apply, layouts, ends, blocks)
 
 
@@ -101,7 +107,7 @@ def shard_layers(model: Any, checked: CheckedLayers) -> None:
     for apply in checked.apply.values():
         apply()
     for path, layout in checked.layouts.items():
-        heads.set_head_counts(model.get_submodule(path), layout)
+        set_head_counts(model.get_submodule(path), layout)
     share_inputs(model)
     columns = _sharded_outputs(checked.styles)
     adapt_activations(model, columns, checked.styles)

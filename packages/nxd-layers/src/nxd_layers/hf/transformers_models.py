@@ -8,6 +8,13 @@ import torch
 from nxd_state import has_dynamic_shapes
 from torch import nn
 
+from nxd_layers.experts import RouterBase, RouterLayer
+
+_BIAS = "e_score_correction_bias"
+# Some routers choose among more than the experts: ZAYA's have a class for no expert, LongCat's have experts that return
+# their input.
+_NUM_CHOICES = ("num_router_classes", "n_routed_experts", "num_experts")
+
 
 def is_transformers_model(model: object) -> bool:
     """Return whether an object is a model of transformers, without importing transformers."""
@@ -159,16 +166,48 @@ def transformers_plan(model: Any) -> Mapping[str, str]:
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
-def own_expert_plan(model: Any) -> Mapping[str, str]:
+def transformers_expert_plan(model: Any) -> Mapping[str, str]:
     """Return the model's own expert-parallel plan; empty if it has none."""
     return dict(getattr(model, "_ep_plan", None) or {})
 
 
-def router_class(model: Any) -> type[nn.Module] | None:
+def _router_class(model: Any) -> type[nn.Module] | None:
     """Return the class of the modules whose first output is a router's logits; None if the model names none."""
     spec = (getattr(getattr(model, "base_model", None), "_can_record_outputs", None) or {}).get("router_logits")
     target = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
     return None if getattr(spec, "index", 0) != 0 else target
+
+
+def find_routers(model: nn.Module) -> dict[str, RouterLayer]:
+    """Return the routers of an unsharded model by name, in the order of its layers.
+
+    A router of transformers is found by what the model says of the outputs it can record. Routers whose number of
+    experts is unknown, and those that return their logits in another place than the first, are not returned.
+    """
+    recorded = _router_class(model)
+    found: dict[str, RouterLayer] = {}
+    for path, module in model.named_modules():
+        is_own = isinstance(module, RouterBase)
+        if not (is_own or (recorded is not None and isinstance(module, recorded))):
+            continue
+        num_experts = next((it for name in _NUM_CHOICES if (it := getattr(module, name, None))), None)
+        if num_experts is None and isinstance(weight := getattr(module, "weight", None), nn.Parameter):
+            num_experts = weight.shape[0]
+        top_k = getattr(module, "top_k", None) or getattr(text_config(model), "num_experts_per_tok", None)
+        if isinstance(num_experts, int) and isinstance(top_k, int):
+            found[path] = RouterLayer(num_experts, top_k, _bias_of(model, path, num_experts), keeps_order=not is_own)
+    return found
+
+
+def _bias_of(model: nn.Module, router: str, num_experts: int) -> str | None:
+    """Return the path of the router's bias, which is in the router or in the block around it."""
+    block = router.rpartition(".")[0]
+    for outer in (router, block):
+        module = model.get_submodule(outer)
+        for name, tensor in [*module.named_buffers(), *module.named_parameters()]:
+            if name.rpartition(".")[2] == _BIAS and tensor.numel() == num_experts:
+                return f"{outer}.{name}".lstrip(".")
+    return None
 
 
 def base_model_path(model: Any) -> str:

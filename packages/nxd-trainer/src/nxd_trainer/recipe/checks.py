@@ -100,8 +100,8 @@ def _model_mistakes(recipe: Recipe) -> Iterator[str]:
         yield "model.config is for model.type, model.path or model.factory; our Llama is configured by its sizes alone"
     if model.rope_scaling is not None and not isinstance(model.rope_scaling.get("rope_type"), str):
         yield f"model.rope_scaling={dict(model.rope_scaling)} has no rope_type, such as llama3"
-    sizes = parallel.expert_tensor_parallel_size, parallel.tensor_parallel_size
-    if mistake := expert_tensor_parallel_mistake(*sizes, prefix="parallel."):
+    etp, tp = parallel.expert_tensor_parallel_size, parallel.tensor_parallel_size
+    if mistake := expert_tensor_parallel_mistake(etp, tp, prefix="parallel."):
         yield mistake
     elif parallel.degrees.splits_experts and model.is_own_llama:
         yield f"parallel.expert_parallel_size is for models with experts, and our Llama has none; {_OTHER_MODELS}"
