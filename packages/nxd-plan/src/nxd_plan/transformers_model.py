@@ -91,7 +91,7 @@ class TransformersModel:
         module: nn.Module = model
         return module
 
-    def check_context_parallel(self) -> None:
+    def check_context(self) -> None:
         """See `PlannedModel`."""
         check_context_parallel(self.outline(), has_known_loss=True)
 
