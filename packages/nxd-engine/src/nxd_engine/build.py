@@ -27,6 +27,7 @@ from nxd_state import (
     one_random_state,
     use_loss_over_labels,
 )
+from nxd_state.parameter_marks import is_sequence_parallel
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -197,8 +198,8 @@ def _pipeline_arguments(
 def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> None:
     if not config["sequence_parallel"] or config["tensor_parallel_size"] == 1:
         return
-    parts = (*module.modules(), *module.parameters())
-    if not any(getattr(part, "sequence_parallel_enabled", False) for part in parts):
+    has_layers = any(getattr(part, "sequence_parallel_enabled", False) for part in module.modules())
+    if not has_layers and not any(map(is_sequence_parallel, module.parameters())):
         raise ValueError(
             f"sequence_parallel=True, but {type(module).__name__} has no sequence-parallel layer; build its layers "
             "with sequence_parallel_enabled=True (LlamaForCausalLM: sequence_parallel=True), or set it to False"

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from nxd_state import Group
+from nxd_state.parameter_marks import mark_sequence_parallel
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -220,7 +221,7 @@ class RowParallelLinear(ShardedLinear):
         self._add_parameters(dtype, device, bias=bias)
         if self.bias is not None:
             # Added to a part of the sequence, so its gradient is partial and must be summed over the ranks.
-            self.bias.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+            mark_sequence_parallel(self.bias, sequence_parallel_enabled)
 
     @property
     def padded_input_size(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from nxd_state import at_least_float32
+from nxd_state.parameter_marks import mark_sequence_parallel
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -81,7 +82,7 @@ class RMSNorm(nn.Module):
         self.normalized_shape = torch.Size(shape)
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
-        self.weight.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+        mark_sequence_parallel(self.weight, sequence_parallel_enabled)
 
     def reset_parameters(self) -> None:
         """Set the weight to ones."""
@@ -126,4 +127,4 @@ class LayerNorm(nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         for parameter in self.parameters():
-            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+            mark_sequence_parallel(parameter, sequence_parallel_enabled)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from nxd_state import Group, ShardSpec, all_gather, is_padded_on_some_rank, records_graphs, set_shard_spec
+from nxd_state.parameter_marks import get_partition
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -155,8 +156,9 @@ def zero_padding_gradient(parameter: Tensor, spec: ShardSpec) -> Tensor:
     Call it on every rank if there may be padding on one.
     """
     if records_graphs(parameter) and is_padded_on_some_rank(parameter):
-        partition_dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-        return _MaskedGradient.apply(parameter, _kept(spec, partition_dim, parameter.device))
+        partition = get_partition(parameter)
+        assert partition is not None
+        return _MaskedGradient.apply(parameter, _kept(spec, partition.dim, parameter.device))
     if not spec.has_padding:
         return parameter
     return _ZeroPaddingGradient.apply(parameter, tuple(piece.local.slices for piece in spec.pieces))

@@ -17,6 +17,7 @@ from nxd_layers.initialization import InitMethod, empty_parameter, empty_sharded
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 from nxd_layers.padding import zero_padding_gradient
 from nxd_state import Box, ShardSpec, at_least_float32, get_shard_spec, shard_along
+from nxd_state.parameter_marks import get_partition, is_sequence_parallel, mark_sequence_parallel
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -190,19 +191,20 @@ def make_factor(
             only part of the sequence, so its gradient is partial, and it is marked like norm weights.
     """
     weight_spec = get_shard_spec(weight)
-    if weight_spec is not None and getattr(weight, "partition_dim", None) == weight_dim:
+    partition = get_partition(weight)
+    if weight_spec is not None and partition is not None and partition.dim == weight_dim:
         spec = factor_spec(weight_spec, weight_dim, lora_rank=lora_rank, rank_dim=rank_dim)
         return empty_sharded_parameter(
             spec,
             partition_dim=1 - rank_dim,
-            num_partitions=weight.num_partitions,  # type: ignore[attr-defined]
-            stride=weight.partition_stride,  # type: ignore[attr-defined]
+            num_partitions=partition.num_partitions,
+            stride=partition.stride,
             dtype=weight.dtype,
             device=weight.device,
         )
     shape = _shape(weight.shape[weight_dim], lora_rank, rank_dim)
     factor = empty_parameter(shape, weight.dtype, weight.device)
-    factor.sequence_parallel_enabled = sequence_parallel  # type: ignore[attr-defined]
+    mark_sequence_parallel(factor, sequence_parallel)
     return factor
 
 
@@ -252,7 +254,7 @@ def complete_factor(layer: nn.Module, index: int) -> Tensor:
     """
     parameter = layer.get_parameter(require_adapter(layer).kind.factor_names[index])
     is_partial = get_shard_spec(parameter) is None and get_shard_spec(layer.get_parameter("weight")) is not None
-    if is_partial and not getattr(parameter, "sequence_parallel_enabled", False):  # the optimizer sums these
+    if is_partial and not is_sequence_parallel(parameter):  # the optimizer sums these
         return copy_to_tensor_model_parallel_region(parameter)
     return factor(layer, index)
 

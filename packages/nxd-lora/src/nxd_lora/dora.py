@@ -19,6 +19,7 @@ from nxd_state import (
     set_partition_attributes,
     set_shard_spec,
 )
+from nxd_state.parameter_marks import is_sequence_parallel, mark_sequence_parallel
 from torch import Tensor, nn
 
 from nxd_lora.adapter import LoraAdapter, factor_name, product, require_adapter
@@ -36,9 +37,7 @@ def add_magnitudes(layer: nn.Module) -> None:
         magnitude = empty_parameter((like.shape[0],), like.dtype, like.device)
         spec = get_shard_spec(like)
         if spec is None:
-            magnitude.sequence_parallel_enabled = getattr(  # type: ignore[attr-defined]
-                like, "sequence_parallel_enabled", False
-            )
+            mark_sequence_parallel(magnitude, is_sequence_parallel(like))
         else:
             own, other = MAGNITUDE, adapter.kind.factor_names[1]
             pieces = [

@@ -24,6 +24,13 @@ from nxd_state import (
     set_shard_spec,
     shard_along,
 )
+from nxd_state.parameter_marks import (
+    get_partition,
+    is_expert,
+    is_sequence_parallel,
+    mark_expert,
+    mark_sequence_parallel,
+)
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -63,7 +70,8 @@ def _make_factor(
     layer: nn.Module, part: str, weight_dim: int, *, rank_dim: int, config: LoraConfig, init_method: InitMethod
 ) -> nn.Parameter:
     """Make A `[experts, r, in]` or B `[experts, out, r]` for a weight; the factor covers its `weight_dim`."""
-    weight: Any = layer.get_parameter(part)
+    weight = layer.get_parameter(part)
+    partition = get_partition(weight)
     split_dim = _split_dim(weight)
     if split_dim == 0:
         raise ValueError(
@@ -75,18 +83,17 @@ def _make_factor(
     if weight_spec is None:
         spec = shard_along(_shape(logical, weight_dim, rank_dim, config.lora_rank), 0, rank=0, size=1)
     else:
-        copies = weight.num_partitions if split_dim not in (None, weight_dim) else 1
+        copies = partition.num_partitions if partition is not None and split_dim not in (None, weight_dim) else 1
         spec = _factor_spec(weight_spec, weight_dim, rank_dim, config.lora_rank, copies)
-    made: Any = empty_parameter(spec.local_shape, weight.dtype, weight.device)
+    made = empty_parameter(spec.local_shape, weight.dtype, weight.device)
     if weight_spec is not None:
         set_shard_spec(made, spec)
-    if split_dim == weight_dim:
-        stride = weight.partition_stride
-        covered = 3 - rank_dim
-        set_partition_attributes(made, partition_dim=covered, num_partitions=weight.num_partitions, stride=stride)
-    for mark in ("expert_model_parallel", "sequence_parallel_enabled"):
-        if hasattr(weight, mark):
-            setattr(made, mark, getattr(weight, mark))
+    if partition is not None and split_dim == weight_dim:
+        count, stride = partition.num_partitions, partition.stride
+        set_partition_attributes(made, partition_dim=3 - rank_dim, num_partitions=count, stride=stride)
+    if is_expert(weight):
+        mark_expert(made)
+    mark_sequence_parallel(made, is_sequence_parallel(weight))
 
     def fill(whole: Tensor) -> None:
         init_method(whole.flatten(0, 1))  # as one matrix, so that fan-in is that of a linear layer
@@ -97,7 +104,8 @@ def _make_factor(
 
 def _split_dim(weight: nn.Parameter) -> int | None:
     """The dim of a weight that is split over tensor-parallel ranks."""
-    return getattr(weight, "partition_dim", None) if getattr(weight, "num_partitions", 1) > 1 else None
+    partition = get_partition(weight)
+    return partition.dim if partition is not None and partition.num_partitions > 1 else None
 
 
 def _factor_spec(spec: ShardSpec, weight_dim: int, rank_dim: int, lora_rank: int, copies: int) -> ShardSpec:

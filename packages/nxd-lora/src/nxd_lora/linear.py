@@ -23,6 +23,7 @@ from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_layers.sharded_linear import ShardedLinear
 from nxd_layers.shared_input import SharedCall
 from nxd_state import active_group, get_shard_spec, shard_along
+from nxd_state.parameter_marks import is_sequence_parallel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,7 +79,7 @@ def add_linear_factors(layer: Any, config: LoraConfig, *, sizes: tuple[int, int]
     """Register A and B with `layer`."""
     rank = config.lora_rank
     parallel = getattr(layer, "sequence_parallel_enabled", None)
-    partial = getattr(layer.weight, "sequence_parallel_enabled", False) if parallel is None else parallel
+    partial = is_sequence_parallel(layer.weight) if parallel is None else parallel
     layer.lora_A = make_factor(layer.weight, 1 - out_dim, lora_rank=rank, rank_dim=0, sequence_parallel=partial)
     layer.lora_B = make_factor(layer.weight, out_dim, lora_rank=rank, rank_dim=1, sequence_parallel=partial)
     fill_factor(layer.lora_A, sizes[0], rank_dim=0, init_method=init_of_a(config))

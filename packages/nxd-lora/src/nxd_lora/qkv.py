@@ -14,6 +14,7 @@ from nxd_layers.initialization import empty_parameter, fill_from_logical
 from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 from nxd_layers.qkv_linear import PROJECTIONS, GQAQKVColumnParallelLinear
 from nxd_state import set_partition_attributes, set_shard_spec, shard_along
+from nxd_state.parameter_marks import mark_sequence_parallel
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -55,7 +56,7 @@ def _whole_factor(layer: GQAQKVColumnParallelLinear, part: str, config: LoraConf
     weight = next(layer.parameters())
     whole = empty_parameter(shape, weight.dtype, weight.device)
     set_shard_spec(whole, shard_along(shape, 0, rank=0, size=1, copies=layer.tensor_parallel_size, name=name))
-    whole.sequence_parallel_enabled = layer.sequence_parallel_enabled  # type: ignore[attr-defined]
+    mark_sequence_parallel(whole, layer.sequence_parallel_enabled)
     fill_factor(whole, layer.input_size, rank_dim=0, init_method=init_of_a(config))
     return whole
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from nxd_layers import divide
 from nxd_state import active_group, set_partition_attributes
+from nxd_state.parameter_marks import is_tensor_parallel
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -41,7 +42,7 @@ def set_tensor_model_parallel_attributes(
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
     """Return whether this rank counts a parameter: it is split, or this is the first of the ranks that replicate it."""
-    return bool(getattr(param, "tensor_model_parallel", False)) or active_group("tp").rank == 0
+    return is_tensor_parallel(param) or active_group("tp").rank == 0
 
 
 class EmbeddingUtility:

@@ -13,9 +13,8 @@ from weakref import WeakMethod
 
 import torch
 from nxd_state import Group, Pending, all_reduce_, records_graphs
+from nxd_state.parameter_marks import is_expert, is_summed_over_stages
 from torch import Tensor
-
-from nxd_optim.placement import is_expert
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
@@ -178,7 +177,7 @@ class BucketSender:
                 "sent: enter overlap_backward() for the last backward of a step only, or run_train in no_sync(). "
                 "Reentrant checkpoints around tied weights do this too: use checkpoint(..., use_reentrant=False)"
             )
-        if not getattr(parameter, "summed_over_stages", False):  # a pipeline adds other stages' gradients to `.grad`
+        if not is_summed_over_stages(parameter):  # a pipeline adds other stages' gradients to `.grad`
             self._buckets[index].add_gradient(parameter)
         if id(parameter) in self._last:
             self._missing[index].remove(id(parameter))

@@ -20,11 +20,12 @@ from nxd_state import (
     records_graphs,
     widest_float,
 )
+from nxd_state.parameter_marks import get_partition, is_expert, is_tied_copy
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_optim.flat_shards import shards_of_range
-from nxd_optim.placement import Placement, dense_placement, expert_placement, is_expert
+from nxd_optim.placement import Placement, dense_placement, expert_placement
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and Megatron-LM
 
@@ -157,7 +158,7 @@ def _norm(tensor: Tensor, power: float) -> Tensor:
 def _weighted_parts(it: GradientRange, placement: Placement, power: float) -> list[tuple[int, Tensor]]:
     """Return `counted_parts`; on XLA, where these differ between ranks, all elements multiplied by their weights."""
     parameter, spec = it.parameter, get_shard_spec(it.parameter)
-    if spec is None or not records_graphs(parameter) or getattr(parameter, "shared", False):
+    if spec is None or not records_graphs(parameter) or is_tied_copy(parameter):
         return counted_parts(it, placement)
     if not (_has_several_boxes(parameter) or _differs_between_ranks(parameter)):
         return counted_parts(it, placement)
@@ -172,8 +173,8 @@ def counted_parts(it: GradientRange, placement: Placement) -> list[tuple[int, Te
         it: the gradient.
         placement: placement of the parameter.
     """
-    if it.gradient.numel() == 0 or getattr(it.parameter, "shared", False):
-        return []  # `shared` is the second copy of a tied weight; its first copy counts
+    if it.gradient.numel() == 0 or is_tied_copy(it.parameter):
+        return []
     spec = get_shard_spec(it.parameter)
     if spec is None:
         return [(placement.copies, it.gradient)]
@@ -193,7 +194,7 @@ def _has_several_boxes(parameter: Tensor) -> bool:
 def _differs_between_ranks(parameter: Tensor) -> bool:
     """Whether the counted elements of this parameter may differ between ranks; the same on every rank."""
     spec = get_shard_spec(parameter)
-    if spec is None or not hasattr(parameter, "partition_dim"):
+    if spec is None or get_partition(parameter) is None:
         return False
     return is_padded_on_some_rank(parameter) or len(spec.pieces) > 1 or any(piece.copies > 1 for piece in spec.pieces)
 
@@ -217,9 +218,9 @@ def _weights(it: GradientRange, power: float) -> Tensor:
 
 @torch.inference_mode(False)
 def _make_weights(it: GradientRange, power: float) -> Tensor:
-    dim = getattr(it.parameter, "partition_dim", None)
-    if dim is not None and it.gradient.shape == it.parameter.shape:
-        spec = get_shard_spec(it.parameter)
+    partition = get_partition(it.parameter)
+    if partition is not None and it.gradient.shape == it.parameter.shape:
+        spec, dim = get_shard_spec(it.parameter), partition.dim
         assert spec is not None
         rows = torch.zeros(spec.local_shape[dim])
         for piece in spec.pieces:

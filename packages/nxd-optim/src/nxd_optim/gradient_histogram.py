@@ -7,11 +7,12 @@ from weakref import ref
 
 import torch
 from nxd_state import Group, active_group, all_reduce_, widest_float
+from nxd_state.parameter_marks import is_expert
 from torch import Tensor
 from torch.optim import Optimizer
 
 from nxd_optim.clip import GradientRange, counted_parts
-from nxd_optim.placement import expert_placement, is_expert, placement_of
+from nxd_optim.placement import expert_placement, placement_of
 from nxd_optim.zero1 import NeuronZero1Optimizer
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -60, 20

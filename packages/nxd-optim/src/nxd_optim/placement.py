@@ -18,6 +18,7 @@ from nxd_state import (
     model_parallel_is_initialized,
     splits_experts,
 )
+from nxd_state.parameter_marks import is_expert
 from torch import Tensor
 
 
@@ -76,11 +77,6 @@ def placements_of(group: Group | None) -> tuple[Placement, Placement]:
     """
     dense = dense_placement(group)
     return dense, (expert_placement() if group is None else None) or dense
-
-
-def is_expert(parameter: Tensor) -> bool:
-    """Whether a parameter belongs to an expert."""
-    return bool(getattr(parameter, "expert_model_parallel", False))
 
 
 def placement_of(parameter: Tensor) -> Placement:

@@ -23,13 +23,13 @@ from nxd_state import (
     check_same_start,
     records_graphs,
 )
+from nxd_state.parameter_marks import is_expert, is_sequence_parallel
 from torch import Tensor
 
 from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, BucketSender, Message, Usage, batch_parameters
 from nxd_optim.placement import (
     Placement,
     check_same_parameters,
-    is_expert,
     placements_of,
     ranks_with_gradients,
     require_mesh,
@@ -345,8 +345,3 @@ def sum_sequence_parallel(gradients: Iterable[tuple[Tensor, Tensor]], group: Gro
         summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), group)
         for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
-
-
-def is_sequence_parallel(parameter: Tensor) -> bool:
-    """Whether each tensor-parallel rank sees only part of the sequence with this parameter."""
-    return bool(getattr(parameter, "sequence_parallel_enabled", False))

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 import torch
 from nxd_state import Group, all_gather
+from nxd_state.parameter_marks import is_expert
 from torch import Tensor
 
 from nxd_optim.flat_shards import shards_of_range
-from nxd_optim.placement import check_same_parameters, is_expert, placements_of
+from nxd_optim.placement import check_same_parameters, placements_of
 from nxd_optim.zero1 import NeuronZero1Optimizer, StateTensor
 
 AVERAGE_KEY = "weight_average"

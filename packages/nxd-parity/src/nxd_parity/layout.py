@@ -14,6 +14,7 @@ from nxd_engine import NxDModel, NxDOptimizer, initialize_parallel_model, initia
 from nxd_engine.checkpoints.state import logical_name
 from nxd_pipeline.partition.stand_ins import AbsentLayer, AbsentModule
 from nxd_state import Box, get_group, get_mesh
+from nxd_state.parameter_marks import is_expert, is_sequence_parallel
 from torch import Tensor, nn
 
 from nxd_parity.case import ParityCase, has_batch, inputs_in, make_model
@@ -98,12 +99,13 @@ class LayoutRun:
             if tensor is None:
                 continue
             name = self._first_names.get(own_name, own_name)
-            adds = tensor is not parameter and bool(getattr(parameter, "sequence_parallel_enabled", False))
-            is_expert = get_mesh().splits_experts and getattr(parameter, "expert_model_parallel", False)
+            adds = tensor is not parameter and is_sequence_parallel(parameter)
+            of_split_experts = get_mesh().splits_experts and is_expert(parameter)
             for piece in spec_of(parameter).pieces:
                 values = tensor.detach()[piece.local.slices].cpu().clone()
+                holders = piece.copies if of_split_experts else 0
                 found.setdefault(logical_name(name, piece.name), []).append(
-                    TensorPiece(piece.logical, piece.logical_shape, values, adds, piece.copies if is_expert else 0)
+                    TensorPiece(piece.logical, piece.logical_shape, values, adds, holders)
                 )
         return found
 
@@ -112,11 +114,7 @@ def _without_insides_of_experts(named: list[tuple[str, nn.Module]]) -> list[tupl
     """Leave out the modules inside experts if experts are split: they see the tokens of other ranks."""
     if not get_mesh().splits_experts:
         return named
-    experts = {
-        f"{name}."
-        for name, module in named
-        if any(getattr(it, "expert_model_parallel", False) for it in module.parameters(recurse=False))
-    }
+    experts = {f"{name}." for name, module in named if any(map(is_expert, module.parameters(recurse=False)))}
     return [it for it in named if not any(it[0].startswith(prefix) for prefix in experts)]
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from nxd_pipeline.partition import PartitionOptions, partition_model
 from nxd_state import get_shard_spec
+from nxd_state.parameter_marks import is_expert
 from torch import nn
 
 from nxd_plan.model import PlannedModel, first_of_kinds
@@ -82,8 +83,8 @@ class StagePlanner:
         names: dict[nn.Parameter, str] = {}
         for name, parameter in on_rank.named_parameters(remove_duplicate=False):
             first_name = names.setdefault(parameter, name)
-            is_expert = bool(getattr(parameter, "expert_model_parallel", False))
-            named[name] = RankParameter(parameter.numel(), get_shard_spec(parameter) is None, first_name, is_expert)
+            is_whole = get_shard_spec(parameter) is None
+            named[name] = RankParameter(parameter.numel(), is_whole, first_name, is_expert(parameter))
         of_kinds = [
             [name.removeprefix(f"{self._prefix}{kind}.") for name in named if name.startswith(f"{self._prefix}{kind}.")]
             for kind in range(len(first_of_kinds(self._model.layer_kinds)))

@@ -93,6 +93,7 @@ from nxd_state.parallel_state import (
     splits_experts,
     subgroup,
 )
+from nxd_state.parameter_marks import set_partition_attributes
 from nxd_state.private_folder import keep_compiled_code_private, private_folder
 from nxd_state.process_groups import transport_device
 from nxd_state.rank_failure import EXIT_PEER_FAILED, FAILURE_SHOWN, report_failure
@@ -115,7 +116,6 @@ from nxd_state.shard_spec import (
     fuse_along,
     get_shard_spec,
     is_padded_on_some_rank,
-    set_partition_attributes,
     set_shard_spec,
     shard_along,
 )

@@ -13,6 +13,7 @@ from nxd_state.collectives import all_gather_object
 from nxd_state.device import records_graphs
 from nxd_state.group import Group
 from nxd_state.parallel_state import active_group, get_world_group, model_parallel_is_initialized, splits_experts
+from nxd_state.parameter_marks import is_expert
 from nxd_state.same_values import (
     Claim,
     are_equal,
@@ -21,7 +22,6 @@ from nxd_state.same_values import (
     details_of,
     fingerprints_of,
     has_values,
-    is_of_experts,
     summary_of,
 )
 
@@ -56,7 +56,7 @@ def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Itera
     for index, tensor in enumerate(tensors):
         if not has_values(tensor):
             continue
-        of_split_experts = splits_experts() and is_of_experts(tensor)
+        of_split_experts = splits_experts() and is_expert(tensor)
         same = active_group("dp_exp") if of_split_experts and group is None else replicas
         if same.size > 1 and not (of_split_experts and group is not None):
             yield Claim((same.axis, same.ranks[0]), (index,), None)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nxd_state.device import has_float64, records_graphs
 from nxd_state.group import Group
+from nxd_state.parameter_marks import is_expert, is_tensor_parallel
 from nxd_state.shard_spec import Box, get_shard_spec
 from nxd_state.store_messages import read_message
 
@@ -52,7 +53,7 @@ def claims_of_split(tensors: Sequence[Tensor], split: Group, *, splits_experts: 
     """Claims of tensor-parallel ranks: whole parameters, and copies of shards; without experts that are split."""
     held_by = (split.axis, split.ranks[0])
     for index, tensor in enumerate(tensors):
-        if split.size == 1 or not has_values(tensor) or (splits_experts and is_of_experts(tensor)):
+        if split.size == 1 or not has_values(tensor) or (splits_experts and is_expert(tensor)):
             continue
         spec = get_shard_spec(tensor)
         if not is_split(tensor):
@@ -69,12 +70,7 @@ def has_values(tensor: Tensor) -> bool:
 
 def is_split(tensor: Tensor) -> bool:
     """Whether ranks hold parts of the tensor."""
-    return get_shard_spec(tensor) is not None or bool(getattr(tensor, "tensor_model_parallel", False))
-
-
-def is_of_experts(tensor: Tensor) -> bool:
-    """Whether the tensor is a weight of experts, which may be split over ranks."""
-    return bool(getattr(tensor, "expert_model_parallel", False))
+    return get_shard_spec(tensor) is not None or is_tensor_parallel(tensor)
 
 
 def fingerprints_of(tensors: Sequence[Tensor], claims: Iterable[Claim]) -> list[tuple[Claim, int]]:

@@ -15,17 +15,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-_SPEC_ATTRIBUTE = "shard_spec"
+from nxd_state.parameter_marks import copy_marks, get_partition
 
-DOCUMENTED_ATTRIBUTES = (
-    "tensor_model_parallel",
-    "expert_model_parallel",
-    "partition_dim",
-    "partition_stride",
-    "num_partitions",
-    "sequence_parallel_enabled",
-    "shared",
-)
+_SPEC_ATTRIBUTE = "shard_spec"
 
 
 @dataclass(frozen=True)
@@ -264,30 +256,20 @@ def is_padded_on_some_rank(parameter: Tensor) -> bool:
     A graph that is to be the same on every rank depends on this, not on `has_padding`. False for a parameter without
     shard spec, or without the attributes of `set_partition_attributes`.
     """
-    spec, num_partitions = get_shard_spec(parameter), getattr(parameter, "num_partitions", None)
-    if spec is None or num_partitions is None:
+    spec, partition = get_shard_spec(parameter), get_partition(parameter)
+    if spec is None or partition is None:
         return False
     # A rank that has nothing of some logical tensor has padding in its place, and so comes to true as well.
     held = {piece.name: prod(piece.logical_shape) * piece.copies for piece in spec.pieces}
-    return prod(spec.local_shape) * num_partitions > sum(held.values())
-
-
-def set_partition_attributes(parameter: Tensor, *, partition_dim: int, num_partitions: int, stride: int = 1) -> None:
-    """Set the documented attributes of a parameter that is split over the tensor-parallel ranks."""
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    parameter.partition_dim = partition_dim  # type: ignore[attr-defined]
-    parameter.partition_stride = stride  # type: ignore[attr-defined]
-    parameter.num_partitions = num_partitions  # type: ignore[attr-defined]
+    return prod(spec.local_shape) * partition.num_partitions > sum(held.values())
 
 
 def copy_parameter_attributes(source: Tensor, target: Tensor) -> None:
-    """Copy spec and documented attributes to a parameter that replaces another of its shape."""
+    """Copy spec and marks to a parameter that replaces another of its shape."""
     spec = get_shard_spec(source)
     if spec is not None:
         set_shard_spec(target, spec)
-    for attribute in DOCUMENTED_ATTRIBUTES:
-        if hasattr(source, attribute):
-            setattr(target, attribute, getattr(source, attribute))
+    copy_marks(source, target)
 
 
 def check_shard_specs(specs: Sequence[ShardSpec]) -> None:

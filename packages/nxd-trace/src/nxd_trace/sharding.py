@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from nxd_state import ShardSpec, get_shard_spec, shard_along
+from nxd_state.parameter_marks import get_partition
 from torch import Tensor, nn
 
 from nxd_trace.exporting import named_tensors
@@ -22,8 +23,8 @@ def rank_spec(name: str, tensor: Tensor, rank: int) -> ShardSpec | None:
     spec = get_shard_spec(tensor)
     if spec is None:
         return None
-    first, size = spec.pieces[0], int(getattr(tensor, "num_partitions", 1))
-    dim, stride = int(getattr(tensor, "partition_dim", 0)), int(getattr(tensor, "partition_stride", 1))
+    first = spec.pieces[0]
+    dim, size, stride = get_partition(tensor) or (0, 1, 1)
 
     def spec_of(rank: int) -> ShardSpec:
         length = spec.local_shape[dim] * size

@@ -12,6 +12,7 @@ from nxd_ckpt import Shard, ShardedTensor
 from nxd_optim import MASTER_KEY
 from nxd_pipeline import NxDPPModel
 from nxd_state import ShardPiece, get_shard_spec
+from nxd_state.parameter_marks import is_tied_copy
 from torch import Tensor, nn
 
 CheckpointState = dict[str, ShardedTensor | Tensor]
@@ -71,7 +72,7 @@ def saved_here(model: nn.Module, state: CheckpointState) -> CheckpointState:
     further = {
         logical
         for name, parameter in model.local_named_parameters()
-        if getattr(parameter, "shared", False)
+        if is_tied_copy(parameter)
         for logical in logical_names_of(model.tied_names().get(name, name), parameter)
     }
     return {name: tensor for name, tensor in state.items() if owner_of(name) not in further}

@@ -2,7 +2,7 @@
 
 from nxd_layers.experts.balance import load_balancing_loss
 from nxd_layers.experts.dispatch import Dispatcher, dispatch_replicated_tokens, expert_parallel_forward
-from nxd_layers.experts.linear import ExpertLinear, mark_expert_parameter, shard_expert_parameter
+from nxd_layers.experts.linear import ExpertLinear, shard_expert_parameter
 from nxd_layers.experts.local_experts import needs_static_shapes, rows_of_experts, separate_slots, weights_of_experts
 from nxd_layers.experts.mlps import ACTIVATIONS, ExpertMLPs, MoE
 from nxd_layers.experts.router_balance import BalanceConfig, RouterBalance, RouterLayer, RouterStatistics
@@ -30,5 +30,4 @@ __all__ = [
     "separate_slots",
     "weights_of_experts",
     "shard_expert_parameter",
-    "mark_expert_parameter",
 ]

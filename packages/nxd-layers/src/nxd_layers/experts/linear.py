@@ -21,7 +21,7 @@ from nxd_state import (
     splits_experts,
 )
 from nxd_state.degrees import expert_tensor_parallel_mistake
-from nxd_state.shard_spec import DOCUMENTED_ATTRIBUTES
+from nxd_state.parameter_marks import copy_marks, mark_expert
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,11 +42,9 @@ def shard_expert_parameter(parameter: nn.Parameter) -> nn.Parameter:
     first = active_group("ep").rank * spec.local_shape[0]
     part = parameter.detach()[first : first + spec.local_shape[0]].clone(memory_format=torch.contiguous_format)
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    for attribute in DOCUMENTED_ATTRIBUTES:
-        if hasattr(parameter, attribute):
-            setattr(made, attribute, getattr(parameter, attribute))
+    copy_marks(parameter, made)
     set_shard_spec(made, spec)
-    mark_expert_parameter(made)
+    mark_expert(made)
     return made
 
 
@@ -54,11 +52,6 @@ def check_expert_tensor_parallel_size() -> None:
     """Raise a ValueError if the mesh shards experts over some of the tensor-parallel ranks."""
     if mistake := expert_tensor_parallel_mistake(active_group("etp").size, active_group("tp").size):
         raise ValueError(mistake)
-
-
-def mark_expert_parameter(parameter: Tensor) -> None:
-    """Mark a parameter as an expert's: its replicas are the ranks that have the same experts."""
-    parameter.expert_model_parallel = True  # type: ignore[attr-defined]
 
 
 def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
@@ -175,7 +168,7 @@ class ExpertLinear(nn.Module):
         if group.size > 1:
             set_partition_attributes(self.weight, partition_dim=dim, num_partitions=group.size, stride=stride)
         if splits_experts():
-            mark_expert_parameter(self.weight)
+            mark_expert(self.weight)
         if splits_experts() or group.size > 1:
             set_shard_spec(self.weight, self._spec)
         self.reset_parameters()

@@ -2,6 +2,7 @@
 
 import torch
 from nxd_state import widest_float
+from nxd_state.parameter_marks import mark_sequence_parallel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,7 +59,7 @@ class RouterBase(nn.Module):
         self._group = tensor_model_parallel_group
         self.linear_router = nn.Linear(hidden_size, num_experts, bias=bias, dtype=dtype, device=device)
         for parameter in self.linear_router.parameters():
-            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+            mark_sequence_parallel(parameter, sequence_parallel_enabled)
 
     def get_router_logits(self, hidden_states: Tensor) -> Tensor:
         """`[seq, batch, hidden]` or another order, in part if the sequence is split, to `[tokens, experts]`, whole."""

@@ -19,6 +19,7 @@ from nxd_state import (
     set_shard_spec,
 )
 from nxd_state import shard_along as equal_shards
+from nxd_state.parameter_marks import mark_sequence_parallel
 from torch import Tensor, nn
 
 from nxd_layers.embedding import ParallelEmbedding
@@ -74,7 +75,7 @@ def shard_spec_along(full: Tensor, dim: int, *, stride: int = 1) -> ShardSpec:
 def mark_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Mark full parameters of whose gradient each rank computes one summand; optimizers sum them before their step."""
     for parameter in parameters:
-        parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]
+        mark_sequence_parallel(parameter)
 
 
 def column_parallel(

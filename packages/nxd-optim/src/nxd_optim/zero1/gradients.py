@@ -7,12 +7,13 @@ from collections.abc import Sequence, Set
 
 import torch
 from nxd_state import Group, active_group, all_gather_object, all_reduce_
+from nxd_state.parameter_marks import is_sequence_parallel
 from torch import Tensor
 
 from nxd_optim.bucket_sender import BucketSender, Usage
 from nxd_optim.clip import GradientRange
 from nxd_optim.placement import ranks_with_gradients
-from nxd_optim.reducer import is_sequence_parallel, sum_sequence_parallel
+from nxd_optim.reducer import sum_sequence_parallel
 from nxd_optim.zero1.even_bucket import Bucket
 
 MAX_MESSAGES = 2  # reduce-scatters in flight: enough to keep the transport busy without more buffers

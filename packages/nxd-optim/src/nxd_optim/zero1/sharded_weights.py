@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from nxd_state import Group, is_host, records_graphs
+from nxd_state.parameter_marks import is_expert
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_optim.bucket_sender import batch_parameters
 from nxd_optim.groups_and_states import copy_settings, settings_of
-from nxd_optim.placement import check_same_parameters, dense_placement, expert_placement, is_expert
+from nxd_optim.placement import check_same_parameters, dense_placement, expert_placement
 from nxd_optim.zero1.even_bucket import Bucket, EvenBucket
 from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
 from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges

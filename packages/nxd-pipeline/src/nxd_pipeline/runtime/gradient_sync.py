@@ -14,6 +14,7 @@ from nxd_state import (
     records_graphs,
     splits_experts,
 )
+from nxd_state.parameter_marks import is_expert
 from torch import Tensor, nn
 
 
@@ -143,4 +144,4 @@ def _has_split_experts(model: nn.Module) -> bool:
     """Whether the mesh splits experts of the model; the same on all ranks."""
     if not model_parallel_is_initialized() or not splits_experts():
         return False
-    return any(getattr(it, "expert_model_parallel", False) for it in model.parameters())
+    return any(map(is_expert, model.parameters()))

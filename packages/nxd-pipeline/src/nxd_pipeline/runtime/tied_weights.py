@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from nxd_state import Group, Receive, Send, batch_isend_irecv, transport_device
+from nxd_state.parameter_marks import mark_tied_over_stages
 from torch import Tensor, nn
 
 from nxd_pipeline.partition.stage import Stage
@@ -68,8 +69,7 @@ class TiedWeights:
             if len(ranks) > 1 and group.rank in ranks
         )
         for weight in self.weights:
-            weight.parameter.shared = group.rank != weight.pipeline_ranks[0]  # type: ignore[attr-defined]
-            weight.parameter.summed_over_stages = True  # type: ignore[attr-defined]
+            mark_tied_over_stages(weight.parameter, is_copy=group.rank != weight.pipeline_ranks[0])
         self._send_first(weight for weight in self.weights if not weight.parameter.is_meta)
 
     def synchronize(self) -> None:

@@ -24,6 +24,7 @@ from nxd_state import (
     records_graphs,
     wait_seconds,
 )
+from nxd_state.parameter_marks import is_tied_copy
 
 from nxd_trainer.report.trackers import TensorBoardTracker
 from nxd_trainer.training.run_state import RunState
@@ -127,7 +128,7 @@ def report_gradients(state: RunState) -> None:
         return state.step + 1
 
     trained = [(name, it) for name, it in state.model.named_parameters() if it.requires_grad]
-    own = [(name, it) for name, it in trained if not getattr(it, "shared", False)]  # not copies of tied weights
+    own = [(name, it) for name, it in trained if not is_tied_copy(it)]
 
     def report(number: int, of_stage: dict[str, GradientHistogram]) -> None:
         stages = all_gather_object(of_stage, get_group("pp"))

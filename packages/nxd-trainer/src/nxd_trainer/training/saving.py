@@ -21,6 +21,7 @@ from nxd_engine.checkpoints.state import RNG_PREFIX, logical_name, parameters_in
 from nxd_engine.unwrap import plain_model
 from nxd_optim import WeightAverage
 from nxd_state import all_reduce, barrier, get_rng_state, get_world_group, step_boundary, transport_device
+from nxd_state.parameter_marks import is_tied_copy
 from torch import Tensor
 
 from nxd_trainer.recipe import Recipe, recipe_to_dict
@@ -235,7 +236,7 @@ def average_tensors(average: WeightAverage, model: NxDModel, *, with_copies: boo
     names: Mapping[Tensor, str] = {parameter: name for name, parameter in parameters_in_checkpoint(plain_model(model))}
     shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
     for state in average.sharded_state():
-        if getattr(state.parameter, "shared", False) and not with_copies:
+        if is_tied_copy(state.parameter) and not with_copies:
             continue
         for shard in state.shards:
             name = average_name(logical_name(names[state.parameter], shard.name))
