@@ -11,7 +11,8 @@ from nxd_optim.gradient_histogram import (
 )
 from nxd_optim.groups_and_states import give_states, parameter_groups, restore_numbers, state_tensor
 from nxd_optim.mixed_precision import LossScaler, LossScaleTooSmallError, MixedPrecision, resolve_mixed_precision
-from nxd_optim.reducer import GradientReducer, reduce_sequence_parallel_gradients
+from nxd_optim.reducer import GradientReducer
+from nxd_optim.sequence_parallel import reduce_sequence_parallel_gradients
 from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
 from nxd_optim.weight_average import WeightAverage
 from nxd_optim.zero1 import (

@@ -2,7 +2,7 @@
 
 `BucketSender` sends buckets as backward fills them or on request, in the same order on all ranks. Its owner defines
 what a bucket holds and how it is sent: `GradientReducer` averages over replicas, the ZeRO-1 optimizer reduce-scatters.
-`Usage` then finds the parameters that have a gradient on some rank.
+`UsedParameters` then finds the parameters that have a gradient on some rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -49,8 +49,8 @@ class Bucket(Protocol):
 
     parameters: list[Tensor]
 
-    def add_gradient(self, parameter: Tensor) -> None:
-        """Add a parameter's new gradient."""
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Take a parameter's new gradient from its `.grad`, if the bucket keeps gradients elsewhere."""
 
 
 class Message(Protocol):
@@ -178,7 +178,7 @@ class BucketSender:
                 "Reentrant checkpoints around tied weights do this too: use checkpoint(..., use_reentrant=False)"
             )
         if not is_summed_over_stages(parameter):  # a pipeline adds other stages' gradients to `.grad`
-            self._buckets[index].add_gradient(parameter)
+            self._buckets[index].take_gradient(parameter)
         if id(parameter) in self._last:
             self._missing[index].remove(id(parameter))
             self._send_filled()
@@ -206,7 +206,7 @@ def _call(method: "WeakMethod[Any]", parameter: Tensor) -> None:
         bound(parameter)
 
 
-class Usage:
+class UsedParameters:
     """Agrees across ranks on the parameters that a step updates, with a message after the gradients.
 
     As in torch, an optimizer skips parameters without a gradient.

@@ -71,15 +71,21 @@ def clip_grad_norm(parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_
     Raises:
         ValueError: `max_norm` is negative or not a number, or as for `grad_norm`.
     """
-    if not float(max_norm) >= 0:
-        raise ValueError(f"max_norm={max_norm} must be zero or more")
+    max_norm = checked_max_norm(max_norm)
     parameters = _as_list(parameters)
     norm = grad_norm(parameters, norm_type)
-    scale = clip_coefficient(norm, float(max_norm))
+    scale = clip_coefficient(norm, max_norm)
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.device))
     return norm
+
+
+def checked_max_norm(max_norm: float, remedy: str = "") -> float:
+    """Return the maximum norm as a float; raise a ValueError, ending with the remedy, if it is negative or NaN."""
+    if not float(max_norm) >= 0:
+        raise ValueError(f"max_norm={max_norm} must be zero or more{remedy}")
+    return float(max_norm)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

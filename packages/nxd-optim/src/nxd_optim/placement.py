@@ -2,7 +2,8 @@
 
 If the mesh splits experts, their parameters are placed differently from those of dense layers. A rank then has
 gradients of its experts from the tokens of other ranks, and fewer ranks share the same experts than the same dense
-layers. Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`.
+layers. Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`. The documented
+lists of ranks that ZeRO-1 accepts name groups that the mesh already has: see `find_sharding_group`.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from nxd_state import (
     ShardSpec,
     active_group,
     all_gather_object,
+    get_world_group,
     model_parallel_is_initialized,
     splits_experts,
 )
@@ -115,3 +117,73 @@ def check_same_parameters(parameters: Sequence[Tensor], group: Group) -> None:
                 f"passed {descriptions[0][0]} of {descriptions[0][1]}, or order, shapes or dtypes differ; pass the "
                 "same parameters (with the same requires_grad) in the same order on every rank"
             )
+
+
+RankLists = Sequence[Sequence[int]]
+
+_SHARDING_AXES = (("dp", "cp"), ("dp",))
+_NORM_AXES = (("tp",), ("pp",), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
+
+
+def find_sharding_group(sharding_groups: RankLists | None) -> Group:
+    """Return this rank's group: data times context parallel, which is also the default, or data parallel alone.
+
+    Raises:
+        RuntimeError: there are several ranks but no mesh.
+        ValueError: the lists name other groups, do not hold every rank once, or differ between ranks.
+    """
+    require_mesh()
+    if sharding_groups is None:
+        return active_group("dp", "cp")
+    ranks = _check_rank_lists("sharding_groups", sharding_groups)
+    group = _find(ranks, _SHARDING_AXES)
+    if group is None:
+        data_and_context, data = (_as_lists(active_group(*axes).replica_groups) for axes in _SHARDING_AXES)
+        raise ValueError(
+            f"sharding_groups={_as_lists(ranks)} are not the replicas of the mesh; leave them out, or pass "
+            f"{data_and_context} (data times context parallel) or {data} (data parallel): ranks of other groups hold "
+            "different parts of the model, or would drift apart"
+        )
+    return group
+
+
+def check_grad_norm_groups(grad_norm_groups: RankLists | None) -> None:
+    """Check the documented lists, which have no effect: norms are summed over all ranks that hold parts of the model.
+
+    Raises:
+        ValueError: the lists do not name groups of the mesh.
+    """
+    if grad_norm_groups is None:
+        return
+    ranks = _check_rank_lists("grad_norm_groups", grad_norm_groups)
+    if _find(ranks, _NORM_AXES) is None and len(ranks[0]) > 1:
+        raise ValueError(
+            f"grad_norm_groups={_as_lists(ranks)} are not the tensor- or pipeline-parallel groups of "
+            "the mesh; leave them out: the mesh determines which ranks hold which part of the model"
+        )
+
+
+def _check_rank_lists(argument: str, groups: RankLists) -> tuple[tuple[int, ...], ...]:
+    world = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
+    ranks = tuple(tuple(group) for group in groups)
+    if len(set(all_gather_object(ranks, world))) > 1:
+        raise ValueError(f"{argument} differs between the ranks; pass the lists of all groups on every rank")
+    lengths = {len(group) for group in ranks}
+    if sorted(rank for group in ranks for rank in group) != list(range(world.size)) or len(lengths) != 1:
+        raise ValueError(
+            f"{argument}={_as_lists(ranks)} must name each of the {world.size} ranks once, in lists of one length"
+        )
+    return ranks
+
+
+def _find(ranks: tuple[tuple[int, ...], ...], candidates: Sequence[tuple[str, ...]]) -> Group | None:
+    wanted = {frozenset(group) for group in ranks}
+    for axes in candidates:
+        group = active_group(*axes)
+        if {frozenset(replicas) for replicas in group.replica_groups} == wanted:
+            return group
+    return None
+
+
+def _as_lists(groups: RankLists) -> list[list[int]]:
+    return [list(group) for group in groups]

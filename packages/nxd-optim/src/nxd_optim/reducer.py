@@ -2,8 +2,6 @@
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" describes the method.
 Gradients may be accumulated over any number of backward passes; nothing is communicated until the last one.
-`reduce_sequence_parallel_gradients` sums gradients of parameters for which each tensor-parallel rank has seen only part
-of the sequence.
 
 On most devices a bucket is one contiguous buffer. On XLA a tensor has no fixed memory: a flat buffer with gradients as
 views would be split and joined again by copies, and each gradient would be as old as its last read of the buffer. There
@@ -23,10 +21,10 @@ from nxd_state import (
     check_same_start,
     records_graphs,
 )
-from nxd_state.parameter_marks import is_expert, is_sequence_parallel
+from nxd_state.parameter_marks import is_expert
 from torch import Tensor
 
-from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, BucketSender, Message, Usage, batch_parameters
+from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, BucketSender, Message, UsedParameters, batch_parameters
 from nxd_optim.placement import (
     Placement,
     check_same_parameters,
@@ -96,7 +94,7 @@ class GradientReducer:
         kind = GraphBucket if any(map(records_graphs, sent)) else GradientBucket
         self._buckets = [kind(batch) for batch in batch_parameters(sent, bucket_bytes)]
         asked = (self.group, active_group("tp"), *ranks_with_gradients())
-        self._usage = Usage(self.parameters, asked) if find_unused_parameters else None
+        self._usage = UsedParameters(self.parameters, asked) if find_unused_parameters else None
         self._used: set[int] = set()  # ids of parameters that had a gradient when they were sent
         self._sender = BucketSender(
             self._buckets,
@@ -210,7 +208,7 @@ class GradientReducer:
         placement = self._placement_of(parameter)
         return placement.replicas.size > 1 or placement.scale != 1
 
-    def _leave_unused_without_gradient(self, usage: Usage) -> None:
+    def _leave_unused_without_gradient(self, usage: UsedParameters) -> None:
         self._used = set(usage.anywhere())
         for parameter in self.parameters:
             if id(parameter) not in self._used:
@@ -237,7 +235,7 @@ class GradientBucket:
         slices = self.buffer.split([p.numel() for p in parameters])
         self._views = {id(p): part.view(p.shape) for p, part in zip(parameters, slices, strict=True)}
 
-    def add_gradient(self, parameter: Tensor) -> None:
+    def take_gradient(self, parameter: Tensor) -> None:
         """Make the bucket's slice the parameter's gradient, adding any gradient accumulated elsewhere.
 
         Needed whenever `.grad` was set to None or to another tensor: the next backward then creates a new one or adds
@@ -263,7 +261,7 @@ class GradientBucket:
             scale: factor of the average.
         """
         for parameter in self.parameters:
-            self.add_gradient(parameter)
+            self.take_gradient(parameter)
         if dtype in (None, self.buffer.dtype):
             pending = all_reduce_(self.buffer, group, op="avg", async_op=True)
         else:
@@ -287,7 +285,7 @@ class GraphBucket:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
 
-    def add_gradient(self, parameter: Tensor) -> None:
+    def take_gradient(self, parameter: Tensor) -> None:
         """Nothing to do: gradients are not moved."""
 
     def average(self, group: Group, dtype: torch.dtype | None, scale: float = 1.0) -> Pending[None]:
@@ -306,42 +304,3 @@ class GraphBucket:
         """Drop the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
-
-
-@torch.no_grad()
-def reduce_sequence_parallel_gradients(parameters: Iterable[Tensor], group: Group | None = None) -> None:
-    """Sum the gradients of parameters marked `sequence_parallel_enabled` over the tensor-parallel ranks, in place.
-
-    Sends one message per dtype. A marked parameter without a gradient counts as zero. Call it once per step, before or
-    after averaging over data-parallel replicas but not during it, for example after `GradientReducer.finish`.
-
-    Args:
-        parameters: all parameters of the model; unmarked ones are ignored.
-        group: the process group to sum over; the tensor-parallel group if None.
-    """
-    group = group if group is not None else active_group("tp")
-    if group.size == 1:
-        return
-    marked = [p for p in dict.fromkeys(parameters) if p.requires_grad and is_sequence_parallel(p)]
-    for parameter in marked:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    sum_sequence_parallel(((parameter, parameter.grad) for parameter in marked if parameter.grad is not None), group)
-
-
-@torch.no_grad()
-def sum_sequence_parallel(gradients: Iterable[tuple[Tensor, Tensor]], group: Group) -> None:
-    """Sum the gradients of marked parameters over the ranks of a group, in place, with one message per dtype.
-
-    Args:
-        gradients: parameters, marked or not, each with its gradient or the same part of it on every rank.
-        group: the process group to sum over.
-    """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter, gradient in gradients:
-        if is_sequence_parallel(parameter):
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for grads in by_dtype.values():
-        summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), group)
-        for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))

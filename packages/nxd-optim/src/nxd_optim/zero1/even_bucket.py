@@ -5,35 +5,24 @@ have the same shape on every rank, the last ones padded with zeros. Tensors cann
 buffer with views would be split and joined by copies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from nxd_state import all_gather, reduce_scatter
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from nxd_optim.placement import Placement
-from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket, OwnRange
+from nxd_optim.zero1.bucket import Dtypes, WeightRange
 
 
 class EvenBucket:
-    """Parameters that are sent together, and the part of each that this rank updates; the interface of `FlatBucket`.
+    """A `Bucket` of separate tensors. Ranges beyond a parameter's end hold only zeros; `send` sets `gradient` at once.
 
     Args:
         parameters: parameters of one dtype, device and placement.
         placement: the placement; its replicas share the bucket.
         dtypes: see `Dtypes`.
-
-    Attributes:
-        placement: as given.
-        dtypes: as given.
-        ranges: this rank's part of each parameter; ranges beyond a parameter's end hold only zeros.
-        used: ids of the parameters that had a gradient when the bucket was sent in this step.
-        stale: ids of the parameters whose master weights must still be set from them; see `refresh_stale_masters`.
-        gradient: the mean gradient of this rank's parts between `send` and `update`, 1-d, in the optimizer's dtype.
-        device: device of the parameters.
-        has_masters: whether the optimizer's dtype differs from the parameters'.
     """
 
     def __init__(self, parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> None:
@@ -43,7 +32,7 @@ class EvenBucket:
         self.device = parameters[0].device
         self.has_masters = dtypes.master != parameters[0].dtype
         self._group = placement.replicas
-        self.ranges = self._own_ranges()
+        self.ranges = self._make_ranges()
         self.used: set[int] = set()
         self.gradient: Tensor | None = None
         self._sums: dict[int, Tensor] = {}  # sums of gradients in a dtype that `.grad` cannot have
@@ -57,7 +46,7 @@ class EvenBucket:
     @property
     def master_bytes(self) -> int:
         """Bytes of the weights that the optimizer updates; here they are separate from the parameters in any dtype."""
-        return sum(own.weight.nbytes for own in self.ranges)
+        return sum(it.weight.nbytes for it in self.ranges)
 
     @property
     def gradient_bytes(self) -> int:
@@ -70,8 +59,8 @@ class EvenBucket:
         """Bytes of `gradient`."""
         return 0 if self.gradient is None else self.gradient.nbytes
 
-    def add_gradient(self, parameter: Tensor) -> None:
-        """Add a parameter's new gradient to its sum, if the sum has another dtype."""
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Add a parameter's new gradient to its sum, if the sum has another dtype than `.grad`."""
         if parameter.grad is None or self.dtypes.gradient == parameter.dtype:
             return
         grad = parameter.grad.detach().to(self.dtypes.gradient)
@@ -83,7 +72,7 @@ class EvenBucket:
     def send(self) -> None:
         """Average the gradients over the ranks; a parameter without one counts as zero."""
         for parameter in self.parameters:
-            self.add_gradient(parameter)
+            self.take_gradient(parameter)
         grads = [self._sums.get(id(parameter), parameter.grad) for parameter in self.parameters]
         self.used = self.used | {id(p) for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
         whole = [
@@ -118,19 +107,19 @@ class EvenBucket:
     @torch.no_grad()
     def refresh_stale_masters(self) -> None:
         """Set the weights from the stale parameters, and from all parameters without separate masters."""
-        for own in self.ranges:
-            if not self.has_masters or id(own.parameter) in self.stale:
-                own.weight.copy_(self._own(own.parameter))
+        for it in self.ranges:
+            if not self.has_masters or id(it.parameter) in self.stale:
+                it.weight.copy_(self._part_of(it.parameter))
         self.stale = set()
 
     @torch.no_grad()
     def gather(self) -> None:
         """Send this rank's parts to the others and copy theirs into the parameters."""
-        parts = torch.cat([own.weight for own in self.ranges]).to(self.parameters[0].dtype)
+        parts = torch.cat([it.weight for it in self.ranges]).to(self.parameters[0].dtype)
         by_rank = all_gather(parts.unsqueeze(0), self._group)
-        for own in self.ranges:
-            whole = by_rank[:, own.offset : own.offset + own.weight.numel()].reshape(-1)
-            own.parameter.copy_(whole[: own.parameter.numel()].view(own.parameter.shape))
+        for it in self.ranges:
+            whole = by_rank[:, it.offset : it.offset + it.weight.numel()].reshape(-1)
+            it.parameter.copy_(whole[: it.parameter.numel()].view(it.parameter.shape))
 
     def wait_for_parameters(self) -> None:
         """Do nothing: the parameters are part of the graph."""
@@ -144,13 +133,13 @@ class EvenBucket:
             parameter.grad = None
 
     @torch.no_grad()
-    def _own_ranges(self) -> list[OwnRange]:
+    def _make_ranges(self) -> list[WeightRange]:
         ranges, offset = [], 0
         for parameter in self.parameters:
             numel, length = parameter.numel(), self._part_length(parameter)
             start, stop = (min(rank * length, numel) for rank in (self._group.rank, self._group.rank + 1))
-            weight = nn.Parameter(self._own(parameter).to(self.dtypes.master))
-            ranges.append(OwnRange(parameter, start, stop, offset, weight))
+            weight = nn.Parameter(self._part_of(parameter).to(self.dtypes.master))
+            ranges.append(WeightRange(parameter, start, stop, offset, weight))
             offset += length
         return ranges
 
@@ -163,11 +152,7 @@ class EvenBucket:
         missing = length * self._group.size - tensor.numel()
         return F.pad(tensor.reshape(-1), (0, missing)).view(self._group.size, length)
 
-    def _own(self, parameter: Tensor) -> Tensor:
+    def _part_of(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of a parameter, as a copy."""
         rank = self._group.rank_tensor(parameter).view(1)
         return self._cut(parameter.detach()).index_select(0, rank).squeeze(0)
-
-
-Bucket = FlatBucket | EvenBucket
-Parts = Iterable[tuple[Bucket, Optimizer]]  # each bucket, and the optimizer of this rank's part of it

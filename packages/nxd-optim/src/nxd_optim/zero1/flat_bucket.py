@@ -1,70 +1,23 @@
-"""A bucket of ZeRO-1: parameters in one flat buffer, of which each rank updates one part.
+"""A bucket of ZeRO-1 in one flat buffer, of which each rank updates one part.
 
 This module manages the memory: parameters, gradients while they are needed, and the weights for this rank's optimizer.
 The order of sending is in `gradients`, the update in `sharded_weights`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from nxd_state import Pending, all_gather_, is_host, reduce_scatter_mean
 from torch import Tensor, nn
 
 from nxd_optim.placement import Placement
+from nxd_optim.zero1.bucket import Dtypes, WeightRange
 
 ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel requires
 
 
-@dataclass(frozen=True, eq=False)
-class OwnRange:
-    """The part of a parameter that this rank updates.
-
-    Attributes:
-        parameter: the model's parameter.
-        start: first element, in C order, that this rank owns.
-        stop: one past the last element.
-        offset: their start in this rank's part of the bucket.
-        weight: these elements, flat, as the optimizer updates them; on XLA padded to the length on other ranks.
-    """
-
-    parameter: Tensor
-    start: int
-    stop: int
-    offset: int
-    weight: nn.Parameter
-
-    def of(self, part: Tensor) -> Tensor:
-        """Return this range of a tensor with the layout of this rank's part."""
-        return part[self.offset : self.offset + self.weight.numel()]
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtypes that a bucket computes in.
-
-    Attributes:
-        master: dtype of the weights that the optimizer updates.
-        gradient: dtype in which gradients are accumulated.
-        reduction: dtype in which they are summed over the ranks.
-    """
-
-    master: torch.dtype
-    gradient: torch.dtype
-    reduction: torch.dtype
-
-    @classmethod
-    def choose(
-        cls, parameter: torch.dtype, optimizer_dtype: torch.dtype | None, *, accumulate_wide: bool, average_wide: bool
-    ) -> "Dtypes":
-        """Return the dtypes for parameters of a dtype; wide is float32, or the parameter's own dtype if wider."""
-        wide = torch.promote_types(parameter, torch.float32)
-        gradient = wide if accumulate_wide else parameter
-        return cls(optimizer_dtype or wide, gradient, wide if average_wide else gradient)
-
-
 class FlatBucket:
-    """Parameters in one buffer, and the part of them that this rank owns.
+    """A `Bucket` in one buffer.
 
     The parameters become views of the buffer, so that gathering fills them in place. If gradients are accumulated in
     the parameters' own dtype, each `.grad` is a view of a second buffer from its first gradient until the bucket is
@@ -77,15 +30,8 @@ class FlatBucket:
         dtypes: see `Dtypes`.
 
     Attributes:
-        placement: as given.
-        dtypes: as given.
-        device: device of the parameters.
-        own: this rank's part of the parameters, 1-d.
-        master: the same in the optimizer's dtype; `own` itself if the dtypes are equal.
-        ranges: this rank's part of each parameter, if any.
-        used: ids of the parameters that had a gradient when the bucket was sent in this step.
-        stale: ids of the parameters whose master weights must still be set from them; see `refresh_stale_masters`.
-        gradient: the mean gradient of this rank's part between `wait` and `update`, in the optimizer's dtype.
+        shard: this rank's part of the buffer, 1-d.
+        master: the same in the optimizer's dtype; `shard` itself if the dtypes are equal.
     """
 
     def __init__(self, parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> None:
@@ -102,9 +48,9 @@ class FlatBucket:
             view = self._places[id(parameter)]
             view.copy_(parameter.detach())
             parameter.data = view
-        self.own = self._buffer.chunk(group.size)[group.rank]
-        self.master = self.own.to(dtypes.master)
-        self.ranges = self._own_ranges()
+        self.shard = self._buffer.chunk(group.size)[group.rank]
+        self.master = self.shard.to(dtypes.master)
+        self.ranges = self._make_ranges()
         self.used: set[int] = set()
         self.gradient: Tensor | None = None
         self._gradients: Tensor | None = None
@@ -123,7 +69,7 @@ class FlatBucket:
     @property
     def has_masters(self) -> bool:
         """Whether the optimizer updates separate weights, not the parameters themselves."""
-        return self.master is not self.own
+        return self.master is not self.shard
 
     @property
     def master_bytes(self) -> int:
@@ -141,8 +87,8 @@ class FlatBucket:
         mean = self.gradient if self._mean_memory is None else self._mean_memory
         return 0 if mean is None else mean.nbytes
 
-    def add_gradient(self, parameter: Tensor) -> None:
-        """Add a parameter's new gradient to the bucket's buffer."""
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Move a parameter's new gradient into the bucket's buffer, or add it to the sum there."""
         if parameter.grad is None:
             return
         if self._gradients is None:
@@ -168,7 +114,7 @@ class FlatBucket:
     def send(self) -> None:
         """Start averaging the gradients over the ranks; a parameter without one counts as zero."""
         for parameter in self.parameters:
-            self.add_gradient(parameter)
+            self.take_gradient(parameter)
         if self._gradients is None:
             self._gradients = torch.zeros_like(self._buffer, dtype=self.dtypes.gradient)
         sent = self._filled | {id(p) for p in self.parameters if p.grad is not None}
@@ -214,15 +160,15 @@ class FlatBucket:
     @torch.no_grad()
     def refresh_stale_masters(self) -> None:
         """Set the master weights of the stale parameters."""
-        for own in self.ranges:
-            if self.has_masters and id(own.parameter) in self.stale:
-                own.weight.copy_(own.of(self.own))
+        for it in self.ranges:
+            if self.has_masters and id(it.parameter) in self.stale:
+                it.weight.copy_(it.slice_of(self.shard))
         self.stale = set()
 
     def gather(self) -> None:
         """Start sending this rank's part to the others and filling the buffer with theirs."""
         if self.has_masters:
-            self.own.copy_(self.master)
+            self.shard.copy_(self.master)
         self._gathering = all_gather_(self._buffer, self._group, async_op=True)
 
     def wait_for_parameters(self) -> None:
@@ -245,7 +191,7 @@ class FlatBucket:
         """Memory for `gradient` that is kept between steps, on the CPU: new pages would cost more than the sums."""
         if not is_host(self._buffer) or self._group.size == 1:
             return None
-        return torch.empty_like(self.own, dtype=self.dtypes.master)
+        return torch.empty_like(self.shard, dtype=self.dtypes.master)
 
     def _release_gradients(self) -> None:
         self._gradients = None
@@ -258,8 +204,8 @@ class FlatBucket:
         places = zip(self.parameters, self._starts, strict=True)
         return {id(p): flat[start : start + p.numel()].view(p.shape) for p, start in places}
 
-    def _own_ranges(self) -> list[OwnRange]:
-        part = self.own.numel()
+    def _make_ranges(self) -> list[WeightRange]:
+        part = self.shard.numel()
         part_start = self._group.rank * part
         ranges = []
         for parameter, start in zip(self.parameters, self._starts, strict=True):
@@ -268,7 +214,7 @@ class FlatBucket:
             if first < last:
                 offset = first - part_start
                 weight = nn.Parameter(self.master[offset : offset + last - first])
-                ranges.append(OwnRange(parameter, first - start, last - start, offset, weight))
+                ranges.append(WeightRange(parameter, first - start, last - start, offset, weight))
         return ranges
 
 

@@ -10,11 +10,10 @@ from nxd_state import Group, active_group, all_gather_object, all_reduce_
 from nxd_state.parameter_marks import is_sequence_parallel
 from torch import Tensor
 
-from nxd_optim.bucket_sender import BucketSender, Usage
-from nxd_optim.clip import GradientRange
+from nxd_optim.bucket_sender import BucketSender, UsedParameters
 from nxd_optim.placement import ranks_with_gradients
-from nxd_optim.reducer import sum_sequence_parallel
-from nxd_optim.zero1.even_bucket import Bucket
+from nxd_optim.sequence_parallel import sum_sequence_parallel
+from nxd_optim.zero1.bucket import Bucket, mean_gradients
 
 MAX_MESSAGES = 2  # reduce-scatters in flight: enough to keep the transport busy without more buffers
 
@@ -37,7 +36,7 @@ class GradientExchange:
         self.sender = BucketSender(buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
         contexts = (active_group("cp"),) if self._averages_contexts else ()
         asked = (group, *contexts, *ranks_with_gradients())
-        self._usage = Usage([p for bucket in buckets for p in bucket.parameters], asked)
+        self._used = UsedParameters([p for bucket in buckets for p in bucket.parameters], asked)
 
     def check_frozen(self) -> None:
         """Raise a RuntimeError if a frozen parameter has a gradient."""
@@ -55,12 +54,12 @@ class GradientExchange:
             Ids of the parameters that have a gradient on some rank.
         """
         self.sender.complete()
-        used = self._usage.anywhere()
+        used = self._used.anywhere()
         if self._averages_contexts:
             _average_over_contexts(self._buckets)
         if active_group("tp").size > 1:
-            own = own_gradients(self._buckets)
-            sum_sequence_parallel(((it.parameter, it.gradient) for it in own), active_group("tp"))
+            means = mean_gradients(self._buckets)
+            sum_sequence_parallel(((it.parameter, it.gradient) for it in means), active_group("tp"))
         return used
 
     def _send(self, index: int) -> Bucket:
@@ -69,25 +68,15 @@ class GradientExchange:
         bucket = self._buckets[index]
         bucket.send()
         if index == len(self._buckets) - 1:
-            self._usage.send(set().union(*(it.used for it in self._buckets)))
+            self._used.send(set().union(*(it.used for it in self._buckets)))
         return bucket
-
-
-def own_gradients(buckets: Sequence[Bucket]) -> list[GradientRange]:
-    """Return the mean gradients of this rank's parts, once the buckets have arrived; they share the buckets' memory."""
-    return [
-        GradientRange(own.parameter, own.start, own.stop, own.of(bucket.gradient))
-        for bucket in buckets
-        if bucket.gradient is not None
-        for own in bucket.ranges
-    ]
 
 
 def check_same_sequence_parallel_ranges(buckets: Sequence[Bucket]) -> None:
     """Raise a ValueError on every rank unless the tensor-parallel ranks own the same parts of marked parameters."""
     group = active_group("tp")
-    owned = (own for bucket in buckets for own in bucket.ranges)
-    mine = [(own.start, own.stop) for own in owned if is_sequence_parallel(own.parameter)]
+    all_ranges = (it for bucket in buckets for it in bucket.ranges)
+    mine = [(it.start, it.stop) for it in all_ranges if is_sequence_parallel(it.parameter)]
     for rank, ranges in zip(group.ranks, all_gather_object(mine, group), strict=True):
         if ranges != mine:
             raise ValueError(

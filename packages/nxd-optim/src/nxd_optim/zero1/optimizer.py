@@ -15,14 +15,14 @@ from nxd_state import Group, check_same_start, get_device, widest_float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_optim.clip import GradientRange, clip_coefficient, norm_of_gradients
+from nxd_optim.clip import GradientRange, checked_max_norm, clip_coefficient, norm_of_gradients
 from nxd_optim.elementwise import check_elementwise, for_the_cpu
 from nxd_optim.groups_and_states import restore_numbers
-from nxd_optim.zero1 import settings, state
-from nxd_optim.zero1.even_bucket import Bucket
-from nxd_optim.zero1.flat_bucket import Dtypes
-from nxd_optim.zero1.gradients import GradientExchange, own_gradients
-from nxd_optim.zero1.sharded_weights import ShardedWeights
+from nxd_optim.placement import RankLists, check_grad_norm_groups, find_sharding_group
+from nxd_optim.zero1 import state
+from nxd_optim.zero1.bucket import Bucket, Dtypes, mean_gradients
+from nxd_optim.zero1.gradients import GradientExchange
+from nxd_optim.zero1.sharded_weights import ShardedWeights, bucket_bytes, check_caps
 
 
 class NeuronZero1Optimizer(Optimizer):
@@ -90,8 +90,8 @@ class NeuronZero1Optimizer(Optimizer):
         grad_clipping: bool = True,
         max_norm: float | None = None,
         pin_layout: bool = True,
-        sharding_groups: settings.RankLists | None = None,
-        grad_norm_groups: settings.RankLists | None = None,
+        sharding_groups: RankLists | None = None,
+        grad_norm_groups: RankLists | None = None,
         lazy_init: bool = False,
         bucket_cap_mb_all_gather: float = 0,
         bucket_cap_mb_reduce_scatter: float = 0,
@@ -105,18 +105,17 @@ class NeuronZero1Optimizer(Optimizer):
         self._arguments = defaults
         self.optimizer_dtype = optimizer_dtype
         self.grad_clipping = grad_clipping
-        self.max_norm = settings.check_max_norm(max_norm)
+        switch = "; pass grad_clipping=False to switch clipping off"
+        self.max_norm = 1.0 if max_norm is None else checked_max_norm(max_norm, switch)
         self.pin_layout = pin_layout
-        self.sharding_groups = sharding_groups
-        self.grad_norm_groups = grad_norm_groups
-        settings.check_caps(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter)
+        self.sharding_groups, self.grad_norm_groups = sharding_groups, grad_norm_groups
+        check_caps(bucket_cap_mb_all_gather, bucket_cap_mb_reduce_scatter)
         self.bucket_cap_mb_all_gather = bucket_cap_mb_all_gather
         self.bucket_cap_mb_reduce_scatter = bucket_cap_mb_reduce_scatter
         self.use_grad_acc_hook = use_grad_acc_hook
         self.save_master_weights = save_master_weights
         self.higher_cc_precision = higher_cc_precision
-        self.skip_non_finite_steps = False
-        self.skipped_steps = 0
+        self.skip_non_finite_steps, self.skipped_steps = False, 0
         self.loss_scale = 1.0
         self.grad_norm: Tensor | None = None
         self._weights = ShardedWeights(
@@ -142,8 +141,8 @@ class NeuronZero1Optimizer(Optimizer):
         if self.inited:
             self.refresh_master_weights()
             return
-        self.group: Group = settings.find_sharding_group(self.sharding_groups)
-        settings.check_grad_norm_groups(self.grad_norm_groups)
+        self.group: Group = find_sharding_group(self.sharding_groups)
+        check_grad_norm_groups(self.grad_norm_groups)
         self.inited = True
         self._shard(self._parameters())
 
@@ -183,14 +182,7 @@ class NeuronZero1Optimizer(Optimizer):
         return self._gradients.sender.overlap_backward()
 
     def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Like `overlap_backward`, for the parameters that get their last gradient of a step in the block.
-
-        A pipeline's stages run their last backward one after the other, so each gets its own block. `synchronize` or
-        `step` sends the rest.
-
-        Raises:
-            RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
-        """
+        """Like `GradientReducer.last_backward`; `synchronize` or `step` sends the rest."""
         self._check_inited()
         return self._gradients.sender.last_backward(map(id, parameters))
 
@@ -250,7 +242,7 @@ class NeuronZero1Optimizer(Optimizer):
         self._weights.refresh_masters(only_stale=True)
         used = self._gradients.complete()
         for hook in self._gradient_hooks:
-            hook(own_gradients(self._weights.buckets))
+            hook(mean_gradients(self._weights.buckets))
         if self._scale_gradients():
             self._weights.update(used, self.param_groups)
         self._weights.drop_gradients()
@@ -317,13 +309,7 @@ class NeuronZero1Optimizer(Optimizer):
 
     def parameters_of_wider_masters(self) -> list[Tensor]:
         """Return the parameters that `sharded_state` holds as wider master weights; the same on every rank."""
-        return [
-            parameter
-            for bucket, _ in self.parts()
-            if bucket.has_masters and self.save_master_weights
-            for parameter in bucket.parameters
-            if bucket.dtypes.master.itemsize > parameter.itemsize and id(parameter) not in bucket.stale
-        ]
+        return state.parameters_of_wider_masters(self.parts()) if self.save_master_weights else []
 
     def allocate_state(self, stored: state.StoredKeys) -> None:
         """Allocate memory for states of a checkpoint: the tensors of `sharded_state()` can then be filled in place.
@@ -381,16 +367,15 @@ class NeuronZero1Optimizer(Optimizer):
         state.read_rank_file(self.load_state_dict, output_dir, num_workers_per_step)
 
     def register_gradient_hook(self, hook: Callable[[Sequence[GradientRange]], None]) -> None:
-        """Call `hook` in every step with the mean gradients of this rank's parts, before they are clipped.
+        """Call `hook` in every step with the mean gradients of this rank's parts, before they are unscaled and clipped.
 
-        They are still multiplied by `loss_scale`. Every rank registers its hooks in the same order.
+        Every rank registers its hooks in the same order.
         """
         self._gradient_hooks.append(hook)
 
     def memory_report(self) -> state.MemoryReport:
         """Return the bytes that this rank keeps for training: measured, and predicted from the model's sizes."""
-        arguments = for_the_cpu(self._arguments)
-        return state.memory_report(self.parts(), lambda p: self.optimizer_class(p, **arguments))
+        return state.memory_report(self.parts(), lambda p: self.optimizer_class(p, **for_the_cpu(self._arguments)))
 
     def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
         """Return each bucket with the optimizer that updates this rank's part of it."""
@@ -411,7 +396,7 @@ class NeuronZero1Optimizer(Optimizer):
     def _shard(self, parameters: Sequence[Tensor]) -> None:
         """Move parameters of `param_groups` into buckets, and watch the gradients of all."""
         caps = self.bucket_cap_mb_all_gather, self.bucket_cap_mb_reduce_scatter
-        size = settings.bucket_bytes(*caps, replicas=self.group.size)
+        size = bucket_bytes(*caps, replicas=self.group.size)
         self._weights.add(parameters, self.param_groups, self.group, bucket_bytes=size)
         frozen = [parameter for parameter in self._parameters() if not parameter.requires_grad]
         self._gradients = GradientExchange(self._weights.buckets, self.group, frozen)
@@ -423,7 +408,7 @@ class NeuronZero1Optimizer(Optimizer):
         scale = torch.tensor(1.0 / self.loss_scale, dtype=widest_float(device), device=device)
         self.grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
-            norm = norm_of_gradients(own_gradients(buckets), device, replicas=self.group) / self.loss_scale
+            norm = norm_of_gradients(mean_gradients(buckets), device, replicas=self.group) / self.loss_scale
             if self.grad_clipping:
                 self.grad_norm = norm
                 scale = scale * clip_coefficient(norm, self.max_norm)

@@ -13,12 +13,29 @@ from nxd_state.parameter_marks import is_expert
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nxd_optim.bucket_sender import batch_parameters
+from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
 from nxd_optim.groups_and_states import copy_settings, settings_of
 from nxd_optim.placement import check_same_parameters, dense_placement, expert_placement
-from nxd_optim.zero1.even_bucket import Bucket, EvenBucket
-from nxd_optim.zero1.flat_bucket import Dtypes, FlatBucket
+from nxd_optim.zero1.bucket import Bucket, Dtypes
+from nxd_optim.zero1.even_bucket import EvenBucket
+from nxd_optim.zero1.flat_bucket import FlatBucket
 from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges
+
+
+def check_caps(all_gather_mb: float, reduce_scatter_mb: float) -> None:
+    """Raise a ValueError if a maximum size of messages is negative."""
+    given = {"bucket_cap_mb_all_gather": all_gather_mb, "bucket_cap_mb_reduce_scatter": reduce_scatter_mb}
+    for argument, megabytes in given.items():
+        if megabytes < 0:
+            raise ValueError(f"{argument}={megabytes} must be positive, or 0 for the default")
+
+
+def bucket_bytes(all_gather_mb: float, reduce_scatter_mb: float, replicas: int) -> int:
+    """Return the maximum size of a bucket, of which a replica sends its part on gathering."""
+    cap = reduce_scatter_mb * 2**20 or DEFAULT_BUCKET_BYTES
+    if all_gather_mb:
+        cap = min(cap, all_gather_mb * 2**20 * replicas)
+    return int(cap)
 
 
 class ShardedWeights:
@@ -63,11 +80,11 @@ class ShardedWeights:
         buckets = self._make_buckets(parameters, group, bucket_bytes)
         self.buckets = [*self.buckets, *buckets]
         for bucket in buckets:
-            weights = {own.parameter: own.weight for own in bucket.ranges}
-            own_groups = [
+            weights = {it.parameter: it.weight for it in bucket.ranges}
+            groups = [
                 settings_of(it) | {"params": [weights[p] for p in it["params"] if p in weights]} for it in param_groups
             ]
-            self._base_optimizers.append(self._make_optimizer(own_groups))
+            self._base_optimizers.append(self._make_optimizer(groups))
         check_same_sequence_parallel_ranges(self.buckets)
         if self._forward_gather is not None:
             self.overlap_forward(self._forward_gather.model)
@@ -100,7 +117,7 @@ class ShardedWeights:
             param_groups: the groups of all parameters, as a user sees them. The result has the same groups, with this
                 rank's elements of a parameter, flat and possibly none, in the parameter's place.
         """
-        weights = {own.parameter: own.weight for bucket in self.buckets for own in bucket.ranges}
+        weights = {it.parameter: it.weight for bucket in self.buckets for it in bucket.ranges}
         flat = [[weights.get(p, p.new_empty(0)) for p in group["params"]] for group in param_groups]
         groups = zip(param_groups, flat, strict=True)
         whole = self._make_optimizer([settings_of(group) | {"params": params} for group, params in groups])
@@ -171,11 +188,11 @@ class ShardedWeights:
 
 def _step(bucket: Bucket, base: Optimizer, used: Set[int]) -> None:
     assert bucket.gradient is not None
-    for own in bucket.ranges:
-        own.weight.grad = own.of(bucket.gradient) if id(own.parameter) in used else None
+    for it in bucket.ranges:
+        it.weight.grad = it.slice_of(bucket.gradient) if id(it.parameter) in used else None
     base.step()
-    for own in bucket.ranges:
-        own.weight.grad = None
+    for it in bucket.ranges:
+        it.weight.grad = None
     bucket.gradient = None
 
 

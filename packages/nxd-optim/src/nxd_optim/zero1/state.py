@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from nxd_optim.flat_shards import StateShard, shards_of_range
 from nxd_optim.groups_and_states import give_states, state_tensor
-from nxd_optim.zero1.even_bucket import Parts
-from nxd_optim.zero1.flat_bucket import OwnRange
+from nxd_optim.zero1.bucket import Parts, WeightRange
 
 MASTER_KEY = "master_weight"
 
@@ -53,19 +52,30 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
     """
     found = []
     for bucket, base in parts:
-        for own in bucket.ranges:
+        for it in bucket.ranges:
             tensors = {}
-            if with_masters and bucket.has_masters and id(own.parameter) not in bucket.stale:
-                tensors[MASTER_KEY] = own.weight.detach()
-            for key, value in base.state.get(own.weight, {}).items():
-                tensors[key] = state_tensor(value, key, f"a parameter of shape {tuple(own.parameter.shape)}")
+            if with_masters and bucket.has_masters and id(it.parameter) not in bucket.stale:
+                tensors[MASTER_KEY] = it.weight.detach()
+            for key, value in base.state.get(it.weight, {}).items():
+                tensors[key] = state_tensor(value, key, f"a parameter of shape {tuple(it.parameter.shape)}")
             for key, tensor in tensors.items():
-                if tensor.shape == own.weight.shape:
-                    shards = shards_of_range(own.parameter, own.start, own.stop, tensor)
-                    found.append(StateTensor(own.parameter, key, shards=shards))
+                if tensor.shape == it.weight.shape:
+                    shards = shards_of_range(it.parameter, it.start, it.stop, tensor)
+                    found.append(StateTensor(it.parameter, key, shards=shards))
                 else:
-                    found.append(StateTensor(own.parameter, key, scalar=tensor))
+                    found.append(StateTensor(it.parameter, key, scalar=tensor))
     return found
+
+
+def parameters_of_wider_masters(parts: Parts) -> list[Tensor]:
+    """Return the parameters whose master weights are wider than they, and not stale."""
+    return [
+        parameter
+        for bucket, _ in parts
+        if bucket.has_masters
+        for parameter in bucket.parameters
+        if bucket.dtypes.master.itemsize > parameter.itemsize and id(parameter) not in bucket.stale
+    ]
 
 
 def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> None:
@@ -75,14 +85,14 @@ def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> N
     """
     for bucket, base in parts:
         bucket.stale = {id(p) for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p))}
-        give_states(base, {own.weight: _zeros(own, stored(own.parameter)) for own in bucket.ranges})
+        give_states(base, {it.weight: _zeros(it, stored(it.parameter)) for it in bucket.ranges})
 
 
-def _zeros(own: OwnRange, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+def _zeros(part: WeightRange, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
     """Return zeros by key; all states of a parameter that is a scalar have one element, as its range does."""
-    is_scalar = not own.parameter.dim()
+    is_scalar = not part.parameter.dim()
     return {
-        key: torch.zeros_like(own.weight, dtype=dtype, requires_grad=False)
+        key: torch.zeros_like(part.weight, dtype=dtype, requires_grad=False)
         if shape or is_scalar
         else torch.zeros((), dtype=dtype)
         for key, (dtype, shape) in stored.items()
@@ -105,13 +115,13 @@ def rank_state(parts: Parts, indices: Mapping[int, int], *, with_masters: bool) 
     if with_masters:
         found["master_weights"] = {}
     for bucket, base in parts:
-        for own in bucket.ranges:
-            index = indices[id(own.parameter)]
-            found["ranges"][index] = (own.start, own.stop, own.parameter.numel())
-            if own.weight in base.state:
-                found["state"][index] = dict(base.state[own.weight])
+        for it in bucket.ranges:
+            index = indices[id(it.parameter)]
+            found["ranges"][index] = (it.start, it.stop, it.parameter.numel())
+            if it.weight in base.state:
+                found["state"][index] = dict(base.state[it.weight])
             if with_masters and bucket.has_masters:
-                found["master_weights"][index] = own.weight.detach()
+                found["master_weights"][index] = it.weight.detach()
     return found
 
 
@@ -135,19 +145,19 @@ def check_rank_state(state_dict: Mapping[str, Any], parts: Parts, indices: Mappi
 def load_rank_state(state_dict: Mapping[str, Any], parts: Parts, indices: Mapping[int, int]) -> None:
     """Load states and master weights that `check_rank_state` has accepted."""
     for bucket, base in parts:
-        own_by_weight = {own.weight: own for own in bucket.ranges}
+        index_of = {it.weight: indices[id(it.parameter)] for it in bucket.ranges}
         weights = [weight for group in base.param_groups for weight in group["params"]]
         states = {
             position: state_dict["state"][index]
             for position, weight in enumerate(weights)
-            if (index := indices[id(own_by_weight[weight].parameter)]) in state_dict["state"]
+            if (index := index_of[weight]) in state_dict["state"]
         }
         base.load_state_dict({"state": states, "param_groups": base.state_dict()["param_groups"]})
         if bucket.has_masters:
-            for own in bucket.ranges:
-                master = state_dict.get("master_weights", {}).get(indices[id(own.parameter)])
+            for weight, index in index_of.items():
+                master = state_dict.get("master_weights", {}).get(index)
                 if master is not None:
-                    own.weight.copy_(master)
+                    weight.copy_(master)
 
 
 def write_rank_file(state: dict[str, Any], output_dir: str | os.PathLike[str], *, serially: bool) -> None:

@@ -185,9 +185,9 @@ def _tensors(state: RunState) -> Iterator[Tensor]:
     yield from state.model.parameters()
     if isinstance(state.optimizer.optimizer, NeuronZero1Optimizer):
         for bucket, base in state.optimizer.optimizer.parts():
-            for own in bucket.ranges:
-                yield own.weight
-                yield from _on_xla(base.state.get(own.weight, {}))
+            for it in bucket.ranges:
+                yield it.weight
+                yield from _on_xla(base.state.get(it.weight, {}))
         return
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
