@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from nxd_elastic.chaos import Disturbance, DisturbancePlan, FollowedRun, Measures, disturb, measure
 from nxd_elastic.chaos.follow import RankProcess
-from nxd_elastic.members import Rendezvous
+from nxd_elastic.members import GenerationKeys
 from nxd_testing import deadline
 from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, read_records
 
@@ -74,9 +74,9 @@ class Run:
         variables = Path(f"/proc/{self.rank(0).parent}/environ").read_bytes().decode().split("\0")
         return next(int(it.partition("=")[2]) for it in variables if it.startswith("MASTER_PORT="))
 
-    def rendezvous(self) -> Rendezvous:
+    def keys(self) -> GenerationKeys:
         """What its trainers write about generations."""
-        return Rendezvous(dist.TCPStore("127.0.0.1", self.store_port(), wait_for_workers=False))
+        return GenerationKeys(dist.TCPStore("127.0.0.1", self.store_port(), wait_for_workers=False))
 
     def server(self) -> int:
         """The process that keeps checkpoints in this host's memory."""
@@ -170,15 +170,15 @@ def test_rank_that_dies_while_another_joins_costs_one_step_at_most(start, moment
     assert alone.end() == 0, alone.log
     run = start("run", *steps, *ELASTIC, "--elastic-grace", "2")
     run.wait_for_step(3)
-    rendezvous = run.rendezvous()
+    keys = run.keys()
     with run.without(2):
         run.wait_for_log("TP 2 x DP 1")
         run.wait_for_step(run.records()[-1].step + 3)
-        following = rendezvous.latest() + 1
+        following = keys.latest() + 1
     if moment == "announced":
-        run.wait_until(lambda: 0 in rendezvous.announced(following, 4))
+        run.wait_until(lambda: 0 in keys.announced(following, 4))
     else:
-        run.wait_until(lambda: rendezvous.closed(following) is not None)
+        run.wait_until(lambda: keys.closed(following) is not None)
     taken = run.records()[-1].step
     os.kill(run.rank(victim).pid, signal.SIGKILL)
 

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 import torch.distributed as dist
-from nxd_elastic.members import Generation, GenerationEnd, Member, Rendezvous
+from nxd_elastic.members import Generation, GenerationEnd, GenerationKeys, Member
 from nxd_elastic.rendezvous import RendezvousSettings, join
 from nxd_state import ParallelDegrees, PeerError
 from nxd_state.processes import Process
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.mark.parametrize("ending", ["done", "stopped"])
 def test_trainer_that_waits_to_join_ends_with_the_training(ending, deadline):
-    rendezvous, process = Rendezvous(dist.HashStore()), Process.of(os.getpid())
+    keys, process = GenerationKeys(dist.HashStore()), Process.of(os.getpid())
     trains, comes = (Member(slot, f"{slot}-own", process, process) for slot in range(2))
-    rendezvous.close(Generation(1, [trains], ParallelDegrees(dp=1)))
+    keys.close(Generation(1, [trains], ParallelDegrees(dp=1)))
     settings = RendezvousSettings(
         slots=2, grace=1.0, silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks)
     )
 
     joined = SimpleQueue()
-    Thread(target=lambda: joined.put(join(rendezvous, comes, settings, 0)), daemon=True).start()
-    while not rendezvous.change_is_wanted(1):
+    Thread(target=lambda: joined.put(join(keys, comes, settings, 0)), daemon=True).start()
+    while not keys.change_is_wanted(1):
         assert joined.empty()
-    rendezvous.end(1, GenerationEnd(ending, "the training has ended"))
+    keys.end(1, GenerationEnd(ending, "the training has ended"))
 
     assert joined.get(timeout=deadline(30)) is None
 
@@ -42,28 +42,28 @@ def test_nobody_goes_on_with_a_training_that_was_stopped_or_has_failed(comes_bac
     )
     again = {"after": 0, "replaces": True} if comes_back == "after a death" else {"after": 1}
     for ending in ("stopped", "failed"):
-        rendezvous = Rendezvous(dist.HashStore())
-        rendezvous.close(Generation(1, [Member(0, "before", process, process)], ParallelDegrees(dp=1)))
-        rendezvous.end(1, GenerationEnd(ending, "rank 3 of the launch failed: no such file"))
+        keys = GenerationKeys(dist.HashStore())
+        keys.close(Generation(1, [Member(0, "before", process, process)], ParallelDegrees(dp=1)))
+        keys.end(1, GenerationEnd(ending, "rank 3 of the launch failed: no such file"))
         own = Member(0, "again", process, process)
 
         if ending == "stopped":
-            assert join(rendezvous, own, settings, **again) is None
+            assert join(keys, own, settings, **again) is None
         else:
             with pytest.raises(PeerError, match="no such file"):
-                join(rendezvous, own, settings, **again)
+                join(keys, own, settings, **again)
 
 
 def test_another_start_goes_on_with_a_stopped_training(deadline):
-    rendezvous, process = Rendezvous(dist.HashStore()), Process.of(os.getpid())
+    keys, process = GenerationKeys(dist.HashStore()), Process.of(os.getpid())
     before, after = (Member(0, incarnation, process, process) for incarnation in ("before", "after"))
-    rendezvous.close(Generation(1, [before], ParallelDegrees(dp=1)))
-    rendezvous.end(1, GenerationEnd("stopped", "the training has ended"))
+    keys.close(Generation(1, [before], ParallelDegrees(dp=1)))
+    keys.end(1, GenerationEnd("stopped", "the training has ended"))
     settings = RendezvousSettings(
         slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks)
     )
 
-    generation = join(rendezvous, after, settings, 0)
+    generation = join(keys, after, settings, 0)
 
     assert generation is not None
     assert (generation.number, generation.active) == (2, (after,))
@@ -82,24 +82,22 @@ def test_another_start_goes_on_with_a_stopped_training(deadline):
 )
 def test_what_no_trainer_has_written_into_the_store_is_an_error_that_says_so(key, forged, said):
     store, process = dist.HashStore(), Process.of(os.getpid())
-    rendezvous, own = Rendezvous(store), Member(0, "own", process, process)
-    rendezvous.close(Generation(1, [Member(1, "other", process, process)], ParallelDegrees(dp=1)))
+    keys, own = GenerationKeys(store), Member(0, "own", process, process)
+    keys.close(Generation(1, [Member(1, "other", process, process)], ParallelDegrees(dp=1)))
     store.set(f"nxd_elastic/{key}", forged)
     settings = RendezvousSettings(slots=2, grace=1.0, silence=1.0, choose=lambda ranks: ParallelDegrees(dp=ranks))
 
     with pytest.raises(PeerError, match="which no rank of this version has written") as raised:
-        join(rendezvous, own, settings, 0)
+        join(keys, own, settings, 0)
 
     assert re.search(said, str(raised.value))
     assert str(raised.value).isprintable()
 
 
 def test_reason_of_an_end_cannot_steer_a_terminal():
-    rendezvous = Rendezvous(store := dist.HashStore())
+    keys = GenerationKeys(store := dist.HashStore())
     store.set("nxd_elastic/1/over", '["failed", "rank 0 \\u001b[2Jfailed"]')
 
     assert (
-        rendezvous.end_of(1)
-        == rendezvous.end(1, GenerationEnd("lost", "late"))
-        == GenerationEnd("failed", r"rank 0 \x1b[2Jfailed")
+        keys.end_of(1) == keys.end(1, GenerationEnd("lost", "late")) == GenerationEnd("failed", r"rank 0 \x1b[2Jfailed")
     )

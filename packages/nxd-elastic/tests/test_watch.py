@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 class NextGenerationBegins:
-    """A rendezvous on which the first generation is over, and a trainer that has gone on while its watch reads that."""
+    """Keys in which the first generation is over, and a trainer that has gone on while its watch reads that."""
 
     def __init__(self, following):
         self._following = following
@@ -43,7 +43,7 @@ class Supervisor:
 
 
 class EndsAt:
-    """A rendezvous on which the generation is over after some looks."""
+    """Keys in which the generation is over after some looks."""
 
     def __init__(self, ending, looks):
         self._over, self._looks = GenerationEnd(ending, "the training has ended"), looks
@@ -64,12 +64,12 @@ class EndsAt:
 def test_trainer_that_works_on_after_the_others_are_done_is_not_killed(deadline):
     process = Process.of(os.getpid())
     own = Member(0, "0-own", process, process)
-    rendezvous = EndsAt("done", looks=2)
-    watch = Watch(rendezvous, own, Supervisor(), silence=0.1)  # three times that is less than the looks take
+    keys = EndsAt("done", looks=2)
+    watch = Watch(keys, own, Supervisor(), silence=0.1)  # three times that is less than the looks take
     watch.enter(Generation(1, [own], ParallelDegrees(dp=1)))
 
     watch.start()
-    assert rendezvous.has_been_looked_at_long_after.wait(deadline(60))  # this process would have been killed
+    assert keys.has_been_looked_at_long_after.wait(deadline(60))  # this process would have been killed
     watch.leave()
     watch.end()
 
@@ -80,12 +80,12 @@ def test_end_of_a_generation_that_the_trainer_has_left_meanwhile_does_not_end_th
     process = Process.of(os.getpid())
     own = Member(0, "0-own", process, process)
     first, second = (Generation(number, [own], ParallelDegrees(dp=1)) for number in (1, 2))
-    rendezvous = NextGenerationBegins(second)
-    rendezvous.watch = Watch(rendezvous, own, Supervisor(), silence=deadline(30))
-    rendezvous.watch.enter(first)
+    keys = NextGenerationBegins(second)
+    keys.watch = Watch(keys, own, Supervisor(), silence=deadline(30))
+    keys.watch.enter(first)
 
-    rendezvous.watch.start()
-    assert rendezvous.has_looked_at_following.wait(deadline(30))
-    rendezvous.watch.end()
+    keys.watch.start()
+    assert keys.has_looked_at_following.wait(deadline(30))
+    keys.watch.end()
 
-    assert rendezvous.watch.end_of_generation is None
+    assert keys.watch.end_of_generation is None

@@ -28,10 +28,9 @@ from nxd_state import (
 from nxd_state.processes import Process
 from nxd_state.rank_failure import describe_failure, is_peer_failure
 
-from nxd_elastic.layouts import choose
-from nxd_elastic.members import Generation, GenerationEnd, GenerationStore, Member, Rendezvous
+from nxd_elastic.members import Generation, GenerationEnd, GenerationKeys, GenerationStore, Member
 from nxd_elastic.peers.starting import use_memory_servers
-from nxd_elastic.rendezvous import RendezvousSettings, join
+from nxd_elastic.rendezvous import RendezvousSettings, choose_layout, join
 from nxd_elastic.supervisor import STEP_TAKEN, SupervisorPipe, supervise
 from nxd_elastic.watch import Watch
 
@@ -209,17 +208,17 @@ class _Trainer:
         self._slot, slots = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store = dist.TCPStore(address, port, wait_for_workers=False, timeout=_SECONDS_TO_CONNECT)
-        self._rendezvous = Rendezvous(self._store)
+        self._keys = GenerationKeys(self._store)
         own = Process.of(os.getpid())
         self._own = Member(self._slot, f"{self._slot}-{secrets.token_hex(6)}", own, pipe.launcher)
         if pipe.server:
-            self._rendezvous.set_memory_server(pipe.launcher, pipe.server)
-        self._watch = Watch(self._rendezvous, self._own, pipe, silence=options.silence)
+            self._keys.set_memory_server(pipe.launcher, pipe.server)
+        self._watch = Watch(self._keys, self._own, pipe, silence=options.silence)
         self._settings = RendezvousSettings(
             slots,
             options.grace,
             options.silence,
-            lambda ranks: choose(layouts, ranks, least=options.least, most=options.most, accepts=accepts),
+            lambda ranks: choose_layout(layouts, ranks, least=options.least, most=options.most, accepts=accepts),
         )
 
     @contextmanager
@@ -236,7 +235,7 @@ class _Trainer:
         before: Generation | None = None
         while not self._has_been_stopped():
             after = before.number if before else 0
-            generation = join(self._rendezvous, self._own, self._settings, after, replaces=self._pipe.replaces)
+            generation = join(self._keys, self._own, self._settings, after, replaces=self._pipe.replaces)
             if generation is None:
                 return None
             self._check_progress(before, generation)
@@ -256,22 +255,22 @@ class _Trainer:
     def _take_part(self, train_once: Callable[[Membership], T], generation: Generation, rank: int) -> tuple[T] | None:
         """Train in a generation; None if another one follows."""
         _set_environment(generation, rank, self._own)
-        servers = self._rendezvous.servers(generation)
+        servers = self._keys.servers(generation)
         use_memory_servers([*servers.values()], servers.get(self._own.launcher, ""))
-        store = GenerationStore(self._rendezvous.store_of(generation.number), self._reason_to_end)
+        store = GenerationStore(self._keys.store_of(generation.number), self._reason_to_end)
         _stores.append(store)
         try:
             membership = Membership(generation, rank, store, self._watch, self._pipe)
             result = train_once(membership)
             end = GenerationEnd("stopped" if membership.stopped else "done", "the training has ended")
-            end = self._rendezvous.end(generation.number, end)
+            end = self._keys.end(generation.number, end)
             if end.ending in ("stopped", "done"):
                 return (result,)
             if end.ending == "failed":
                 raise PeerError(end.reason)
             del result  # a rank was lost before it knew that everything is saved: all check again
         except ChangeMembers:
-            self._rendezvous.end(generation.number, GenerationEnd("change", "another trainer joins"))
+            self._keys.end(generation.number, GenerationEnd("change", "another trainer joins"))
         except Exception as error:
             if not self._can_continue_after(error, generation):
                 raise
@@ -287,12 +286,12 @@ class _Trainer:
         """Whether an exception comes from the loss of a rank, which ends the generation; any other ends the run."""
         of_peer = is_peer_failure(error) or isinstance(error, RanksLostError)
         if not of_peer and not self._finds_loss(generation):
-            self._rendezvous.end(
+            self._keys.end(
                 generation.number, GenerationEnd("failed", f"rank {self._slot} of the launch failed: {error}")
             )
             return False
         reason = f"rank {self._slot} of the launch lost contact: {describe_failure(error)}"
-        end = self._rendezvous.end(generation.number, GenerationEnd("lost", reason))
+        end = self._keys.end(generation.number, GenerationEnd("lost", reason))
         if end.ending == "lost" and self._slot == generation.members[0].slot:
             print(f"nxd elastic: generation {generation.number} is over: {end.reason}", file=sys.stderr, flush=True)
         if end.ending == "failed":
@@ -303,7 +302,7 @@ class _Trainer:
         """Whether a member is lost, or turns out to be within two seconds."""
         deadline = time.monotonic() + _SECONDS_TO_FIND_LOSS
         while time.monotonic() < deadline:
-            end = self._rendezvous.end_of(generation.number)
+            end = self._keys.end_of(generation.number)
             if end is not None:
                 return end.ending == "lost"
             if self._watch.find_lost(generation.members) is not None:
@@ -313,12 +312,12 @@ class _Trainer:
 
     def _has_been_stopped(self) -> bool:
         """Whether the run was stopped while this process started."""
-        end = self._rendezvous.end_of(self._rendezvous.latest()) if self._pipe.stopping else None
+        end = self._keys.end_of(self._keys.latest()) if self._pipe.stopping else None
         return end is not None and end.ending == "stopped"
 
     def _wait_for_end(self, generation: Generation) -> GenerationEnd:
         """Wait, as a spare, until the generation of the others ends."""
-        while (end := self._rendezvous.end_of(generation.number)) is None:
+        while (end := self._keys.end_of(generation.number)) is None:
             time.sleep(_POLL_SECONDS)
         if end.ending == "failed":
             raise PeerError(end.reason)
@@ -330,7 +329,7 @@ class _Trainer:
         """Raise on all ranks if contact was lost although no process ended: it would only be lost again."""
         if before is None or before.incarnations != after.incarnations:
             return
-        end = self._rendezvous.end_of(before.number)
+        end = self._keys.end_of(before.number)
         if end is not None and end.ending == "lost":
             raise PeerError(f"{end.reason}. No process has ended: check the network, or raise --elastic-silence")
 

@@ -80,7 +80,7 @@ class GenerationEnd:
         return cls(ending, printable(str(reason)))
 
 
-class Rendezvous:
+class GenerationKeys:
     """The keys of a job's store that describe generations; safe to use from any thread.
 
     Every method raises `torch.distributed.DistError` if the store cannot be reached, and `PeerError` if it holds a

@@ -1,4 +1,4 @@
-"""How trainers agree on the next generation, through the job's store alone.
+"""How trainers agree on the next generation and its layout, through the job's store alone.
 
 A trainer announces itself for the generation after the one that ended. The members are fixed at once if everyone from
 the previous generation is there. Members whose host is gone are not waited for; members whose process has ended are
@@ -11,12 +11,12 @@ this member has ended, and reports it as lost.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from nxd_state import ParallelDegrees, PeerError
 
-from nxd_elastic.members import Generation, GenerationEnd, Member, Rendezvous
+from nxd_elastic.members import Generation, GenerationEnd, GenerationKeys, Member
 from nxd_elastic.watch import Heartbeats
 
 _POLL_SECONDS, _POLL_SECONDS_PER_SLOT = 0.02, 0.002  # the more trainers poll the store, the less often each does
@@ -35,12 +35,12 @@ class RendezvousSettings:
 
 
 def join(
-    rendezvous: Rendezvous, own: Member, settings: RendezvousSettings, after: int, *, replaces: bool = False
+    keys: GenerationKeys, own: Member, settings: RendezvousSettings, after: int, *, replaces: bool = False
 ) -> Generation | None:
     """Wait for a generation that includes this trainer.
 
     Args:
-        rendezvous: the rendezvous of the job.
+        keys: the keys of the job's generations.
         own: this trainer.
         settings: the settings of the rendezvous.
         after: the last generation that this trainer was in, or 0.
@@ -53,21 +53,21 @@ def join(
     Raises:
         PeerError: there have been too few ranks for too long, or a rank failed with an error of its own.
     """
-    number, is_new_launch = max(after, rendezvous.latest()), after == 0 and not replaces
+    number, is_new_launch = max(after, keys.latest()), after == 0 and not replaces
     while True:
-        closed = rendezvous.closed(number)
+        closed = keys.closed(number)
         if closed is None and number > 0:  # `latest` is set after a generation is closed
             number -= 1
             continue
         if closed is not None and number > after and own.incarnation in closed.incarnations:
             return closed
-        end = None if closed is None else rendezvous.end_of(number)
+        end = None if closed is None else keys.end_of(number)
         if closed is not None and end is None and number > after:
-            end = _ask_to_end(rendezvous, own, closed)
+            end = _ask_to_end(keys, own, closed)
         if _ends_training(end, is_new_launch=is_new_launch):
             return None
         number += 1
-        if not _Attempt(rendezvous, own, settings, number).run(end):
+        if not _Attempt(keys, own, settings, number).run(end):
             return None
 
 
@@ -84,36 +84,36 @@ def _ends_training(end: GenerationEnd | None, *, is_new_launch: bool = False) ->
     return True
 
 
-def _ask_to_end(rendezvous: Rendezvous, own: Member, closed: Generation) -> GenerationEnd | None:
+def _ask_to_end(keys: GenerationKeys, own: Member, closed: Generation) -> GenerationEnd | None:
     """Ask a generation without this trainer to end; if this trainer replaces a member, the generation has ended."""
     replaced = [member for member in closed.members if member.slot == own.slot]
     if replaced:
         reason = f"rank {own.slot} of the launch is lost: its process {replaced[0].process.pid} has been replaced"
-        return rendezvous.end(closed.number, GenerationEnd("lost", reason))
-    rendezvous.ask_for_change(closed.number)
+        return keys.end(closed.number, GenerationEnd("lost", reason))
+    keys.ask_for_change(closed.number)
     return None
 
 
 class _Attempt:
     """This trainer's part in fixing the members of one generation."""
 
-    def __init__(self, rendezvous: Rendezvous, own: Member, settings: RendezvousSettings, number: int) -> None:
-        self._rendezvous, self._own, self._settings, self._number = rendezvous, own, settings, number
-        before = rendezvous.closed(number - 1)
+    def __init__(self, keys: GenerationKeys, own: Member, settings: RendezvousSettings, number: int) -> None:
+        self._keys, self._own, self._settings, self._number = keys, own, settings, number
+        before = keys.closed(number - 1)
         self._before = {} if before is None else {member.slot: member for member in before.members}
-        self._heartbeats = Heartbeats(rendezvous, own, settings.silence)
+        self._heartbeats = Heartbeats(keys, own, settings.silence)
 
     def run(self, before: GenerationEnd | None) -> bool:
         """Return once the members are fixed, with or without this trainer; False if there will be no generation.
 
         `before` is the end of the previous generation, if it had ended when this trainer arrived.
         """
-        self._rendezvous.announce(self._number, self._own)
+        self._keys.announce(self._number, self._own)
         began = time.monotonic()
         has_ended = self._number == 1 or before is not None
-        while self._rendezvous.closed(self._number) is None:
+        while self._keys.closed(self._number) is None:
             if not has_ended:
-                end = self._rendezvous.end_of(self._number - 1)
+                end = self._keys.end_of(self._number - 1)
                 if _ends_training(end):
                     return False
                 # If all members are lost, none of them could record the end.
@@ -126,14 +126,14 @@ class _Attempt:
 
     def _try(self, waited: float) -> None:
         slots = self._settings.slots
-        announced = self._rendezvous.announced(self._number, slots)
+        announced = self._keys.announced(self._number, slots)
         ready = {slot: it for slot, it in announced.items() if not self._heartbeats.is_lost(it)}
         grace = self._settings.grace * (1 if self._before else _PATIENCE)
         if any(self._is_expected(slot, waited < grace) for slot in range(slots) if slot not in ready):
             return
         degrees = self._settings.choose(len(ready))
         if degrees is not None and self._own.slot in ready:
-            self._rendezvous.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
+            self._keys.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
         elif waited > self._settings.grace * _PATIENCE:
             raise PeerError(
                 f"{len(ready)} of {slots} ranks are left, too few for the minimum or the layouts of --elastic, and no "
@@ -150,3 +150,50 @@ class _Attempt:
         if not self._heartbeats.is_lost(member):
             return True
         return within_grace and not member.launcher.has_ended(self._own.process)  # which would replace it
+
+
+def parse_layouts(text: str) -> list[ParallelDegrees]:
+    """Parse layouts in order of preference, such as `tp=2,pp=2;tp=2`; omitted degrees are 1.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    return [ParallelDegrees.parse(part) for part in text.split(";") if part.strip()]
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """Parse a minimum and a maximum number of ranks, such as `2:8`; `8` means `8:8`.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    least, colon, most = text.partition(":")
+    numbers = [least, most if colon else least]
+    if not all(number.isdecimal() for number in numbers) or not 1 <= int(numbers[0]) <= int(numbers[1]):
+        raise ValueError(f"{text!r} is not a range of ranks; write MIN:MAX, such as 2:8")
+    return int(numbers[0]), int(numbers[1])
+
+
+def choose_layout(
+    layouts: Sequence[ParallelDegrees],
+    num_ranks: int,
+    *,
+    least: int,
+    most: int,
+    accepts: Callable[[ParallelDegrees], bool],
+) -> ParallelDegrees | None:
+    """Return the first layout that fits, with as many replicas as possible; None if none fits.
+
+    Args:
+        layouts: layouts in order of preference.
+        num_ranks: number of available ranks; some may remain unused.
+        least: minimum number of ranks in a layout.
+        most: maximum number of ranks in a layout.
+        accepts: function that returns whether a layout suits the run, such as its global batch.
+    """
+    for layout in layouts:
+        for dp in range(min(num_ranks, most) // layout.model_ranks, 0, -1):
+            found = replace(layout, dp=dp)
+            if found.world_size >= least and accepts(found):
+                return found
+    return None

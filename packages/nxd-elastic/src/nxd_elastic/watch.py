@@ -13,24 +13,24 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from nxd_state import PeerError, abort_model_parallel
 
-from nxd_elastic.members import Generation, GenerationEnd, Member, Rendezvous
+from nxd_elastic.members import Generation, GenerationEnd, GenerationKeys, Member
 from nxd_elastic.supervisor import ALIVE, ENDING, SupervisorPipe
 
 _INTERVAL = 0.25  # seconds
 
 
 class Heartbeats:
-    """Tells which processes are still alive, as seen from `own`, by the heartbeats in the rendezvous."""
+    """Tells which processes are still alive, as seen from `own`, by the heartbeats in the store."""
 
-    def __init__(self, rendezvous: Rendezvous, own: Member, silence: float) -> None:
-        self._rendezvous, self._own, self._silence = rendezvous, own, silence
+    def __init__(self, keys: GenerationKeys, own: Member, silence: float) -> None:
+        self._keys, self._own, self._silence = keys, own, silence
         self._seen: dict[str, tuple[bytes | None, float]] = {}  # each latest heartbeat, and when it was first seen
 
     def is_lost(self, member: Member) -> bool:
         """Whether its process has ended, or has been silent for too long since the first call."""
         if member.process.host == self._own.process.host:  # its supervisor kills it if it is silent
             return member.process.has_ended(self._own.process)
-        now, beat = time.monotonic(), self._rendezvous.last_beat(member.incarnation)
+        now, beat = time.monotonic(), self._keys.last_beat(member.incarnation)
         last, since = self._seen.get(member.incarnation, (beat, now))
         if beat != last:
             since = now
@@ -46,14 +46,14 @@ class Watch(threading.Thread):
         change_wanted: whether another trainer waits to join the generation.
     """
 
-    def __init__(self, rendezvous: Rendezvous, own: Member, pipe: SupervisorPipe, *, silence: float) -> None:
+    def __init__(self, keys: GenerationKeys, own: Member, pipe: SupervisorPipe, *, silence: float) -> None:
         super().__init__(name="nxd elastic watch", daemon=True)
         self.end_of_generation: GenerationEnd | None = None
         self.change_wanted = False
-        self._rendezvous, self._own, self._pipe, self._silence = rendezvous, own, pipe, silence
+        self._keys, self._own, self._pipe, self._silence = keys, own, pipe, silence
         self._generation: Generation | None = None
         self._watched: list[Member] = []
-        self._heartbeats = Heartbeats(rendezvous, own, silence)
+        self._heartbeats = Heartbeats(keys, own, silence)
         self._lock = threading.Lock()  # held while the generation changes, or its communication is aborted
         self._has_left, self._ended = threading.Event(), threading.Event()
         self._kill_at = float("inf")
@@ -64,7 +64,7 @@ class Watch(threading.Thread):
         while not self._ended.is_set():
             try:
                 if not self._has_left.is_set():
-                    self._rendezvous.beat(self._own.incarnation, count)
+                    self._keys.beat(self._own.incarnation, count)
                     self._look()
             except (dist.DistError, PeerError) as error:
                 if self._has_left.is_set():  # the store ended with the run
@@ -84,7 +84,7 @@ class Watch(threading.Thread):
             self.end_of_generation, self.change_wanted, self._kill_at = None, False, float("inf")
             self._generation = generation
             self._watched = list(self._to_watch(generation))
-            self._heartbeats = Heartbeats(self._rendezvous, self._own, self._silence)
+            self._heartbeats = Heartbeats(self._keys, self._own, self._silence)
 
     def exit(self) -> None:
         """Stop watching: the main thread has left its generation, and cleans up until it calls `settle`."""
@@ -117,13 +117,13 @@ class Watch(threading.Thread):
         generation = self._generation
         if generation is None or self.end_of_generation is not None:
             return
-        end = self._rendezvous.end_of(generation.number)
+        end = self._keys.end_of(generation.number)
         if end is None and (lost := self.find_lost(self._watched)) is not None:
             reason = f"rank {lost.slot} of the launch is lost: its process {lost.process.pid} has ended or is silent"
-            end = self._rendezvous.end(generation.number, GenerationEnd("lost", reason))
+            end = self._keys.end(generation.number, GenerationEnd("lost", reason))
         if end is not None:
             self._leave(generation, end)
-        elif not self.change_wanted and self._rendezvous.change_is_wanted(generation.number):
+        elif not self.change_wanted and self._keys.change_is_wanted(generation.number):
             with self._lock:
                 self.change_wanted = generation is self._generation
 

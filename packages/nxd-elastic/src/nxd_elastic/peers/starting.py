@@ -166,9 +166,6 @@ def _reserved_port(host: str) -> socket.socket:
 class HostMemory:
     """A supervisor's memory server; only the supervisor of a host's first rank has one.
 
-    Args:
-        silence: seconds without an answer after which the memory server is killed.
-
     Attributes:
         address: `host:port` of the memory server; "" if there is none.
 

@@ -140,7 +140,7 @@ def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _elastic_recipe(recipe: Recipe, options: argparse.Namespace) -> "ElasticRecipe":
-    from nxd_elastic.layouts import parse_layouts, parse_range  # noqa: PLC0415
+    from nxd_elastic.rendezvous import parse_layouts, parse_range  # noqa: PLC0415
 
     from nxd_trainer.training.elastic import ElasticRecipe, options_of  # noqa: PLC0415
 
