@@ -14,7 +14,7 @@ from neuronx_distributed.quantization.microscaling import transform_weights as m
 from neuronx_distributed.trace import BucketModelConfig
 from neuronx_distributed.trace.mock_torchdist import mock_distributed
 from neuronx_distributed.trace.model_builder import BaseModelInstance
-from neuronx_distributed.trace.model_builder import ModelBuilder as FirstModelBuilder
+from neuronx_distributed.trace.model_builder import ModelBuilder as ModelBuilderV1
 from neuronx_distributed.utils import medusa_utils
 from neuronx_distributed.utils.sampling import Sampler
 from neuronx_distributed.utils.tensor_capture import (
@@ -105,7 +105,7 @@ def test_inputs_are_traced_by_position_and_by_name_of_a_class_defined_anywhere()
 @pytest.mark.slow
 def test_the_first_builder_takes_instances_and_a_loader_of_weights():
     reference, inputs = plain(), torch.randn(2, 4)
-    builder = FirstModelBuilder(router=None, tp_degree=2, checkpoint_loader=reference.state_dict)
+    builder = ModelBuilderV1(router=None, tp_degree=2, checkpoint_loader=reference.state_dict)
 
     builder.add("model", BaseModelInstance(feed_forward, {}), [(inputs,), (inputs[:1],)])
     model = builder.trace(initialize_model_weights=False)
@@ -120,7 +120,7 @@ def test_the_first_builder_takes_instances_and_a_loader_of_weights():
 @pytest.mark.parametrize("loader", [dict, None])
 def test_the_first_builder_gets_its_weights_later(loader):
     reference, inputs = plain(), torch.randn(2, 4)
-    builder = FirstModelBuilder(router=None, tp_degree=2, checkpoint_loader=loader)
+    builder = ModelBuilderV1(router=None, tp_degree=2, checkpoint_loader=loader)
     builder.add("model", BaseModelInstance(feed_forward, {}), [(inputs,)])
     with nxd.NxDParallelState(world_size=2, tensor_model_parallel_size=2):
         shards = nxd.shard_checkpoint(reference.state_dict(), feed_forward())
@@ -162,7 +162,7 @@ class CountingInstance(BaseModelInstance):
 @pytest.mark.slow
 def test_the_first_builder_calls_preshard_hooks_numbers_buckets_and_keeps_state_that_weights_lack():
     weight, inputs = torch.randn(8, 4), torch.randn(2, 4)
-    builder = FirstModelBuilder(None, 2, lambda: {"stored.weight": weight})
+    builder = ModelBuilderV1(None, 2, lambda: {"stored.weight": weight})
     buckets = BucketModelConfig(None, func_kwargs=[{"bucket_rank": 0}, {"bucket_rank": 1}])
 
     builder.add("buckets", CountingInstance(), [(inputs[:1],), (inputs,)], "--auto-cast=none", bucket_config=buckets)
@@ -182,7 +182,7 @@ def test_the_builder_of_nxd_trace_is_made_by_its_own_arguments():
 
 def test_builders_say_what_they_do_not_take():
     with pytest.raises(ValueError, match="router must be None"):
-        FirstModelBuilder(max, 2, dict)
+        ModelBuilderV1(max, 2, dict)
     with pytest.raises(ValueError, match="No traces available"):
         nxd.ModelBuilder(feed_forward()).compile()
     with pytest.raises(ValueError, match="example inputs as args"):
@@ -190,7 +190,7 @@ def test_builders_say_what_they_do_not_take():
     with pytest.raises(TypeError, match="missing a required argument: 'input'"):
         nxd.ModelBuilder(feed_forward()).trace(args=())
     with pytest.raises(ValueError, match=r"nothing has been added; call add\(\) before trace\(\)"):
-        FirstModelBuilder(None, 2, dict).trace()
+        ModelBuilderV1(None, 2, dict).trace()
     with pytest.raises(ValueError, match=r"compiler_args lack \['b'\]; pass options for each"):
         nxd.ModelBuilder(feed_forward()).trace(args=torch.ones(1, 4), tag="b").compile(compiler_args={"a": "-O1"})
 

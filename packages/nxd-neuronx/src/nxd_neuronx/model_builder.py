@@ -1,4 +1,4 @@
-"""Both generations of model builders for inference, over nxd_trace."""
+"""`ModelBuilderV1` and `ModelBuilderV2`, the two builders for inference, over nxd_trace."""
 
 import copy
 import inspect
@@ -22,7 +22,7 @@ from nxd_neuronx.tensors import invoke_preshard_hooks
 from nxd_neuronx.traced_model import NxDModel, NxDModelExecutor, arguments_of_compiler
 
 
-class ModelBuilder:
+class ModelBuilderV2:
     """Traces an existing model for several input shapes and compiles all of them.
 
     Buffers that forward changes in place, such as a key-value cache, are state, which stays in the workers.
@@ -123,7 +123,7 @@ def _one_for_all(compiler_args: Mapping[str, str | None]) -> str | None:
 
 
 class BaseModelInstance:
-    """How the first builder builds a model in each worker; subclasses may override it.
+    """How `ModelBuilderV1` builds a model in each worker; subclasses may override it.
 
     Args:
         module_cls: function without arguments that returns the model.
@@ -146,7 +146,7 @@ class BaseModelInstance:
 
 
 class InstanceOnRank:
-    """Builds the models of a first builder's instances in a worker."""
+    """Builds the models of `ModelBuilderV1` in a worker."""
 
     def __init__(self, instances: Mapping[str, BaseModelInstance]) -> None:
         self._instances = instances
@@ -159,8 +159,8 @@ class InstanceOnRank:
         return module, aliases[0] if isinstance(aliases, list) and len(aliases) == 1 else aliases
 
 
-class FirstModelBuilder:
-    """The first builder: collects models by key, with inputs for each bucket; the models share weights and state.
+class ModelBuilderV1:
+    """Collects models by key, with inputs for each bucket; the models share weights and state.
 
     With a function and no `checkpoint_loader`, the constructor returns an `nxd_trace.ModelBuilder`.
 
