@@ -41,7 +41,7 @@ from nxd_engine.checkpoints.find import write_text
 from nxd_engine.checkpoints.model_description import ADAPTER_KEY, describe_model, with_companions
 from nxd_engine.checkpoints.state import CheckpointState, kind_of, model_state, owner_of
 from nxd_engine.nxd_model import NxDModel
-from nxd_engine.unwrap import further_names, plain_model, tied_names
+from nxd_engine.unwrap import plain_model, tied_names
 
 ADAPTER_FOLDER = "lora_adapter"
 CONFIG_FILE = "adapter_config.json"
@@ -85,7 +85,7 @@ def adapt_model(model: NxDModel, chosen: ChosenAdapters) -> None:
     state = on_every_rank(coordinator, doing, lambda: model_state(model.pipeline))
     into = state if has_base(checkpoint.objects) else _adapter_of(lora, state)
     where = f"checkpoint {chosen.tag!r} in {root}"
-    check_names(checkpoint.tensors, into, further_names(model.pipeline), where, coordinator, can_be_lax=False)
+    check_names(checkpoint.tensors, into, tied_names(model.pipeline), where, coordinator, can_be_lax=False)
     nxd_ckpt.load(root, chosen.tag, into=into, strict=False, convert_dtype=True)
 
 
@@ -227,25 +227,25 @@ def save_lora_checkpoint(
     if ADAPTER_KEY in (objects or {}):
         raise ValueError(f"objects has the key {ADAPTER_KEY!r}, which is reserved for the adapter; use another key")
     described = describe_model(model, model.module)
-    kept = {**(described.as_objects() if described else {}), **(objects or {})}
-    extra = as_extra(with_companions(described).files) if described else None
-    if not config.enable_lora:
-        nxd_ckpt.save(path, tag, model_state(model.module), objects=kept, extra=extra, step=step, overwrite=overwrite)
-        return
-    if config.merge_lora:
-        _save_merged(path, tag, model, objects=kept, extra=extra, step=step, overwrite=overwrite)
-        return
-    description = {"adapter": adapter_config(model), "has_base": config.save_lora_base}
-    nxd_ckpt.save(
-        path,
-        tag,
-        lora_state(model, with_base=config.save_lora_base),
-        objects={**kept, ADAPTER_KEY: description},
-        extra=extra,
-        step=step,
-        overwrite=overwrite,
-    )
-    if not config.save_lora_config_adapter:
+    lora = model if config.enable_lora else None
+    description = describe_adapter(lora)
+    if description is not None:
+        _check_unmerged(model)
+    with weights_to_save(lora, coordinator_for(None), f"saving checkpoint {tag!r} to {os.fspath(path)}"):
+        nxd_ckpt.save(
+            path,
+            tag,
+            saved_tensors(lora, model_state(model.module)),
+            objects={
+                **(described.as_objects() if described else {}),
+                **(objects or {}),
+                **({} if description is None else {ADAPTER_KEY: description}),
+            },
+            extra=as_extra(with_companions(described).files) if described else None,
+            step=step,
+            overwrite=overwrite,
+        )
+    if description is not None and not config.save_lora_config_adapter:
         write_adapter_config(model, Path(path) / tag / ADAPTER_FOLDER)
 
 
@@ -307,24 +307,16 @@ def has_base(objects: Any) -> bool:
     return bool(objects[ADAPTER_KEY]["has_base"])
 
 
-def lora_state(model: LoraModel, *, with_base: bool) -> CheckpointState:
-    """Return the adapter, and the base model if wanted, as logical tensors that share the model's memory."""
+def _check_unmerged(model: LoraModel) -> None:
     if model.is_merged:
         raise RuntimeError("the adapter is merged into the base model's weights; unmerge() first")
+
+
+def lora_state(model: LoraModel, *, with_base: bool) -> CheckpointState:
+    """Return the adapter, and the base model if wanted, as logical tensors that share the model's memory."""
+    _check_unmerged(model)
     state = model_state(model.module)
     return state if with_base else {name: state[name] for name in adapter_names(model)}
-
-
-def _save_merged(path: str | os.PathLike[str], tag: str, model: LoraModel, **arguments: Any) -> None:
-    was_merged = model.is_merged
-    model.merge()
-    try:
-        factors = set(adapter_names(model, with_biases=False))
-        state = {name: tensor for name, tensor in model_state(model.module).items() if name not in factors}
-        nxd_ckpt.save(path, tag, state, **arguments)
-    finally:
-        if not was_merged:
-            model.unmerge()
 
 
 def _describe(path: str | os.PathLike[str], tag: str | None) -> tuple[str, dict[str, Any]]:

@@ -83,13 +83,8 @@ def buffer_names(model: nn.Module) -> set[str]:
     return {name for name, _ in named}
 
 
-def further_names(model: nn.Module) -> set[str]:
-    """Return the names of tied parameters that checkpoints do not use."""
-    return set(tied_names(model))
-
-
 def tied_names(model: nn.Module) -> Mapping[str, str]:
-    """Map each of `further_names` to the parameter's name in checkpoints."""
+    """Map each further name of a tied parameter, which checkpoints do not use, to the name that they use."""
     if isinstance(model, NxDPPModel):
         return model.tied_names()
     first: dict[int, str] = {}

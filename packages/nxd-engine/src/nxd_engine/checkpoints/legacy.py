@@ -33,7 +33,7 @@ from nxd_engine.checkpoints.legacy_heads import CopiedHeads, copied_heads
 from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state, settle_optimizer_state
 from nxd_engine.checkpoints.state import CheckpointState, logical_name, model_state, parameters_in_checkpoint
 from nxd_engine.checkpoints.stored_values import apply_settings, group_names
-from nxd_engine.unwrap import further_names
+from nxd_engine.unwrap import tied_names
 
 _Value = TypeVar("_Value")
 _Specs = Mapping[str, ShardSpec]
@@ -119,7 +119,7 @@ def load_legacy_checkpoint(
         sharding = _sharding_of_model(model, experts, specs, shapes, files.tensor_parallel_size)
         if files.tensor_parallel_size == len(specs):
             sharding |= _tiled_heads(copied, files)
-        names = None if optimizer is None else _parameter_names(stages, groups, further_names(model))
+        names = None if optimizer is None else _parameter_names(stages, groups, tied_names(model))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"leaving out .*user_content")  # it is read separately
             return open_neuronx(folder, sharding=sharding, parameter_names=names)
@@ -127,7 +127,7 @@ def load_legacy_checkpoint(
     source = on_every_rank(coordinator, doing, open_source)
     own = on_every_rank(coordinator, doing, lambda: wanted_tensors(adapters, {}, model_state(model), where))
     if strict:
-        check_names(source.tensors, own, further_names(model), where, coordinator)
+        check_names(source.tensors, own, tied_names(model), where, coordinator)
     objects = source.objects
     on_every_rank(coordinator, doing, lambda: _check_objects(objects, optimizer, scheduler))
     into = {name: tensor for name, tensor in own.items() if name in source.tensors}
@@ -176,18 +176,12 @@ def _check_states_of_experts(files: _Files, folder: str) -> None:
 
 
 def _parameter_names(
-    stages: Sequence[Mapping[str, object]], groups_of_ranks: Sequence[Sequence[Sequence[str]]], tied_names: set[str]
+    stages: Sequence[Mapping[str, object]], groups_of_ranks: Sequence[Sequence[Sequence[str]]], tied: Mapping[str, str]
 ) -> dict[int, list[str]]:
-    """Return the names in the order of each saved stage's optimizer: by group, then as in the model.
-
-    Args:
-        stages: tensors of each saved stage by name.
-        groups_of_ranks: names in each optimizer group of each current pipeline rank.
-        tied_names: further names of tied parameters.
-    """
-    if len(stages) > 1 and tied_names:
+    """Return the names in the order of each saved stage's optimizer: by group, then as in the model."""
+    if len(stages) > 1 and tied:
         raise CheckpointError(
-            f"the weights {sorted(tied_names)} are tied, and the optimizer states of {len(stages)} stages do not say "
+            f"the weights {sorted(tied)} are tied, and the optimizer states of {len(stages)} stages do not say "
             "which stage had them; leave out optimizer="
         )
     num_groups = max(len(groups) for groups in groups_of_ranks)

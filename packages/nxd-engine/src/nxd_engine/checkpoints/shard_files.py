@@ -32,7 +32,7 @@ from nxd_engine.checkpoints.fill import check_names
 from nxd_engine.checkpoints.state import CheckpointState, model_state
 from nxd_engine.checkpoints.stored_values import check_readable
 from nxd_engine.rank_sync import agree, is_first_replica
-from nxd_engine.unwrap import further_names, plain_model
+from nxd_engine.unwrap import plain_model, tied_names
 
 NXD_SKIP_RENDEZVOUS = "NXD_SKIP_RENDEZVOUS"  # a variable of the existing library, without effect here
 
@@ -138,7 +138,7 @@ def load(
         content = on_every_rank(coordinator, doing, lambda: load_torch_file(_whole_file(load_dir)))
         state = on_every_rank(coordinator, doing, lambda: _part(content, model_key))
         own = on_every_rank(coordinator, doing, lambda: model_state(model))
-        check_names(state, own, further_names(model), os.fspath(load_dir), coordinator, can_be_lax=False)
+        check_names(state, own, tied_names(model), os.fspath(load_dir), coordinator, can_be_lax=False)
         on_every_rank(coordinator, doing, lambda: _slice_into(own, state))
         return _rest(content, model_key)
     content = on_every_rank(coordinator, doing, lambda: load_rank_file(_own_file(load_dir, master_dp_only)))
