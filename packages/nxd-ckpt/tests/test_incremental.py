@@ -401,7 +401,7 @@ def test_replicas_that_differ_are_refused_though_nothing_has_to_be_written(tmp_p
         save(tmp_path, "t", state, incremental=True, check_replicas=True, process_group=ranks)
 
     for outcome in outcomes_on_threads(save_again, 2):
-        with pytest.raises(CheckpointError, match=r"'frozen2' .* differs from what rank"):
+        with pytest.raises(CheckpointError, match=r"'frozen2' .* differs from the copy that rank"):
             raise outcome
 
 

@@ -107,7 +107,7 @@ def test_load_fallback_does_not_hide_that_the_caller_asks_for_something_else(tmp
     save(tmp_path, "old", {"w": torch.ones(10)}, step=1)
     save(tmp_path, "new", {"v": torch.ones(10)}, step=2)
 
-    with pytest.raises(CheckpointError, match=r"'w' torch.float32 .* is asked for but not in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'w' torch.float32 .* was requested but is not in the checkpoint"):
         load(tmp_path, into={"w": torch.zeros(10)}, fallback=True)
 
 

@@ -49,19 +49,19 @@ def test_load_differences_are_listed_all_at_once_and_on_every_rank(root):
     assert isinstance(outcomes[0], CheckpointError)
     assert str(outcomes[0]) == str(outcomes[1])
     assert str(outcomes[0]).splitlines() == [
-        f"loading checkpoint 't' from {root} failed: the checkpoint does not match what is asked for",
-        "  'a' is torch.float32 [4, 2] as [0:4,0:2], asked for torch.float32 [2, 4] as [0:2,0:4]",
-        "  'b' is torch.bfloat16 [3] as [0:3], asked for torch.float32 [3] as [0:3] (rank 0)",
+        f"loading checkpoint 't' from {root} failed: the checkpoint does not match the request",
+        "  'a' is torch.float32 [4, 2] as [0:4,0:2]; requested: torch.float32 [2, 4] as [0:2,0:4]",
+        "  'b' is torch.bfloat16 [3] as [0:3]; requested: torch.float32 [3] as [0:3] (rank 0)",
         "  (pass convert_dtype=True to convert) (rank 0)",
-        "  'd' torch.float32 [1] is asked for but not in the checkpoint (rank 1)",
-        "  'c' torch.float32 [1] as [0:1] is in the checkpoint but not asked for",
-        "  (pass strict=False to leave out what is not asked for)",
+        "  'd' torch.float32 [1] was requested but is not in the checkpoint (rank 1)",
+        "  'c' torch.float32 [1] as [0:1] is in the checkpoint but was not requested",
+        "  (pass strict=False to leave these out)",
     ]
     assert not any(tensor.any() for wanted in into for tensor in wanted.values())
 
 
 def test_load_without_strict_still_refuses_missing_names(root):
-    with pytest.raises(CheckpointError, match=r"'d' torch.float32 \[1\] is asked for but not in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'d' torch.float32 \[1\] was requested but is not in the checkpoint"):
         load(root, into={"d": torch.zeros(1)}, strict=False)
 
 

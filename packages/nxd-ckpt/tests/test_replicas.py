@@ -58,7 +58,7 @@ def test_save_replicas_that_differ_in_a_bit_are_refused_on_all_ranks_and_nothing
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
     assert len({str(outcome) for outcome in outcomes}) == 1
     assert f"{name!r} [0:" in str(outcomes[0])
-    assert "differs from what rank" in str(outcomes[0])
+    assert "differs from the copy that rank" in str(outcomes[0])
     assert "the replicas are no longer equal; load an earlier checkpoint" in str(outcomes[0])
     assert list_checkpoints(tmp_path) == []
 

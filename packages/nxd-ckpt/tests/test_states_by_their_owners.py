@@ -374,7 +374,7 @@ def test_value_that_is_left_out_below_what_is_asked_for_is_an_error_if_strict(tm
     save(tmp_path, "a", {"run": {"w": torch.ones(1), "epoch": 3}, "other": 1})
     into = {"run": {"w": torch.zeros(1)}}
 
-    with pytest.raises(CheckpointError, match=r"the value 'run\.epoch' is in the checkpoint but not asked for"):
+    with pytest.raises(CheckpointError, match=r"the value 'run\.epoch' is in the checkpoint but was not requested"):
         load(tmp_path, into=into)
     load(tmp_path, into=into, strict=False)
 

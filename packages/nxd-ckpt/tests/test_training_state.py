@@ -187,7 +187,7 @@ def test_value_that_is_not_there_is_an_error_before_anything_changes(tmp_path):
     save(tmp_path, "a", {"weight": torch.ones(2), "step": 1})
     into = {"weight": torch.zeros(2), "steps": 0}
 
-    with pytest.raises(nxd_ckpt.CheckpointError, match="the value 'steps' is asked for but not in the checkpoint"):
+    with pytest.raises(nxd_ckpt.CheckpointError, match="the value 'steps' was requested but is not in the checkpoint"):
         load(tmp_path, into=into)
 
     assert into["weight"].sum() == 0

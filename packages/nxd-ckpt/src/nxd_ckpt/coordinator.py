@@ -153,7 +153,8 @@ def _listed(failures: list[tuple[int, str]], world_size: int) -> str:
         return f" on {len(failures)} of {world_size} ranks: {texts.pop()}"
     lines = [f"  rank {rank}: {failure}" for rank, failure in failures[:8]]
     if len(failures) > 8:
-        lines.append(f"  and {len(failures) - 8} more ranks")
+        more = len(failures) - 8
+        lines.append(f"  and {more} more rank{'s' if more > 1 else ''}")
     return f" on {len(failures)} of {world_size} ranks\n" + "\n".join(lines)
 
 

@@ -223,7 +223,7 @@ def _checked(read: Callable[[], dict[str, Any]], state: TrainingState) -> dict[s
     """Return the values; all values in the request must exist."""
     values = read()
     if missing := [path for path in state.values if path not in values]:
-        raise CheckpointError(f"the value {missing[0]!r} is asked for but not in the checkpoint")
+        raise CheckpointError(f"the value {missing[0]!r} was requested but is not in the checkpoint")
     return values
 
 
@@ -306,16 +306,14 @@ def _check_fit(
         known = {name for _, names, _, _ in views for name in names}
         unexpected = [name for name in checkpoint.tensors if name not in known]
         problems.extend(
-            f"{name!r} {_layout(checkpoint, name)} is in the checkpoint but not asked for" for name in unexpected
+            f"{name!r} {_layout(checkpoint, name)} is in the checkpoint but was not requested" for name in unexpected
         )
         of_no_rank = [path for path in views[0][3] if all(path in left for _, _, _, left in views)]
-        problems.extend(f"the value {path!r} is in the checkpoint but not asked for" for path in of_no_rank)
+        problems.extend(f"the value {path!r} is in the checkpoint but was not requested" for path in of_no_rank)
         if unexpected or of_no_rank:
-            problems.append("(pass strict=False to leave out what is not asked for)")
+            problems.append("(pass strict=False to leave these out)")
     if problems:
-        raise _MismatchError(
-            f"{doing} failed: the checkpoint does not match what is asked for\n  " + "\n  ".join(problems)
-        )
+        raise _MismatchError(f"{doing} failed: the checkpoint does not match the request\n  " + "\n  ".join(problems))
 
 
 def _view_from(message: Any) -> tuple[str, list[str], list[str], list[str]]:
@@ -330,10 +328,10 @@ def _differences(checkpoint: Checkpoint, wanted: Mapping[str, ShardedTensor], *,
         info = checkpoint.tensors.get(name)
         asked = f"{tensor.dtype} {list(tensor.global_shape)}"
         if info is None:
-            found.append(f"{name!r} {asked} is asked for but not in the checkpoint")
+            found.append(f"{name!r} {asked} was requested but is not in the checkpoint")
         elif tensor.global_shape != info.global_shape or (tensor.dtype != info.dtype and not convert_dtype):
             held = ", ".join(str(shard.box) for shard in tensor.shards) or "none of it"
-            found.append(f"{name!r} is {_layout(checkpoint, name)}, asked for {asked} as {held}")
+            found.append(f"{name!r} is {_layout(checkpoint, name)}; requested: {asked} as {held}")
     hint = "(pass convert_dtype=True to convert)"
     if any(tensor.dtype != checkpoint.tensors[n].dtype for n, tensor in wanted.items() if n in checkpoint.tensors):
         found += [] if convert_dtype else [hint]

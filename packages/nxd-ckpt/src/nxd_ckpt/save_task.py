@@ -34,6 +34,8 @@ from nxd_ckpt.stores import SaveTransaction, check_processes, check_tag, open_st
 from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, values_file
 
+_CHECKING = "checking the arguments of save"
+
 # Parts of tensors are stored as the name followed by the box, so tensor names must not have that form.
 _RESERVED_NAME = re.compile(r"|__metadata__|.*\[\d+:\d+(,\d+:\d+)*\]", re.DOTALL)
 
@@ -120,7 +122,7 @@ def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
 
 
 class _Details(NamedTuple):
-    """One rank's part of what differs between ranks, or from their last save; empty where nothing does.
+    """One rank's values and tensors, each empty if it is the same on all ranks or as in their last save.
 
     Attributes:
         descriptions: the rank's tensors.
@@ -133,6 +135,15 @@ class _Details(NamedTuple):
     groups: list[str]
 
 
+class _OwnState(NamedTuple):
+    """This rank's checked arguments: the state, and the options with the rank's `PerRank` values."""
+
+    flattened: TrainingState
+    sharded: dict[str, ShardedTensor]
+    descriptions: dict[str, TensorDescription]
+    options: SaveOptions
+
+
 class _CachedPlan(NamedTuple):
     digest: str
     plan: SavePlan
@@ -140,7 +151,7 @@ class _CachedPlan(NamedTuple):
 
 
 # The plan of the last layout, per rank, since a run saves the same tensors repeatedly. In some tests ranks are threads.
-_cache: dict[tuple[int, int], _CachedPlan] = {}
+_cache: dict[RankKey, _CachedPlan] = {}
 
 
 def prepare_save(
@@ -161,52 +172,17 @@ def prepare_save(
         ValueError: a rank's arguments are invalid or do not match the others'; raised on every rank.
         CheckpointError: an earlier background save failed on a rank and was never waited for.
     """
-    sharded: dict[str, ShardedTensor] = {}
-    descriptions: dict[str, TensorDescription] = {}
-    flattened = TrainingState()
-    cache_key = (coordinator.rank, coordinator.world_size)
-    last_digest = _cache[cache_key].digest if cache_key in _cache else ""
-
-    def check_arguments() -> _Request:
-        nonlocal options, flattened
-        check()
-        process = process_of(path)
-        flattened = flatten_state(state, several_ranks=coordinator.world_size > 1)
-        sharded.update(as_sharded_state(flattened.tensors))
-        descriptions.update(
-            (_check_name(name), _describe(tensor, of_first_holder=name in flattened.of_first_holder))
-            for name, tensor in sharded.items()
-        )
-        _check_options(options)
-        options = _with_rank_values(options, flattened)
-        return _Request(
-            save_id=uuid.uuid4().hex,
-            common=(options.tag, options.step, options.overwrite, options.check_replicas, options.incremental),
-            rank_objects=options.rank_objects,
-            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(descriptions)),  # only hashed, never loaded
-            cached_plan=last_digest,
-            failed_saves=unreported_failures(RankKey(coordinator.rank, coordinator.world_size)),
-            process=process,
-            values_digest=xxhash.xxh3_128_hexdigest(
-                json.dumps([list(flattened.values), [flattened.values[it] for it in sorted(flattened.groups)]]).encode()
-            ),
-        )
-
-    doing = "checking the arguments of save"
-    sent = gather_from_every_rank(coordinator, doing, check_arguments, error_type=ValueError)
-    requests = parsed(sent, _request_from, doing)
-    _check_earlier_saves(requests, coordinator)
-    _check_same_save(requests)
-    check_processes(path, [request.process for request in requests])
-    values, cached = _gather_details(requests, descriptions, flattened, coordinator, doing)
-    values = _without_empty_parts(values, cached.plan.tensors)
+    own, requests = _compare_arguments(path, state, options, coordinator, check)
+    values, cached = _gather_details(requests, own, coordinator)
+    options, sharded = own.options, own.sharded
     if values and coordinator.rank == 0:
         options = replace(options, extra={**(options.extra or {}), **values_file(values)})
     replica_hashes: ReplicaHashes = {}
     if options.check_replicas:
         doing = f"comparing replicas to save checkpoint {options.tag!r}"
+        may_differ = own.flattened.may_differ
         replica_hashes = on_every_rank(
-            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank, flattened.may_differ)
+            coordinator, doing, lambda: hash_replicas(cached.plan, sharded, coordinator.rank, may_differ)
         )
     store, save_id = open_store(path), requests[0].save_id
     increment, layout = Increment(cached.plan), cached.layout
@@ -233,37 +209,83 @@ def prepare_save(
     return task, sharded
 
 
-def _gather_details(
-    requests: Sequence[_Request],
-    descriptions: dict[str, TensorDescription],
-    flattened: TrainingState,
+def _compare_arguments(
+    path: "str | os.PathLike[str]",
+    state: Mapping[str, Any],
+    options: SaveOptions,
     coordinator: Coordinator,
-    doing: str,
+    check: Callable[[], None],
+) -> tuple[_OwnState, list[_Request]]:
+    """Check this rank's arguments, and compare them with those of other ranks in one gather."""
+    checked: list[_OwnState] = []
+    key = RankKey(coordinator.rank, coordinator.world_size)
+    last_digest = _cache[key].digest if key in _cache else ""
+
+    def check_arguments() -> _Request:
+        check()
+        process = process_of(path)
+        own = _own_state(state, options, several_ranks=coordinator.world_size > 1)
+        checked.append(own)
+        values, groups, given = own.flattened.values, own.flattened.groups, own.options
+        return _Request(
+            save_id=uuid.uuid4().hex,
+            common=(given.tag, given.step, given.overwrite, given.check_replicas, given.incremental),
+            rank_objects=given.rank_objects,
+            layout_digest=xxhash.xxh3_128_hexdigest(pickle.dumps(own.descriptions)),  # only hashed, never loaded
+            cached_plan=last_digest,
+            failed_saves=unreported_failures(key),
+            process=process,
+            values_digest=xxhash.xxh3_128_hexdigest(
+                json.dumps([list(values), [values[it] for it in sorted(groups)]]).encode()
+            ),
+        )
+
+    sent = gather_from_every_rank(coordinator, _CHECKING, check_arguments, error_type=ValueError)
+    requests = parsed(sent, _request_from, _CHECKING)
+    _check_earlier_saves(requests, key)
+    _check_same_save(requests)
+    check_processes(path, [request.process for request in requests])
+    return checked[0], requests
+
+
+def _own_state(state: Mapping[str, Any], options: SaveOptions, *, several_ranks: bool) -> _OwnState:
+    flattened = flatten_state(state, several_ranks=several_ranks)
+    sharded = as_sharded_state(flattened.tensors)
+    descriptions = {
+        _check_name(name): _describe(tensor, of_first_holder=name in flattened.of_first_holder)
+        for name, tensor in sharded.items()
+    }
+    _check_options(options)
+    return _OwnState(flattened, sharded, descriptions, _with_rank_values(options, flattened))
+
+
+def _gather_details(
+    requests: Sequence[_Request], own: _OwnState, coordinator: Coordinator
 ) -> tuple[dict[str, Any], _CachedPlan]:
     """Return the values of all ranks and the plan; one gather if ranks' values differ or the layout is new.
 
     Raises:
         ValueError: the ranks' tensors do not fit together; on every rank.
     """
-    cache_key = (coordinator.rank, coordinator.world_size)
-    max_write_bytes = CHUNK_BYTES if requests[0].common[-1] else None
+    key = RankKey(coordinator.rank, coordinator.world_size)
+    max_write_bytes = CHUNK_BYTES if own.options.incremental else None
     digest = "".join([str(max_write_bytes), *(request.layout_digest for request in requests)])
     is_new_layout = any(request.cached_plan != digest for request in requests)
     values_differ = any(request.values_digest != requests[0].values_digest for request in requests)
-    values = flattened.values
+    values = own.flattened.values
     if is_new_layout or values_differ:
-        own = _Details(
-            descriptions if is_new_layout else {},
+        sent = _Details(
+            own.descriptions if is_new_layout else {},
             values if values_differ else {},
-            sorted(flattened.groups) if values_differ else [],
+            sorted(own.flattened.groups) if values_differ else [],
         )
-        details = parsed(coordinator.all_gather_object(own), _details_from, doing)
+        details = parsed(coordinator.all_gather_object(sent), _details_from, _CHECKING)
         if values_differ:
             values = _merged(details)
         if is_new_layout:
             plan = plan_save([of_rank.descriptions for of_rank in details], max_write_bytes=max_write_bytes)
-            _cache[cache_key] = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
-    return values, _cache[cache_key]
+            _cache[key] = _CachedPlan(digest, plan, lay_out(plan.writes[coordinator.rank], plan.tensors))
+    return _without_empty_parts(values, _cache[key].plan.tensors), _cache[key]
 
 
 def _details_from(message: Any) -> _Details:
@@ -340,10 +362,10 @@ def _describe(tensor: ShardedTensor, *, of_first_holder: bool) -> TensorDescript
     return TensorDescription(CODE_OF_DTYPE[tensor.dtype], tensor.global_shape, boxes, of_first_holder)
 
 
-def _check_earlier_saves(requests: list[_Request], coordinator: Coordinator) -> None:
+def _check_earlier_saves(requests: list[_Request], key: RankKey) -> None:
     """Raise the errors of background saves that were never waited for, once and on all ranks."""
     failed = {save_id: text for request in requests for save_id, text in request.failed_saves.items()}
-    mark_reported(RankKey(coordinator.rank, coordinator.world_size), set(failed))
+    mark_reported(key, set(failed))
     if failed:
         raise CheckpointError("; ".join(sorted(failed.values())) + "; this save was not started")
 

@@ -117,7 +117,7 @@ def test_load_read_error_on_one_rank_is_raised_by_all(tmp_path, monkeypatch):
     assert "cannot be read: [Errno 5] Input/output error" in str(outcomes[0])
 
 
-@pytest.mark.parametrize(("failing", "last_line"), [(8, "  rank 7: own7 is a set"), (9, "  and 1 more ranks")])
+@pytest.mark.parametrize(("failing", "last_line"), [(8, "  rank 7: own7 is a set"), (9, "  and 1 more rank")])
 def test_save_that_fails_on_many_ranks_names_the_first_eight(tmp_path, failing, last_line):
     def save_one(ranks):
         value = {ranks.rank} if ranks.rank < failing else torch.ones(1)  # JSON cannot hold a set

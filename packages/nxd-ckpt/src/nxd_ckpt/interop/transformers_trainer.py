@@ -100,7 +100,7 @@ class NxdCheckpoints:
 
     @contextmanager
     def _nxd_limit_of_checkpoints(self: Any) -> Iterator[None]:
-        """Hides `save_total_limit` from the Trainer, which would remove folders that other checkpoints reference."""
+        """Hide `save_total_limit` from the Trainer, which would remove folders that other checkpoints reference."""
         self._nxd_limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             yield

@@ -11,7 +11,7 @@ checkpoint (`FsspecSave`). Only this file of the package imports fsspec.
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 import fsspec
@@ -19,7 +19,7 @@ import fsspec
 from nxd_ckpt.arguments import is_tag
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
-from nxd_ckpt.stores.fsspec_objects import os_errors, protocols_of, put_if_unchanged, upload, version_of
+from nxd_ckpt.stores.fsspec_save import FsspecSave, os_errors, protocols_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange
 from nxd_ckpt.stores.manifests import by_place, files_in_use, places_of, read_head
 
@@ -280,81 +280,3 @@ def _spans(ranges: Sequence[ReadRange]) -> Iterator[list[ReadRange]]:
             span.append(part)
     if span:
         yield span
-
-
-class FsspecSave:
-    """A `SaveTransaction` on an object store."""
-
-    def __init__(self, store: FsspecStore, tag: str, save_id: str, *, overwrite: bool) -> None:
-        self._store = store
-        self._tag = tag
-        self._save_id = save_id
-        self._overwrite = overwrite
-        self._manifest_key = store.key(tag)
-        self._seen: str | None = None
-        self._owns_files = False
-        self._holds = False
-
-    def begin(self) -> None:
-        """See `SaveTransaction.begin`."""
-        with os_errors():
-            self._seen = version_of(self._store.fs, self._manifest_key)
-        if self._seen is not None and not self._overwrite:
-            raise CheckpointError(
-                f"{self._store.location}/{self._tag} exists; choose another tag or pass overwrite=True"
-            )
-        self._owns_files = True
-
-    def hold(self, files: Collection[str]) -> None:
-        """See `SaveTransaction.hold`."""
-        self._holds = True
-        self._store.set_held(self._save_id, files)
-
-    def write_file(self, file: str, parts: "Iterable[bytes | memoryview]", num_bytes: int) -> None:
-        """See `SaveTransaction.write_file`."""
-        upload(self._store.fs, self._store.key(self._tag, file), parts)
-
-    def file_size(self, file: str) -> int:
-        """See `SaveTransaction.file_size`."""
-        return self._store.file_size(self._tag, file)
-
-    def commit(self, manifest: bytes) -> None:
-        """See `SaveTransaction.commit`: if several saves use a tag at once, one wins.
-
-        Raises:
-            CheckpointError: another save won.
-        """
-        replaced = self._files_to_replace()
-        self._owns_files = False  # if the put fails halfway, the manifest may or may not list them
-        try:
-            put_if_unchanged(self._store.fs, self._manifest_key, manifest, self._seen)
-        except FileExistsError:
-            self._owns_files = True
-            raise CheckpointError(
-                f"{self._store.location}/{self._tag} was saved or deleted by another process while this save was in "
-                "progress; that change stays, so choose another tag or save again"
-            ) from None
-        with contextlib.suppress(OSError):  # a failure only wastes space or leaves an old hint
-            self._store.note_latest(self._tag)
-            self._store.remove_unused(replaced)
-
-    def end(self) -> None:
-        """See `SaveTransaction.end`: removes this save's files if they were not committed."""
-        if self._holds:
-            self._holds = False
-            with contextlib.suppress(OSError):
-                self._store.set_held(self._save_id, ())
-        if not self._owns_files:
-            return
-        self._owns_files = False
-        with contextlib.suppress(OSError):
-            mine = [file for file in self._store.files(self._tag) if file.split("/")[1].startswith(self._save_id)]
-            self._store.remove_files(self._tag, mine)
-
-    def _files_to_replace(self) -> dict[str, str]:
-        if self._seen is None:
-            return {}
-        try:
-            return places_of(read_head(self._store, self._tag), self._tag)
-        except (CheckpointError, FileNotFoundError):
-            return {}  # a damaged checkpoint may be overwritten; `gc` finds its files

@@ -155,7 +155,7 @@ class Store(Protocol):
         """Return the pinned tags; a tag can be pinned without a checkpoint."""
 
     def set_pinned(self, tag: str, *, to: bool) -> None:
-        """Pins (True) or unpins (False) a tag. A pin outlives the checkpoint of its tag."""
+        """Pin (True) or unpin (False) a tag. A pin outlives the checkpoint of its tag."""
 
     def garbage(self, *, dead_after: float, delete: bool) -> list[Garbage]:
         """Return the remains of failed saves and deletions, and optionally remove them.

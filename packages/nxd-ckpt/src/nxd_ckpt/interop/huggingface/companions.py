@@ -140,6 +140,6 @@ def companions_in(checkpoint: Checkpoint) -> dict[str, bytes]:
     if num_bytes > MAX_COMPANION_BYTES:
         raise ValueError(
             f"checkpoint {checkpoint.tag!r} holds {num_bytes:,} bytes of tokenizer files, more than the limit of "
-            f"{MAX_COMPANION_BYTES:,}; it is damaged, or not what it seems"
+            f"{MAX_COMPANION_BYTES:,}; it is damaged, or another program wrote it"
         )
     return {name: checkpoint.read_extra(extra) for name, extra in stored.items()}
