@@ -48,13 +48,7 @@ def hashes_of(parts: "Iterable[bytes | memoryview]") -> tuple[str, ...]:
 
 
 class BlockCheck:
-    """Compares one block of a file with its hash; the bytes come in order, in parts of any size.
-
-    Args:
-        offset: the index of the block's first byte in the file, for messages.
-        num_bytes: the size of the block.
-        expected: the hash of the block.
-    """
+    """Compares one block of a file with its hash; the bytes come in order, in parts of any size."""
 
     def __init__(self, offset: int, num_bytes: int, expected: str) -> None:
         self._offset = offset

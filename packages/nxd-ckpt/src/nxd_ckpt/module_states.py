@@ -118,12 +118,7 @@ def parts_by_place() -> dict[Any, nn.Parameter]:
 
 
 def with_parts(content: Mapping[str, Any], parts: Mapping[Any, nn.Parameter]) -> dict[str, Any]:
-    """Return a module's `state_dict` with parameters in place of its bare tensors, which have no specs.
-
-    Args:
-        content: the state dict.
-        parts: the result of `parts_by_place`.
-    """
+    """Return a module's `state_dict` with parameters in place of its bare tensors, which have no specs."""
     return {
         name: parts.get(_place(value), value) if isinstance(value, torch.Tensor) and value.numel() else value
         for name, value in content.items()

@@ -49,11 +49,6 @@ def is_sharded_state(value: Any) -> bool:
 def check_state_dict(path: str, content: Any, shapes_of_parts: Container[tuple[int, ...]]) -> None:
     """Refuse the `state_dict` of an optimizer of parts: it does not say which parameters its states belong to.
 
-    Args:
-        path: its path, for messages.
-        content: any mapping.
-        shapes_of_parts: the shapes of the parameters in this process that are parts.
-
     Raises:
         ValueError: a state has the shape of a part.
     """
@@ -230,12 +225,6 @@ def fresh_states(path: str, optimizer: Optimizer) -> dict[torch.Tensor, dict[str
 def sharded_like_parameter(path: str, name: str, part: Any, parameter: Any) -> Any:
     """Return a state of a parameter that is split over ranks as boxes.
 
-    Args:
-        path: the path of the state, for messages.
-        name: the parameter's name in its module.
-        part: the state.
-        parameter: the parameter.
-
     Returns:
         A dict of boxes by logical tensor name, one box, or the unchanged state.
     """
@@ -267,16 +256,7 @@ def sharded_like_parameter(path: str, name: str, part: Any, parameter: Any) -> A
 def destination_of(
     present: Any, info: TensorInfo, parameter: Any, optimizer: Optimizer, name: str, logical: str
 ) -> torch.Tensor:
-    """Return a tensor to load a state of a parameter into: the present one, or a new one split like the parameter.
-
-    Args:
-        present: the present state.
-        info: dtype and shape of the stored state.
-        parameter: the parameter.
-        optimizer: the optimizer that owns the state.
-        name: the parameter's name in its module.
-        logical: name of the logical tensor in the parameter whose state is stored.
-    """
+    """Return a tensor to load a state of a parameter into: the present one, or a new one split like the parameter."""
     whole = logical_shape(parameter, name, logical)
     shapes = [info.global_shape]
     if whole == info.global_shape:
@@ -303,11 +283,6 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def stored_options(path: str, names: list[list[str]], stored: Any) -> list[dict[str, Any]]:
     """Return the stored options for each group: those of the groups that its parameters were in.
-
-    Args:
-        path: the optimizer's path, for messages.
-        names: the parameter names of each group.
-        stored: the groups in the checkpoint.
 
     Raises:
         ValueError: parameters of one group were in groups with different options.

@@ -20,14 +20,7 @@ ReplicaHashes = Mapping[tuple[str, Box], tuple[str, ...]]
 def hash_replicas(
     plan: SavePlan, state: Mapping[str, ShardedTensor], rank: int, may_differ: Container[str]
 ) -> ReplicaHashes:
-    """Hash this rank's copies of the boxes that other ranks write, if copies must be equal.
-
-    Args:
-        plan: the writes of all ranks.
-        state: this rank's tensors.
-        rank: this rank's number.
-        may_differ: names of tensors whose copies may differ.
-    """
+    """Hash this rank's copies of the boxes that other ranks write, if copies must be equal."""
     found: dict[tuple[str, Box], tuple[str, ...]] = {}
     for writer, writes in enumerate(plan.writes):
         for write in writes if writer != rank else ():
@@ -44,16 +37,11 @@ def hash_replicas(
 def check_replicas(plan: SavePlan, own: ReplicaHashes, written: Sequence[Hashes]) -> None:
     """Compare this rank's copies with the written data.
 
-    Args:
-        plan: the writes of all ranks.
-        own: the result of `hash_replicas`.
-        written: the hashes of each rank's file, in file order.
-
     Raises:
         CheckpointError: a copy differs; names it and the rank that wrote it.
     """
     problems = [
-        f"{write.name!r} {write.box} differs from what rank {writer} wrote"
+        f"{write.name!r} {write.box} differs from the copy that rank {writer} wrote"
         for writer, (writes, hashes_of_file) in enumerate(zip(plan.writes, written, strict=True))
         for write, hashes in zip(in_file_order(writes, plan.tensors), hashes_of_file, strict=True)
         if own.get((write.name, write.box), hashes) != hashes

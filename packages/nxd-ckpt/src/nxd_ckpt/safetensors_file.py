@@ -43,12 +43,7 @@ def in_file_order(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDe
 
 
 def lay_out(writes: Iterable[PlannedWrite], tensors: Mapping[str, TensorDescription]) -> FileLayout:
-    """Place a rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own.
-
-    Args:
-        writes: the rank's writes.
-        tensors: dtype and global shape of every tensor.
-    """
+    """Place a rank's writes in its file. Large element sizes come first, so that every chunk is aligned to its own."""
     ordered = in_file_order(writes, tensors)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0

@@ -171,11 +171,6 @@ def _belonging_to_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor
 def check_no_copy(tensor: torch.Tensor, name: str, parts: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse a bare tensor that seems to be a copy of a part, such as a moving average. Only for several ranks.
 
-    Args:
-        tensor: a tensor in a dict or list.
-        name: its key there.
-        parts: the shapes of the module parameters in the state that are parts, by name.
-
     Raises:
         ValueError: it has the name and shape of one of them.
     """

@@ -62,9 +62,6 @@ def decode_wants(message: Any) -> Wants:
 def assign_reads(wants: Sequence[Wants]) -> list[SharedBox]:
     """Assign each box that several ranks want to the one with the least to read, largest boxes first.
 
-    Args:
-        wants: the boxes that each rank wants, in rank order.
-
     Returns:
         The shared boxes, grouped by reader and ranks, then by descending element size.
     """
@@ -107,12 +104,6 @@ def send_shared(
     shared: Iterable[SharedBox], wanted: Mapping[str, ShardedTensor], process_group: dist.ProcessGroup, timeout: float
 ) -> None:
     """Send the boxes that this rank has read to the others that want them, and receive theirs. Called by all ranks.
-
-    Args:
-        shared: the result of `assign_reads`.
-        wanted: this rank's destinations; the ones that it reads itself are filled already.
-        process_group: a process group whose backend can send and receive.
-        timeout: seconds that each message may take.
 
     Raises:
         RuntimeError: a message did not arrive.

@@ -57,7 +57,7 @@ def coordinator_of_group(process_group: "dist.ProcessGroup | None", timeout: flo
 
 
 def leave_default_group(reason: str) -> None:
-    """Tells the ranks of torch's default process group that this one leaves, see `StoreCoordinator.leave`."""
+    """Tell the ranks of torch's default process group that this one leaves, see `StoreCoordinator.leave`."""
     if dist.is_available() and dist.is_initialized() and not _is_fork_of_rank:
         _coordinator_of(None, _LEAVE_SECONDS).leave(reason)
 
@@ -138,7 +138,7 @@ class StoreCoordinator:
         return has_ended(self.processes[rank], self._identity)
 
     def begin(self, timeout: float) -> None:
-        """Begins a new session, in which a rank that left the previous one halfway takes part. Called by all ranks."""
+        """Begin a new session, in which a rank that left the previous one halfway takes part. Called by all ranks."""
         self._timeout = timeout
         self._session += 1
         self._round = 0
@@ -148,11 +148,7 @@ class StoreCoordinator:
             self._has_left = False
 
     def abandon(self, reason: str) -> None:
-        """Tells the ranks that wait for this one that it will not answer before the next `begin`. Raises nothing.
-
-        Args:
-            reason: the reason, such as "left: KeyboardInterrupt".
-        """
+        """Tell the ranks that wait for this one that it will not answer before the next `begin`. Raises nothing."""
         key = f"{self._session}/{_LEFT}"
         self._try_to(lambda: self._store.compare_set(key, "", self._leave_message(reason)))
         self._keys.append(key)

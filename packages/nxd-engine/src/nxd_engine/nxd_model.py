@@ -37,13 +37,6 @@ class NxDModel(nn.Module):
     name_or_path: str
 
     def __init__(self, module: nn.Module, pipeline: NxDPPModel, nxd_config: Mapping[str, Any]) -> None:
-        """Wrap a model.
-
-        Args:
-            module: the model before it was cut; it is kept only if it was not cut.
-            pipeline: the runtime that runs it.
-            nxd_config: the complete config.
-        """
         super().__init__()
         self.pipeline = pipeline
         self.nxd_config = dict(nxd_config)

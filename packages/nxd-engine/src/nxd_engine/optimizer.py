@@ -172,9 +172,6 @@ class NxDOptimizer(Optimizer):
 
         With loss scaling, a step whose gradients overflow on any rank changes nothing, on all ranks.
 
-        Args:
-            closure: computes loss and gradients; called once.
-
         Returns:
             What `closure` returned.
 

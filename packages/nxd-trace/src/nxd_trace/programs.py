@@ -19,12 +19,7 @@ Structure = Any
 
 
 def flatten(value: Any, what: str) -> tuple[list[Tensor], Structure]:
-    """Return the tensors in `value`, in order, and the structure of their nesting.
-
-    Args:
-        value: a tensor, None, or tuples, lists and string-keyed mappings of these.
-        what: name of the value, for errors.
-    """
+    """Return the tensors in `value`, in order, and the structure of their nesting."""
     tensors: list[Tensor] = []
 
     def visit(part: Any, path: str) -> Structure:

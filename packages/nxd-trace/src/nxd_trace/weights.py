@@ -302,11 +302,6 @@ def read_weights(
 
     Everything is checked before anything is written. Floating-point numbers are converted to the weight's dtype.
 
-    Args:
-        weights: weights by name.
-        source: source of logical tensors.
-        destination: function from a name to the tensor to fill.
-
     Returns:
         Names of the filled weights; buffers that the source lacks are skipped.
     """

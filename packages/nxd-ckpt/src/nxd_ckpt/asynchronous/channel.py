@@ -25,11 +25,6 @@ _LEAVE_SECONDS = 10.0
 class Channel:
     """A `Coordinator` for the thread of a background save. Make it on all ranks, in the caller's thread.
 
-    Args:
-        coordinator: the coordinator of the caller's thread.
-        save_id: the id of the save.
-        timeout: seconds to wait for other ranks in each gather.
-
     Raises:
         CheckpointError: the process that hosts the store cannot be reached.
     """

@@ -69,11 +69,7 @@ class SliceQueue:
             self._changed.notify_all()
 
     def stop(self, error: Exception | None = None) -> None:
-        """Release everyone who waits here: all is written, or one side has given up.
-
-        Args:
-            error: the reason why the remaining slices will never come.
-        """
+        """Release the threads that wait here: all is written, or one side has given up."""
         with self._changed:
             self._stopped = True
             self._error = self._error or error

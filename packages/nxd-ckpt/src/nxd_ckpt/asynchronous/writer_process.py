@@ -92,9 +92,6 @@ class WritingFailed:
 class WriterProcess:
     """A process that writes one file at a time from the shared memory. It ends when this process ends, however it does.
 
-    Args:
-        memory_fd: the file descriptor of the shared memory.
-
     Raises:
         OSError: the process could not be started.
     """

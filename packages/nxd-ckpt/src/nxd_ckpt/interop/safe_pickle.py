@@ -107,12 +107,7 @@ class _Size(NamedTuple):
 
 
 class _Claims:
-    """Compares the values read from a file with the file's size.
-
-    Args:
-        what: the file's name, for messages.
-        num_bytes: the file's size.
-    """
+    """Compares the values read from a file with the file's size."""
 
     def __init__(self, what: str, num_bytes: int) -> None:
         self._what, self._num_bytes = what, num_bytes

@@ -78,13 +78,7 @@ def check_shapes(source: TensorSource, into: CheckpointState) -> None:
 
 
 def check_ties(source: TensorSource, tied: Mapping[str, str], what: str) -> None:
-    """Compare the tensors of a tied weight that a source stores several times. Called by one rank.
-
-    Args:
-        source: source of the model's tensors.
-        tied: maps each further name of a tied weight to its name in checkpoints.
-        what: the source, for the message.
-    """
+    """Compare the tensors of a tied weight that a source stores several times. Called by one rank."""
     for name, known in tied.items():
         if name in source.tensors and known in source.tensors and not same_values(source, name, known):
             raise CheckpointError(

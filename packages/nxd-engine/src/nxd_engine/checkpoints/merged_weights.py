@@ -221,11 +221,6 @@ def model_on_meta_of(description: ModelDescription, dtype: torch.dtype | None = 
 def model_weights(checkpoint: Checkpoint, description: ModelDescription, *, averaged: bool = False) -> ModelWeights:
     """Return the weights of the model in a checkpoint, with its adapter, if any, merged into them.
 
-    Args:
-        checkpoint: the checkpoint.
-        description: the model's description.
-        averaged: whether to return the moving average of the weights.
-
     Raises:
         ValueError: the adapter is stored without its base model, is not LoRA, or does not fit the model; or a weight
             that it is merged into is tied to another.
@@ -242,13 +237,7 @@ def model_weights(checkpoint: Checkpoint, description: ModelDescription, *, aver
 def merged_weights(
     source: TensorSource, adapter: Mapping[str, Any] | None, description: ModelDescription
 ) -> ModelWeights:
-    """Return weights with an adapter merged into them.
-
-    Args:
-        source: the tensors of the model, and those of the adapter.
-        adapter: the adapter's description, with the keys of PEFT's `adapter_config.json`; None without an adapter.
-        description: the model's description.
-    """
+    """Return weights with an adapter merged into them."""
     return ModelWeights(source, {} if adapter is None else _branches(source, adapter, description))
 
 

@@ -83,11 +83,6 @@ def allocate_optimizer_state(
 
     ZeRO-1 master weights that the checkpoint lacks are taken from the parameters at the next step. Tensors are
     allocated in the dtypes in which the optimizer keeps its states, whatever dtypes the checkpoint has.
-
-    Args:
-        model: the model whose parameters the optimizer has.
-        optimizer: the optimizer, whose existing state is replaced.
-        stored: dtype and global shape of every tensor in the checkpoint.
     """
     keys_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for full_name, description in stored.items():
@@ -128,12 +123,7 @@ def allocate_optimizer_state(
 
 
 def settle_optimizer_state(optimizer: Optimizer, others: Mapping[str, Any]) -> None:
-    """Finish loading: call it when the states allocated by `allocate_optimizer_state` have been filled.
-
-    Args:
-        optimizer: the optimizer with these states.
-        others: the result of `other_optimizer_state`; empty if there is none.
-    """
+    """Finish loading: call it when the states allocated by `allocate_optimizer_state` have been filled."""
     attributes = others.get("attributes", {})
     is_zero1 = isinstance(optimizer, NeuronZero1Optimizer)
     found = states_of("the optimizer", optimizer) if others and not is_zero1 else None

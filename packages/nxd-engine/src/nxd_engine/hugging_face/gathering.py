@@ -80,10 +80,6 @@ class GatheredTensors:
 def gathered(state: Mapping[str, ShardedTensor], group: Group) -> Iterator[GatheredTensors | None]:
     """Give rank 0 the tensors of all ranks; the others serve its requests here, and get None once it is done.
 
-    Args:
-        state: this rank's state.
-        group: the group of all ranks; each calls this.
-
     Raises:
         RuntimeError: another rank failed meanwhile; the message has its error.
     """

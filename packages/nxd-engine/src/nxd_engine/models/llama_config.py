@@ -70,14 +70,7 @@ class LlamaConfig:
 
 
 def rotary_tables(positions: Tensor, longest: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[S, D]`, in the dtype and on the device of `like`.
-
-    Args:
-        positions: `[S]`.
-        longest: length of the whole sequence, which affects the frequencies of some types.
-        config: config of the model.
-        like: any tensor.
-    """
+    """Cosines and sines `[S, D]`, in the dtype and on the device of `like`."""
     # float32 as in the original, whatever the model's dtype.
     if config.rope_type == "default":
         exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=torch.float32) / config.head_size

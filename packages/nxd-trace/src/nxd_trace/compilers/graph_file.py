@@ -85,9 +85,6 @@ def write_graph(exported: ExportedProgram, folder: Path) -> None:
 def read_graph(folder: Path) -> tuple[list[Tensor], fx.GraphModule]:
     """Read a graph and check it completely, without running anything.
 
-    Args:
-        folder: folder written by `write_graph`, whose files are not trusted.
-
     Returns:
         The constants, and the graph, whose forward takes the constants and the inputs.
 

@@ -98,12 +98,7 @@ class RunningSequence:
 
 
 def read_prompt(prompt: Any, vocab_size: int) -> list[int]:
-    """Check a prompt and return its token ids.
-
-    Args:
-        prompt: a sequence of ids, or a tensor or array of integers, `[seq]`.
-        vocab_size: size of the vocabulary.
-    """
+    """Check a prompt and return its token ids."""
     values = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TypeError(f"a prompt is {prompt!r}, a {type(prompt).__name__}; expected a list of token ids")

@@ -120,11 +120,6 @@ class WorkerGroup:
 
     Not thread-safe; `TensorParallelModel` serializes the calls.
 
-    Args:
-        size: number of ranks.
-        replicas: number of replicas that the ranks are divided into.
-        expert_parallel_size: number of ranks that split the experts.
-
     Attributes:
         memory: descriptor of the shared memory for inputs and outputs.
         is_open: whether the processes can be called.

@@ -51,13 +51,6 @@ def placed_optimizer_tensors(
 ) -> dict[str, list[SavedBox]]:
     """Return the parts of each whole tensor of the optimizer state.
 
-    Args:
-        states: each rank's `state_dict`.
-        model: the model's tensors, for the shapes of parameters.
-        sharding: how parameters are split.
-        degrees: the tensor and expert parallel sizes.
-        parameter_names: the parameters in the optimizer's order.
-
     Raises:
         CheckpointError: a parameter has no name or no weight, or its state has another shape.
     """
@@ -75,12 +68,6 @@ def placed_dcp_tensors(
     saved: TensorSource, model: Sequence[LocalTensor], sharding: Mapping[str, Sharding], degrees: Degrees
 ) -> dict[str, list[SavedBox]]:
     """Return the parts of each tensor that `save_checkpoint(use_zero1_dcp=True)` wrote to the folder `optim`.
-
-    Args:
-        saved: that folder; its tensors are read.
-        model: the model's tensors, for the shapes of parameters.
-        sharding: how parameters are split.
-        degrees: the tensor and expert parallel sizes.
 
     Raises:
         CheckpointError: a parameter is not in the model, or its state has another shape.
