@@ -17,8 +17,8 @@ from nxd_state import initialize_model_parallel
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.recipe import RecipeError, load_recipe
+from nxd_trainer.training.run import lock_output
 from nxd_trainer.training.run_data import open_data, prepare_data
-from nxd_trainer.training.run_state import lock_output
 
 
 class RunsCode:

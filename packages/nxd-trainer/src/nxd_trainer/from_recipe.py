@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
 from nxd_trainer.dpo import REFERENCE, with_dpo_loss
 from nxd_trainer.recipe import Recipe, padded_vocab_size
-from nxd_trainer.recipe.checks import SIZES
+from nxd_trainer.recipe.rules import SIZES
 from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 import torch
-from nxd_trainer.data import PackedSequences, TrainLoader
-from nxd_trainer.training.run_state import TrainBatches
+from nxd_trainer.data import PackedSequences, TrainBatches, TrainLoader
 
 BATCH = 6
 

@@ -26,7 +26,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["optimizer.type=sgd", "optimizer.betas=0.8,0.9"],
-            "optimizer.betas is for optimizer.type=adamw; set the arguments of others in optimizer.config",
+            "optimizer.betas=0.8,0.9 is for optimizer.type=adamw; set the arguments of others in optimizer.config",
         ),
         (
             ["optimizer.type=sgd", "optimizer.factory=torch.optim:RAdam"],
@@ -42,7 +42,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["optimizer.num_cycles=2"],
-            "optimizer.num_cycles is for optimizer.schedule=cosine_with_restarts, not cosine; leave it out",
+            "optimizer.num_cycles=2 is for optimizer.schedule=cosine_with_restarts, not cosine; leave it out",
         ),
         (
             ["optimizer.schedule=warmup_stable_decay", "optimizer.num_decay_steps=9", "train.steps=20"],
@@ -103,7 +103,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["data.dataset_config=main"],
-            "data.dataset_config needs data.dataset; set it, or leave data.dataset_config out",
+            "data.dataset_config=main needs data.dataset; set it, or leave data.dataset_config out",
         ),
         (
             ["train.steps=10", "train.stop_after=11"],
@@ -145,10 +145,11 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         (["model.factory=make"], "model.factory=make does not have the form module:name, such as my_models:make"),
         (
             ["model.config.head_dim=8"],
-            "model.config is for model.type, model.path or model.factory; our Llama is configured by its sizes alone",
+            "model.config={'head_dim': 8} is for model.type, model.path or model.factory; "
+            "our Llama is configured by its sizes alone",
         ),
-        (["pipeline.layer_class=a:b"], "pipeline.layer_class is for models made by model.factory; leave it out"),
-        (["parallel.pad_heads=true"], "parallel.pad_heads is for models made by model.factory; leave it out"),
+        (["pipeline.layer_class=a:b"], "pipeline.layer_class=a:b is for models made by model.factory; leave it out"),
+        (["parallel.pad_heads=true"], "parallel.pad_heads=true is for models made by model.factory; leave it out"),
         (
             ["parallel.activation_checkpointing=ful"],
             "parallel.activation_checkpointing=ful is unknown; did you mean full?",
@@ -171,20 +172,20 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["parallel.context_parallel_size=2", "train.compile=true"],
-            "parallel.context_parallel_size computes different blocks on each rank; set train.compile=false",
+            "parallel.context_parallel_size=2 computes different blocks on each rank; set train.compile=false",
         ),
         (
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "parallel.context_parallel_size=2"],
-            "parallel.context_parallel_size does not support dpo.beta, whose loss needs whole answers; set it to 1",
+            "parallel.context_parallel_size=2 does not support dpo.beta, whose loss needs whole answers; set it to 1",
         ),
         (
             ["parallel.activation_offload=true"],
-            "parallel.activation_offload offloads the tensors that parallel.activation_checkpointing keeps; "
+            "parallel.activation_offload=true offloads the tensors that parallel.activation_checkpointing keeps; "
             "set parallel.activation_checkpointing=full",
         ),
         (
             ["parallel.activation_offload=true", "parallel.activation_checkpointing=full", "train.compile=true"],
-            "parallel.activation_offload does not support compiled models; set train.compile=false",
+            "parallel.activation_offload=true does not support compiled models; set train.compile=false",
         ),
         (
             ["moe.z_loss_coef=0.1"],
@@ -195,15 +196,15 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             ["moe.aux_loss_coef=0.1", "model.type=mixtral", "train.compile=true"],
             "moe.aux_loss_coef=0.1 counts the routers' choices, which needs train.compile=false",
         ),
-        (["dpo.label_smoothing=0.1"], "dpo.label_smoothing has no effect with dpo.beta=0; set dpo.beta"),
+        (["dpo.label_smoothing=0.1"], "dpo.label_smoothing=0.1 has no effect with dpo.beta=0; set dpo.beta"),
         (["dpo.loss=ipo"], "dpo.loss=ipo has no effect with dpo.beta=0; set dpo.beta"),
         (
             ["dpo.beta=0.1", "data.path=rows.jsonl", "model.path=folder", "dpo.loss=hinge", "dpo.label_smoothing=0.1"],
-            "dpo.label_smoothing is for dpo.loss=sigmoid and robust, not hinge; leave it out",
+            "dpo.label_smoothing=0.1 is for dpo.loss=sigmoid and robust, not hinge; leave it out",
         ),
         (
             ["lora.target_modules=q_proj"],
-            "lora.target_modules has no effect with lora.rank=0; set lora.rank, such as 16",
+            "lora.target_modules=q_proj has no effect with lora.rank=0; set lora.rank, such as 16",
         ),
         (
             ["checkpoint.keep=0", "checkpoint.keep_every=10"],
@@ -267,6 +268,13 @@ def test_rules_over_a_wrong_value_are_not_reported():
         "train.steps",
         "model.num_key_value_heads",
     ]
+
+
+def test_rules_that_only_advise_a_wrong_key_are_reported():
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(overrides=["optimizer.type=sgd", "optimizer.eps=0.1", "optimizer.config=5"])
+
+    assert [mistake.partition("=")[0] for mistake in raised.value.mistakes] == ["optimizer.config", "optimizer.eps"]
 
 
 @pytest.mark.parametrize("override", ["moe.z_loss_coef=0.1", "parallel.expert_parallel_size=2"])

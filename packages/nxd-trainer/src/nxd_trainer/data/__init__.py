@@ -15,9 +15,10 @@ from nxd_trainer.data.conversations import (
     open_conversations,
 )
 from nxd_trainer.data.corpus import Corpus, CorpusIndex, build_corpus, open_corpus
-from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader, read_ahead
+from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader
 from nxd_trainer.data.messages import Conversation, read_conversation
 from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
+from nxd_trainer.data.prefetch import TrainBatches, concatenate, held_out_batches, read_ahead
 from nxd_trainer.data.sequences import (
     MixedSequences,
     PackedSequences,
@@ -74,5 +75,8 @@ __all__ = [
     "TokenRows",
     "HeldOutLoader",
     "Batch",
+    "TrainBatches",
+    "held_out_batches",
+    "concatenate",
     "read_ahead",
 ]

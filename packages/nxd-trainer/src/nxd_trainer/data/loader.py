@@ -11,19 +11,14 @@ that an old checkpoint resumes on the data it would have seen.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nxd_trainer.data.sequences import Sequences
-
-T = TypeVar("T")
 
 NUM_ROUNDS = 6  # of the shuffling network
 MASK_64 = (1 << 64) - 1
@@ -275,26 +270,3 @@ def _mix_array(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
-
-
-def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """Yield items in order, making up to `depth` of them in advance.
-
-    One thread makes them. It starts with the first item requested, and ends when this generator is exhausted, raises or
-    is closed; items made by then but not used are dropped.
-
-    Raises:
-        Exception: the error of `items` for an item, with its traceback, when it is that item's turn.
-    """
-
-    def make() -> list[T]:
-        return list(islice(items, 1))  # nothing at the end
-
-    maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-    try:
-        waiting = deque(maker.submit(make) for _ in range(depth + 1))
-        while made := waiting.popleft().result():
-            yield from made
-            waiting.append(maker.submit(make))
-    finally:
-        maker.shutdown(cancel_futures=True)

@@ -17,7 +17,8 @@ from typing import Any, get_type_hints
 import yaml
 from nxd_engine.options import Key, Schema, keys_of
 
-from nxd_trainer.recipe.checks import RecipeError, consistency_mistakes, named_keys
+from nxd_trainer.recipe.checks import RecipeError
+from nxd_trainer.recipe.rules import consistency_mistakes, show_value
 from nxd_trainer.recipe.sections import Recipe
 
 IMPORTED_KEYS = frozenset({"model.factory", "optimizer.factory", "pipeline.layer_class"})
@@ -70,8 +71,8 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
     arguments = _schema().nest(values)
     recipe = Recipe(**arguments | {name: cls(**arguments[name]) for name, cls in _section_types().items()})
     wrong_keys = given.keys() - values.keys()
-    # Lines that name a wrong key would report a default that the user did not choose.
-    mistakes += [it for it in consistency_mistakes(recipe) if wrong_keys.isdisjoint(named_keys(it))]
+    # A rule that reads a wrong key would report a default that the user did not choose.
+    mistakes += [it.text for it in consistency_mistakes(recipe) if wrong_keys.isdisjoint(it.keys)]
     if mistakes:
         raise RecipeError(origin, mistakes)
     return recipe
@@ -130,7 +131,7 @@ def render_recipe_help() -> str:
             section = key.section
             meaning = (_section_types()[section].__doc__ or "").splitlines()[0] if section else ""
             lines += ["", f"[{section}]  {meaning}" if section else "top level"]
-        lines.append(f"  {key.name} ({key.type_name}, default {_show_default(key.default)})")
+        lines.append(f"  {key.name} ({key.type_name}, default {show_value(key.default)})")
         lines.append(f"      {key.description}")
     return "\n".join(lines[1:])
 
@@ -237,15 +238,6 @@ def _toml_value(value: object) -> str:
     if isinstance(value, str):  # TOML uses JSON's escapes, and also requires DEL to be escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)
-
-
-def _show_default(default: object) -> str:
-    """Format a default as an override would write it; "unset" for None."""
-    if default is None:
-        return "unset"
-    if isinstance(default, tuple):
-        return ",".join(str(part) for part in default)
-    return str(default).lower() if isinstance(default, bool) else str(_posix(default))
 
 
 def _posix(value: object) -> object:

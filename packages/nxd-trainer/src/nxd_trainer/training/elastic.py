@@ -9,7 +9,7 @@ from nxd_elastic.supervisor import SupervisorPipe
 from nxd_state import ParallelDegrees, all_gather_object, get_world_group
 
 from nxd_trainer.recipe import Recipe, check_layout
-from nxd_trainer.recipe.checks import consistency_mistakes
+from nxd_trainer.recipe.rules import consistency_mistakes
 from nxd_trainer.training import StopRequest, TrainResult, prepare_run, run_training
 
 
@@ -70,7 +70,7 @@ class ElasticRecipe:
             check_layout(recipe, degrees.dp)
         except ValueError as error:
             return str(error)
-        return next(consistency_mistakes(recipe), None)
+        return next((mistake.text for mistake in consistency_mistakes(recipe)), None)
 
 
 def train_elastically(

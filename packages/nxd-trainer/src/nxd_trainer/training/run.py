@@ -2,20 +2,22 @@
 
 import logging
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import IO, Any, Protocol, Self
 
 import torch
+from nxd_ckpt import files
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
 from nxd_engine.logs import get_logger
 from nxd_engine.rank_sync import on_every_rank
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import get_device, is_host, records_graphs, step_boundary
+from nxd_state import all_gather_object, get_device, get_world_group, is_host, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
@@ -102,13 +104,40 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     Raises:
         ValueError: the recipe does not fit the ranks, the data or the checkpoint; the same error on every rank.
     """
+    lock = lock_output(recipe.output)
     state = build_run_state(recipe)
+    state.output_lock = lock
     tag = resume_from_memory(state) or resume_run(state)
     load_reference(state)
     _renew_in_order(state)
     state.trackers = on_every_rank("open its trackers", lambda: _trackers(state), error_type=ValueError)
     report_gradients(state)
     return state, tag
+
+
+def lock_output(folder: Path) -> IO[str] | None:
+    """Lock an output folder for as long as the returned file is open; only the first rank holds it.
+
+    The operating system releases the lock when the process ends, however it ends.
+
+    Raises:
+        ValueError: another run holds it; on every rank.
+    """
+    lock: IO[str] | None = None
+    problem = None
+    if get_world_group().rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = files.lock(str(folder / ".lock"))
+            lock = None if descriptor is None else os.fdopen(descriptor, "r+")
+        except BlockingIOError:
+            problem = f"another run is using {folder}; wait for it, or choose another output folder"
+        except OSError as error:
+            problem = f"output={folder} cannot be written: {error}"
+    problem = all_gather_object(problem, get_world_group())[0]
+    if problem is not None:
+        raise ValueError(problem)
+    return lock
 
 
 def train(recipe: Recipe) -> TrainResult:
@@ -342,11 +371,11 @@ def _report(state: RunState, logger: logging.Logger, metrics_file: Path) -> None
         loads = draw_expert_loads(
             records, recipe.output / "experts.png", title=f"Load of experts, {state.layout}", say=logger.info
         )
-    files: dict[str, str | Path | None] = {
+    shown: dict[str, str | Path | None] = {
         "checkpoints": recipe.checkpoint_folder,
         "metrics": metrics_file,
         "loss curve": curve,
         "load of experts": loads,
         "timeline": recipe.pipeline.trace_file if recipe.parallel.pipeline_parallel_size > 1 else None,
     }
-    print(render_summary(records, files))
+    print(render_summary(records, shown))

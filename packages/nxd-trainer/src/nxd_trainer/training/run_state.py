@@ -2,13 +2,10 @@
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import torch
-from nxd_ckpt import files
 from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.adapters import check_can_be_merged
 from nxd_engine.checkpoints.model_description import ModelDescription
@@ -17,15 +14,13 @@ from nxd_optim import WeightAverage
 from nxd_state import (
     ParallelDegrees,
     all_gather_object,
-    get_device,
     get_group,
     get_mesh,
     get_world_group,
     records_graphs,
-    send_to_device,
 )
 
-from nxd_trainer.data import Batch, HeldOutLoader, StreamLoader, TrainLoader, read_ahead
+from nxd_trainer.data import HeldOutLoader, StreamLoader, TrainBatches, TrainLoader
 from nxd_trainer.dpo import REFERENCE
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.optimizers import build_optimizer
@@ -35,42 +30,7 @@ from nxd_trainer.report import Tracker
 from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
 from nxd_trainer.training.run_origin import find_origin
 
-STEPS_AHEAD = 2  # one is being copied to the device while the next is made
-
 T = TypeVar("T")
-
-
-class TrainBatches:
-    """The batches of successive training steps.
-
-    The loader's position, which checkpoints store, counts the batches taken, not those read ahead.
-
-    Args:
-        loader: the source of the batches; nothing else may change its position from the first step to `close`.
-    """
-
-    def __init__(self, loader: TrainLoader | StreamLoader) -> None:
-        self._loader = loader
-        self._ahead: Generator[Batch, None, None] | None = None
-
-    def next_step(self) -> Batch:
-        """Return this rank's microbatches of the next step, concatenated, on the device or being copied to it.
-
-        Raises:
-            Exception: the loader's error for this step.
-        """
-        if self._ahead is None:
-            steps = self._loader.steps_from(self._loader.samples_consumed)
-            self._ahead = read_ahead((_sent(concatenated(batches)) for batches in steps), STEPS_AHEAD)
-        batch = next(self._ahead)
-        self._loader.pass_step()
-        return batch
-
-    def close(self) -> None:
-        """End the thread; the next step starts a new one."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
 
 
 @dataclass
@@ -120,7 +80,6 @@ class RunState:
     held_out_loader: HeldOutLoader
     data: RunData  # the run's data
     early_stopping: EarlyStopping  # count of the evaluations without a lower held-out loss
-    output_lock: IO[str] | None  # lock that keeps other runs out of the output folder while this object lives
     step: int = 0  # optimizer steps taken since the run began, over all invocations
     # for preferences, the model before the run; None without preferences, or if the model without its adapters is the
     # reference
@@ -128,6 +87,7 @@ class RunState:
     average: WeightAverage | None = None  # moving average of the weights; None without `train.ema_decay`
     # trackers that get the metrics besides their file; only on the rank that writes metrics
     trackers: Sequence[Tracker] = ()
+    output_lock: IO[str] | None = None  # keeps other runs out of the output folder while this object lives
 
     @property
     def is_writer(self) -> bool:
@@ -149,7 +109,6 @@ def build_run_state(recipe: Recipe) -> RunState:
     Raises:
         ValueError: the recipe does not fit the layout, or the data cannot be used; the same error on every rank.
     """
-    lock = lock_output(recipe.output)
     data_parallel = get_group("dp")
     source = on_every_rank("determine its model", lambda: recipe_model(recipe), error_type=ValueError)
     vocab_size = source.description.config.get("vocab_size")
@@ -191,7 +150,6 @@ def build_run_state(recipe: Recipe) -> RunState:
         held_out_loader=held_out_loader,
         data=data,
         early_stopping=EarlyStopping(recipe.train.early_stopping_patience, recipe.train.early_stopping_threshold),
-        output_lock=lock,
         reference=reference,
         average=_build_average(recipe, model),
     )
@@ -237,44 +195,3 @@ def on_first_rank_of_each_host(make: Callable[[], T]) -> T:
         if failure is not None:
             raise failure
     return next(value for values, _ in outcomes for value in values)
-
-
-def lock_output(folder: Path) -> IO[str] | None:
-    """Lock an output folder for as long as the returned file is open; only the first rank holds it.
-
-    The operating system releases the lock when the process ends, however it ends.
-
-    Raises:
-        ValueError: another run holds it; on every rank.
-    """
-    lock: IO[str] | None = None
-    problem = None
-    if get_world_group().rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = files.lock(str(folder / ".lock"))
-            lock = None if descriptor is None else os.fdopen(descriptor, "r+")
-        except BlockingIOError:
-            problem = f"another run is using {folder}; wait for it, or choose another output folder"
-        except OSError as error:
-            problem = f"output={folder} cannot be written: {error}"
-    problem = all_gather_object(problem, get_world_group())[0]
-    if problem is not None:
-        raise ValueError(problem)
-    return lock
-
-
-def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
-    """Return all batches of an evaluation, on the device or being copied to it."""
-    return read_ahead(map(_sent, loader), STEPS_AHEAD)
-
-
-def concatenated(batches: Sequence[Batch]) -> Batch:
-    """Concatenate a step's microbatches into one batch, which the model splits again."""
-    input_ids, labels, position_ids, _ = zip(*batches, strict=True)
-    return Batch(torch.cat(input_ids), torch.cat(labels), torch.cat(position_ids), batches[0].normalizer)
-
-
-def _sent(batch: Batch) -> Batch:
-    # A list: code that walks all objects must not get hold of a tuple half built from a generator.
-    return Batch(*[send_to_device(tensor, get_device()) for tensor in batch])

@@ -27,12 +27,12 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.data import Batch
+from nxd_trainer.data import Batch, concatenate, held_out_batches
 from nxd_trainer.dpo import REFERENCE, model_of_reference, reference_log_probs
 from nxd_trainer.from_recipe import autocast, model_inputs
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.optimizers import learning_rate_on
-from nxd_trainer.training.run_state import RunState, concatenated, held_out_batches
+from nxd_trainer.training.run_state import RunState
 from nxd_trainer.training.saving import diverged
 
 # A rank that should stop adds one of these to a sum over ranks; all that can wait add up to less than one that cannot.
@@ -169,7 +169,7 @@ def _held_out_loss(state: RunState) -> Tensor | None:
                 step_boundary()  # one small graph for all batches
         else:
             while group := list(islice(batches, state.recipe.train.gradient_accumulation_steps)):
-                batch = concatenated(group)
+                batch = concatenate(group)
                 losses.append(state.model.run_eval(**_inputs(state, batch)))
     return None if losses[0] is None else torch.stack(losses).mean()
 
