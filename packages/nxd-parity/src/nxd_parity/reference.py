@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from nxd_engine.adapters import initialize_lora_model
 from nxd_engine.checkpoints.state import logical_name
-from nxd_pipeline.runtime.microbatches import check_loss, pick_loss
+from nxd_pipeline.runtime.loss import check_loss, pick_loss
 from nxd_state import ShardSpec, get_device, get_shard_spec, move_model_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves

@@ -3,12 +3,11 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from nxd_state import Group, get_group, model_parallel_is_initialized, records_graphs, use_loss_over_labels
+from nxd_state import Group, get_group, model_parallel_is_initialized, use_loss_over_labels
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -17,31 +16,22 @@ from nxd_pipeline.partition import (
     LocalParts,
     LossFunction,
     ParamInit,
-    PartitionedModel,
     PartitionOptions,
     Stage,
     StageOfLayers,
     Tracer,
-    Wiring,
     check_old_flags,
     is_hugging_face,
-    materialize,
     partition_model,
     whole_model,
-    without_other_stages,
 )
-from nxd_pipeline.runtime.executor import Executor, Record, evaluate_whole, train_whole
-from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, average_over_replicas, last_backward
-from nxd_pipeline.runtime.microbatches import LossReport, LossSpec, check_loss_spec, split_batch
-from nxd_pipeline.runtime.p2p import Failures, P2PCommunicator
-from nxd_pipeline.runtime.tied_weights import TiedWeights
+from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, average_over_replicas
+from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
+from nxd_pipeline.runtime.microbatches import split_batch
+from nxd_pipeline.runtime.runner import Failures, Runner, StagesRunner, WholeModelRunner
 from nxd_pipeline.schedules import (
     Schedule,
     choose_schedule,
-    forward_only,
-    insert_blocking_communication,
-    insert_communication,
-    make_schedule,
 )
 from nxd_pipeline.timeline import BubbleReport, TraceFile, bubble_report
 
@@ -184,40 +174,29 @@ class NxDPPModel(nn.Module):
             on_cpu=return_loss_on_cpu,
             pipeline=self._group,
             last_rank=self._schedule.rank_of_stage[-1],
-            failures=self._failures,
         )
         optimizer_averages = use_zero1_optimizer or use_optimizer_wrapper
         self._gradient_syncs = GradientSyncs(whole, optimizer_averages=optimizer_averages)
         self._tied_names = LocalParts([whole]).tied_names()
-        self._whole_model: nn.Module | None = None
-        self._stages: dict[int, Stage] = {}
+        self._runner: Runner
         if self._schedule.num_stages == 1:
+            self._runner = WholeModelRunner(whole, num_microbatches, param_init_fn)
             self._whole_model = whole
-            self.__dict__["original_torch_module"] = whole  # not a second name of its parameters
-            self._training_schedule = make_schedule("1f1b", 1, num_microbatches)
-            materialize(whole, param_init_fn)
         else:
-            self._keep_stages(partition_model(module, self._schedule.num_stages, options), whole, param_init_fn)
+            runner = StagesRunner(
+                partition_model(module, self._schedule.num_stages, options),
+                whole,
+                self._schedule,
+                self._group,
+                self._failures,
+                param_init_fn,
+            )
+            self._runner, self._local_modules = runner, runner.modules
             gc.collect()  # torch.fx leaves cycles, which would keep the whole model alive after the caller releases it
+        self.__dict__["original_torch_module"] = self._runner.original  # not a second name of its parameters
         self._trace_file = None
         if trace_file_path is not None:
-            self._trace_file = TraceFile(trace_file_path, self._training_schedule, self._group)
-
-    def _keep_stages(self, model: PartitionedModel, whole: nn.Module, param_init_fn: ParamInit | None) -> None:
-        """Keep what this rank needs of all stages; the rest goes with the last reference to the model."""
-        self._wiring, self._optional_inputs = Wiring(model.stages), model.optional_inputs
-        self._stages = {index: model.stages[index] for index in self._schedule.stages_of(self._group.rank)}
-        materialize(whole, param_init_fn, only=self._local.tensors())
-        self._tied_weights = TiedWeights(model.stages, self._schedule.rank_of_stage, self._group)
-        self._local_modules = nn.ModuleList(stage.module for stage in self._stages.values())
-        self.__dict__["original_torch_module"] = without_other_stages(whole, self._local.tensors())
-        modules = {index: stage.module for index, stage in self._stages.items()}
-        self._p2p = P2PCommunicator(self._group)
-        insert = insert_blocking_communication if records_graphs() else insert_communication
-        self._training_schedule = insert(self._schedule, self._wiring.edges)
-        evaluation = insert(forward_only(self._schedule), self._wiring.edges)
-        self._train_executor = Executor(modules, self._wiring, self._training_schedule, self._p2p)
-        self._eval_executor = Executor(modules, self._wiring, evaluation, self._p2p)
+            self._trace_file = TraceFile(trace_file_path, self._runner.schedule, self._group)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -269,7 +248,7 @@ class NxDPPModel(nn.Module):
                 schedule is for evaluation only, no optimizer averages the gradients of split experts, or, on the first
                 call without such an optimizer, ranks that should hold the same weights have different ones.
         """
-        if self._training_schedule.is_forward_only:
+        if self._runner.schedule.is_forward_only:
             raise ValueError(
                 f"schedule {self._schedule.name!r} has no backward, so this pipeline can only run_eval; create it "
                 "with another schedule, see SCHEDULE_NAMES"
@@ -277,47 +256,11 @@ class NxDPPModel(nn.Module):
         microbatches = self._microbatches(kwargs)
         averages = self._gradient_syncs.must_average(self.local_parameters())
         with nullcontext() if self._trace_file is None else self._trace_file.step() as record:
-            if self._whole_model is not None:
-                losses = self._train_whole(self._whole_model, microbatches, record)
-            else:
-                self.synchronize_tied_weights()
-                with self._failures.end_all_ranks():
-                    losses = self._train_stages(microbatches, record)
+            losses = self._runner.train(microbatches, self._report.training_loss, self._gradient_syncs, record)
         if averages:
             average_over_replicas(self.local_parameters())
-        return self._report.of_losses(losses)
-
-    def _train_whole(
-        self, model: nn.Module, microbatches: Sequence[Mapping[str, Any]], record: Record | None
-    ) -> list[Tensor]:
-        syncs = self._gradient_syncs.active()
-        last = partial(last_backward, syncs)
-        losses = train_whole(model, microbatches, self._report.training_loss, record, last, self.loss_scale)
-        for sync in syncs:
-            sync.synchronize()
-        return losses
-
-    def _train_stages(self, microbatches: Sequence[Mapping[str, Any]], record: Record | None) -> list[Tensor]:
-        syncs = self._gradient_syncs.active()
-        tied = {weight.parameter for weight in self._tied_weights.weights}  # complete when all stages are done
-
-        def without_tied(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-            return last_backward(syncs, [parameter for parameter in parameters if parameter not in tied])
-
-        # On XLA each action is a graph of its own, and its communication has a place in the order of all ranks.
-        overlaps = len(syncs) == 1 and not records_graphs()
-        with self._tied_weights.gradients_summed():
-            losses = self._train_executor.run(
-                self._group.rank,
-                microbatches,
-                self._report.training_loss,
-                record,
-                without_tied if overlaps else None,
-                self.loss_scale,
-            )
-        for sync in syncs:
-            sync.synchronize()
-        return losses
+        with self._failures.end_all_ranks():
+            return self._report.of_losses(losses)
 
     def run_eval(self, **kwargs: Any) -> Any:
         """Run forward of a batch, without gradients.
@@ -330,13 +273,9 @@ class NxDPPModel(nn.Module):
             microbatches' outputs. None elsewhere, unless `broadcast_and_average_loss`.
         """
         microbatches = self._microbatches(kwargs)
-        if self._whole_model is not None:
-            results = evaluate_whole(self._whole_model, microbatches, self._report.evaluated)
-        else:
-            self.synchronize_tied_weights()
-            with self._failures.end_all_ranks():
-                results = self._eval_executor.run(self._group.rank, microbatches, self._report.evaluated)
-        return self._report.of_evaluation(results)
+        results = self._runner.evaluate(microbatches, self._report.evaluated)
+        with self._failures.end_all_ranks():
+            return self._report.of_evaluation(results)
 
     def synchronize_tied_weights(self) -> None:
         """Set all copies of a tied weight to the values of the first; an optimizer leaves rounding differences.
@@ -344,9 +283,7 @@ class NxDPPModel(nn.Module):
         `run_train` and `run_eval` begin with it; call it only to read the copies in between. Called by all ranks of the
         pipeline; optimizer states of further copies are meaningless and should not be saved.
         """
-        if self._whole_model is None:
-            with self._failures.end_all_ranks():
-                self._tied_weights.synchronize()
+        self._runner.synchronize_tied_weights()
 
     def bubble_report(self) -> BubbleReport:
         """Return the measured idle fraction of the last traced step on this pipeline's ranks, and the simulated one.
@@ -365,27 +302,19 @@ class NxDPPModel(nn.Module):
         Raises:
             RuntimeError: the model is cut.
         """
-        if self._whole_model is None:
-            raise RuntimeError(
-                f"this model is cut into {self._schedule.num_stages} pipeline stages, and no rank can run it alone; "
-                "call run_train(**inputs), which also runs backward, or run_eval(**inputs)"
-            )
-        return self._whole_model(*args, **kwargs)
+        return self._runner.forward(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # called by to(), half(), cuda()
-        before = [tensor.dtype for tensor in self._local.tensors()]
+        local = self._runner.local
+        before = [tensor.dtype for tensor in local.tensors()]
         super()._apply(fn, recurse)
-        if self._whole_model is None and before != [tensor.dtype for tensor in self._local.tensors()]:
-            self._p2p.forget_layouts()  # stages return other dtypes than before
+        if before != [tensor.dtype for tensor in local.tensors()]:
+            self._runner.forget_layouts()  # stages return other dtypes than before
         return self
-
-    @property
-    def _local(self) -> LocalParts:
-        return LocalParts(list(self._stages.values()) if self._whole_model is None else [self._whole_model])
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return this rank's parameters by the unpartitioned model's names; a tied weight once per rank."""
-        return self._local.named_parameters()
+        return self._runner.local.named_parameters()
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Return this rank's parameters."""
@@ -393,11 +322,11 @@ class NxDPPModel(nn.Module):
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Return this rank's buffers by the unpartitioned model's names."""
-        return self._local.named_buffers()
+        return self._runner.local.named_buffers()
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Return this rank's modules by the unpartitioned model's names; each stage has the name of the whole, ""."""
-        return self._local.named_modules()
+        return self._runner.local.named_modules()
 
     def tied_names(self) -> dict[str, str]:
         """Map each further name of a tied weight of the unpartitioned model to the first, which checkpoints use."""
@@ -405,7 +334,7 @@ class NxDPPModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's parameters and persistent buffers by the unpartitioned model's names."""
-        return self._local.state_dict()
+        return self._runner.local.state_dict()
 
     def load_local_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Copy values from a `local_state_dict`, or from the state of the unpartitioned model.
@@ -413,10 +342,7 @@ class NxDPPModel(nn.Module):
         Raises:
             ValueError: values of this rank are missing (if `strict`), or shapes differ.
         """
-        self._local.load_state_dict(state, strict=strict)
+        self._runner.local.load_state_dict(state, strict=strict)
 
     def _microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if self._whole_model is None:
-            batch = {**self._optional_inputs, **batch}
-            self._wiring.check_inputs(batch.keys())
-        return split_batch(batch, self._num_microbatches)
+        return split_batch(self._runner.complete(batch), self._num_microbatches)

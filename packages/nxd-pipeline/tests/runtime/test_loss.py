@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nxd_pipeline.model import NxDPPModel
-from nxd_pipeline.runtime.microbatches import check_loss_spec, pick_loss
+from nxd_pipeline.runtime.loss import check_loss_spec, pick_loss
 from nxd_state import initialize_model_parallel
 from torch import nn
 

@@ -2,8 +2,9 @@
 
 from nxd_pipeline.runtime.executor import Executor
 from nxd_pipeline.runtime.gradient_sync import GradientSync
+from nxd_pipeline.runtime.loss import LossSpec, pick_loss
 from nxd_pipeline.runtime.memory import StepMemory
-from nxd_pipeline.runtime.microbatches import LossSpec, current_microbatch, forward_of, pick_loss, split_batch
+from nxd_pipeline.runtime.microbatches import current_microbatch, forward_of, split_batch
 from nxd_pipeline.runtime.p2p import P2PCommunicator
 from nxd_pipeline.runtime.tied_weights import TiedWeights
 

@@ -1,7 +1,7 @@
 """Runs a schedule: this rank's computations, sends and receives, in the order that the schedule prescribes."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -288,43 +288,6 @@ class Executor:
     def _peer(action: Action) -> int:
         assert action.peer is not None  # see Action
         return action.peer
-
-
-def train_whole(
-    model: nn.Module,
-    microbatches: Sequence[Mapping[str, Any]],
-    read_output: Callable[[Any], Tensor],
-    record: Record | None,
-    last_backward: LastBackward,
-    loss_scale: float,
-) -> list[Tensor]:
-    """Train a model that is not cut, microbatch by microbatch; arguments and result are those of `Executor.run`."""
-    losses = []
-    for index, microbatch in enumerate(microbatches):
-        start = perf_counter_ns()
-        with forward_of(index):
-            loss = read_output(model(**microbatch))
-        middle = perf_counter_ns()
-        is_last = index == len(microbatches) - 1
-        with without_autocast(), last_backward(model.parameters()) if is_last else nullcontext():
-            (loss / len(microbatches)).backward(torch.full_like(loss, loss_scale))
-        losses.append(loss.detach())
-        if record is not None:
-            record(Action(ActionKind.FORWARD, 0, index), start, middle)
-            record(Action(ActionKind.BACKWARD, 0, index), middle, perf_counter_ns())
-    return losses
-
-
-@torch.no_grad()
-def evaluate_whole(
-    model: nn.Module, microbatches: Sequence[Mapping[str, Any]], read_output: Callable[[Any], Any]
-) -> list[Any]:
-    """Evaluate a model that is not cut, microbatch by microbatch."""
-    results = []
-    for index, microbatch in enumerate(microbatches):
-        with forward_of(index):
-            results.append(read_output(model(**microbatch)))
-    return results
 
 
 class _Shapes:

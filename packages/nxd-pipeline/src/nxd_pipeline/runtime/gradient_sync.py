@@ -1,6 +1,6 @@
 """Averages a pipeline's gradients over the replicas: by an optimizer, or here if no optimizer does it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 from weakref import ref
@@ -71,6 +71,16 @@ class GradientSyncs:
         """Return those that average the gradients of the next run."""
         return [sync for it, _ in self._known if (sync := it()) is not None] if self._is_on else []
 
+    def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Return the block of the only active object; several would send in an order that may differ between ranks."""
+        syncs = self.active()
+        return syncs[0].last_backward(parameters) if len(syncs) == 1 else nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait until all gradients of the run are averaged."""
+        for sync in self.active():
+            sync.synchronize()
+
     def loss_scale(self) -> float:
         """Return the factor of losses before backward, also if nothing is averaged yet.
 
@@ -106,11 +116,6 @@ class GradientSyncs:
             check_same_start(parameters)
             self._has_compared = True
         return True
-
-
-def last_backward(syncs: Sequence[GradientSync], parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Return the only object's block; several would send in the order of the graph, which may differ between ranks."""
-    return syncs[0].last_backward(parameters) if len(syncs) == 1 else nullcontext()
 
 
 @torch.no_grad()

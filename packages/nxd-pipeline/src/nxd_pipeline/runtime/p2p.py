@@ -12,8 +12,7 @@ contents of each buffer. On XLA all tensors are sent separately: a buffer there 
 
 import io
 import pickle
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,11 +20,9 @@ from typing import Any
 import torch
 from nxd_state import (
     Group,
-    PeerError,
     Pending,
     Receive,
     Send,
-    abort_group,
     barrier,
     batch_isend_irecv,
     is_host,
@@ -231,36 +228,6 @@ class MessageFormat:
     layout: ValueLayout
     values: Packing
     gradients: Packing
-
-
-class Failures:
-    """Ends all ranks of a pipeline if one fails; all of them report the first error."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._first: str | None = None
-
-    @contextmanager
-    def end_all_ranks(self) -> Iterator[None]:
-        """If the body fails, the other ranks stop waiting and raise the first failure.
-
-        Raises:
-            PeerError: the body failed, and another rank had failed first.
-            RuntimeError: a rank has failed in an earlier call.
-        """
-        if self._first is not None:
-            raise RuntimeError(
-                f"this pipeline has ended: {self._first}. Its ranks no longer wait for each other; start the job "
-                "again from a checkpoint"
-            )
-        try:
-            yield
-        except BaseException as error:
-            mine = f"pipeline rank {self._group.rank} failed with {type(error).__name__}: {error}"
-            self._first = abort_group(self._group, mine)
-            if self._first == mine:
-                raise
-            raise PeerError(f"this rank stopped because {self._first}") from error
 
 
 class P2PCommunicator:
