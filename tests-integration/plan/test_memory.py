@@ -13,7 +13,7 @@ import torch
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_optim import NeuronZero1Optimizer
 from nxd_pipeline.runtime.memory import StepMemory
-from nxd_plan import Degrees, Job, OwnLlama, TransformersModel, config_call, find_device, make_plan
+from nxd_plan import FixedDegrees, OwnLlama, TrainingJob, TransformersModel, config_call, find_device, make_plan
 from nxd_state import destroy_model_parallel, get_group
 from samples import of_the_day
 
@@ -120,7 +120,7 @@ def model_of(case):
 
 
 def job_of(case, ranks):
-    return Job(
+    return TrainingJob(
         model_of(case),
         find_device("cpu"),
         ranks,
@@ -132,7 +132,7 @@ def job_of(case, ranks):
 
 
 def predict(case, ranks):
-    fixed = Degrees(
+    fixed = FixedDegrees(
         case.tp,
         case.pp,
         case.sequence_parallel,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from nxd_engine.hugging_face import full_config
-from nxd_plan import Degrees, Job, find_device, make_plan, planned_model, recipe, save_recipe
+from nxd_plan import FixedDegrees, TrainingJob, find_device, make_plan, planned_model, recipe, save_recipe
 from nxd_trainer.from_recipe import recipe_model
 from nxd_trainer.recipe import load_recipe
 
@@ -38,8 +38,8 @@ CONFIGS = {
 @pytest.mark.parametrize(("model_type", "suffix"), [*((name, "toml") for name in CONFIGS), ("qwen3", "json")])
 def test_recipe_of_a_plan_makes_the_model_that_was_planned(tmp_path, model_type, suffix):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **CONFIGS[model_type]}))
-    job = Job(planned_model(tmp_path), find_device("cpu"), 2, 32, 8, torch.float32)
-    [planned] = make_plan(job, Degrees(1, 2, False, True, 2, "full"), top=1).best
+    job = TrainingJob(planned_model(tmp_path), find_device("cpu"), 2, 32, 8, torch.float32)
+    [planned] = make_plan(job, FixedDegrees(1, 2, False, True, 2, "full"), top=1).best
 
     of_the_plan = load_recipe(save_recipe(recipe(job, planned.layout), tmp_path / f"it.{suffix}"))
 

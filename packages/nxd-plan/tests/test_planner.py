@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_pipeline import Costs, StageCost, make_schedule, simulate
-from nxd_plan import Degrees, Job, OwnLlama, find_device, make_plan, step_time
+from nxd_plan import FixedDegrees, OwnLlama, TrainingJob, find_device, make_plan, step_time
 from nxd_plan.layout import Layout
 from nxd_plan.render import describe_misfit, plan_as_json
 from nxd_state import ParallelDegrees
@@ -27,7 +27,7 @@ ELEMENTS = sum(parameter.numel() for parameter in LlamaForCausalLM(CONFIG, devic
 
 
 def job(num_devices=4, *, batch=8, dtype=torch.float32, schedule="1f1b", device=None, config=CONFIG):
-    return Job(
+    return TrainingJob(
         OwnLlama(config),
         device or find_device("cpu"),
         num_devices,
@@ -50,7 +50,7 @@ def plan_of_four():
 
 def test_cut_sequences_halve_activations_and_send_keys_and_values_with_their_gradients():
     whole, cut = (
-        only(make_plan(job(contexts, batch=4), Degrees(1, 1, False, False, 1, "none", contexts), top=1))
+        only(make_plan(job(contexts, batch=4), FixedDegrees(1, 1, False, False, 1, "none", contexts), top=1))
         for contexts in (1, 2)
     )
     keys = 2 * 16 * CONFIG.num_key_value_heads * CONFIG.head_size * 4  # and values, of 16 positions, in float32
@@ -61,29 +61,33 @@ def test_cut_sequences_halve_activations_and_send_keys_and_values_with_their_gra
 
 def test_contexts_are_tried_where_sequences_are_long_and_models_and_devices_can():
     long = replace(CONFIG, max_position_embeddings=32768)
-    fixed = Degrees(1, 1, None, False, 1, "full")
+    fixed = FixedDegrees(1, 1, None, False, 1, "full")
 
     def contexts_of(device, length):
-        planned = Job(OwnLlama(long), find_device(device), 4, length, 4, torch.float32)
+        planned = TrainingJob(OwnLlama(long), find_device(device), 4, length, 4, torch.float32)
         return {it.layout.degrees.cp for it in make_plan(planned, fixed, top=100).best}
 
     assert contexts_of("h100", 32768) == {1, 2, 4}
     assert contexts_of("h100", 4096) == {1}
     assert contexts_of("trn2", 32768) == {1, 2, 4}
-    shared = Job(OwnLlama(CONFIG), find_device("cpu"), 8, 20, 4, torch.float32)
-    assert make_plan(shared, Degrees(4, 1, True, False, 1, "none", 2)).num_fitting == 1  # 20 positions filled up to 32
+    shared = TrainingJob(OwnLlama(CONFIG), find_device("cpu"), 8, 20, 4, torch.float32)
+    fixed = FixedDegrees(4, 1, True, False, 1, "none", 2)
+    assert make_plan(shared, fixed).num_fitting == 1  # 20 positions filled up to 32
     assert "CP 4 x DP 1" in str(Layout(ParallelDegrees(cp=4, dp=1), 1, 4, "none"))
 
 
 def test_contexts_on_xla_need_heads_that_split_and_one_stage():
     def rejections(heads, degrees):
         config = replace(CONFIG, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=heads)
-        return [it.reason for it in make_plan(Job(OwnLlama(config), find_device("trn2"), 4, 16, 4), degrees).rejected]
+        return [
+            it.reason
+            for it in make_plan(TrainingJob(OwnLlama(config), find_device("trn2"), 4, 16, 4), degrees).rejected
+        ]
 
-    cut = Degrees(1, 1, False, True, 1, "none", context_parallel_size=4)
+    cut = FixedDegrees(1, 1, False, True, 1, "none", context_parallel_size=4)
     assert rejections(4, cut) == []
     assert "cannot split the 6 query heads and 6 key heads" in rejections(6, cut)[0]
-    staged = Degrees(1, 2, False, True, 1, "none", context_parallel_size=2)
+    staged = FixedDegrees(1, 2, False, True, 1, "none", context_parallel_size=2)
     assert "trn2 does not combine context and pipeline parallelism" in rejections(4, staged)[0]
 
 
@@ -101,7 +105,7 @@ def test_layouts_are_ranked_by_the_time_of_a_step_and_use_the_whole_batch(plan_o
 
 
 def test_the_quickest_are_the_same_however_many_are_asked_for():
-    few, all_there_are = (make_plan(job(), Degrees(tensor_parallel_size=1), top=top).best for top in (3, 1000))
+    few, all_there_are = (make_plan(job(), FixedDegrees(tensor_parallel_size=1), top=top).best for top in (3, 1000))
     assert few == all_there_are[:3]
 
 
@@ -110,14 +114,18 @@ def test_the_process_is_left_without_ranks(plan_of_four):
 
 
 def test_zero1_divides_the_state_by_the_replicas_and_nothing_else_of_the_states():
-    plain, shared = (only(make_plan(job(), Degrees(1, 1, False, zero1, 2, "none"), top=1)) for zero1 in (False, True))
+    plain, shared = (
+        only(make_plan(job(), FixedDegrees(1, 1, False, zero1, 2, "none"), top=1)) for zero1 in (False, True)
+    )
     assert plain.memory.optimizer_state == 2 * 4 * ELEMENTS
     assert shared.memory.optimizer_state == 2 * 4 * ELEMENTS // 4
     assert plain.memory.parameters == shared.memory.parameters == 4 * ELEMENTS
 
 
 def test_half_precision_weights_are_planned_with_their_float32_masters():
-    planned = only(make_plan(job(dtype=torch.bfloat16), Degrees(1, 1, microbatch_size=2, checkpointing="none"), top=1))
+    planned = only(
+        make_plan(job(dtype=torch.bfloat16), FixedDegrees(1, 1, microbatch_size=2, checkpointing="none"), top=1)
+    )
     assert planned.layout.degrees.zero1
     assert planned.memory.parameters == 2 * ELEMENTS
     assert planned.memory.optimizer_state == 3 * 4 * ELEMENTS // 4
@@ -125,7 +133,7 @@ def test_half_precision_weights_are_planned_with_their_float32_masters():
 
 def test_checkpointing_keeps_less_and_computes_more():
     none, full = (
-        only(make_plan(job(1), Degrees(microbatch_size=2, checkpointing=it), top=1)) for it in ("none", "full")
+        only(make_plan(job(1), FixedDegrees(microbatch_size=2, checkpointing=it), top=1)) for it in ("none", "full")
     )
     assert full.memory.activations < none.memory.activations / 3
     assert full.memory.logits == none.memory.logits
@@ -133,13 +141,13 @@ def test_checkpointing_keeps_less_and_computes_more():
 
 
 def test_bytes_by_axis_are_those_of_the_algorithms():
-    whole = only(make_plan(job(2, batch=4), Degrees(1, 1, False, False, 1, "none"), top=1))
+    whole = only(make_plan(job(2, batch=4), FixedDegrees(1, 1, False, False, 1, "none"), top=1))
     assert (whole.communication.tp, whole.communication.pp) == (0, 0)
     assert whole.communication.dp == 2 * 4 * ELEMENTS // 2  # an all-reduce sends each half twice
-    cut = only(make_plan(job(2, batch=4), Degrees(1, 2, False, False, 1, "none"), top=1))
+    cut = only(make_plan(job(2, batch=4), FixedDegrees(1, 2, False, False, 1, "none"), top=1))
     hidden = 32 * 32 * 4
     assert (cut.communication.pp, cut.communication.dp) == (4 * hidden, 0)
-    split = only(make_plan(job(2, batch=4), Degrees(2, 1, False, False, 1, "none"), top=1))
+    split = only(make_plan(job(2, batch=4), FixedDegrees(2, 1, False, False, 1, "none"), top=1))
     all_reduces = 1 + 4 * (2 + 2) + 1  # embedding; two in each layer, forward and backward; the head's input
     per_token = 3 * 32 * 4  # a maximum and two sums for each token's loss, in float32
     assert split.communication.tp == 4 * (all_reduces * hidden + per_token)
@@ -148,13 +156,13 @@ def test_bytes_by_axis_are_those_of_the_algorithms():
 def test_the_bubble_is_that_of_the_simulated_schedule():
     even = LlamaConfig(**{**vars(CONFIG), "vocab_size": 4})  # so small that embedding and head cost next to nothing
     fast = find_device("cpu", intra_host_bandwidth=1e15, memory_bandwidth=1e7)
-    planned = only(make_plan(job(4, config=even, device=fast), Degrees(1, 4, False, False, 1, "none"), top=1))
+    planned = only(make_plan(job(4, config=even, device=fast), FixedDegrees(1, 4, False, False, 1, "none"), top=1))
     expected = simulate(make_schedule("1f1b", 4, 8), Costs(StageCost())).bubble_fraction
     assert planned.time.bubble == pytest.approx(expected, abs=0.06)
 
 
 def test_many_microbatches_cost_as_much_as_a_simulation_of_all_of_them_says(monkeypatch):
-    degrees = Degrees(1, 4, False, False, 1, "none")
+    degrees = FixedDegrees(1, 4, False, False, 1, "none")
     extrapolated = only(make_plan(job(4, batch=64), degrees, top=1)).time
     simulated = []
 
@@ -169,7 +177,7 @@ def test_many_microbatches_cost_as_much_as_a_simulation_of_all_of_them_says(monk
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_every_schedule_that_trains_can_be_planned(schedule):
-    planned = only(make_plan(job(2, schedule=schedule), Degrees(1, 2, False, False, 1, "none"), top=1))
+    planned = only(make_plan(job(2, schedule=schedule), FixedDegrees(1, 2, False, False, 1, "none"), top=1))
     assert 0 <= planned.time.bubble < 1
     assert len(planned.memories) == 2
 
@@ -177,9 +185,9 @@ def test_every_schedule_that_trains_can_be_planned(schedule):
 @pytest.mark.parametrize(
     ("fixed", "reason"),
     [
-        (Degrees(tensor_parallel_size=3), "tp=3 = 3 does not divide world_size=4"),
-        (Degrees(pipeline_parallel_size=8), "pp=8"),
-        (Degrees(microbatch_size=3), "microbatch_size=3 does not divide"),
+        (FixedDegrees(tensor_parallel_size=3), "tp=3 = 3 does not divide world_size=4"),
+        (FixedDegrees(pipeline_parallel_size=8), "pp=8"),
+        (FixedDegrees(microbatch_size=3), "microbatch_size=3 does not divide"),
     ],
 )
 def test_a_degree_that_cannot_be_is_rejected_with_the_reason(fixed, reason):
@@ -190,7 +198,7 @@ def test_a_degree_that_cannot_be_is_rejected_with_the_reason(fixed, reason):
 
 
 def test_what_the_model_itself_refuses_is_rejected_with_its_reason():
-    fixed = Degrees(pipeline_parallel_size=1, microbatch_size=1, checkpointing="none")
+    fixed = FixedDegrees(pipeline_parallel_size=1, microbatch_size=1, checkpointing="none")
     plan = make_plan(job(8, device=find_device("cpu", devices_per_host=8)), fixed)
     reasons = {rejected.what: rejected.reason for rejected in plan.rejected}
     assert "tensor_parallel_size=8 does not divide num_attention_heads=4" in reasons["TP 8"]
@@ -198,16 +206,16 @@ def test_what_the_model_itself_refuses_is_rejected_with_its_reason():
 
 
 def test_a_batch_that_the_replicas_do_not_divide_is_rejected_with_batches_that_would_do():
-    plan = make_plan(job(4, batch=6), Degrees(1, 1))
+    plan = make_plan(job(4, batch=6), FixedDegrees(1, 1))
     assert "global_batch_size=6 is not a multiple of 4 replicas; use 4 or 8" in plan.rejected[0].reason
 
 
 def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
     small = find_device("cpu", memory_bytes=100_000)
-    plan = make_plan(job(device=small), Degrees(tensor_parallel_size=1))
+    plan = make_plan(job(device=small), FixedDegrees(tensor_parallel_size=1))
     assert not plan.best
     nearest = min(misfit.memory.peak for misfit in plan.misfits)
-    text = describe_misfit(plan, Degrees(checkpointing="none"))
+    text = describe_misfit(plan, FixedDegrees(checkpointing="none"))
     assert f"{(nearest - 90_000) / 2**20:.1f} MiB more than the usable 0.1 MiB" in text
     assert "leave out --checkpointing" in text
     states = min(plan.misfits, key=lambda misfit: misfit.memory.peak).memory.states
@@ -226,11 +234,11 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
 )
 def test_degrees_that_never_can_be_are_refused_at_once(degrees, message):
     with pytest.raises(ValueError, match=message):
-        Degrees(**degrees)
+        FixedDegrees(**degrees)
 
 
 def test_messages_are_slow_where_any_group_is_on_two_hosts_and_not_only_where_the_first_is():
-    degrees = Degrees(4, 1, False, False, 1, "none")
+    degrees = FixedDegrees(4, 1, False, False, 1, "none")
     inside, across = (  # of the ranks 4 to 7, two lie on another host
         only(make_plan(job(12, batch=12, device=find_device("cpu", devices_per_host=hosts)), degrees, top=1))
         for hosts in (12, 6)
@@ -248,7 +256,8 @@ def test_attention_is_counted_as_one_operation_that_keeps_no_scores():
     kept = [
         only(
             make_plan(
-                Job(OwnLlama(long), find_device("cpu"), 1, it, 1, torch.float32), Degrees(1, 1, None, False, 1, "none")
+                TrainingJob(OwnLlama(long), find_device("cpu"), 1, it, 1, torch.float32),
+                FixedDegrees(1, 1, None, False, 1, "none"),
             )
         )
         for it in sizes
@@ -283,4 +292,4 @@ def test_a_job_that_cannot_be_is_refused(arguments, message):
 
 def test_a_sequence_longer_than_the_model_is_made_for_is_refused():
     with pytest.raises(ValueError, match="sequence_length=65 is more than max_position_embeddings=64"):
-        Job(OwnLlama(CONFIG), find_device("cpu"), 1, sequence_length=65)
+        TrainingJob(OwnLlama(CONFIG), find_device("cpu"), 1, sequence_length=65)

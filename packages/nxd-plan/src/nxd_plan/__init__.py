@@ -4,7 +4,7 @@ The real mesh, layers, partition and schedules run in one process on meta tensor
 """
 
 from nxd_plan.devices import DEVICES, Device, find_device
-from nxd_plan.layout import Degrees, Job, Layout, Rejected
+from nxd_plan.layout import FixedDegrees, Layout, Rejected, TrainingJob
 from nxd_plan.memory import RankMemory
 from nxd_plan.model import OwnLlama, PlannedModel
 from nxd_plan.planner import Misfit, Plan, PlannedLayout, make_plan
@@ -14,8 +14,8 @@ from nxd_plan.transformers_model import TransformersModel, planned_model
 
 __all__ = [
     # what is planned
-    "Job",
-    "Degrees",
+    "TrainingJob",
+    "FixedDegrees",
     "PlannedModel",
     "OwnLlama",
     "TransformersModel",

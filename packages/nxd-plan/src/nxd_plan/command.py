@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
 def _job(options: argparse.Namespace) -> Any:
     import torch  # noqa: PLC0415
 
-    from nxd_plan import Job, find_device, planned_model  # noqa: PLC0415
+    from nxd_plan import TrainingJob, find_device, planned_model  # noqa: PLC0415
 
     numbers = {
         field: None if (given := getattr(options, name)) is None else given * unit
@@ -154,7 +154,7 @@ def _job(options: argparse.Namespace) -> Any:
     }
     device = find_device(options.device, **numbers, devices_per_host=options.devices_per_host)
     model = planned_model(options.model, {name: getattr(options, name) for name in MODEL_FLAGS})
-    return Job(
+    return TrainingJob(
         model=model,
         device=device,
         num_devices=options.devices,
@@ -168,7 +168,7 @@ def _job(options: argparse.Namespace) -> Any:
 
 
 def _degrees(options: argparse.Namespace) -> Any:
-    from nxd_plan import Degrees  # noqa: PLC0415
+    from nxd_plan import FixedDegrees  # noqa: PLC0415
 
-    given = {field.name: getattr(options, field.name) for field in fields(Degrees)}
-    return Degrees(**{name: YES_NO.get(value, value) for name, value in given.items()})
+    given = {field.name: getattr(options, field.name) for field in fields(FixedDegrees)}
+    return FixedDegrees(**{name: YES_NO.get(value, value) for name, value in given.items()})

@@ -21,7 +21,7 @@ SHORTEST_CONTEXT = 8192  # positions per rank below which context parallelism is
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training job; only its layout is still to be chosen.
 
     Attributes:
@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Degrees:
+class FixedDegrees:
     """The degrees fixed in advance; None leaves a degree open.
 
     Attributes:
@@ -157,14 +157,14 @@ class Rejected:
     reason: str
 
 
-def tensor_parallel_sizes(job: Job, fixed: Degrees) -> list[int]:
+def tensor_parallel_sizes(job: TrainingJob, fixed: FixedDegrees) -> list[int]:
     """The degrees to try: divisors of the number of ranks, within one host since layers exchange activations often."""
     if fixed.tensor_parallel_size is not None:
         return [fixed.tensor_parallel_size]
     return [size for size in divisors(job.num_devices) if size <= job.device.devices_per_host]
 
 
-def context_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[int]:
+def context_parallel_sizes(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[int]:
     """The degrees to try: divisors of the remaining ranks that leave each rank a long enough part of a sequence."""
     if fixed.context_parallel_size is not None:
         return [fixed.context_parallel_size]
@@ -172,7 +172,7 @@ def context_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -
     return [size for size in sizes if size == 1 or job.sequence_length // size >= SHORTEST_CONTEXT]
 
 
-def pipeline_parallel_sizes(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[int]:
+def pipeline_parallel_sizes(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[int]:
     """The degrees to try: divisors of the remaining ranks, up to the number of layers."""
     if fixed.pipeline_parallel_size is not None:
         return [fixed.pipeline_parallel_size]
@@ -190,7 +190,7 @@ def local_length(sequence_length: int, degrees: ParallelDegrees) -> int:
     return SequenceCut(sequence_length, degrees.cp, multiple=degrees.tp).local_length
 
 
-def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list[bool]:
+def sequence_parallel_choices(fixed: FixedDegrees, tensor_parallel_size: int) -> list[bool]:
     """The choices of sequence parallelism to try."""
     if tensor_parallel_size == 1:
         return [False]
@@ -198,7 +198,7 @@ def sequence_parallel_choices(fixed: Degrees, tensor_parallel_size: int) -> list
 
 
 def layouts_on(
-    job: Job, fixed: Degrees, degrees: ParallelDegrees, choices: Sequence[bool]
+    job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees, choices: Sequence[bool]
 ) -> Iterator[Layout | Rejected]:
     """Yield all layouts with these degrees, by ascending microbatch size, and the rejected ones with their reasons."""
     what = degrees.describe()
@@ -237,7 +237,7 @@ def layouts_on(
                     )
 
 
-def _zero1_choices(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[bool]:
+def _zero1_choices(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[bool]:
     """The choices of ZeRO-1 to try; half-precision weights need the float32 master weights that ZeRO-1 adds."""
     if fixed.zero1 is not None:
         return [fixed.zero1]
@@ -246,7 +246,7 @@ def _zero1_choices(job: Job, fixed: Degrees, degrees: ParallelDegrees) -> list[b
     return [False, True] if degrees.replicas > 1 else [False]
 
 
-def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[ParallelDegrees]:
+def expert_degrees(job: TrainingJob, fixed: FixedDegrees, tensor_parallel_size: int) -> list[ParallelDegrees]:
     """The degrees to try: those that divide experts and ranks, with experts whole or split like other layers."""
     size, of_expert = fixed.expert_parallel_size, fixed.expert_tensor_parallel_size
     experts = job.model.num_experts
@@ -267,7 +267,7 @@ def expert_degrees(job: Job, fixed: Degrees, tensor_parallel_size: int) -> list[
     ]
 
 
-def check_expert_size(job: Job, expert_parallel_size: int) -> None:
+def check_expert_size(job: TrainingJob, expert_parallel_size: int) -> None:
     """Reject an expert-parallel size that the model does not support."""
     experts = job.model.num_experts
     if not experts:

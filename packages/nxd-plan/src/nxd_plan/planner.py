@@ -11,10 +11,10 @@ from nxd_state import Mesh, ParallelDegrees
 
 from nxd_plan.layout import (
     ON_XLA,
-    Degrees,
-    Job,
+    FixedDegrees,
     Layout,
     Rejected,
+    TrainingJob,
     context_parallel_sizes,
     expert_degrees,
     layouts_on,
@@ -83,7 +83,7 @@ class Plan:
         rejected: layouts that are not possible.
     """
 
-    job: Job
+    job: TrainingJob
     best: tuple[PlannedLayout, ...]
     num_fitting: int
     misfits: tuple[Misfit, ...]
@@ -109,14 +109,14 @@ class _Candidate:
 
 @dataclass
 class _Search:
-    job: Job
-    fixed: Degrees
+    job: TrainingJob
+    fixed: FixedDegrees
     candidates: list[_Candidate] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
 
 
-def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
+def make_plan(job: TrainingJob, fixed: FixedDegrees | None = None, *, top: int = 10) -> Plan:
     """Try every layout of a job.
 
     Args:
@@ -130,7 +130,7 @@ def make_plan(job: Job, fixed: Degrees | None = None, *, top: int = 10) -> Plan:
     """
     if top < 1:
         raise ValueError(f"top={top} must be 1 or more")
-    search = _Search(job, fixed or Degrees())
+    search = _Search(job, fixed or FixedDegrees())
     planner = StagePlanner(job.model)
     for size in tensor_parallel_sizes(job, search.fixed):
         try:
@@ -235,7 +235,7 @@ def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayo
     return found[:top]
 
 
-def _timed(job: Job, candidate: _Candidate, model_flops: float, *, simulated: bool) -> PlannedLayout:
+def _timed(job: TrainingJob, candidate: _Candidate, model_flops: float, *, simulated: bool) -> PlannedLayout:
     """A candidate with its step time: as its schedule simulates, or a lower bound over all schedules."""
     layout, mesh, profile = candidate.layout, candidate.mesh, candidate.profile
     times = stage_times(job, mesh, candidate.stages, profile)
@@ -248,7 +248,7 @@ def _timed(job: Job, candidate: _Candidate, model_flops: float, *, simulated: bo
     return PlannedLayout(layout, tuple(candidate.memories), sent, time)
 
 
-def _model_flops(job: Job) -> float:
+def _model_flops(job: TrainingJob) -> float:
     """FLOPs of forward and backward of one sequence through the whole model; backward counts as twice the forward."""
     with planned_ranks(ParallelDegrees()):
         profiler = Profiler(job.model, job.dtype, job.sequence_length)
@@ -257,7 +257,7 @@ def _model_flops(job: Job) -> float:
     return 3.0 * (layers + profile.head.forward.flops)
 
 
-def activation_modes(job: Job, layout: Layout) -> dict[str, int]:
+def activation_modes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     """Bytes that the first decoder layer keeps per microbatch in a layout, by kind of checkpointing."""
     degrees = layout.degrees
     with planned_ranks(degrees):

@@ -7,7 +7,7 @@ and a model with any number of layers, or a stage of it, is assembled from these
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any
 
@@ -81,30 +81,6 @@ class Pass:
         """FLOPs of all operations."""
         return sum(operation.flops for operation in self.operations)
 
-    def extrapolated(self, to_three: "Pass", size: int) -> "Pass":
-        """Extrapolate to microbatches of `size`, from this pass (of size 2) and `to_three` (of size 3).
-
-        Every tensor is either proportional to the microbatch or independent of it, so all numbers are linear in size.
-        """
-        return Pass(
-            kept=_on_line(self.kept, to_three.kept, size),
-            peak=_on_line(self.peak, to_three.peak, size),
-            operations=tuple(
-                Operation(
-                    _on_line(a.flops, b.flops, size),
-                    _on_line(a.bytes, b.bytes, size),
-                    _on_line(a.keys, b.keys, size),
-                    _on_line(a.key_gradients, b.key_gradients, size),
-                    _on_line(a.queries, b.queries, size),
-                    a.heads,
-                )
-                for a, b in zip(self.operations, to_three.operations, strict=True)
-            ),
-            messages=tuple(_on_line(a, b, size) for a, b in zip(self.messages, to_three.messages, strict=True)),
-            product_bytes=_on_line(self.product_bytes, to_three.product_bytes, size),
-            to_experts=tuple(_on_line(a, b, size) for a, b in zip(self.to_experts, to_three.to_experts, strict=True)),
-        )
-
 
 @dataclass(frozen=True)
 class PartProfile:
@@ -112,12 +88,6 @@ class PartProfile:
 
     forward: Pass
     backward: Pass
-
-    def extrapolated(self, to_three: "PartProfile", size: int) -> "PartProfile":
-        """See `Pass.extrapolated`."""
-        return PartProfile(
-            self.forward.extrapolated(to_three.forward, size), self.backward.extrapolated(to_three.backward, size)
-        )
 
 
 @dataclass(frozen=True)
@@ -129,20 +99,18 @@ class Profile:
     head: PartProfile
     hidden_bytes: int
 
-    def extrapolated(self, to_three: "Profile", size: int) -> "Profile":
-        """See `Pass.extrapolated`."""
-        return Profile(
-            embedding=self.embedding.extrapolated(to_three.embedding, size),
-            layers=tuple(
-                layer.extrapolated(other, size) for layer, other in zip(self.layers, to_three.layers, strict=True)
-            ),
-            head=self.head.extrapolated(to_three.head, size),
-            hidden_bytes=_on_line(self.hidden_bytes, to_three.hidden_bytes, size),
-        )
 
+def _extrapolated(of_two: Any, of_three: Any, size: int) -> Any:
+    """Extrapolate the numbers in a profile to microbatches of `size`, from those of sizes 2 and 3.
 
-def _on_line(at_two: int, at_three: int, size: int) -> int:
-    return at_two + (at_three - at_two) * (size - 2)
+    Every tensor is either proportional to the microbatch or independent of it, so all numbers are linear in size.
+    """
+    if isinstance(of_two, int):
+        return of_two + (of_three - of_two) * (size - 2)
+    if isinstance(of_two, tuple):
+        return tuple(_extrapolated(two, three, size) for two, three in zip(of_two, of_three, strict=True))
+    values = {it.name: (getattr(of_two, it.name), getattr(of_three, it.name)) for it in fields(of_two)}
+    return type(of_two)(**{name: _extrapolated(two, three, size) for name, (two, three) in values.items()})
 
 
 class Profiler:
@@ -172,8 +140,9 @@ class Profiler:
         """
         if microbatch_size <= 2:  # size 1 is not linear: one sequence may be transposed without a copy
             return self._measured(sequence_parallel, checkpointing, microbatch_size)
-        of_two = self._measured(sequence_parallel, checkpointing, 2)
-        return of_two.extrapolated(self._measured(sequence_parallel, checkpointing, 3), microbatch_size)
+        of_two, of_three = (self._measured(sequence_parallel, checkpointing, size) for size in (2, 3))
+        extrapolated: Profile = _extrapolated(of_two, of_three, microbatch_size)
+        return extrapolated
 
     def _make_model(self, sequence_parallel: bool) -> nn.Module:
         model = self._planned.on_rank(self._dtype, sequence_parallel=sequence_parallel)

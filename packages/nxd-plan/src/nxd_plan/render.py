@@ -17,7 +17,7 @@ from nxd_engine.config import complete_config
 from nxd_engine.training_config import training_config
 from nxd_pipeline import NxDPPModel
 
-from nxd_plan.layout import Degrees, Job, Layout
+from nxd_plan.layout import FixedDegrees, Layout, TrainingJob
 from nxd_plan.memory import RankMemory
 from nxd_plan.planner import Misfit, Plan, PlannedLayout
 
@@ -115,7 +115,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def describe_misfit(plan: Plan, fixed: Degrees) -> str:
+def describe_misfit(plan: Plan, fixed: FixedDegrees) -> str:
     """A few lines about a plan in which nothing fits: the closest layout, and ways to make it fit."""
     if not plan.misfits:
         reasons = [f"  {rejected.what}: {rejected.reason}" for rejected in plan.rejected]
@@ -132,7 +132,7 @@ def describe_misfit(plan: Plan, fixed: Degrees) -> str:
     return "\n".join(lines)
 
 
-def _ways_out(plan: Plan, fixed: Degrees, nearest: Misfit) -> list[str]:
+def _ways_out(plan: Plan, fixed: FixedDegrees, nearest: Misfit) -> list[str]:
     memory, layout, ways = nearest.memory, nearest.layout, []
     held = [f"--{name.replace('_', '-')}" for name, value in vars(fixed).items() if value is not None]
     if held:
@@ -190,7 +190,7 @@ def _planned(planned: PlannedLayout) -> dict[str, Any]:
 Recipe = dict[str, dict[str, Any]]  # by section and key
 
 
-def config_call(job: Job, layout: Layout) -> str:
+def config_call(job: TrainingJob, layout: Layout) -> str:
     """Python lines that create the model in this layout; they need imports of `nxd`, `torch` and the model's names."""
     parallel = layout.degrees.sequence_parallel
     arguments = training_config(
@@ -233,7 +233,7 @@ def _as_python(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def recipe(job: Job, layout: Layout) -> Recipe:
+def recipe(job: TrainingJob, layout: Layout) -> Recipe:
     """The recipe of a run in this layout; the number of ranks is given at its start.
 
     Raises:

@@ -13,7 +13,7 @@ from nxd_pipeline import Costs, Schedule, StageCost, make_schedule, simulate
 from nxd_state import Mesh
 
 from nxd_plan.devices import Device
-from nxd_plan.layout import ON_XLA, Job, Layout
+from nxd_plan.layout import ON_XLA, Layout, TrainingJob
 from nxd_plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
 from nxd_plan.operations import Operation
 from nxd_plan.profile import PartProfile, Pass, Profile
@@ -86,7 +86,7 @@ def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
     return rate * SUSTAINED_BANDWIDTH
 
 
-def stage_times(job: Job, mesh: Mesh, stages: Sequence[StageParts], profile: Profile) -> tuple[StageTime, ...]:
+def stage_times(job: TrainingJob, mesh: Mesh, stages: Sequence[StageParts], profile: Profile) -> tuple[StageTime, ...]:
     """Seconds of one microbatch on each stage, including the messages of tensor, context and expert parallelism."""
     flops = job.device.flops_of(job.dtype_name) * SUSTAINED_FLOPS
     memory = job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
@@ -165,7 +165,7 @@ def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageT
 
 
 def pipeline_seconds(
-    job: Job, layout: Layout, mesh: Mesh, times: Sequence[StageTime], hidden_bytes: int
+    job: TrainingJob, layout: Layout, mesh: Mesh, times: Sequence[StageTime], hidden_bytes: int
 ) -> tuple[float, float]:
     """Simulated seconds of a step's forwards and backwards, and the fraction of them in which ranks are idle.
 
@@ -202,7 +202,7 @@ def _simulated(name: str, ranks: int, num_microbatches: int, costs: Costs) -> fl
 
 
 def communication(
-    job: Job, layout: Layout, stages: Sequence[StageParts], schedule: Schedule, profile: Profile
+    job: TrainingJob, layout: Layout, stages: Sequence[StageParts], schedule: Schedule, profile: Profile
 ) -> Communication:
     """Bytes that the busiest rank sends in a step, by axis."""
     replicas, itemsize = layout.degrees.replicas, job.dtype.itemsize
@@ -257,7 +257,7 @@ def _of_passes(stage: StageParts, profile: Profile, sent: Callable[[Pass], Itera
 
 
 def step_time(
-    job: Job,
+    job: TrainingJob,
     layout: Layout,
     mesh: Mesh,
     memories: Sequence[RankMemory],

@@ -3,7 +3,7 @@
 from nxd_pipeline.partition.cuts import LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_flops, layer_names
 from nxd_pipeline.partition.hugging_face import hugging_face_structure, is_hugging_face
 from nxd_pipeline.partition.local_parts import LocalParts, ParamInit, materialize, without_other_stages
-from nxd_pipeline.partition.manual import LayerChain, LossFunction, StageOfLayers, manual_partition, sequence_partition
+from nxd_pipeline.partition.manual import LossFunction, StageOfLayers, manual_partition, sequence_partition
 from nxd_pipeline.partition.options import (
     OLD_RUNTIME_FLAGS,
     Balance,
@@ -16,7 +16,7 @@ from nxd_pipeline.partition.options import (
 )
 from nxd_pipeline.partition.stage import Stage, Wiring
 from nxd_pipeline.partition.structure import ModelStructure, structural_partition
-from nxd_pipeline.partition.trace import methods_kept_whole, trace_model
+from nxd_pipeline.partition.trace import trace_model
 from nxd_pipeline.partition.traced import traced_partition
 
 __all__ = [
@@ -38,14 +38,12 @@ __all__ = [
     "check_cuts",
     "traced_partition",
     "trace_model",
-    "methods_kept_whole",
     "structural_partition",
     "ModelStructure",
     "hugging_face_structure",
     "is_hugging_face",
     "manual_partition",
     "sequence_partition",
-    "LayerChain",
     "LossFunction",
     "StageOfLayers",
     "LocalParts",

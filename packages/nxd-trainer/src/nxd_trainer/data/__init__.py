@@ -7,14 +7,12 @@ ranks get their positions as plain numbers.
 from nxd_trainer.data.chat import ChatTemplate
 from nxd_trainer.data.conversations import (
     Conversations,
-    ConversationSequences,
-    Cuts,
     build_conversations,
     cut_conversations,
     describe_conversations,
     open_conversations,
 )
-from nxd_trainer.data.corpus import Corpus, CorpusIndex, build_corpus, open_corpus
+from nxd_trainer.data.corpus import Corpus, build_corpus, open_corpus
 from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader
 from nxd_trainer.data.messages import Conversation, read_conversation
 from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
@@ -29,7 +27,7 @@ from nxd_trainer.data.sequences import (
     read_weights,
 )
 from nxd_trainer.data.sources import files_left_out, find_tables, find_text_files, find_tokens
-from nxd_trainer.data.streaming import ReadTexts, StreamLoader, StreamSource, stream_files, stream_hub
+from nxd_trainer.data.streaming import StreamLoader, StreamSource, stream_files, stream_hub
 from nxd_trainer.data.tables import hub_files
 from nxd_trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
@@ -46,7 +44,6 @@ __all__ = [
     "build_corpus",
     "open_corpus",
     "Corpus",
-    "CorpusIndex",
     "read_conversation",
     "Conversation",
     "ChatTemplate",
@@ -56,8 +53,6 @@ __all__ = [
     "pack_corpus",
     "PackedSequences",
     "cut_conversations",
-    "ConversationSequences",
-    "Cuts",
     "describe_conversations",
     "PreferenceEncoder",
     "cut_preferences",
@@ -69,7 +64,6 @@ __all__ = [
     "TrainLoader",
     "stream_files",
     "stream_hub",
-    "ReadTexts",
     "StreamSource",
     "StreamLoader",
     "TokenRows",

@@ -14,29 +14,11 @@ from nxd_trainer.recipe.files import (
     render_recipe_help,
     save_recipe,
 )
-from nxd_trainer.recipe.sections import (
-    CheckpointSection,
-    DataSection,
-    LoraSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelSection,
-    PipelineSection,
-    Recipe,
-    TrainSection,
-)
+from nxd_trainer.recipe.sections import Recipe
 
 __all__ = [
     # the recipe
     "Recipe",
-    "ModelSection",
-    "ParallelSection",
-    "PipelineSection",
-    "DataSection",
-    "TrainSection",
-    "OptimizerSection",
-    "LoraSection",
-    "CheckpointSection",
     # reading and writing
     "load_recipe",
     "recipe_from_dict",
