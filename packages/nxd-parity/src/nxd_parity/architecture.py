@@ -142,7 +142,7 @@ def remember_equal(folder: Path) -> str:
 
 
 def _text_decoder(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The causal language model of a config's type: its complete config, and the model on the meta device."""
+    """Return the complete config of a config's causal language model, and the model on the meta device."""
     headless = {name: value for name, value in config.items() if name != "architectures"}
     content = full_config(with_architecture(headless))
     outline = model_on_meta(content)

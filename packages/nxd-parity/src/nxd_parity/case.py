@@ -76,7 +76,7 @@ def make_model(model_fn: Callable[[], nn.Module], seed: int, dtype: torch.dtype)
 
 
 def inputs_in(dtype: torch.dtype, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch with its floating-point tensors in `dtype`."""
+    """Return a batch with its floating-point tensors in `dtype`."""
 
     def convert(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

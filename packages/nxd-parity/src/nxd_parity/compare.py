@@ -20,7 +20,16 @@ from torch import Tensor
 
 from nxd_parity.case import ParityCase, check_batches, checked_config
 from nxd_parity.float64 import InFloat64
-from nxd_parity.layout import Distance, LayoutRun, LayoutStep, RankPart, TensorPiece, distance, is_close, readings
+from nxd_parity.layout import (
+    Distance,
+    LayoutRun,
+    LayoutStep,
+    RankPart,
+    TensorPiece,
+    candidate_slices,
+    distance,
+    is_close,
+)
 from nxd_parity.reference import Reference, ReferenceStep, run_reference
 
 
@@ -347,12 +356,12 @@ class _Comparison:
         return all_gather_object(item, self._world)
 
     def _share(self, item: ItemT) -> ItemT:
-        """Rank 0's item, on every rank."""
+        """Return rank 0's item on every rank."""
         return self._gather(item)[0]
 
 
 def _combined(parts: Sequence[tuple[tuple[int, int], list[TensorPiece] | None]], rank: int, position: int) -> Tensor:
-    """The gradient that this rank's optimizer should use: the mean over replicas of the sum over a split sequence."""
+    """Return the gradient for this rank's optimizer: the mean over replicas of the sum over a split sequence."""
     (_, tp_rank), pieces = parts[rank]
     assert pieces is not None  # the caller iterates over its pieces
     box, adds = pieces[position].box, pieces[position].sums_over_tp
@@ -374,7 +383,7 @@ def _combined(parts: Sequence[tuple[tuple[int, int], list[TensorPiece] | None]],
 def _combined_of_experts(
     parts: Sequence[tuple[tuple[int, int], list[TensorPiece] | None]], piece: TensorPiece
 ) -> Tensor:
-    """`_combined` for experts: the ranks' gradients, each from the rank's own tokens, are summed."""
+    """Return the gradient of experts: the sum of the ranks' gradients, each from the rank's own tokens."""
     values = [it.values for _, others in parts for it in others or [] if it.box == piece.box]
     replicas = len({dp_rank for (dp_rank, _), _ in parts})
     return torch.stack(values).sum(0) / piece.holders / replicas
@@ -382,7 +391,8 @@ def _combined_of_experts(
 
 def _nearest(whole: Tensor, output: Tensor, part: RankPart) -> Distance | None:
     found = [
-        distance(whole[box], output, [it.start for it in box]) for box in readings(whole.shape, output.shape, part)
+        distance(whole[box], output, [it.start for it in box])
+        for box in candidate_slices(whole.shape, output.shape, part)
     ]
     return min(found, key=lambda it: it.max_abs) if found else None
 

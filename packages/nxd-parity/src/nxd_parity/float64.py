@@ -116,7 +116,7 @@ def _several(given: _Roots) -> tuple[_Root, ...]:
 
 
 def _like(root: _Root) -> Tensor:
-    """A tensor with the shape and dtype of a root; on the meta device if the root is a graph edge."""
+    """Return a tensor with the shape and dtype of a root; on the meta device if the root is a graph edge."""
     if isinstance(root, Tensor):
         return root
     entry = root.node._input_metadata[root.output_nr]

@@ -63,7 +63,7 @@ class LayoutRun:
         self._first_names = self.model.pipeline.tied_names()
 
     def parameters(self) -> dict[str, list[TensorPiece]]:
-        """This rank's weights, by logical name."""
+        """Return this rank's weights by logical name."""
         return self._pieces((name, it, it) for name, it in self.model.named_parameters())
 
     def step(self, batch: Mapping[str, Any]) -> LayoutStep:
@@ -119,7 +119,7 @@ def _without_insides_of_experts(named: list[tuple[str, nn.Module]]) -> list[tupl
 
 
 def _share(value: Any, rank: int, size: int) -> Any:
-    """This replica's part of an input."""
+    """Return this replica's part of an input."""
     return value.chunk(size)[rank] if has_batch(value) else value
 
 
@@ -154,7 +154,7 @@ class Distance:
     found: float
 
 
-def readings(whole: Sequence[int], local: Sequence[int], part: RankPart) -> Iterator[tuple[slice, ...]]:
+def candidate_slices(whole: Sequence[int], local: Sequence[int], part: RankPart) -> Iterator[tuple[slice, ...]]:
     """Yield the boxes of a whole tensor that a rank's part may cover, judging by its shape."""
     if len(whole) != len(local):
         return

@@ -53,7 +53,7 @@ class ActivationRecord:
 
 @contextmanager
 def gradient_order(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[str]]:
-    """Names of parameters in the order in which backward inside the `with` block first gives them gradients."""
+    """Yield a list that gets parameters' names in the order in which backward in the block gives them gradients."""
     order: dict[str, None] = {}
 
     def hook(name: str) -> Any:
@@ -70,7 +70,7 @@ def gradient_order(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[l
 
 
 def spec_of(parameter: Tensor) -> ShardSpec:
-    """The shard spec of a parameter, also if it is not sharded."""
+    """Return the shard spec of a parameter, also if it is not sharded."""
     return get_shard_spec(parameter) or ShardSpec.whole(parameter.shape)
 
 
@@ -149,7 +149,7 @@ def _step(
 
 
 def _logical(named: Any) -> dict[str, Tensor]:
-    """Tensors by logical name: a fused parameter appears under the names of its parts."""
+    """Return tensors by logical name: a fused parameter appears under the names of its parts."""
     whole: dict[str, Tensor] = {}
     for name, parameter, tensor in named:
         spec = spec_of(parameter)

@@ -49,7 +49,7 @@ class Device:
             raise ValueError(f"device {self.name}: {', '.join(wrong)} must be positive and finite")
 
     def flops_of(self, dtype: str) -> float:
-        """Peak FLOP/s for a dtype.
+        """Return the peak FLOP/s for a dtype.
 
         Raises:
             ValueError: the device lists no FLOP/s for this dtype.

@@ -128,7 +128,7 @@ class Layout:
     checkpointing: str
 
     def as_dict(self) -> dict[str, int | bool | str]:
-        """The layout as a dict, under the names that recipes and configs use."""
+        """Return the layout as a dict, by the names that recipes and configs use."""
         degrees = self.degrees
         return {
             **{name: getattr(degrees, axis) for axis, name in SIZES.items()},
@@ -142,7 +142,7 @@ class Layout:
         }
 
     def __str__(self) -> str:
-        """Such as "TP 8 + SP x PP 2 x DP 4, ZeRO-1, 16 microbatches of 1, checkpointing full"."""
+        """Return a line such as "TP 8 + SP x PP 2 x DP 4, ZeRO-1, 16 microbatches of 1, checkpointing full"."""
         return (
             f"{self.degrees.describe()}, {self.num_microbatches} microbatches of {self.microbatch_size}, checkpointing "
             f"{self.checkpointing}"
@@ -158,14 +158,14 @@ class Rejected:
 
 
 def tensor_parallel_sizes(job: TrainingJob, fixed: FixedDegrees) -> list[int]:
-    """The degrees to try: divisors of the number of ranks, within one host since layers exchange activations often."""
+    """Return the degrees to try: divisors of the world size, within one host: layers exchange activations often."""
     if fixed.tensor_parallel_size is not None:
         return [fixed.tensor_parallel_size]
     return [size for size in divisors(job.num_devices) if size <= job.device.devices_per_host]
 
 
 def context_parallel_sizes(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[int]:
-    """The degrees to try: divisors of the remaining ranks that leave each rank a long enough part of a sequence."""
+    """Return the degrees to try: divisors of the remaining ranks that leave each rank enough of a sequence."""
     if fixed.context_parallel_size is not None:
         return [fixed.context_parallel_size]
     sizes = divisors(max(1, job.num_devices // degrees.tp))
@@ -173,7 +173,7 @@ def context_parallel_sizes(job: TrainingJob, fixed: FixedDegrees, degrees: Paral
 
 
 def pipeline_parallel_sizes(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[int]:
-    """The degrees to try: divisors of the remaining ranks, up to the number of layers."""
+    """Return the degrees to try: divisors of the remaining ranks, up to the number of layers."""
     if fixed.pipeline_parallel_size is not None:
         return [fixed.pipeline_parallel_size]
     sizes = divisors(max(1, job.num_devices // (degrees.tp * degrees.cp)))
@@ -184,14 +184,14 @@ def pipeline_parallel_sizes(job: TrainingJob, fixed: FixedDegrees, degrees: Para
 
 
 def local_length(sequence_length: int, degrees: ParallelDegrees) -> int:
-    """Positions per context-parallel rank, padded so that tensor-parallel ranks can split them evenly."""
+    """Return positions per context-parallel rank, padded so that tensor-parallel ranks can split them evenly."""
     if degrees.cp == 1:
         return sequence_length
     return SequenceCut(sequence_length, degrees.cp, multiple=degrees.tp).local_length
 
 
 def sequence_parallel_choices(fixed: FixedDegrees, tensor_parallel_size: int) -> list[bool]:
-    """The choices of sequence parallelism to try."""
+    """Return the choices of sequence parallelism to try."""
     if tensor_parallel_size == 1:
         return [False]
     return [False, True] if fixed.sequence_parallel is None else [fixed.sequence_parallel]
@@ -238,7 +238,7 @@ def layouts_on(
 
 
 def _zero1_choices(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[bool]:
-    """The choices of ZeRO-1 to try; half-precision weights need the float32 master weights that ZeRO-1 adds."""
+    """Return the choices of ZeRO-1 to try; half-precision weights need the master weights that ZeRO-1 adds."""
     if fixed.zero1 is not None:
         return [fixed.zero1]
     if job.dtype.itemsize < 4:
@@ -247,7 +247,7 @@ def _zero1_choices(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegre
 
 
 def expert_degrees(job: TrainingJob, fixed: FixedDegrees, tensor_parallel_size: int) -> list[ParallelDegrees]:
-    """The degrees to try: those that divide experts and ranks, with experts whole or split like other layers."""
+    """Return the degrees to try: divisors of experts and ranks, with experts whole or split like other layers."""
     size, of_expert = fixed.expert_parallel_size, fixed.expert_tensor_parallel_size
     experts = job.model.num_experts
     if (size is not None and size > 1) or (of_expert is not None and of_expert != tensor_parallel_size):

@@ -49,7 +49,7 @@ class RankMemory:
 def rank_memories(
     layout: Layout, stages: Sequence[StageParts], profile: Profile, schedule: Schedule, itemsize: int
 ) -> list[RankMemory]:
-    """The memory of every pipeline rank.
+    """Return the memory of every pipeline rank.
 
     Args:
         layout: the layout to plan.
@@ -161,7 +161,7 @@ def _rank_memory(
 
 
 def _above_states(stage: StageParts, kept: _Kept, profile: Profile, late_gradient_itemsize: int) -> int:
-    """The peak bytes of one microbatch on a stage that does nothing else.
+    """Return the peak bytes of one microbatch on a stage that does nothing else.
 
     Args:
         stage: the stage that runs the microbatch.

@@ -124,7 +124,7 @@ class Outcomes:
 
 
 def _grouped_product(one: Tensor, other: Tensor, offsets: Tensor, *options: Any) -> Tensor:
-    """A matrix product per group (expert); torch supports it on the meta device for bfloat16 only.
+    """Multiply matrices per group (expert); torch supports it on the meta device for bfloat16 only.
 
     Args:
         one: `[rows, inner]`, where each group has some of the rows, or some of `inner`.
@@ -221,7 +221,7 @@ def _messages(packet: str, group: dist.ProcessGroup | None, tensors_and_more: An
 
 
 def _traffic(packet: Any, args: Sequence[Any]) -> tuple[int, int, int, tuple[int, int]]:
-    """The context-parallel fields of `Operation`, as `nxd_layers.context` sends them."""
+    """Return the context-parallel fields of `Operation`, as `nxd_layers.context` sends them."""
     if packet not in _ATTENTION and packet not in _ATTENTION_BACKWARD:
         return 0, 0, 0, (0, 0)
     first, _ = (_ATTENTION | _ATTENTION_BACKWARD)[packet]

@@ -220,7 +220,7 @@ def _try_layout(search: _Search, layout: Layout, stages: list[StageParts], profi
 
 
 def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayout]:
-    """The `top` fastest layouts; a schedule is simulated only if its layout might be among them."""
+    """Return the `top` fastest layouts; a schedule is simulated only if its layout might be among them."""
     job = search.job
     bounded = sorted(
         ((_timed(job, candidate, model_flops, simulated=False), candidate) for candidate in search.candidates),
@@ -236,7 +236,7 @@ def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayo
 
 
 def _timed(job: TrainingJob, candidate: _Candidate, model_flops: float, *, simulated: bool) -> PlannedLayout:
-    """A candidate with its step time: as its schedule simulates, or a lower bound over all schedules."""
+    """Return a candidate with its step time: simulated, or a lower bound over all schedules."""
     layout, mesh, profile = candidate.layout, candidate.mesh, candidate.profile
     times = stage_times(job, mesh, candidate.stages, profile)
     if simulated:
@@ -249,7 +249,7 @@ def _timed(job: TrainingJob, candidate: _Candidate, model_flops: float, *, simul
 
 
 def _model_flops(job: TrainingJob) -> float:
-    """FLOPs of forward and backward of one sequence through the whole model; backward counts as twice the forward."""
+    """Return the FLOPs of one sequence through the whole model; backward counts as twice the forward."""
     with planned_ranks(ParallelDegrees()):
         profiler = Profiler(job.model, job.dtype, job.sequence_length)
         profile = profiler.profile(sequence_parallel=False, checkpointing="none", microbatch_size=1)
@@ -258,7 +258,7 @@ def _model_flops(job: TrainingJob) -> float:
 
 
 def activation_modes(job: TrainingJob, layout: Layout) -> dict[str, int]:
-    """Bytes that the first decoder layer keeps per microbatch in a layout, by kind of checkpointing."""
+    """Return the bytes that the first decoder layer keeps per microbatch, by kind of checkpointing."""
     degrees = layout.degrees
     with planned_ranks(degrees):
         length = local_length(job.sequence_length, degrees)

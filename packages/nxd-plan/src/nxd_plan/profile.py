@@ -36,7 +36,7 @@ CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
 @contextmanager
 def planned_ranks(degrees: ParallelDegrees, *, has_static_shapes: bool = False) -> Iterator[None]:
-    """Inside, this process is the first of the ranks that split a layer and its experts, with one stage and no CP.
+    """Make this process the first of the ranks that split a layer and its experts, with one stage and no CP.
 
     With `has_static_shapes`, the model computes as on devices where no shape may depend on values.
     """
@@ -131,7 +131,7 @@ class Profiler:
         self.model = cache(self._make_model)
 
     def profile(self, *, sequence_parallel: bool, checkpointing: str, microbatch_size: int) -> Profile:
-        """The parts of the model for a microbatch of any size.
+        """Return the profile of a microbatch of any size.
 
         Args:
             sequence_parallel: whether activations between the layers are split along the sequence.
@@ -220,7 +220,7 @@ def _name(kind: int) -> str:
 
 @contextmanager
 def _attention_as_one_operation() -> Iterator[None]:
-    """Inside, attention is one operation, as on devices; on meta tensors torch would split it into many."""
+    """Make attention one operation, as on devices; on meta tensors torch would split it into many."""
     of_torch = F.scaled_dot_product_attention
     # A torch mode would not apply to what backward recomputes.
     F.scaled_dot_product_attention = _causal_attention  # type: ignore[assignment]
@@ -231,7 +231,7 @@ def _attention_as_one_operation() -> Iterator[None]:
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Values with smaller heads than queries and keys are padded."""
+    """Compute causal attention; values with smaller heads than queries and keys are padded."""
     size = value.shape[-1]
     filled = F.pad(value, (0, query.shape[-1] - size)) if size < query.shape[-1] else value
     mixed: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, filled, 0.0, True)[0]

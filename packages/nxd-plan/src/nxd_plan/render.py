@@ -29,7 +29,7 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer_state", "buckets", "activa
 
 
 def render_table(plan: Plan) -> str:
-    """The fastest layouts, one per line, and how many others there are."""
+    """Return the fastest layouts, one per line, and how many others there are."""
     job = plan.job
     tried = (
         f"{plan.num_fitting} layouts fit, {len(plan.misfits)} need more than the {show_memory(plan.usable_bytes)} "
@@ -40,7 +40,7 @@ def render_table(plan: Plan) -> str:
 
 
 def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -> str:
-    """Memory by kind of the first, the fullest and the last pipeline rank; bytes by axis; parts of the step time."""
+    """Return the memory of the first, fullest and last pipeline rank, bytes by axis, and parts of the step time."""
     time, sent = planned.time, planned.communication
     modes = ", ".join(f"{mode} {show_memory(number)}" for mode, number in activation_modes.items())
     return "\n".join(
@@ -59,7 +59,7 @@ def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -
 
 
 def render_rejected(plan: Plan) -> str:
-    """All layouts that are not possible or do not fit, with their reasons."""
+    """Return all layouts that are not possible or do not fit, with the reasons."""
     impossible = [(it.what, it.reason) for it in plan.rejected]
     too_large = [
         (
@@ -91,7 +91,7 @@ def _row(planned: PlannedLayout) -> tuple[str, ...]:
 
 
 def _memory_table(memories: Sequence[RankMemory]) -> list[str]:
-    """A column each for the first, the fullest and the last pipeline rank, with neighbors that need the same."""
+    """Return columns for the first, fullest and last pipeline rank, each with neighbors that need the same."""
     runs: list[tuple[int, int]] = []
     for rank, memory in enumerate(memories):
         if runs and memories[runs[-1][0]] == memory:
@@ -116,7 +116,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def describe_misfit(plan: Plan, fixed: FixedDegrees) -> str:
-    """A few lines about a plan in which nothing fits: the closest layout, and ways to make it fit."""
+    """Describe a plan in which nothing fits: the closest layout, and ways to make it fit."""
     if not plan.misfits:
         reasons = [f"  {rejected.what}: {rejected.reason}" for rejected in plan.rejected]
         return "\n".join(["no layout is possible:", *reasons])
@@ -157,7 +157,7 @@ def _ways_out(plan: Plan, fixed: FixedDegrees, nearest: Misfit) -> list[str]:
 
 
 def plan_as_json(plan: Plan) -> str:
-    """The fastest layouts, fastest first, and why the others are not among them, as JSON.
+    """Return the fastest layouts, fastest first, and why the others are not among them, as JSON.
 
     Memory and messages are in bytes, `memory` per pipeline rank; times are in seconds.
     """
@@ -191,7 +191,7 @@ Recipe = dict[str, dict[str, Any]]  # by section and key
 
 
 def config_call(job: TrainingJob, layout: Layout) -> str:
-    """Python lines that create the model in this layout; they need imports of `nxd`, `torch` and the model's names."""
+    """Return Python that creates the model in this layout; it needs imports of `nxd`, `torch` and the model."""
     parallel = layout.degrees.sequence_parallel
     arguments = training_config(
         job.model.spec(job.dtype, sequence_parallel=parallel),
@@ -207,7 +207,7 @@ def config_call(job: TrainingJob, layout: Layout) -> str:
 
 
 def _not_by_default(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments that differ from their defaults, as Python source; sections with their changed keys only."""
+    """Return the arguments that differ from their defaults, as Python; sections have their changed keys only."""
     default = complete_config({})
     pipeline = {name: it.default for name, it in inspect.signature(NxDPPModel).parameters.items()}
     shown = {}
@@ -234,7 +234,7 @@ def _as_python(value: Any) -> str:
 
 
 def recipe(job: TrainingJob, layout: Layout) -> Recipe:
-    """The recipe of a run in this layout; the number of ranks is given at its start.
+    """Return the recipe of a run in this layout; the number of ranks is given when it starts.
 
     Raises:
         ValueError: a recipe cannot name the model.

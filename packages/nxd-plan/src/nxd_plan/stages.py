@@ -74,7 +74,7 @@ class StagePlanner:
         return self._model.outline()
 
     def parameters(self, on_rank: nn.Module) -> Parameters:
-        """All parameters of the model on one rank, by name, in order.
+        """Return all parameters of the model on one rank, by name, in order.
 
         Args:
             on_rank: the rank's part of the model, with one layer of each kind; see `PlannedModel.on_rank`.
@@ -106,7 +106,7 @@ class StagePlanner:
         return made
 
     def stages(self, num_stages: int, parameters: Parameters) -> list[StageParts]:
-        """All stages of a pipeline; `parameters` is the result of the method of that name."""
+        """Return all stages of a pipeline; `parameters` is the result of the method of that name."""
         if num_stages not in self._stage_of:
             self._stage_of[num_stages] = self._cut(num_stages)
         stage_of = self._stage_of[num_stages]
@@ -117,7 +117,7 @@ class StagePlanner:
         return [self._parts(stage, names, parameters) for stage in range(num_stages)]
 
     def _cut(self, num_stages: int) -> dict[str, set[int]]:
-        """The stages that each part of the model is on."""
+        """Return the stages that each part of the model is on."""
         model = self._outline
         if num_stages == 1:
             return {self._part_of(name): {0} for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -153,12 +153,12 @@ class StagePlanner:
         )
 
     def _after_layers(self, names: Sequence[str]) -> Sequence[str]:
-        """The names of norm and head, from names in the model's order."""
+        """Return the names of norm and head, from names in the model's order."""
         last = max(place for place, name in enumerate(names) if name.startswith(self._prefix))
         return names[last + 1 :]
 
     def _part_of(self, name: str) -> str:
-        """The name of a parameter's decoder layer, or the parameter's own name outside of the layers."""
+        """Return the name of a parameter's decoder layer, or its own name outside of the layers."""
         if not name.startswith(self._prefix):
             return name
         return self._prefix + name.removeprefix(self._prefix).partition(".")[0]

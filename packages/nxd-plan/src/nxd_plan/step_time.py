@@ -77,7 +77,7 @@ class StageTime:
 
 
 def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
-    """Bytes/s that a rank sends along an axis: slow if any group of the axis is on several hosts."""
+    """Return the bytes/s that a rank sends along an axis: slow if any group of the axis is on several hosts."""
     first, *others = mesh.group_of(0, axis)
     # Groups are in blocks of consecutive ranks, so a group spans hosts if a host ends within a block.
     block = (others[0] - first) * (1 + len(others)) if others else 1
@@ -87,7 +87,7 @@ def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
 
 
 def stage_times(job: TrainingJob, mesh: Mesh, stages: Sequence[StageParts], profile: Profile) -> tuple[StageTime, ...]:
-    """Seconds of one microbatch on each stage, including the messages of tensor, context and expert parallelism."""
+    """Return seconds of one microbatch per stage, with the messages of tensor, context and expert parallelism."""
     flops = job.device.flops_of(job.dtype_name) * SUSTAINED_FLOPS
     memory = job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
     link = bandwidth(job.device, mesh, "tp")
@@ -136,7 +136,7 @@ def check_heads(profile: Profile, context_parallel_size: int) -> None:
 
 
 def context_bytes(operation: Operation, context_parallel_size: int, *, needs_heads: bool = False) -> int:
-    """Bytes that a context-parallel rank sends for an attention, with the transport that sends least in forward.
+    """Return bytes that a context-parallel rank sends for an attention, by the transport that sends least.
 
     Args:
         operation: the attention.
@@ -153,7 +153,7 @@ def context_bytes(operation: Operation, context_parallel_size: int, *, needs_hea
 
 
 def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageTime]) -> float:
-    """A lower bound on the seconds of the pipeline, for any order of the work.
+    """Return a lower bound on the seconds of the pipeline, for any order of the work.
 
     A rank must do all its work after the first forward and before the last backward of the stages before it.
     """
@@ -167,7 +167,7 @@ def shortest_pipeline(layout: Layout, schedule: Schedule, times: Sequence[StageT
 def pipeline_seconds(
     job: TrainingJob, layout: Layout, mesh: Mesh, times: Sequence[StageTime], hidden_bytes: int
 ) -> tuple[float, float]:
-    """Simulated seconds of a step's forwards and backwards, and the fraction of them in which ranks are idle.
+    """Return simulated seconds of a step's forwards and backwards, and the fraction in which ranks are idle.
 
     With many microbatches the middle ones repeat, so at most three rounds are simulated.
     """
@@ -192,7 +192,7 @@ def pipeline_seconds(
 
 @cache
 def planned_schedule(name: str, ranks: int, num_microbatches: int) -> Schedule:
-    """`make_schedule`, cached."""
+    """Call `make_schedule`; the result is cached."""
     return make_schedule(name, ranks, num_microbatches)
 
 
@@ -247,7 +247,7 @@ def communication(
 
 
 def _of_passes(stage: StageParts, profile: Profile, sent: Callable[[Pass], Iterable[int]]) -> int:
-    """Bytes of one microbatch on a stage, where `sent` gives the bytes of a pass."""
+    """Return the bytes of one microbatch on a stage, where `sent` gives the bytes of a pass."""
 
     def of(part: PartProfile) -> int:
         return sum(sent(part.forward)) + sum(sent(part.backward))
@@ -265,7 +265,7 @@ def step_time(
     pipeline: tuple[float, float],
     model_flops: float,
 ) -> StepTime:
-    """The time of a step.
+    """Return the time of a step.
 
     Args:
         job: the job to plan.
@@ -288,7 +288,7 @@ def step_time(
 
 
 def _update_bytes(layout: Layout, memory: RankMemory) -> float:
-    """AdamW reads gradients, and reads and writes both moments and the weights that it updates."""
+    """Return the bytes that AdamW moves: gradients once; both moments and the weights, read and written."""
     parts = layout.degrees.replicas if layout.degrees.zero1 else 1
     weights = memory.optimizer_state / MOMENTS
     return memory.gradients / parts + 2 * memory.optimizer_state + 2 * weights

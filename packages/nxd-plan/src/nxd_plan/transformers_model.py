@@ -227,7 +227,7 @@ def planned_model(file: str | Path | None = None, sizes: Mapping[str, Any] | Non
 
 
 def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
-    """The config of our own Llama; None if the heads have another size or layers have biases."""
+    """Return the config of our own Llama; None if the heads have another size or layers have biases."""
     missing = [name for name in REQUIRED if content.get(name) is None]
     if missing:
         flags = " ".join(f"--{name.replace('_', '-')} N" for name in missing)
@@ -249,7 +249,7 @@ def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
 
 
 def _content(file: str | Path) -> dict[str, Any]:
-    """The model config in a config.json or a checkpoint."""
+    """Return the model config in a config.json or a checkpoint."""
     if not _config_file(file).is_file() and has_checkpoint(file):
         return dict(description_of(open_own(file, None)).config)
     return _read(_config_file(file))
@@ -260,7 +260,7 @@ def _config_file(file: str | Path) -> Path:
 
 
 def _weights_beside(file: str | Path | None) -> Path | None:
-    """The folder of a config.json if it also has weights; the recipe's `model.path`."""
+    """Return the folder of a config.json if it also has weights; the recipe's `model.path`."""
     if file is None or _config_file(file).name != CONFIG_FILE or not _config_file(file).is_file():
         return None
     folder = _config_file(file).parent

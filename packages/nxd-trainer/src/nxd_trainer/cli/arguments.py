@@ -51,7 +51,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--draft",
         type=model_folder,
         metavar="MODEL",
-        help="a smaller model with the same tokenizer that proposes tokens: the same text, faster at temperature 0",
+        help="a smaller model with the same tokenizer, for speculative decoding: faster, same text at temperature 0",
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -73,7 +73,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of the worker processes that a model's experts are divided among (default: 1)",
+        help="worker processes that the experts are distributed over (default: 1)",
     )
 
 

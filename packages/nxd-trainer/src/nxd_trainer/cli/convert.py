@@ -12,7 +12,7 @@ from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 def import_hugging_face(arguments: Sequence[str]) -> int:
     """`nxd import`: make a checkpoint from a Hugging Face folder, and print its path."""
-    parser = argparse.ArgumentParser(prog="nxd import")
+    parser = argparse.ArgumentParser(prog="nxd import", description="Make a checkpoint from a Hugging Face folder.")
     parser.add_argument("folder", type=Path, help="Hugging Face folder with safetensors and config.json")
     parser.add_argument("checkpoints", type=Path, help="folder of checkpoints to write to")
     parser.add_argument("--tag", default="imported", help="name of the checkpoint (default: %(default)s)")
@@ -32,7 +32,7 @@ def import_hugging_face(arguments: Sequence[str]) -> int:
 
 def export(arguments: Sequence[str]) -> int:
     """`nxd export`: write a Hugging Face folder from a checkpoint, and print its files."""
-    parser = argparse.ArgumentParser(prog="nxd export")
+    parser = argparse.ArgumentParser(prog="nxd export", description="Write a Hugging Face folder from a checkpoint.")
     add_checkpoint(parser)
     parser.add_argument("target", type=Path, help="folder to write")
     _add_dtype(parser)
@@ -70,10 +70,12 @@ def export(arguments: Sequence[str]) -> int:
 
 def upcycle(arguments: Sequence[str]) -> int:
     """`nxd upcycle`: make a mixture of experts from a dense Hugging Face folder, and print the path."""
-    parser = argparse.ArgumentParser(prog="nxd upcycle")
+    parser = argparse.ArgumentParser(
+        prog="nxd upcycle", description="Make a mixture of experts from a dense Hugging Face model."
+    )
     parser.add_argument("dense", type=Path, help="folder of a Llama, Mistral, Qwen2 or Qwen3 with safetensors")
     parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument("--experts", type=int, required=True, help="experts per layer, copies of its MLP")
+    parser.add_argument("--experts", type=int, required=True, help="experts per layer, each a copy of the dense MLP")
     parser.add_argument("--top-k", type=int, default=2, help="experts per token (default: %(default)s)")
     _add_max_shard_size(parser)
     options = parse(parser, arguments)

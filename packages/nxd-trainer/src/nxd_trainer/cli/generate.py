@@ -42,7 +42,7 @@ Write = Callable[[list[int], OnToken], object]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nxd generate")
+    parser = argparse.ArgumentParser(prog="nxd generate", description="Generate text with a model, or chat with it.")
     add_model(parser)
     parser.add_argument("--prompt", help=f"text to continue (default: {_PROMPT!r}); with --chat, to answer")
     parser.add_argument(

@@ -14,7 +14,7 @@ EXIT_WORKERS_FAILED = 4  # uvicorn uses 3 for an address that it cannot listen o
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nxd serve")
+    parser = argparse.ArgumentParser(prog="nxd serve", description="Serve a model over the OpenAI completions API.")
     add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: any free port (default: %(default)s)")

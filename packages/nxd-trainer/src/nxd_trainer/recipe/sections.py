@@ -76,13 +76,13 @@ class ModelSection:
 class ParallelSection:
     """How one model is split over ranks; the remaining factor is data parallel."""
 
-    tensor_parallel_size: int = option(1, "ranks that share each layer", at_least=1)
+    tensor_parallel_size: int = option(1, "ranks that each layer is sharded over", at_least=1)
     sequence_parallel: bool = option(False, "also shard the sequence between the layers' matrix products")
     pipeline_parallel_size: int = option(1, "ranks that the layers are distributed over", at_least=1)
     context_parallel_size: int = option(1, "ranks that each sequence is split over", at_least=1)
     expert_parallel_size: int = option(1, "ranks that the experts of a layer are distributed over", at_least=1)
     expert_tensor_parallel_size: int | None = option(
-        None, "ranks that share each expert: 1 or tensor_parallel_size; unset: the latter", at_least=1
+        None, "ranks that each expert is sharded over: 1 or tensor_parallel_size (the default)", at_least=1
     )
     zero1: bool = option(False, "shard the optimizer's state over the data-parallel ranks (ZeRO-1)")
     activation_checkpointing: str = option(
@@ -154,7 +154,7 @@ class PipelineSection:
         None, "file for a Perfetto timeline of one step on all ranks, with a picture beside it; unset: none"
     )
     layer_class: str | None = option(
-        None, "MODULE:CLASS of the layers of model.factory, where stages are split; known for other models"
+        None, "MODULE:CLASS of the layers of model.factory, which stages are cut between; other models declare theirs"
     )
 
 
@@ -164,9 +164,9 @@ class DataSection:
 
     path: Path | None = option(None, "file or folder; unset: the sources of the running Python's standard library")
     sources: Mapping[str, Any] | None = option(
-        None, "several files or folders with weights, in place of path: { books = 0.7, code = 0.3 }"
+        None, "several files or folders with weights, instead of path: { books = 0.7, code = 0.3 }"
     )
-    dataset: str | None = option(None, "dataset of the Hugging Face hub, in place of path, such as openai/gsm8k")
+    dataset: str | None = option(None, "dataset of the Hugging Face hub, instead of path, such as openai/gsm8k")
     dataset_config: str | None = option(None, "config of the dataset, if it has several")
     dataset_split: str = option("train", "split of the dataset")
     evaluation_path: Path | None = option(
@@ -188,8 +188,10 @@ class DataSection:
         None, "Hugging Face tokenizer.json, or a folder with one; unset: that of model.path, or one token per byte"
     )
     sequence_length: int = option(256, "tokens in a training sequence", at_least=1)
-    held_out_fraction: float = option(0.05, "share of the sequences kept for evaluation; 0: none", at_least=0, below=1)
-    streaming: bool = option(False, "read the column while training, and cache no tokens: for very large data")
+    held_out_fraction: float = option(
+        0.05, "fraction of sequences held out for evaluation; 0: none", at_least=0, below=1
+    )
+    streaming: bool = option(False, "tokenize data.column during training and cache no tokens, for very large data")
     shuffle_buffer_size: int = option(1024, "with streaming: sequences in the shuffle buffer", at_least=1)
     cache_folder: Path | None = option(None, "folder for tokenized text; unset: tokens/ in the output folder")
 
@@ -199,13 +201,13 @@ class TrainSection:
     """Length, batch size, precision and intervals of the training loop."""
 
     steps: int = option(300, "optimizer steps of the whole run", at_least=1)
-    epochs: float | None = option(None, "passes over the training data, in place of steps", above=0)
+    epochs: float | None = option(None, "passes over the training data, instead of steps", above=0)
     stop_after: int | None = option(
         None, "stop this invocation after this step, to be resumed later; unset: run to the end", at_least=1
     )
     global_batch_size: int = option(16, "sequences in one optimizer step, over all ranks", at_least=1)
     gradient_accumulation_steps: int = option(
-        1, "microbatches that each rank splits its batch into, with a pipeline too", at_least=1
+        1, "microbatches that each rank splits its batch into, also with a pipeline", at_least=1
     )
     seed: int = option(0, "seed of the initial weights, dropout and data order", at_least=0)
     dtype: DtypeName = option("float32", "dtype of the weights; float16 needs parallel.zero1 and scales the loss")
@@ -232,7 +234,7 @@ class TrainSection:
     early_stopping_patience: int = option(
         0, "end the run after this many evaluations in a row without a lower held-out loss; 0: never", at_least=0
     )
-    early_stopping_threshold: float = option(0.0, "how much lower a held-out loss must be to count", at_least=0)
+    early_stopping_threshold: float = option(0.0, "smallest decrease of the held-out loss that counts", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,17 +243,17 @@ class OptimizerSection:
 
     type: Literal["adamw", "sgd", "adafactor"] = option("adamw", "torch optimizer")
     factory: str | None = option(
-        None, "MODULE:CLASS of another torch optimizer, such as transformers:Adafactor, in place of type"
+        None, "MODULE:CLASS of another torch optimizer, such as transformers:Adafactor, instead of type"
     )
     config: Mapping[str, Any] | None = option(
         None, "additional arguments of the optimizer, by its own names, such as momentum for sgd"
     )
     lr: float = option(1e-3, "learning rate after the warm-up", above=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "adamw: decay of the two moments", at_least=0, below=1)
+    betas: tuple[float, float] = option((0.9, 0.95), "adamw: decay rates of the two moments", at_least=0, below=1)
     eps: float = option(1e-8, "adamw: added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "weight decay of matrices; decoupled in adamw and adafactor", at_least=0)
     stochastic_rounding: bool = option(
-        False, "round bfloat16 weights up or down at random after each update, in place of float32 master weights"
+        False, "round bfloat16 weights up or down at random after each update, instead of float32 master weights"
     )
     warmup_steps: int = option(20, "steps of linear warm-up", at_least=0)
     min_lr_ratio: float = option(0.1, "minimum learning rate, as a fraction of lr", at_least=0, at_most=1)
@@ -266,7 +268,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    """Low-rank adapters, trained in place of the model."""
+    """Low-rank adapters, trained instead of the model."""
 
     rank: int = option(0, "rank of the adapters; 0: no adapters", at_least=0)
     alpha: float = option(8.0, "adapter outputs are multiplied by alpha / rank", above=0)
@@ -292,10 +294,10 @@ class LoraSection:
 class DpoSection:
     """Direct preference optimization (DPO): learn to prefer chosen answers to rejected ones."""
 
-    beta: float = option(0.0, "how strongly the model is held to the reference; 0: no DPO", at_least=0)
+    beta: float = option(0.0, "penalty for deviating from the reference model; 0: no DPO", at_least=0)
     loss: DpoLossName = option("sigmoid", "loss to minimize, by its name in TRL")
     label_smoothing: float = option(
-        0.0, "sigmoid and robust: fraction of pairs assumed to be the wrong way round", at_least=0, below=0.5
+        0.0, "sigmoid and robust: fraction of pairs whose preference is assumed to be flipped", at_least=0, below=0.5
     )
 
 
@@ -316,7 +318,7 @@ class CheckpointSection:
         10, "ranks compare their copies of the weights before every Nth checkpoint; 0: never", at_least=0
     )
     memory_every: int = option(0, "steps between checkpoints in host memory, for --elastic; 0: none", at_least=0)
-    memory_copies: int = option(1, "other hosts that also hold each of these files: this many may be lost", at_least=0)
+    memory_copies: int = option(1, "copies of these files on other hosts; this many hosts may be lost", at_least=0)
     resume: Literal["latest", "never", "required"] = option(
         "latest", "resume from the newest checkpoint if there is one, never resume, or fail if there is none"
     )
