@@ -7,11 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nxd_lightning.callbacks import NeuronHooksCallback, NeuronTensorBoardLogger, NeuronTQDMProgressBar
     from nxd_lightning.checkpoint_io import NeuronCheckpointIO
     from nxd_lightning.data import TextDataModule
-    from nxd_lightning.hooks_callback import NeuronHooksCallback
     from nxd_lightning.lightning_package import NeuronXLAAccelerator
-    from nxd_lightning.logging_rank import NeuronTensorBoardLogger, NeuronTQDMProgressBar
     from nxd_lightning.module import NeuronLTModule
     from nxd_lightning.precision import NeuronXLAPrecisionPlugin
     from nxd_lightning.strategy import NeuronXLAStrategy
@@ -34,10 +33,10 @@ _MODULES = {
     "NeuronLTModule": "module",
     "NeuronXLAStrategy": "strategy",
     "NeuronXLAPrecisionPlugin": "precision",
-    "NeuronTQDMProgressBar": "logging_rank",
-    "NeuronTensorBoardLogger": "logging_rank",
+    "NeuronTQDMProgressBar": "callbacks",
+    "NeuronTensorBoardLogger": "callbacks",
     "NeuronCheckpointIO": "checkpoint_io",
-    "NeuronHooksCallback": "hooks_callback",
+    "NeuronHooksCallback": "callbacks",
     "NeuronXLAAccelerator": "lightning_package",
     "TextDataModule": "data",
 }

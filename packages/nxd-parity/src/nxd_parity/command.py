@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nxd_cli.command import (
     add_nproc,
@@ -97,7 +97,8 @@ def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
 
         if name is not None:
             raise ValueError(f"both {name} and --hf {options.hf} are given; pass one of them")
-        return case_of_architecture(options.hf, _config_changes(settings), int(os.environ["WORLD_SIZE"]))
+        changes = {key: literal(value) for key, _, value in (setting.partition("=") for setting in settings)}
+        return case_of_architecture(options.hf, changes, int(os.environ["WORLD_SIZE"]))
     if name is None or ":" not in name or Path(name).exists():
         [*makers] = entry_points(group=CASES)
         if not makers:
@@ -128,7 +129,3 @@ def _remember(folder: Path, report: "ParityReport") -> str:
     if report.dtype != "float64" or report.rtol > tolerance:
         return f"The result was not recorded: that needs float64 and a tolerance of {tolerance:g} or less"
     return reports_user_errors(lambda: remember_equal(folder))
-
-
-def _config_changes(settings: list[str]) -> dict[str, Any]:
-    return {key: literal(value) for key, _, value in (setting.partition("=") for setting in settings)}

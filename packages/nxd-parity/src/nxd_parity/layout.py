@@ -69,7 +69,8 @@ class LayoutRun:
     def step(self, batch: Mapping[str, Any]) -> LayoutStep:
         """Train on this replica's part of a batch. Call it on all ranks."""
         replicas = get_group("dp")
-        own = {name: _share(value, replicas.rank, replicas.size) for name, value in batch.items()}
+        parts = {name: value.chunk(replicas.size)[replicas.rank] for name, value in batch.items() if has_batch(value)}
+        own = {**batch, **parts}
         record = ActivationRecord()
         self.optimizer.zero_grad()
         # Stand-ins for other stages' modules compute nothing.
@@ -116,11 +117,6 @@ def _without_insides_of_experts(named: list[tuple[str, nn.Module]]) -> list[tupl
         return named
     experts = {f"{name}." for name, module in named if any(map(is_expert, module.parameters(recurse=False)))}
     return [it for it in named if not any(it[0].startswith(prefix) for prefix in experts)]
-
-
-def _share(value: Any, rank: int, size: int) -> Any:
-    """Return this replica's part of an input."""
-    return value.chunk(size)[rank] if has_batch(value) else value
 
 
 SMALL_SHARE = 1e-3  # tensors far below their peers, such as gradients of pure rounding, use this share as scale

@@ -28,7 +28,7 @@ from nxd_pipeline.partition import (
 from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, average_over_replicas
 from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
 from nxd_pipeline.runtime.microbatches import split_batch
-from nxd_pipeline.runtime.runner import Failures, Runner, StagesRunner, WholeModelRunner
+from nxd_pipeline.runtime.runner import Failures, StagesRunner, WholeModelRunner
 from nxd_pipeline.schedules import (
     Schedule,
     choose_schedule,
@@ -178,7 +178,7 @@ class NxDPPModel(nn.Module):
         optimizer_averages = use_zero1_optimizer or use_optimizer_wrapper
         self._gradient_syncs = GradientSyncs(whole, optimizer_averages=optimizer_averages)
         self._tied_names = LocalParts([whole]).tied_names()
-        self._runner: Runner
+        self._runner: WholeModelRunner | StagesRunner
         if self._schedule.num_stages == 1:
             self._runner = WholeModelRunner(whole, num_microbatches, param_init_fn)
             self._whole_model = whole

@@ -96,7 +96,9 @@ def stage_times(job: TrainingJob, mesh: Mesh, stages: Sequence[StageParts], prof
 
     def seconds(work: Pass) -> float:
         # An operation covers the keys of this rank; its queries attend to those of all ranks, half of them earlier.
-        computing = sum(max(_over_contexts(it, mesh.cp) / flops, it.bytes / memory) for it in work.operations)
+        computing = sum(
+            max(it.flops * (mesh.cp if it.keys else 1) / flops, it.bytes / memory) for it in work.operations
+        )
         exchanged = [context_bytes(it, mesh.cp, needs_heads=job.device.name in ON_XLA) for it in work.operations]
         sending = sum(LATENCY + sent / link for sent in work.messages if sent)
         sending += sum(LATENCY + sent / expert_link for sent in work.to_experts if sent)
@@ -118,10 +120,6 @@ def stage_times(job: TrainingJob, mesh: Mesh, stages: Sequence[StageParts], prof
         )
         for stage in stages
     )
-
-
-def _over_contexts(operation: Operation, context_parallel_size: int) -> int:
-    return operation.flops * (context_parallel_size if operation.keys else 1)
 
 
 def check_heads(profile: Profile, context_parallel_size: int) -> None:

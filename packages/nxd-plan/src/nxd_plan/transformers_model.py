@@ -236,7 +236,8 @@ def _own_llama(content: Mapping[str, Any], origin: str) -> LlamaConfig | None:
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     given["rope_theta"], given["rope_scaling"] = rope_of(content)
     sizes = ("num_", "hidden", "intermediate", "vocab", "max_")
-    wrong = [f"{name}={value!r}" for name, value in given.items() if name.startswith(sizes) and not _is_size(value)]
+    counted = {name: value for name, value in given.items() if name.startswith(sizes)}
+    wrong = [f"{name}={value!r}" for name, value in counted.items() if type(value) is not int or value < 1]
     if wrong:
         raise ValueError(f"{origin}: {', '.join(wrong)}; sizes must be positive integers")
     if content.get("head_dim") not in (None, given["hidden_size"] // given["num_attention_heads"]):
@@ -277,7 +278,3 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}; a config.json must hold an object with the sizes")
     return content
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -152,17 +152,12 @@ def _codec(opened: OpenedModel, path: str) -> TextCodec:
     return TextCodec(tokenizer, chat, _end_tokens(opened.description, tokenizer))
 
 
-def _open_alone(doing: str, act: Callable[[], OpenedModel]) -> OpenedModel:
-    del doing
-    return act()
-
-
 def _open_model(
     folder: str | Path,
     tag: str | None,
     adapter: str | Path | None,
     open_checkpoint: OpenCheckpoint,
-    attempt: Callable[[str, Callable[[], OpenedModel]], OpenedModel] = _open_alone,
+    attempt: Callable[[str, Callable[[], OpenedModel]], OpenedModel] = lambda _, act: act(),
 ) -> OpenedModel:
     path = Path(folder)
     if (path / CONFIG_FILE).is_file():

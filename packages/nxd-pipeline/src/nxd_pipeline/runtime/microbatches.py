@@ -39,7 +39,7 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
     lengths = {tensor.shape[0] for tensor in tree_leaves(dict(batch)) if isinstance(tensor, Tensor) and tensor.dim()}
     lengths.discard(1)
     if len(lengths) != 1:
-        shapes = {name: _shapes(value) for name, value in batch.items()}
+        shapes = tree_map(lambda it: tuple(it.shape) if isinstance(it, Tensor) else type(it).__name__, dict(batch))
         found = "disagree about the length of dim 0" if lengths else "have no batch along dim 0"
         raise ValueError(
             f"the inputs {found}, but num_microbatches={num_microbatches} splits them: {shapes}; put the "
@@ -62,7 +62,3 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
         {name: tree_map(lambda leaf, index=index: part(leaf, index), value) for name, value in batch.items()}
         for index in range(num_microbatches)
     ]
-
-
-def _shapes(value: Any) -> Any:
-    return tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__, value)

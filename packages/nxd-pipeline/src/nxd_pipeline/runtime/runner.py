@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter_ns
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from nxd_state import Group, PeerError, abort_group, records_graphs
@@ -59,8 +59,8 @@ class Failures:
             raise PeerError(f"this rank stopped because {self._first}") from error
 
 
-class Runner(Protocol):
-    """Runs batches on one pipeline rank.
+class WholeModelRunner:
+    """Runs a model that is not cut, microbatch by microbatch.
 
     Attributes:
         local: this rank's part of the model.
@@ -68,16 +68,14 @@ class Runner(Protocol):
         schedule: this rank's actions in training, with communication.
     """
 
-    local: LocalParts
-    original: nn.Module
-    schedule: Schedule
+    def __init__(self, model: nn.Module, num_microbatches: int, param_init_fn: ParamInit | None) -> None:
+        self.local, self.original = LocalParts([model]), model
+        self.schedule = make_schedule("1f1b", 1, num_microbatches)
+        materialize(model, param_init_fn)
 
     def complete(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a batch with the defaults of omitted inputs.
-
-        Raises:
-            ValueError: inputs are missing or unknown.
-        """
+        """Return a batch with the defaults of omitted inputs: unchanged, as the model itself has the defaults."""
+        return batch
 
     def train(
         self,
@@ -90,44 +88,6 @@ class Runner(Protocol):
 
         `record` is that of `Executor.run`.
         """
-
-    def evaluate(self, microbatches: Microbatches, read_output: ReadOutput) -> list[Any]:
-        """Run forward without gradients; return the outputs that this rank computes, as `read_output` selects them."""
-
-    def synchronize_tied_weights(self) -> None:
-        """Set all copies of a tied weight to the values of the first."""
-
-    def forget_layouts(self) -> None:
-        """Forget the layouts of messages, because dtypes have changed."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output.
-
-        Raises:
-            RuntimeError: the model is cut.
-        """
-
-
-class WholeModelRunner:
-    """Runs a model that is not cut, microbatch by microbatch."""
-
-    def __init__(self, model: nn.Module, num_microbatches: int, param_init_fn: ParamInit | None) -> None:
-        self.local, self.original = LocalParts([model]), model
-        self.schedule = make_schedule("1f1b", 1, num_microbatches)
-        materialize(model, param_init_fn)
-
-    def complete(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch: the model itself checks its inputs."""
-        return batch
-
-    def train(
-        self,
-        microbatches: Microbatches,
-        read_loss: ReadOutput,
-        syncs: GradientSyncs,
-        record: Record | None,
-    ) -> list[Tensor]:
-        """See `Runner.train`."""
         losses = []
         for index, microbatch in enumerate(microbatches):
             start = perf_counter_ns()
@@ -146,7 +106,7 @@ class WholeModelRunner:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Microbatches, read_output: ReadOutput) -> list[Any]:
-        """See `Runner.evaluate`."""
+        """Run forward without gradients; return the outputs that this rank computes, as `read_output` selects them."""
         results = []
         for index, microbatch in enumerate(microbatches):
             with forward_of(index):
@@ -165,7 +125,7 @@ class WholeModelRunner:
 
 
 class StagesRunner:
-    """Runs this rank's stages of a model that is cut; other ranks run the others.
+    """Runs this rank's stages of a model that is cut; other ranks run the others. See `WholeModelRunner`.
 
     Attributes:
         modules: the stages' modules.
@@ -202,7 +162,7 @@ class StagesRunner:
         self._eval_executor = Executor(modules, self._wiring, evaluation, self._p2p)
 
     def complete(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Runner.complete`."""
+        """Return a batch with the defaults of omitted inputs; raises ValueError if inputs are missing or unknown."""
         batch = {**self._optional_inputs, **batch}
         self._wiring.check_inputs(batch.keys())
         return batch
@@ -214,7 +174,7 @@ class StagesRunner:
         syncs: GradientSyncs,
         record: Record | None,
     ) -> list[Tensor]:
-        """See `Runner.train`."""
+        """See `WholeModelRunner.train`."""
         tied = {weight.parameter for weight in self._tied_weights.weights}  # complete when all stages are done
 
         def without_tied(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -237,18 +197,18 @@ class StagesRunner:
         return losses
 
     def evaluate(self, microbatches: Microbatches, read_output: ReadOutput) -> list[Any]:
-        """See `Runner.evaluate`."""
+        """See `WholeModelRunner.evaluate`."""
         with self._failures.end_all_ranks():
             self._tied_weights.synchronize()
             return self._eval_executor.run(self._group.rank, microbatches, read_output)
 
     def synchronize_tied_weights(self) -> None:
-        """See `Runner.synchronize_tied_weights`."""
+        """Set all copies of a tied weight to the values of the first."""
         with self._failures.end_all_ranks():
             self._tied_weights.synchronize()
 
     def forget_layouts(self) -> None:
-        """See `Runner.forget_layouts`."""
+        """Forget the layouts of messages, because dtypes have changed."""
         self._p2p.forget_layouts()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -180,7 +180,8 @@ class BubbleReport:
 def bubble_report(timeline: Timeline) -> BubbleReport:
     """Return the report of one pipeline's step, measured by `trace_file_path` or read from its file."""
     costs = measured_costs(timeline)
-    simulated = simulate(_executed(timeline), Costs(costs), edges=_edges(timeline))
+    executed = custom_schedule([[span.action for span in spans] for spans in timeline.spans], name=timeline.name)
+    simulated = simulate(executed, Costs(costs), edges=_edges(timeline))
     return BubbleReport(timeline.name, idle_parts(timeline), idle_parts(simulated), costs)
 
 
@@ -206,10 +207,6 @@ def idle_parts(timeline: Timeline) -> tuple[float, ...]:
     """Return the fraction of the time from the first computation to the last in which each rank was idle."""
     busy = (sum(span.end - span.start for span in spans) for spans in timeline.compute_spans)
     return tuple(1 - time / timeline.makespan if timeline.makespan else 0.0 for time in busy)
-
-
-def _executed(timeline: Timeline) -> Schedule:
-    return custom_schedule([[span.action for span in spans] for spans in timeline.spans], name=timeline.name)
 
 
 def _edges(timeline: Timeline) -> list[Edge]:

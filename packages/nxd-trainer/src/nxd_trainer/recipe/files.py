@@ -87,7 +87,8 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     for key in recipe_keys().values():
         value = getattr(getattr(recipe, key.section) if key.section else recipe, key.field)
         if value is not None:
-            values[key.name] = list(value) if isinstance(value, tuple) else _posix(value)
+            value = value.as_posix() if isinstance(value, Path) else value
+            values[key.name] = list(value) if isinstance(value, tuple) else value
     return _schema().nest(values)
 
 
@@ -238,7 +239,3 @@ def _toml_value(value: object) -> str:
     if isinstance(value, str):  # TOML uses JSON's escapes, and also requires DEL to be escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return json.dumps(value)
-
-
-def _posix(value: object) -> object:
-    return value.as_posix() if isinstance(value, Path) else value

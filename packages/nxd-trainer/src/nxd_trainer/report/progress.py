@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median_high
 from time import perf_counter
 from typing import Any, Self, TextIO
 
@@ -179,7 +180,7 @@ def _measures(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
         ("steps", steps),
         ("tokens", _show_tokens(records[-1])),
         ("time", show_duration(seconds)),
-        ("speed", f"{show_count(_median_speed(records))} tokens/s (median)"),
+        ("speed", f"{show_count(median_high(it.tokens_per_second for it in records))} tokens/s (median)"),
         ("train loss", _losses([(record.step, record.loss) for record in records])),
     ]
     held_out = [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
@@ -200,11 +201,6 @@ def _show_tokens(record: StepRecord) -> str:
     if record.tokens_seen in (None, record.tokens):
         return counted
     return f"{show_count(record.tokens_seen)}, of which the loss counted {counted}"
-
-
-def _median_speed(records: Sequence[StepRecord]) -> float:
-    speeds = sorted(record.tokens_per_second for record in records)
-    return speeds[len(speeds) // 2]
 
 
 def _split_invocations(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
