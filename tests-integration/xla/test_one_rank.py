@@ -14,7 +14,7 @@ from nxd_testing import deadline
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run
-from nxd_trainer.training.step import CAN_WAIT, StepsUnderWay
+from nxd_trainer.training.step import CAN_WAIT, StepsInFlight
 
 pytestmark = [pytest.mark.xla, pytest.mark.neuron]
 
@@ -153,7 +153,7 @@ def test_loss_of_a_step_is_read_when_the_next_has_been_begun(tiny, tmp_path, mon
     monkeypatch.setenv("NXD_DEVICE", "xla")
     initialize_model_parallel()
     state, _ = prepare_run(load_recipe(None, tiny))
-    steps = StepsUnderWay(state)
+    steps = StepsInFlight(state)
 
     found = []
     for number in range(1, 4):
@@ -162,7 +162,7 @@ def test_loss_of_a_step_is_read_when_the_next_has_been_begun(tiny, tmp_path, mon
 
     assert found == [[], [1], [2, 3]]  # of the second is known then that the run is to stop, so that none is left
     assert steps.stopping
-    assert not steps.in_haste
+    assert not steps.is_urgent
     state.train_batches.close()
     destroy_model_parallel()
 

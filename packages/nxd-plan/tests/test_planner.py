@@ -11,7 +11,7 @@ from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_pipeline import Costs, StageCost, make_schedule, simulate
 from nxd_plan import FixedDegrees, OwnLlama, TrainingJob, find_device, make_plan, step_time
 from nxd_plan.layout import Layout
-from nxd_plan.render import describe_misfit, plan_as_json
+from nxd_plan.render import explain_no_fit, plan_as_json
 from nxd_state import ParallelDegrees
 
 CONFIG = LlamaConfig(
@@ -194,7 +194,7 @@ def test_a_degree_that_cannot_be_is_rejected_with_the_reason(fixed, reason):
     plan = make_plan(job(), fixed)
     assert not plan.best
     assert any(reason in rejected.reason for rejected in plan.rejected)
-    assert reason in describe_misfit(plan, fixed)
+    assert reason in explain_no_fit(plan, fixed)
 
 
 def test_what_the_model_itself_refuses_is_rejected_with_its_reason():
@@ -214,11 +214,11 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
     small = find_device("cpu", memory_bytes=100_000)
     plan = make_plan(job(device=small), FixedDegrees(tensor_parallel_size=1))
     assert not plan.best
-    nearest = min(misfit.memory.peak for misfit in plan.misfits)
-    text = describe_misfit(plan, FixedDegrees(checkpointing="none"))
+    nearest = min(it.memory.peak for it in plan.too_large)
+    text = explain_no_fit(plan, FixedDegrees(checkpointing="none"))
     assert f"{(nearest - 90_000) / 2**20:.1f} MiB more than the usable 0.1 MiB" in text
     assert "leave out --checkpointing" in text
-    states = min(plan.misfits, key=lambda misfit: misfit.memory.peak).memory.states
+    states = min(plan.too_large, key=lambda it: it.memory.peak).memory.states
     assert f"at least {math.ceil(states / 90_000)} times as many devices" in text
 
 

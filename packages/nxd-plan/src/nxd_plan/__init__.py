@@ -7,7 +7,7 @@ from nxd_plan.devices import DEVICES, Device, find_device
 from nxd_plan.layout import FixedDegrees, Layout, Rejected, TrainingJob
 from nxd_plan.memory import RankMemory
 from nxd_plan.model import OwnLlama, PlannedModel
-from nxd_plan.planner import Misfit, Plan, PlannedLayout, make_plan
+from nxd_plan.planner import Plan, PlannedLayout, TooLarge, make_plan
 from nxd_plan.render import config_call, recipe, save_recipe
 from nxd_plan.step_time import Communication, StepTime
 from nxd_plan.transformers_model import TransformersModel, planned_model
@@ -31,7 +31,7 @@ __all__ = [
     "RankMemory",
     "Communication",
     "StepTime",
-    "Misfit",
+    "TooLarge",
     "Rejected",
     # running it
     "config_call",

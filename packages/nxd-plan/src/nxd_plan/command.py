@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     from nxd_plan import config_call, make_plan, recipe, save_recipe  # noqa: PLC0415
     from nxd_plan.planner import activation_modes  # noqa: PLC0415
     from nxd_plan.render import (  # noqa: PLC0415
-        describe_misfit,
+        explain_no_fit,
         plan_as_json,
         render_detail,
         render_rejected,
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     elif options.rejected:
         print(render_rejected(plan))
     if not plan.best:
-        raise UserError(describe_misfit(plan, fixed))
+        raise UserError(explain_no_fit(plan, fixed))
     first = plan.best[0]
     if not options.json:
         print(render_table(plan))

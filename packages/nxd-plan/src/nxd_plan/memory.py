@@ -13,7 +13,7 @@ from nxd_plan.stages import StageParts
 
 FLOAT32_BYTES = 4
 MOMENTS = 2  # AdamW's
-MESSAGES_UNDER_WAY = 2  # in flight per stage
+MESSAGES_IN_FLIGHT = 2  # in flight per stage
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _rank_memory(
         state = MOMENTS * parameters
         buckets = 0  # the gradients themselves are in the buckets
     if layout.degrees.pp > 1:
-        buckets += len(stages) * MESSAGES_UNDER_WAY * profile.embedding.forward.kept
+        buckets += len(stages) * MESSAGES_IN_FLIGHT * profile.embedding.forward.kept
     # The first microbatch's gradients are allocated one by one while activations are freed, unless buffers exist.
     come_late = layout.num_microbatches == 1 and (layout.degrees.zero1 or replicas == 1)
     peaks = [

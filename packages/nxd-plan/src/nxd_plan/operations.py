@@ -4,7 +4,7 @@ It works on tensors on the meta device. nxd_pipeline's `StepMemory` counts the m
 splits it into segments that the caller marks, and adds the work and the messages of each.
 
 torch computes in Python what an operation on such tensors returns, which dominates the run time, and a plan runs the
-same layers many times. So `Outcomes` caches the result for each kind of inputs.
+same layers many times. So `OperationCache` caches the result for each kind of inputs.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -96,7 +96,7 @@ class _MetaTensor(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-class Outcomes:
+class OperationCache:
     """Cached results of operations on the meta device; called in place of the operations."""
 
     def __init__(self) -> None:
@@ -162,16 +162,16 @@ class OperationLog(StepMemory):
     """Inside, counts memory and logs operations by segment.
 
     Args:
-        outcomes: cached results of operations, shared with other logs; this one adds to them.
+        cache: cached results of operations, shared with other logs; this one adds to them.
         expert_group: name of the process group of the ranks with other experts, if no other axis has the same group.
 
     Attributes:
         segments: the segments, by the names passed to `begin`.
     """
 
-    def __init__(self, outcomes: Outcomes, expert_group: str = "") -> None:
+    def __init__(self, cache: OperationCache, expert_group: str = "") -> None:
         super().__init__()
-        self._outcomes, self._expert_group = outcomes, expert_group
+        self._cache, self._expert_group = cache, expert_group
         self.segments: dict[str, WorkSegment] = {}
         self._current = WorkSegment(0)
 
@@ -186,7 +186,7 @@ class OperationLog(StepMemory):
     ) -> Any:
         if func.namespace == "prim":  # queries a tensor's device
             return func(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(self._outcomes.of(func), types, args, kwargs)  # type: ignore[arg-type]
+        result = super().__torch_dispatch__(self._cache.of(func), types, args, kwargs)  # type: ignore[arg-type]
         packet = func.overloadpacket
         if func.namespace == "c10d":
             group = _group_of((args, result))

@@ -64,7 +64,7 @@ class PlannedLayout:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class TooLarge:
     """A layout that needs more memory than a device has."""
 
     layout: Layout
@@ -79,14 +79,14 @@ class Plan:
         job: the job that was planned.
         best: the fastest layouts that fit, fastest first.
         num_fitting: number of layouts that fit.
-        misfits: layouts that need too much memory, each with the smallest microbatch size that does not fit.
+        too_large: layouts that need too much memory, each with the smallest microbatch size that does not fit.
         rejected: layouts that are not possible.
     """
 
     job: TrainingJob
     best: tuple[PlannedLayout, ...]
     num_fitting: int
-    misfits: tuple[Misfit, ...]
+    too_large: tuple[TooLarge, ...]
     rejected: tuple[Rejected, ...]
 
     @property
@@ -112,7 +112,7 @@ class _Search:
     job: TrainingJob
     fixed: FixedDegrees
     candidates: list[_Candidate] = field(default_factory=list)
-    misfits: list[Misfit] = field(default_factory=list)
+    too_large: list[TooLarge] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
 
 
@@ -148,7 +148,9 @@ def make_plan(job: TrainingJob, fixed: FixedDegrees | None = None, *, top: int =
                 for context_size in context_parallel_sizes(job, search.fixed, degrees):
                     _try_sizes(search, planner, replace(degrees, cp=context_size))
     best = _quickest(search, _model_flops(job), top) if search.candidates else []
-    return Plan(job, tuple(best), len(search.candidates), tuple(search.misfits), tuple(dict.fromkeys(search.rejected)))
+    return Plan(
+        job, tuple(best), len(search.candidates), tuple(search.too_large), tuple(dict.fromkeys(search.rejected))
+    )
 
 
 def _try_sizes(search: _Search, planner: StagePlanner, degrees: ParallelDegrees) -> None:
@@ -183,7 +185,7 @@ def _try_sizes(search: _Search, planner: StagePlanner, degrees: ParallelDegrees)
         for layout in layouts_on(job, search.fixed, on_all, choices):
             if isinstance(layout, Rejected):
                 search.rejected.append(layout)
-            elif not search.misfits or not _has_larger_microbatches(layout, search.misfits[-1].layout):
+            elif not search.too_large or not _has_larger_microbatches(layout, search.too_large[-1].layout):
                 _try_layout(search, layout, stages, profiler)
 
 
@@ -214,7 +216,7 @@ def _try_layout(search: _Search, layout: Layout, stages: list[StageParts], profi
     memories = rank_memories(layout, stages, profile, schedule, job.dtype.itemsize)
     most = max(memories, key=lambda memory: memory.peak)
     if most.peak > job.device.memory_bytes * USABLE_MEMORY:
-        search.misfits.append(Misfit(layout, most))
+        search.too_large.append(TooLarge(layout, most))
     else:
         search.candidates.append(_Candidate(layout, degrees.mesh(), stages, profile, schedule, memories))
 

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from nxd_plan.model import PlannedModel
-from nxd_plan.operations import Operation, OperationLog, Outcomes, WorkSegment
+from nxd_plan.operations import Operation, OperationCache, OperationLog, WorkSegment
 
 CHECKPOINTING = {"none": None, "CoreAttention": CoreAttention, "full": "full"}
 
@@ -126,7 +126,7 @@ class Profiler:
         self._planned = model
         self._dtype = dtype
         self._sequence_length = sequence_length
-        self._outcomes = Outcomes()
+        self._cache = OperationCache()
         self._measured = cache(self._measure)
         self.model = cache(self._make_model)
 
@@ -154,7 +154,7 @@ class Profiler:
         model = self.model(sequence_parallel)
         layers = list(model.get_submodule(self._planned.layers_path).children())
         apply_activation_checkpointing(model, CHECKPOINTING[checkpointing])
-        with OperationLog(self._outcomes, _expert_group()) as log, _attention_as_one_operation():
+        with OperationLog(self._cache, _expert_group()) as log, _attention_as_one_operation():
             tokens = torch.zeros(microbatch_size, self._sequence_length, dtype=torch.int64, device="meta")
             marks = _Marks(layers, log)
             log.begin("embedding forward")

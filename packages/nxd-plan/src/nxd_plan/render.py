@@ -19,7 +19,7 @@ from nxd_pipeline import NxDPPModel
 
 from nxd_plan.layout import FixedDegrees, Layout, TrainingJob
 from nxd_plan.memory import RankMemory
-from nxd_plan.planner import Misfit, Plan, PlannedLayout
+from nxd_plan.planner import Plan, PlannedLayout, TooLarge
 
 HEADINGS = (
     *("TP", "SP", "PP", "CP", "EP", "DP", "ZeRO-1", "microbatches", "checkpointing"),
@@ -32,7 +32,7 @@ def render_table(plan: Plan) -> str:
     """Return the fastest layouts, one per line, and how many others there are."""
     job = plan.job
     tried = (
-        f"{plan.num_fitting} layouts fit, {len(plan.misfits)} need more than the {show_memory(plan.usable_bytes)} "
+        f"{plan.num_fitting} layouts fit, {len(plan.too_large)} need more than the {show_memory(plan.usable_bytes)} "
         f"usable of {show_memory(job.device.memory_bytes)}, {len(plan.rejected)} are not possible"
     )
     rows = [_row(planned) for planned in plan.best]
@@ -66,7 +66,7 @@ def render_rejected(plan: Plan) -> str:
             str(it.layout),
             f"needs {show_memory(it.memory.peak)}, {show_memory(it.memory.peak - plan.usable_bytes)} too much",
         )
-        for it in plan.misfits
+        for it in plan.too_large
     ]
     return "\n".join(f"{what}: {reason}" for what, reason in (*impossible, *too_large))
 
@@ -115,12 +115,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def describe_misfit(plan: Plan, fixed: FixedDegrees) -> str:
+def explain_no_fit(plan: Plan, fixed: FixedDegrees) -> str:
     """Describe a plan in which nothing fits: the closest layout, and ways to make it fit."""
-    if not plan.misfits:
+    if not plan.too_large:
         reasons = [f"  {rejected.what}: {rejected.reason}" for rejected in plan.rejected]
         return "\n".join(["no layout is possible:", *reasons])
-    nearest = min(plan.misfits, key=lambda misfit: misfit.memory.peak)
+    nearest = min(plan.too_large, key=lambda it: it.memory.peak)
     missing = nearest.memory.peak - plan.usable_bytes
     lines = [
         f"no layout fits on {plan.job.num_devices} x {plan.job.device.name}. The closest is {nearest.layout}:",
@@ -132,7 +132,7 @@ def describe_misfit(plan: Plan, fixed: FixedDegrees) -> str:
     return "\n".join(lines)
 
 
-def _ways_out(plan: Plan, fixed: FixedDegrees, nearest: Misfit) -> list[str]:
+def _ways_out(plan: Plan, fixed: FixedDegrees, nearest: TooLarge) -> list[str]:
     memory, layout, ways = nearest.memory, nearest.layout, []
     held = [f"--{name.replace('_', '-')}" for name, value in vars(fixed).items() if value is not None]
     if held:
@@ -172,7 +172,7 @@ def plan_as_json(plan: Plan) -> str:
         "usable_bytes": int(plan.usable_bytes),
         "num_fitting": plan.num_fitting,
         "best": [_planned(it) for it in plan.best],
-        "too_large": [{"layout": it.layout.as_dict(), "memory": asdict(it.memory)} for it in plan.misfits],
+        "too_large": [{"layout": it.layout.as_dict(), "memory": asdict(it.memory)} for it in plan.too_large],
         "not_possible": [asdict(it) for it in plan.rejected],
     }
     return json.dumps(content, indent=2)

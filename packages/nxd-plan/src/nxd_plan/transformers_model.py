@@ -5,7 +5,6 @@ reduced to one layer of each kind. `planned_model` picks our own Llama or one of
 `config.json`, a checkpoint, sizes given as flags, or a mix.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
@@ -23,6 +22,7 @@ from nxd_engine.hugging_face import (
     model_on_meta,
     with_architecture,
 )
+from nxd_engine.hugging_face.folder import read_json_object
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, transformers_spec
 from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
@@ -270,11 +270,8 @@ def _weights_beside(file: str | Path | None) -> Path | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return read_json_object(file)
+    except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}; pass a Hugging Face config.json or its folder") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}; pass a Hugging Face config.json") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}; a config.json must hold an object with the sizes")
-    return content
+    except ValueError as error:
+        raise ValueError(f"{error}; pass a Hugging Face config.json") from error

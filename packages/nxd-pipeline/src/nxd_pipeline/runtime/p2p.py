@@ -133,7 +133,7 @@ SMALL = 64 * 1024  # bytes of a tensor that is copied into a common buffer
 _ALIGNMENT = 16  # bytes; a view of another dtype has to start at a multiple of its size
 
 # A send that is this many messages old has been received, or soon will be; waiting for it bounds the memory it holds.
-SENDS_UNDER_WAY = 4
+SENDS_IN_FLIGHT = 4
 
 # Layouts kept for a pair of stages; both ends drop the oldest at the same message. An input that counts steps in a
 # Python number makes a new layout in each step.
@@ -311,7 +311,7 @@ class P2PCommunicator:
     def _send(self, label: tuple[Key, int, str], tensors: Sequence[Tensor], destination: int) -> None:
         if tensors:
             self._sends[label] = batch_isend_irecv([Send(tensor, destination) for tensor in tensors], self._group)
-            if len(self._sends) > SENDS_UNDER_WAY:
+            if len(self._sends) > SENDS_IN_FLIGHT:
                 self._wait_for_oldest()
 
     def _receive(self, packing: Packing, source: int) -> Pending[list[Tensor]]:

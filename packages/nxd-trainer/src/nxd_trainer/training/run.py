@@ -41,7 +41,7 @@ from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.resuming import resume_from_memory, resume_run
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.saving import MemorySaver, RunSaver, diverged
-from nxd_trainer.training.step import CAN_WAIT, IN_HASTE, FinishedStep, StepsUnderWay, evaluate, take_step
+from nxd_trainer.training.step import CAN_WAIT, URGENT, FinishedStep, StepsInFlight, evaluate, take_step
 
 EXTRACTED_STEPS = 3  # the first creates the optimizer states, the second is like all others, the third confirms that
 
@@ -55,7 +55,7 @@ class TrainResult:
     stopped: bool  # whether SIGTERM or Ctrl-C on any rank ended the run early, after a checkpoint
 
 
-class AskedToStop(Protocol):
+class StopSignal(Protocol):
     """A stop request that the loop checks once before each step."""
 
     @property
@@ -146,7 +146,7 @@ def train(recipe: Recipe) -> TrainResult:
         return run_training(*prepare_run(recipe), stop)
 
 
-def run_training(state: RunState, resumed: str | None, stop: AskedToStop) -> TrainResult:
+def run_training(state: RunState, resumed: str | None, stop: StopSignal) -> TrainResult:
     """Run the steps of a prepared run, with progress, metrics, checkpoints and the final report.
 
     `stop` is checked between steps; it may already have been active during the preparation. Under
@@ -245,15 +245,15 @@ def _run_steps(
     metrics: MetricsLog,
     saver: RunSaver,
     in_memory: MemorySaver,
-    stop: AskedToStop,
+    stop: StopSignal,
 ) -> TrainResult:
     recipe = state.recipe
-    throughput, steps = Throughput(), StepsUnderWay(state)
+    throughput, steps = Throughput(), StepsInFlight(state)
     stragglers = StragglerWatch(get_logger("nxd_trainer").warning)
     loss, tokens_seen = math.nan, state.train_loader.tokens_seen
     while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
         with stragglers.step():
-            steps.begin(stopping=(CAN_WAIT if stop.can_wait else IN_HASTE) if stop.signal_number else 0.0)
+            steps.begin(stopping=(CAN_WAIT if stop.can_wait else URGENT) if stop.signal_number else 0.0)
         for step in steps.finish(all_of_them=_needs_results(recipe, state.step)):
             loss = step.loss
             _check_finite(state, saver, step)
@@ -264,7 +264,7 @@ def _run_steps(
             is_last = step.number == (state.step if steps.stopping else recipe.last_step)
             evaluates = step.number == recipe.last_step or _is_due(step.number, recipe.train.eval_every)
             held_out_loss = None
-            if evaluates and recipe.train.eval_every and not steps.in_haste:
+            if evaluates and recipe.train.eval_every and not steps.is_urgent:
                 with throughput.paused():
                     held_out_loss = evaluate(state)
             if held_out_loss is not None and _is_due(step.number, recipe.train.eval_every):

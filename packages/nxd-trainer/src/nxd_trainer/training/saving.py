@@ -139,7 +139,7 @@ class MemorySaver:
             url,
             run_tag(self._state),
             run_contents(self._state, stands_alone=False),  # only this run reads it
-            finish=lambda: nxd_ckpt.retain(url, keep_last=1),
+            finish=lambda: _keep_newest(url),
             in_background=True,
         )
         self._is_writing = True
@@ -159,6 +159,10 @@ class MemorySaver:
             raise
         except CheckpointError as error:  # such as full memory; the same on all ranks
             self._warn(f"no checkpoint in the memory of hosts: {error}")
+
+
+def _keep_newest(url: str) -> None:
+    nxd_ckpt.retain(url, keep_last=1)
 
 
 def memory_url(recipe: Recipe) -> str | None:

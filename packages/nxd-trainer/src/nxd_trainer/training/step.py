@@ -1,6 +1,6 @@
 """One optimizer step, and one evaluation: computation and communication, in order.
 
-`StepsUnderWay` starts a step before the values of the last one are read, so that an accelerator stays busy.
+`StepsInFlight` starts a step before the values of the last one are read, so that an accelerator stays busy.
 """
 
 from collections import deque
@@ -36,14 +36,14 @@ from nxd_trainer.training.run_state import RunState
 from nxd_trainer.training.saving import diverged
 
 # A rank that should stop adds one of these to a sum over ranks; all that can wait add up to less than one that cannot.
-IN_HASTE, CAN_WAIT = 1.0, 2.0**-20
+URGENT, CAN_WAIT = 1.0, 2.0**-20
 
 
 def take_step(state: RunState, *, stopping: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """Take an optimizer step without waiting for its values. On XLA it is one graph, which is sent to the device.
 
     Args:
-        stopping: `IN_HASTE` or `CAN_WAIT` if this rank has been asked to stop.
+        stopping: `URGENT` or `CAN_WAIT` if this rank has been asked to stop.
 
     Returns:
         A tensor `[2]`, in the device's widest float, the same on every rank: the mean loss over the ranks that have
@@ -188,23 +188,23 @@ class FinishedStep:
     # steps skipped since the run began, because gradients overflowed; None without loss scaling
     skipped_steps: int | None
     is_skipped: bool  # whether this step was skipped
-    stopping: float  # sum over ranks of `IN_HASTE` or `CAN_WAIT`, for those that had been asked to stop
+    stopping: float  # sum over ranks of `URGENT` or `CAN_WAIT`, for those that had been asked to stop
     routing: RouterStatistics | None  # router statistics of a model with experts
 
 
-class StepsUnderWay:
+class StepsInFlight:
     """Starts steps of a run and finishes them in order, late enough that an accelerator never waits for this process.
 
     Attributes:
         stopping: whether a finished step reports that a rank was asked to stop.
-        in_haste: whether stopping cannot wait for an evaluation.
+        is_urgent: whether stopping cannot wait for an evaluation.
     """
 
     def __init__(self, state: RunState) -> None:
-        self.stopping = self.in_haste = False
+        self.stopping = self.is_urgent = False
         self._state = state
         self._begun: deque[Callable[[], FinishedStep]] = deque()
-        self._may_be_under_way = 0 if is_host() else 1  # on the CPU, a started step is already computed
+        self._num_in_flight = 0 if is_host() else 1  # on the CPU, a started step is already computed
 
     def begin(self, *, stopping: float) -> None:
         """Start a step, see `take_step`; when this returns, the state in this process is that after the step."""
@@ -243,8 +243,8 @@ class StepsUnderWay:
 
     def finish(self, *, all_of_them: bool) -> Iterator[FinishedStep]:
         """Wait for steps; on an accelerator not for the newest, unless `all_of_them` is set or ranks should stop."""
-        while len(self._begun) > (0 if all_of_them or self.stopping else self._may_be_under_way):
+        while len(self._begun) > (0 if all_of_them or self.stopping else self._num_in_flight):
             step = self._begun.popleft()()
             self.stopping = self.stopping or step.stopping > 0
-            self.in_haste = self.in_haste or step.stopping >= IN_HASTE
+            self.is_urgent = self.is_urgent or step.stopping >= URGENT
             yield step

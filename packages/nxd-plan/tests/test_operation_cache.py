@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_plan.operations import Outcomes
+from nxd_plan.operations import OperationCache
 
 aten = torch.ops.aten
 
@@ -27,10 +27,10 @@ def described(tensor):
     ],
 )
 def test_what_is_known_already_looks_as_if_it_were_worked_out(func, arguments):
-    outcomes = Outcomes()
+    cache = OperationCache()
     for first in (2, 2.0):  # which are equal, and give other types
-        outcomes.of(aten.mul.Tensor)(shaped(3, dtype=torch.int64), first)
-    worked_out, again = outcomes.of(func)(*arguments), outcomes.of(func)(*arguments)
+        cache.of(aten.mul.Tensor)(shaped(3, dtype=torch.int64), first)
+    worked_out, again = cache.of(func)(*arguments), cache.of(func)(*arguments)
     expected = func(*arguments)
     for found in (worked_out, again):
         pairs = zip(*((it,) if isinstance(it, torch.Tensor) else it for it in (found, expected)), strict=True)
@@ -38,7 +38,7 @@ def test_what_is_known_already_looks_as_if_it_were_worked_out(func, arguments):
 
 
 def test_an_operation_is_run_once_for_inputs_of_a_kind(monkeypatch):
-    outcomes, runs = Outcomes(), []
+    cache, runs = OperationCache(), []
 
     class Counted:
         namespace, is_view, _schema = "aten", False, aten.neg.default._schema
@@ -48,15 +48,15 @@ def test_an_operation_is_run_once_for_inputs_of_a_kind(monkeypatch):
             return aten.neg.default(tensor)
 
     counted = Counted()
-    made = [outcomes.of(counted)(shaped(*sizes)) for sizes in ((2, 3), (2, 3), (3, 2))]
+    made = [cache.of(counted)(shaped(*sizes)) for sizes in ((2, 3), (2, 3), (3, 2))]
     assert runs == [(2, 3), (3, 2)]
     assert made[0].untyped_storage()._cdata != made[1].untyped_storage()._cdata
 
 
 @pytest.mark.parametrize("func", [aten.t.default, aten.detach.default, aten._unsafe_view.default, aten.zero_.default])
 def test_results_that_share_memory_with_an_input_are_never_made_anew(func):
-    outcomes = Outcomes()
+    cache = OperationCache()
     for _ in range(2):
         tensor = shaped(2, 3)
-        result = outcomes.of(func)(tensor, *([[3, 2]] if func is aten._unsafe_view.default else []))
+        result = cache.of(func)(tensor, *([[3, 2]] if func is aten._unsafe_view.default else []))
         assert result.untyped_storage()._cdata == tensor.untyped_storage()._cdata
