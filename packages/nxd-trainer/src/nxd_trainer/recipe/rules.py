@@ -75,8 +75,8 @@ def _model_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         yield _mistake(recipe, "model.rope_scaling", "has no rope_type, such as llama3")
     tensor_parallel, of_experts = "parallel.tensor_parallel_size", "parallel.expert_tensor_parallel_size"
     etp, tp = parallel.expert_tensor_parallel_size, parallel.tensor_parallel_size
-    if text := expert_tensor_parallel_mistake(etp, tp, prefix="parallel."):
-        yield Mistake(text, (of_experts, tensor_parallel))
+    if mistake := expert_tensor_parallel_mistake(etp, tp, prefix="parallel."):
+        yield Mistake(mistake, (of_experts, tensor_parallel))
     elif parallel.degrees.splits_experts and model.is_own_llama:
         text = f"is for models with experts, and our Llama has none; {_OTHER_MODELS}"
         yield _mistake(recipe, "parallel.expert_parallel_size", text, tensor_parallel, of_experts, *_MODEL)
