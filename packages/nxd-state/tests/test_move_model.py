@@ -87,14 +87,14 @@ def test_move_from_meta_gives_tensors_that_can_be_filled_and_trained():
 
 
 @pytest.fixture
-def uninitialised_memory_is_nan():
+def uninitialized_memory_is_nan():
     """What torch does for those who ask for determinism."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def test_move_from_meta_with_padding_gives_zeros(uninitialised_memory_is_nan):
+def test_move_from_meta_with_padding_gives_zeros(uninitialized_memory_is_nan):
     model = nn.Linear(2, 4, bias=False, device="meta")
     set_shard_spec(model.weight, shard_along((5, 2), 0, rank=1, size=2, padded_length=8))
 

@@ -1,4 +1,4 @@
-"""The mesh of this process: initialise, ask, destroy. A world of one runs here, larger ones on worker processes."""
+"""The mesh of this process: initialize, ask, destroy. A world of one runs here, larger ones on worker processes."""
 
 import pickle
 from importlib.machinery import ModuleSpec
@@ -48,7 +48,7 @@ def test_mesh_is_forgotten_when_torch_distributed_was_ended_and_started_again(cl
 
 @pytest.mark.parametrize("getter", [nxd_state.get_mesh, nxd_state.get_world_group, *GETTERS])
 def test_getter_before_initialize_raises(getter):
-    with pytest.raises(RuntimeError, match=r"not initialised; call initialize_model_parallel\(\) first"):
+    with pytest.raises(RuntimeError, match=r"not initialized; call initialize_model_parallel\(\) first"):
         getter()
 
 
@@ -80,7 +80,7 @@ def test_initialize_without_launcher_is_a_world_of_one(clean_world):
 def test_initialize_twice_raises_naming_the_mesh(clean_world):
     nxd_state.initialize_model_parallel()
 
-    with pytest.raises(RuntimeError, match=r"already initialised as Mesh\(world_size=1, .*destroy_model_parallel"):
+    with pytest.raises(RuntimeError, match=r"already initialized as Mesh\(world_size=1, .*destroy_model_parallel"):
         nxd_state.initialize_model_parallel()
 
 
@@ -136,7 +136,7 @@ def test_initialize_again_after_destroy_works(clean_world):
 def test_get_group_unknown_axes_raises_naming_those_there_are(clean_world):
     nxd_state.initialize_model_parallel()
 
-    with pytest.raises(ValueError, match=r"no group for axes \('dp', 'tp'\); there are .*'dp\+cp'"):
+    with pytest.raises(ValueError, match=r"no group for axes \('dp', 'tp'\); use one of .*'dp\+cp'"):
         nxd_state.get_group("dp", "tp")
 
 
@@ -338,7 +338,7 @@ def test_planned_process_group_says_its_size_and_becomes_that_of_the_rank_that_u
 def test_planned_world_inside_a_mesh_raises(clean_world):
     nxd_state.initialize_model_parallel()
 
-    with pytest.raises(RuntimeError, match="already initialised"), nxd_state.planned_world(2):
+    with pytest.raises(RuntimeError, match="already initialized"), nxd_state.planned_world(2):
         pass
 
 

@@ -277,15 +277,6 @@ def test_get_shard_spec_gives_what_was_set_and_none_otherwise():
     assert get_shard_spec(parameter) is spec
 
 
-def test_set_partition_attributes_sets_the_documented_ones():
-    parameter = torch.nn.Parameter(torch.empty(2, 2))
-
-    set_partition_attributes(parameter, partition_dim=1, num_partitions=4, stride=2)
-
-    assert parameter.tensor_model_parallel is True
-    assert (parameter.partition_dim, parameter.num_partitions, parameter.partition_stride) == (1, 4, 2)
-
-
 def test_copy_parameter_attributes_carries_spec_and_documented_attributes():
     source, target = (torch.nn.Parameter(torch.empty(2, 2)) for _ in range(2))
     set_shard_spec(source, shard_along((4, 2), 0, rank=1, size=2))

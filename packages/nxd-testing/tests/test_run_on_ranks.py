@@ -128,8 +128,8 @@ def test_run_on_ranks_environment_is_that_of_torchrun():
     assert environments == [["0", "0", "2", "2", "127.0.0.1"], ["1", "1", "2", "2", "127.0.0.1"]]
 
 
-def test_run_on_ranks_function_that_initialises_from_the_environment_succeeds():
-    def initialise_again():
+def test_run_on_ranks_function_that_initializes_from_the_environment_succeeds():
+    def initialize_again():
         dist.barrier()  # until then another rank may still be connecting
         dist.destroy_process_group()
         dist.init_process_group("gloo")
@@ -138,7 +138,7 @@ def test_run_on_ranks_function_that_initialises_from_the_environment_succeeds():
         return total.item()
 
     for _ in range(2):
-        assert run_on_ranks(initialise_again, 2) == [2.0, 2.0]
+        assert run_on_ranks(initialize_again, 2) == [2.0, 2.0]
 
 
 def test_run_on_ranks_env_is_seen_by_its_job_only():
@@ -198,14 +198,14 @@ def test_run_on_ranks_random_numbers_are_equal_on_all_ranks_and_in_all_jobs():
     assert first == second == again
 
 
-def test_run_on_ranks_mesh_left_initialised_is_destroyed():
-    def initialise():
+def test_run_on_ranks_mesh_left_initialized_is_destroyed():
+    def initialize():
         before = nxd_state.model_parallel_is_initialized()
         nxd_state.initialize_model_parallel(tensor_model_parallel_size=2)
         return before, nxd_state.get_tensor_model_parallel_size()
 
-    assert run_on_ranks(initialise, 2) == [(False, 2)] * 2
-    assert run_on_ranks(initialise, 2) == [(False, 2)] * 2
+    assert run_on_ranks(initialize, 2) == [(False, 2)] * 2
+    assert run_on_ranks(initialize, 2) == [(False, 2)] * 2
 
 
 def test_run_on_ranks_output_is_printed_with_the_rank(capsys):

@@ -110,7 +110,7 @@ def test_a_fused_parameter_asks_for_a_function():
 def test_a_planned_world_ends_with_its_block_and_is_not_made_inside_another():
     with planned_world(6, rank=5):
         initialize_model_parallel(tensor_model_parallel_size=3)
-        with pytest.raises(RuntimeError, match="already initialised"), planned_world(2):
+        with pytest.raises(RuntimeError, match="already initialized"), planned_world(2):
             pass
 
     assert not model_parallel_is_initialized()

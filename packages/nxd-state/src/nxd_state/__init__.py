@@ -38,7 +38,6 @@ from nxd_state.device import (
     has_float64,
     has_fused_optimizers,
     has_streams,
-    has_uneven_all_to_all,
     is_host,
     peak_memory_bytes,
     read_later,
@@ -49,7 +48,7 @@ from nxd_state.device import (
     torch_xla_module,
     widest_float,
 )
-from nxd_state.every_rank import Attempt, attempt_on_every_rank, on_every_rank
+from nxd_state.every_rank import attempt_on_every_rank, on_every_rank
 from nxd_state.group import Group
 from nxd_state.heartbeat import report_step
 from nxd_state.mesh import Mesh
@@ -165,19 +164,6 @@ __all__ = [
     "get_expert_tensor_parallel_rank",
     # collectives
     "Pending",
-    "CollectiveMismatch",
-    "SharedMemoryError",
-    "PeerError",
-    "report_failure",
-    "report_step",
-    "wait_seconds",
-    "private_folder",
-    "keep_compiled_code_private",
-    "StoreServer",
-    "start_store_process",
-    "EXIT_PEER_FAILED",
-    "FAILURE_SHOWN",
-    "shared_memory_bytes",
     "all_reduce",
     "all_reduce_",
     "all_reduce_coalesced_",
@@ -198,9 +184,23 @@ __all__ = [
     "abort_group",
     "barrier",
     "all_gather_object",
+    "wait_seconds",
+    "shared_memory_bytes",
+    # failures, and the job's store
     "on_every_rank",
     "attempt_on_every_rank",
-    "Attempt",
+    "PeerError",
+    "CollectiveMismatch",
+    "SharedMemoryError",
+    "report_failure",
+    "report_step",
+    "EXIT_PEER_FAILED",
+    "FAILURE_SHOWN",
+    "StoreServer",
+    "start_store_process",
+    # folders for code
+    "private_folder",
+    "keep_compiled_code_private",
     # shard metadata
     "Box",
     "ShardPiece",
@@ -219,7 +219,7 @@ __all__ = [
     "takes_causal_lm_loss",
     "use_loss_over_labels",
     "num_labels",
-    # devices and random numbers
+    # devices
     "device_type",
     "get_device",
     "records_graphs",
@@ -231,7 +231,6 @@ __all__ = [
     "has_dynamic_shapes",
     "static_shapes",
     "has_fused_optimizers",
-    "has_uneven_all_to_all",
     "autocast_devices",
     "compile_backend",
     "peak_memory_bytes",
@@ -246,6 +245,7 @@ __all__ = [
     "extracting_graphs",
     "move_model_to_device",
     "allocate_meta_tensor",
+    # random numbers
     "seed_of_module",
     "seed_model_parallel",
     "rng_stream",

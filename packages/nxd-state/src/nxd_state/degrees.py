@@ -1,4 +1,4 @@
-"""`ParallelDegrees`: how a training job lies on its ranks, in one value.
+"""`ParallelDegrees`: the layout of a training job on its ranks, in one value.
 
 Configs, recipes, plans, elastic runs and Lightning hold it or read one; the names of the documented API are here, too.
 """
@@ -39,7 +39,7 @@ def expert_tensor_parallel_mistake(etp: object, tp: int, *, prefix: str = "") ->
 
 @dataclass(frozen=True, order=True)
 class ParallelDegrees:
-    """The degrees of each axis of parallelism, and what is sharded along them.
+    """The degree of each axis of parallelism, and the states sharded along them.
 
     Args:
         tp: ranks that split each layer.

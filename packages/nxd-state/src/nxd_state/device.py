@@ -72,7 +72,7 @@ def get_device() -> torch.device:
 def backend_of_device() -> str:
     """The torch.distributed backend for tensors of this process's device: "gloo", "nccl" or "neuron".
 
-    On XLA it carries what lies on the host; tensors of the device travel by torch-xla.
+    On XLA it carries tensors on the host; torch-xla carries those on the device.
     """
     kind = device_type()
     return "gloo" if kind in ("cpu", "xla") else dist.get_default_backend_for_device(kind)
@@ -220,7 +220,7 @@ def check_torch_xla(what: str) -> None:
 
 
 def torch_xla_module(name: str = "") -> Any:
-    """torch-xla, or its module of this name, imported now: what it reads of the environment must be set before."""
+    """torch-xla, or its module of this name, imported now: environment variables that it reads must be set before."""
     return importlib.import_module(f"torch_xla.{name}" if name else "torch_xla")
 
 

@@ -25,7 +25,7 @@ class Group:
         ranks: global ranks of this group, in mesh order.
         rank: this process's index in `ranks`.
         replica_groups: the ranks of every group of this axis; one of them is `ranks`.
-        process_group: the torch process group behind it; None where nobody else is in it.
+        process_group: the torch process group behind it; None if this rank is its only member.
         name: the process group's registered name, which compiled graphs refer to.
         shared_memory: the transport of CPU tensors if all its ranks are on one host; else None.
         crosses_stages: whether it has ranks of several pipeline stages, which compute different things.
@@ -75,10 +75,10 @@ class Group:
 
     @contextmanager
     def rank_given_by(self, tensor: Tensor) -> Iterator[None]:
-        """Inside, `rank_tensor` gives this one while torch.export records: the graph has the rank as an input.
+        """Inside the block, `rank_tensor` returns this tensor while torch.export records: the rank is then an input.
 
         Args:
-            tensor: `[1]` int64, an input of what is being recorded.
+            tensor: `[1]` int64, an input of the recorded function.
         """
         token = _given_ranks.set({**_given_ranks.get(), self: tensor})
         try:
@@ -88,7 +88,7 @@ class Group:
 
     @classmethod
     def solo(cls, axis: str) -> "Group":
-        """A group of this one process, for code that runs without an initialised mesh."""
+        """A group of this one process, for code that runs without an initialized mesh."""
         return cls(axis=axis, ranks=(0,), rank=0, replica_groups=((0,),))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Group":

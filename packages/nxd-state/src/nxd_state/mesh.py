@@ -94,7 +94,7 @@ class Mesh:
     Args:
         world_size: number of ranks.
         pp: pipeline stages.
-        dp: data-parallel replicas; -1 takes what the other axes leave.
+        dp: data-parallel replicas; -1 uses all remaining ranks.
         cp: context-parallel ranks, which split one sequence.
         tp: tensor-parallel ranks, which split one layer.
         ep: expert-parallel ranks, which split the experts of a layer.

@@ -202,7 +202,7 @@ def get_pipeline_model_parallel_sr_group(parity: bool | None = None) -> list[lis
 def get_next_rank_group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]]:
     """The process group of this stage and the next, or with `as_list` the pairs of all ranks of this parity.
 
-    The first call, of it or of `get_prev_rank_group`, makes the groups: all ranks of the pipeline must come to one.
+    The first call of it or of `get_prev_rank_group` creates the groups: every rank of the pipeline must call one.
     """
     return _neighbours(get_group("pp").rank, as_list=as_list)
 

@@ -19,7 +19,7 @@ def move_model_to_device(model: ModuleT, device: torch.device | str) -> ModuleT:
     """Move parameters and buffers to `device`, in place, keeping attributes, ties, gradients and `requires_grad`.
 
     A parameter stays the same object where torch allows it, so that an existing optimizer still works; away
-    from meta and to XLA it becomes a new one. From meta the tensors come out uninitialised: fill them with an init
+    from meta and to XLA it becomes a new one. From meta the tensors come out uninitialized: fill them with an init
     function or a checkpoint. Only those with padding come out as zeros.
 
     Returns:

@@ -23,7 +23,7 @@ _NAME = re.compile(r"%?\b([a-z][a-z\-]*(?:\.[a-z]+)*\.\d+)\b")
 
 _SAVE_MEMORY = (
     "use smaller microbatches, activation checkpointing, ZeRO-1 or a larger tensor- or pipeline-parallel degree; "
-    "`nxd doctor --graph` lists what is alive at the peak"
+    "`nxd doctor --graph` lists the tensors alive at the peak"
 )
 _FIND_CODE = "the error code is explained in the Neuron documentation, under Neuron Compiler Error Codes"
 _GET_NAMES = (

@@ -101,7 +101,7 @@ def initialize_model_parallel(
             pose as a rank.
 
     Raises:
-        RuntimeError: already initialised.
+        RuntimeError: already initialized.
         ValueError: the degrees do not divide the world size, or `NXD_TIMEOUT` is not a number of seconds.
     """
     global _state  # noqa: PLW0603  (the process has one mesh)
@@ -109,7 +109,7 @@ def initialize_model_parallel(
         destroy_model_parallel()
     if _state is not None:
         raise RuntimeError(
-            f"model parallelism is already initialised as {_state.mesh}; call destroy_model_parallel() first"
+            f"model parallelism is already initialized as {_state.mesh}; call destroy_model_parallel() first"
         )
     hold_standard_streams()
     debug.read_environment()
@@ -163,7 +163,7 @@ def ranks_run() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Undo `initialize_model_parallel`; it can be called again afterwards. Does nothing if not initialised.
+    """Undo `initialize_model_parallel`; it can be called again afterwards. Does nothing if not initialized.
 
     Ends torch.distributed only if `initialize_model_parallel` started it.
     """
@@ -178,7 +178,7 @@ def abort_model_parallel(reason: str) -> None:
     """Abort every group (see `abort_group`): whatever waits in a collective, here or on a peer, raises.
 
     Any thread may call it. Nothing can be sent afterwards; call `destroy_model_parallel` next. Does nothing if not
-    initialised.
+    initialized.
 
     Args:
         reason: why this rank cannot continue.
@@ -218,12 +218,12 @@ def planned_world(world_size: int, rank: int = 0) -> Iterator[None]:
         rank: the rank that this process acts as.
 
     Raises:
-        RuntimeError: model parallelism is initialised.
+        RuntimeError: model parallelism is initialized.
         ValueError: there is no such rank.
     """
     global _planned  # noqa: PLW0603
     if _state is not None or _planned is not None:
-        raise RuntimeError("model parallelism is already initialised; call destroy_model_parallel() first")
+        raise RuntimeError("model parallelism is already initialized; call destroy_model_parallel() first")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is outside 0..{world_size - 1}, the ranks of world_size={world_size}")
     _planned = (rank, world_size)
@@ -240,7 +240,7 @@ def get_mesh() -> Mesh:
 
 
 def splits_experts() -> bool:
-    """Whether expert layers are laid out differently from dense ones; False without an initialised mesh."""
+    """Whether expert layers are laid out differently from dense ones; False without an initialized mesh."""
     return model_parallel_is_initialized() and get_mesh().splits_experts
 
 
@@ -259,18 +259,18 @@ def get_group(*axes: str) -> Group:
     Combinations made at start: ("dp", "cp"), ("pp", "tp"), ("pp", "ep", "etp"), and all dense axes for the world.
 
     Raises:
-        RuntimeError: not initialised.
+        RuntimeError: not initialized.
         ValueError: no such group.
     """
     state = _current()
     key = "+".join(axes)
     if key not in state.groups:
-        raise ValueError(f"no group for axes {axes}; there are {sorted(state.groups)}")
+        raise ValueError(f"no group for axes {axes}; use one of {sorted(state.groups)}")
     return state.groups[key]
 
 
 def active_group(*axes: str) -> Group:
-    """`get_group(*axes)`, or a group of one without an initialised mesh: layers then act as ordinary ones."""
+    """`get_group(*axes)`, or a group of one without an initialized mesh: layers then act as ordinary ones."""
     return get_group(*axes) if model_parallel_is_initialized() else Group.solo("+".join(axes))
 
 
@@ -285,7 +285,7 @@ def subgroup(axis: str, size: int) -> Group:
     The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
 
     Raises:
-        RuntimeError: not initialised.
+        RuntimeError: not initialized.
         ValueError: no such axis, or `size` does not divide the ranks along it.
     """
     state = _current()
@@ -311,7 +311,7 @@ def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
             these groups, its group is returned.
 
     Raises:
-        RuntimeError: not initialised.
+        RuntimeError: not initialized.
         ValueError: this rank is in none of them.
     """
     state, wanted = _current(), tuple(tuple(ranks) for ranks in replica_groups)
@@ -362,7 +362,7 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
 
 def _current() -> _ParallelState:
     if _state is None:
-        raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
+        raise RuntimeError("model parallelism is not initialized; call initialize_model_parallel() first")
     return _state
 
 

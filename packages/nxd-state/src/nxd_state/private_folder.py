@@ -1,6 +1,6 @@
 """Folders that only this user can write, for files that are executed, such as compiled code.
 
-A name in a shared place that others can guess is theirs to take first: whatever they put there would run as this user.
+If other users can guess a name in a shared place, they can create it first, and their files would run as this user.
 """
 
 import atexit
@@ -74,7 +74,7 @@ def _remove_own(folder: Path, owner: int) -> None:
 
 
 def _can_be_exchanged_in(folder: os.stat_result) -> bool:
-    """Whether another user can rename what is in a folder: its owner can, and who may write to it unless it is sticky.
+    """Whether another user can rename entries of a folder: its owner can, and so can its writers unless it is sticky.
 
     This user's own group counts as this user: many systems give each user one, and new folders are writable for it.
     """

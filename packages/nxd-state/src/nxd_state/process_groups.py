@@ -25,7 +25,7 @@ GROUP_AXES: tuple[tuple[str, ...], ...] = (
 )
 _LONGEST_TIMEOUT = 1e9  # seconds; torch counts milliseconds in 64 bits, and adds to them
 
-# What torchrun, or whoever launched this process, sets: the same values mean the same launch.
+# Variables that torchrun, or another launcher, sets: the same values mean the same launch.
 _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
 # Kept for the life of the process: where rank 0 hosts the store, a second one could not have its port.

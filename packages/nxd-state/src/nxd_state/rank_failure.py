@@ -32,7 +32,7 @@ FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the ra
 
 _PATIENCE = 5.0  # seconds, for the failure to be shown, and for the lines of other ranks
 _PAUSE = 0.02
-# Whoever serves the store is gone; or it is that of an elastic run's ranks, which have parted.
+# The store's server is gone, or belongs to an elastic run whose ranks have separated.
 _STORE_HAS_ENDED = (dist.DistError, PeerError)
 _LONGEST_MESSAGE = 600  # characters
 # torch has no classes for these errors of gloo and nccl; and what another rank gave as its reason comes as text.

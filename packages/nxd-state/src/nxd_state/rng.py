@@ -36,7 +36,7 @@ _streams = _Streams()
 def seed_model_parallel(seed: int) -> None:
     """Seed both streams of this rank from `seed`, its stage, its replica and, for "tp", its tensor-parallel rank.
 
-    Call it after the weights are initialised: those must come from one seed on all ranks. The streams belong to the
+    Call it after the weights are initialized: those must come from one seed on all ranks. The streams belong to the
     current mesh; call it again for another one.
     """
     coordinates = [0, 0, 0, 0]
@@ -59,10 +59,10 @@ def rng_stream(name: str) -> Iterator[None]:
     streams = _current_streams()
     if not streams:
         raise RuntimeError(
-            "model-parallel streams are not seeded; call seed_model_parallel(seed) first, anew for each mesh"
+            "random streams are not seeded; call seed_model_parallel(seed) after every initialize_model_parallel()"
         )
     if name not in streams:
-        raise ValueError(f"no random stream {name!r}; there are {sorted(streams)}")
+        raise ValueError(f"unknown random stream {name!r}; use one of {', '.join(sorted(streams))}")
     shared = _generator_states()
     _set_generator_states(streams[name])
     try:

@@ -1,7 +1,7 @@
 """Whether ranks that hold the same weights start with the same values: without a common seed they do not.
 
-Replicas hold all parameters of one another, tensor-parallel ranks those that are whole, and copies of shards such as
-those of key and value heads. Weights that start differently stay so: averaged gradients change them by the same amount.
+Replicas hold the same parameters. Tensor-parallel ranks share whole parameters, and copies of shards such as key and
+value heads. Weights that start differently stay different: averaged gradients change them by the same amount.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,7 +51,7 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
 
 
 def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[Claim]:
-    """Claims of data- and context-parallel ranks, or of those of a group."""
+    """Claims of the data- and context-parallel ranks, or of the ranks of `group`."""
     replicas = group or active_group("dp", "cp")
     for index, tensor in enumerate(tensors):
         if not has_values(tensor):

@@ -27,7 +27,7 @@ from nxd_state.parameter_marks import is_expert, is_tensor_parallel
 from nxd_state.shard_spec import Box, get_shard_spec
 from nxd_state.store_messages import read_message
 
-_WORDS = 1024  # added up side by side, so that a fingerprint also tells an order of values
+_WORDS = 1024  # added up side by side, so that a fingerprint also depends on the order of values
 _CHUNK_BYTES = 2**24
 
 
@@ -37,12 +37,12 @@ class Claim:
 
     Attributes:
         held_by: the axis, and the first rank of those ranks.
-        what: the index of the parameter, and what names the part if it is one.
+        part: the index of the parameter; for a copied part of a shard also its name and offset.
         box: the part of this rank's tensor; None for all of it.
     """
 
     held_by: tuple[str, int]
-    what: tuple[Any, ...]
+    part: tuple[Any, ...]
     box: Box | None
 
 
@@ -75,15 +75,15 @@ def is_split(tensor: Tensor) -> bool:
 
 def fingerprints_of(tensors: Sequence[Tensor], claims: Iterable[Claim]) -> list[tuple[Claim, int]]:
     """A number for this rank's values of each claim."""
-    return [(claim, _fingerprint(tensors[claim.what[0]], claim.box)) for claim in claims]
+    return [(claim, _fingerprint(tensors[claim.part[0]], claim.box)) for claim in claims]
 
 
 def summary_of(fingerprints: Iterable[tuple[Claim, int]]) -> dict[str, str]:
     """A hash of all whole parameters, and one of the copied parts at each offset: they are copies of the same ranks."""
     hashes: dict[str, Any] = {}
     for claim, value in fingerprints:
-        offset = claim.what[2:]
-        hashes.setdefault(f"{claim.held_by}{offset}", hashlib.sha256()).update(f"{claim.what}{value}".encode())
+        offset = claim.part[2:]
+        hashes.setdefault(f"{claim.held_by}{offset}", hashlib.sha256()).update(f"{claim.part}{value}".encode())
     return {key: digest.hexdigest()[:16] for key, digest in hashes.items()}
 
 
@@ -96,7 +96,7 @@ def are_equal(summaries: Iterable[Mapping[str, str]]) -> bool:
 def details_of(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[Claim, int]]) -> Details:
     """The details from which `check_details` finds the first parameter that differs."""
     return {
-        f"{claim.held_by}{claim.what}": (claim.held_by[0], claim.what[0], tuple(tensors[claim.what[0]].shape), value)
+        f"{claim.held_by}{claim.part}": (claim.held_by[0], claim.part[0], tuple(tensors[claim.part[0]].shape), value)
         for claim, value in fingerprints
     }
 
@@ -152,7 +152,7 @@ def compare_at_first_steps(split: Group, *, splits_experts: bool) -> RemovableHa
 
     Args:
         split: the tensor-parallel group.
-        splits_experts: whether experts lie on the ranks in another way than the other layers.
+        splits_experts: whether the mesh places experts differently from the other layers.
     """
     return register_optimizer_step_pre_hook(_FirstSteps(split, splits_experts))
 

@@ -259,7 +259,7 @@ def is_padded_on_some_rank(parameter: Tensor) -> bool:
     spec, partition = get_shard_spec(parameter), get_partition(parameter)
     if spec is None or partition is None:
         return False
-    # A rank that has nothing of some logical tensor has padding in its place, and so comes to true as well.
+    # A rank without elements of some logical tensor has padding in their place, and so returns True as well.
     held = {piece.name: prod(piece.logical_shape) * piece.copies for piece in spec.pieces}
     return prod(spec.local_shape) * partition.num_partitions > sum(held.values())
 

@@ -1,6 +1,6 @@
 """Messages between ranks through the job's key-value store: data, which is checked before it is used or shown.
 
-Over several hosts the store is torch's own, which answers whoever reaches its port.
+Over several hosts the store is torch's own, which answers anyone who reaches its port.
 """
 
 import json

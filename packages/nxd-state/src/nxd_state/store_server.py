@@ -1,8 +1,8 @@
 """The key-value store through which the ranks of one machine meet, which serves this user's processes alone.
 
-Its clients are torch's: `TCPStore(host, port, is_master=False)`. torch's own server answers whoever finds its port on
-the loopback interface, so any user of the machine could end a run or pose as one of its ranks. This one speaks the same
-protocol, asks the kernel whose the other end of a connection is, and closes those of other users unread.
+Its clients are torch's: `TCPStore(host, port, is_master=False)`. torch's own server answers everyone who finds its port
+on the loopback interface, so any user of the machine could end a run or pose as one of its ranks. This one speaks the
+same protocol, asks the kernel which user made a connection, and closes those of other users unread.
 
 A request is a byte, which says what is asked, and its arguments. Numbers have 8 bytes in the machine's order; keys and
 values begin with their length.

@@ -214,7 +214,7 @@ def all_to_all(
 def all_to_all(
     tensor: Tensor, group: Group, *, split_dim: int, concat_dim: int, async_op: bool = False
 ) -> Tensor | Pending[Tensor]:
-    """Cut `tensor` along `split_dim` into one part per rank; concatenate what the ranks send along `concat_dim`.
+    """Split `tensor` along `split_dim` into one part per rank; concatenate the received parts along `concat_dim`.
 
     Raises:
         ValueError: the group's size does not divide `tensor.shape[split_dim]`.
@@ -228,7 +228,7 @@ def all_to_all(
 
 
 def all_to_all_v(tensor: Tensor, group: Group, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-    """Send each rank its rows of `tensor`, as many as `send_counts` says; concatenate what the ranks send.
+    """Send each rank its `send_counts` rows of `tensor`; concatenate the rows received.
 
     Args:
         tensor: `[sum(send_counts), ...]`, in group order; dtype and other dims are the same on all ranks.

@@ -47,13 +47,13 @@ def shared_memory_of(tensor: Tensor, group: Group) -> SharedMemoryTransport | No
 
 @functools.cache
 def _has_memory(kind: type[Tensor]) -> bool:
-    """Whether tensors of that class are what they seem; fake tensors, for one, are not."""
+    """Whether tensors of that class have memory of their own; fake tensors, for example, have none."""
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def shared_memory_bytes(group: Group) -> int:
-    """The most memory that the ranks of the group can ever share, all of them together; 0 where they share none.
+    """The most memory that all ranks of the group together can ever share; 0 if they share none.
 
-    It is taken page by page when it is first used, and given back with the group.
+    It is allocated page by page on first use, and freed with the group.
     """
     return 0 if group.shared_memory is None else group.shared_memory.bytes

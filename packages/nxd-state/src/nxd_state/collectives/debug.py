@@ -1,6 +1,6 @@
 """Agreement before each collective, over a side channel, so that a mismatch raises instead of hanging.
 
-Enabled if `NXD_DEBUG_COLLECTIVES=1` is set when model parallelism is initialised. Every rank posts its next operation
+Enabled if `NXD_DEBUG_COLLECTIVES=1` is set when model parallelism is initialized. Every rank posts its next operation
 in the job's key-value store and reads what its peers posted. Three things raise, with the call sites of all ranks
 concerned: a peer that posted something else for the same turn of the same group; ranks that wait for each other in
 different groups; and a peer that raised one of these errors instead of arriving, so that the error reaches every rank

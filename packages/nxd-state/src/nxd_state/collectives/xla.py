@@ -89,7 +89,7 @@ class XlaTransport(MessageTransport):
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """The sum of the source's tensor and the others' zeros: the source is told apart by data, not by its graph."""
+        """Sum the source's tensor and the others' zeros: the source is selected by data, so all ranks share a graph."""
         is_source = self._group.rank_tensor(tensor) == source
         whole = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
         return self._all_reduced(torch.where(is_source, whole, torch.zeros_like(whole)), "sum").to(tensor.dtype)
@@ -138,7 +138,7 @@ class XlaTransport(MessageTransport):
             step_boundary()
 
     def _reduction(self, op: ReduceOp) -> tuple[str, float]:
-        """XLA's name of the reduction, and what its result is multiplied by."""
+        """XLA's name of the reduction, and the factor of its result."""
         return ("sum", 1.0 / self._group.size) if op == "avg" else (op, 1.0)
 
 

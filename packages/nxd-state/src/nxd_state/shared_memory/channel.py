@@ -26,6 +26,8 @@ from nxd_state.shared_memory.memory import (
     Segment,
     SegmentLayout,
     copy_bytes,
+    describe_signature,
+    encode_signature,
     piece_of,
 )
 from nxd_state.shared_memory.wakeups import ANYTHING, PeerEventCount, notify_all
@@ -181,49 +183,6 @@ class SharedChannel:
         return None
 
 
-# A signature is a rank's next operation as one word, which its peers compare with their own.
-# 64 bits: operation (4), reduction (3), dtype (6), root (7), number of elements (44).
-OPERATIONS = ("", "barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send to recv")
-_REDUCTIONS = ("", "sum", "avg", "max", "min")
-# fmt: off
-_DTYPE_NAMES = (
-    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
-    "complex128", "bool", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-    "float8_e8m0fnu", "uint16", "uint32", "uint64", "float4_e2m1fn_x2",
-)
-# fmt: on
-_NUMEL_BITS, _ROOT_BITS, _DTYPE_BITS, _REDUCTION_BITS = 44, 7, 6, 3
-_ROOT_AT = _NUMEL_BITS
-_DTYPE_AT = _ROOT_AT + _ROOT_BITS
-_REDUCTION_AT = _DTYPE_AT + _DTYPE_BITS
-_OPERATION_AT = _REDUCTION_AT + _REDUCTION_BITS
-
-_OPERATION_CODES = {name: code << _OPERATION_AT for code, name in enumerate(OPERATIONS)}
-_REDUCTION_CODES = {name: code << _REDUCTION_AT for code, name in enumerate(_REDUCTIONS)}
-_DTYPE_CODES = {
-    getattr(torch, name): code << _DTYPE_AT for code, name in enumerate(_DTYPE_NAMES, 1) if hasattr(torch, name)
-}
-
-
-def encode_signature(
-    operation: str, numel: int = 0, dtype: torch.dtype | None = None, reduction: str = "", root: int = 0
-) -> int:
-    """One word for one operation; dtypes that this version does not know share a code."""
-    code = _OPERATION_CODES[operation] | _REDUCTION_CODES[reduction] | root << _ROOT_AT | numel
-    return code | _DTYPE_CODES.get(dtype, 0) if dtype is not None else code
-
-
-def describe_signature(word: int) -> str:
-    """The operation as text, such as `all_reduce(op=sum) of 4 x float32`."""
-    operation = OPERATIONS[word >> _OPERATION_AT]
-    reduction = _REDUCTIONS[word >> _REDUCTION_AT & (1 << _REDUCTION_BITS) - 1]
-    dtype = word >> _DTYPE_AT & (1 << _DTYPE_BITS) - 1
-    root = word >> _ROOT_AT & (1 << _ROOT_BITS) - 1
-    numel = word & (1 << _NUMEL_BITS) - 1
-    details = f"(op={reduction})" if reduction else f"(source={root})" if operation == "broadcast" else ""
-    return f"{operation}{details}" + (f" of {numel} x {_DTYPE_NAMES[dtype - 1]}" if dtype else "")
-
-
 _MOST_VIEWS = 512
 _ALIGNMENT = 64  # bytes; a multiple of every dtype's size
 
@@ -278,33 +237,33 @@ class Rounds:
             views = self._views[key] = self._make_views(slot, dtype, shape, start)
         return views
 
-    def meet(self, what: int, tensor: Tensor | None = None) -> Generator[Awaited, None, int]:
+    def meet(self, signature: int, tensor: Tensor | None = None) -> Generator[Awaited, None, int]:
         """Go through one round; returns its number.
 
         Args:
-            what: the signature.
+            signature: the signature of the collective, the same on every rank.
             tensor: the contiguous tensor to post; None if this rank has nothing for the others.
         """
-        this = self.reserve()
+        round_number = self.reserve()
         if tensor is not None:
-            copy_bytes(self.address(self.rank, this), tensor.data_ptr(), tensor.nbytes)
-        self.post(this, what)
-        yield from self.all_posted(this, what)
-        return this
+            copy_bytes(self.address(self.rank, round_number), tensor.data_ptr(), tensor.nbytes)
+        self.post(round_number, signature)
+        yield from self.all_posted(round_number, signature)
+        return round_number
 
-    def post(self, round_number: int, what: int) -> None:
+    def post(self, round_number: int, signature: int) -> None:
         """Show this rank's slot and signature to the others."""
-        self.channel.set_own(SIGNATURES + round_number % ROUND_SLOTS, what)
+        self.channel.set_own(SIGNATURES + round_number % ROUND_SLOTS, signature)
         self.channel.publish(POSTED, round_number + 1)
 
-    def all_posted(self, round_number: int, what: int) -> Generator[Awaited, None, None]:
+    def all_posted(self, round_number: int, signature: int) -> Generator[Awaited, None, None]:
         """Wait until every rank has posted."""
         channel = self.channel
         if channel.behind(POSTED, round_number + 1):
             yield Awaited(POSTED, round_number + 1, self.peers)
         word = SIGNATURES + round_number % ROUND_SLOTS
         for peer in self.peers:
-            if channel.read(peer, word) != what:
+            if channel.read(peer, word) != signature:
                 raise self._mismatch(word)
 
     def publish_reduced(self, round_number: int) -> None:
@@ -353,7 +312,7 @@ class Outbox:
     def send(self, tensor: Tensor) -> Steps:
         """Send a contiguous tensor."""
         channel, peer = self._channel, self._peer
-        what = encode_signature("send to recv", tensor.numel(), tensor.dtype)
+        signature = encode_signature("send to recv", tensor.numel(), tensor.dtype)
         address, size = tensor.data_ptr(), tensor.nbytes
         piece = piece_of(size, channel.layout.message_slot_bytes)
         for start in range(0, max(1, size), piece):
@@ -363,7 +322,7 @@ class Outbox:
                 yield Awaited(self._received_word, received, (peer,))
             slot = chunk % MESSAGE_SLOTS
             copy_bytes(self._slots[slot], address + start, min(size - start, piece))
-            channel.set_own(self._sent_word + 1 + slot, what)
+            channel.set_own(self._sent_word + 1 + slot, signature)
             self._sent += 1
             channel.publish_to(peer, self._sent_word, self._sent)
         return tensor
@@ -385,7 +344,7 @@ class Inbox:
     def receive(self, tensor: Tensor) -> Steps:
         """Receive into a contiguous tensor."""
         channel, peer = self._channel, self._peer
-        what = encode_signature("send to recv", tensor.numel(), tensor.dtype)
+        signature = encode_signature("send to recv", tensor.numel(), tensor.dtype)
         address, size = tensor.data_ptr(), tensor.nbytes
         piece = piece_of(size, channel.layout.message_slot_bytes)
         for start in range(0, max(1, size), piece):
@@ -394,8 +353,8 @@ class Inbox:
                 yield Awaited(self._sent_word, chunk + 1, (peer,))
             slot = chunk % MESSAGE_SLOTS
             sent = channel.read(peer, self._sent_word + 1 + slot)
-            if sent != what:
-                raise SharedMemoryError(self._mismatch(sent, what))
+            if sent != signature:
+                raise SharedMemoryError(self._mismatch(sent, signature))
             copy_bytes(address + start, self._slots[slot], min(size - start, piece))
             self._received += 1
             channel.publish_to(peer, self._received_word, self._received)

@@ -154,7 +154,7 @@ class ProgressEngine:
         if self.is_foreign:
             raise SharedMemoryError(
                 f"{queue.channel.title} belongs to the process that this one was forked from; communicate there, or "
-                "initialise model parallelism after the fork"
+                "initialize model parallelism after the fork"
             )
         if queue.channel.error is not None:
             raise SharedMemoryError(
