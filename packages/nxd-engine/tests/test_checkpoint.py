@@ -127,7 +127,7 @@ def test_allocated_optimizer_state_takes_what_another_optimizer_holds(model_type
 def test_optimizer_state_of_another_models_parameter_is_refused():
     optimizer = torch.optim.SGD(nn.Linear(2, 3).parameters())
 
-    with pytest.raises(ValueError, match=r"a \(3, 2\) parameter that is not the model's"):
+    with pytest.raises(ValueError, match=r"a \(3, 2\) parameter that the model does not have"):
         optimizer_state(TiedModel(), optimizer)
 
 

@@ -90,7 +90,7 @@ def states_of(path: str, optimizer: Optimizer) -> OptimizerStates:
         ValueError: it has states that cannot be assigned to parameters.
     """
     if _has_own_state_dict(optimizer):
-        return _states_by_its_own(path, optimizer)
+        return _states_by_state_dict(path, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     known = set(map(id, parameters))
     of_none = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -123,7 +123,7 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
     )
 
 
-def _states_by_its_own(path: str, optimizer: Optimizer) -> OptimizerStates:
+def _states_by_state_dict(path: str, optimizer: Optimizer) -> OptimizerStates:
     """Return the states of an optimizer that overrides or hooks `state_dict`, which saves and loads them."""
     kind = type(optimizer).__name__
     try:

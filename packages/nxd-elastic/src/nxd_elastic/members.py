@@ -41,7 +41,7 @@ class Member:
         """Parse the JSON of `asdict`; raises ValueError, TypeError or KeyError for anything else."""
         processes = {name: Process.from_json(content[name]) for name in ("process", "launcher")}
         if type(content["slot"]) is not int or not isinstance(content["incarnation"], str):
-            raise ValueError("a trainer has a slot and an incarnation")
+            raise ValueError("a trainer needs an integer slot and an incarnation")
         return cls(content["slot"], printable(content["incarnation"]), **processes)
 
 
@@ -169,7 +169,7 @@ def _generation_from(number: int, content: Any) -> Generation:
     members = tuple(Member.from_json(member) for member in content["members"])
     degrees = ParallelDegrees(**content["degrees"])
     if not degrees.dp:
-        raise ValueError("a generation has replicas")
+        raise ValueError("a generation needs at least one replica")
     return Generation(number, members, degrees)
 
 

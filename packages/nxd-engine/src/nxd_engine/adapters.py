@@ -172,7 +172,7 @@ def wanted_tensors(lora: LoraModel | None, objects: Any, state: CheckpointState,
 
     Raises:
         CheckpointError: it holds only adapters, and the model has none.
-        ValueError: its adapters have a different scale than the model's.
+        ValueError: its adapters and those of the model have different scales.
     """
     if lora is None:
         if _has_adapter(objects) and not has_base(objects):

@@ -81,7 +81,7 @@ def prepare_contents(contents: Contents) -> PreparedContents:
     """Collect this rank's part of a checkpoint.
 
     Raises:
-        ValueError: something could only be read back by running code, or is not the model's.
+        ValueError: something could only be read back by running code, or does not belong to the model.
     """
     subjects = subjects_of(contents.model, contents.optimizer)
     names = subjects.group_names

@@ -245,7 +245,7 @@ def _sharding_of_model(
     for name, spec in specs_of_ranks[0].items():
         if any(piece.name for piece in spec.pieces):
             raise CheckpointError(
-                f"{name} fuses several tensors, and it is not known here how {saved_tp_size} ranks shared them; "
+                f"{name} fuses several tensors, and it is unknown how {saved_tp_size} ranks split them; "
                 f"load it with tensor_parallel_size={saved_tp_size} and save it again; that loads anywhere"
             )
     for name, tensor in model_state(model).items():

@@ -175,5 +175,7 @@ def _optimized_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tu
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
-                raise ValueError(f"the optimizer holds a {tuple(parameter.shape)} parameter that is not the model's")
+                raise ValueError(
+                    f"the optimizer holds a {tuple(parameter.shape)} parameter that the model does not have"
+                )
             yield names[parameter], parameter

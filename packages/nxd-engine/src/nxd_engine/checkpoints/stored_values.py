@@ -101,8 +101,8 @@ def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     strangers = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strangers:
         raise ValueError(
-            f"the optimizer holds parameters of shape {strangers[:3]} that are not the model's; pass the model that "
-            "it was made for"
+            f"the optimizer holds parameters of shape {strangers[:3]} that the model does not have; pass the model "
+            "that it was made for"
         )
     return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -176,7 +176,7 @@ def _match_group(stored: Sequence[Mapping[str, Any]], index: int, names: set[str
     if any(repr(entry["settings"]) != repr(settings) for entry in found):
         raise ValueError(
             f"parameters of group {index} ({sorted(names)[:3]}, ...) were saved in groups with different settings; "
-            "make the optimizer with the groups of the save"
+            "create the optimizer with the groups that it was saved with"
         )
     return settings
 

@@ -80,8 +80,8 @@ def loads_in_worker(data: bytes, main: Mapping[str, str]) -> Any:
         return _Unpickler(io.BytesIO(data), main).load()
     except (ImportError, AttributeError) as error:
         raise TypeError(
-            f"a worker process cannot import what it was sent: {error}. Workers import by module and name along the "
-            "sys.path of the process that started them; put func into a module on that path"
+            f"a worker process cannot import an object that it was sent: {error}. Workers import by module and name "
+            "along the sys.path of the process that started them; put func into a module on that path"
         ) from error
 
 
