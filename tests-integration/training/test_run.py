@@ -102,7 +102,9 @@ def test_run_compares_the_ranks_weights_before_every_nth_save(run_ranks, setting
     arguments = [*settings, "train.steps=4", *options]
 
     if every:
-        with pytest.raises(RuntimeError, match=r"differs from the copy that rank 0 wrote: the replicas are no longer equal"):
+        with pytest.raises(
+            RuntimeError, match=r"differs from the copy that rank 0 wrote: the replicas are no longer equal"
+        ):
             run_ranks(run_with_a_weight_that_is_wrong_on_rank_1_after_step_3, 2, arguments)
     else:
         run_ranks(run_with_a_weight_that_is_wrong_on_rank_1_after_step_3, 2, arguments)

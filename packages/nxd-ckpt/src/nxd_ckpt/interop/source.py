@@ -220,17 +220,14 @@ def save_source(
 ) -> None:
     """Write a source as the checkpoint `tag`, with `source.objects` as its objects. Call it in one process.
 
+    Arguments not described here are those of `save`.
+
     Memory: one part of one tensor. Disk, besides the result: temporarily the same size again, unless the source is
     mapped (Hugging Face, NeuronX) and keeps its dtype.
 
     Args:
         source: the tensors to write.
-        path: as for `save`.
-        tag: as for `save`.
         dtype: dtype to convert floating-point tensors to; default: as stored.
-        step: as for `save`.
-        overwrite: as for `save`.
-        extra: as for `save`.
         progress: called after each tensor has been read.
 
     Raises:

@@ -35,14 +35,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint to save.
+    """The contents of a checkpoint to save: its first five are arguments of `save_checkpoint`.
 
     Attributes:
-        model: see `save_checkpoint`.
-        optimizer: see `save_checkpoint`.
-        scheduler: see `save_checkpoint`.
-        user_content: see `save_checkpoint`.
-        zero1_optimizer: see `save_checkpoint`.
         with_settings: whether to keep the settings of the optimizer's groups, such as their learning rates.
         description: the model's description, for readers of the checkpoint that do not have one.
         run_tensors: further tensors of a run, such as this rank's random streams, under names of kind "run".
