@@ -10,7 +10,6 @@ from nxd_pipeline.schedules.catalog import (
     make_schedule,
     stages_per_rank,
 )
-from nxd_pipeline.schedules.chart import save_chart, text_chart
 from nxd_pipeline.schedules.communication import insert_blocking_communication, insert_communication
 from nxd_pipeline.schedules.edge import Dataflow, Edge, chain
 from nxd_pipeline.schedules.schedule import (
@@ -27,7 +26,7 @@ from nxd_pipeline.schedules.schedule import (
     read_schedule,
     write_schedule,
 )
-from nxd_pipeline.schedules.simulation import Costs, Span, StageCost, Timeline, simulate
+from nxd_pipeline.schedules.simulation import Costs, Span, StageCost, Timeline, save_chart, simulate, text_chart
 from nxd_pipeline.schedules.verification import ActivationSize, activations_kept, peak_in_flight, verify_schedule
 
 __all__ = [
