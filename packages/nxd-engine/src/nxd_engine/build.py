@@ -12,8 +12,12 @@ from typing import Any
 
 import torch
 from nxd_layers import RowParallelLinear, hf
-from nxd_layers.activation_checkpoint import apply_activation_checkpointing, matmul_outputs
-from nxd_layers.activation_checkpoint.find import named_modules_of, named_transformer_layers
+from nxd_layers.activation_checkpoint import (
+    apply_activation_checkpointing,
+    matmul_outputs,
+    named_modules_of,
+    named_transformer_layers,
+)
 from nxd_layers.head_padding import pad_model
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize

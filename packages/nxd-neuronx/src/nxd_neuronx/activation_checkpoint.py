@@ -9,7 +9,7 @@ from typing import Any
 
 import nxd_layers
 from nxd_engine.nxd_model import NxDModel
-from nxd_layers.activation_checkpoint.find import named_transformer_layers
+from nxd_layers.activation_checkpoint import named_transformer_layers
 from nxd_pipeline import NxDPPModel
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper

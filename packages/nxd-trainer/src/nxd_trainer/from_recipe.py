@@ -25,7 +25,7 @@ from nxd_engine.checkpoints.model_description import (
 from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, llama_spec, training_config, transformers_spec
-from nxd_layers.activation_checkpoint.find import named_transformer_layers
+from nxd_layers.activation_checkpoint import named_transformer_layers
 from nxd_layers.experts import BalanceConfig, RouterLayer
 from nxd_layers.hf import find_routers, is_transformers_model
 from nxd_lora import ALL_LINEAR, LoraConfig

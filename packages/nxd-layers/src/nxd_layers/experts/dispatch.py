@@ -42,7 +42,7 @@ Dispatcher = Literal["all_to_all", "all_gather"]
 
 
 class TokenDispatch(Protocol):
-    """How the tokens of this rank are sent to their experts' ranks, and the tokens received."""
+    """How tokens are sent to the ranks of their experts, and the outputs of experts returned."""
 
     @property
     def experts(self) -> LocalExperts:
@@ -133,7 +133,7 @@ class AllReduce:
 
 
 def share_of_ranks(top_k: int, num_experts: int, ranks: int) -> float:
-    """The fraction of the ranks that a token goes to on average, if all experts are equally likely."""
+    """Return the fraction of the ranks that a token is sent to on average if all experts are equally likely."""
     if top_k >= num_experts:
         return 1.0
     elsewhere = math.comb(num_experts - num_experts // ranks, top_k) / math.comb(num_experts, top_k)
@@ -169,7 +169,7 @@ def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group:
 
 
 def _expected_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllToAll:
-    """The dispatch of tokens without values, equally many on all ranks."""
+    """Return the dispatch of tokens without values, with the same number for each rank."""
     tokens, top_k = top_k_index.shape
     counts = [round(tokens * share_of_ranks(top_k, experts_per_rank * group.size, group.size))] * group.size
     made = top_k_index.new_zeros
@@ -220,7 +220,7 @@ def expert_parallel_forward(
         compute: the experts of this rank: maps tokens `[rows, hidden]`, local expert indices `[rows, 1]` and weights
             `[rows, 1]` to `[rows, hidden]`. It is only called if there are tokens. With static shapes it gets all
             tokens, with indices and weights `[rows, k]`, and returns the weighted sums; an index equal to the number of
-            local experts means none (see `separate_slots`).
+            local experts means no expert (see `separate_slots`).
         hidden_states: `[tokens, hidden]` of this rank.
         top_k_index: `[tokens, k]`, the experts of each token among all experts. Entries outside of
             `0..num_experts - 1` mean no expert.

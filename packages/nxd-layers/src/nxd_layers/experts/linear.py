@@ -29,10 +29,10 @@ from nxd_layers.initialization import InitMethod, default_linear_init, empty_par
 
 
 def shard_expert_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """This rank's experts of a parameter that has all, with its shard metadata and the mark of an expert's.
+    """Return this rank's experts of a parameter that has all experts, with shard metadata.
 
     Args:
-        parameter: `[experts, ...]`, each expert whole or split over the tensor-parallel ranks.
+        parameter: `[experts, ...]`; each expert is whole or sharded over the tensor-parallel ranks.
 
     Raises:
         ValueError: the expert-parallel ranks do not divide the experts.
@@ -86,12 +86,12 @@ _GROUPED_ALIGNMENT = 16  # bytes: rows of other lengths are refused by torch
 
 
 def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each token times the weight of its expert; no work for experts without tokens.
+    """Return each token times the weight of its expert; experts without tokens take no time.
 
     Args:
-        tokens: `[rows, in]`, those of an expert next to each other, in the order of the experts; at least one.
+        tokens: `[rows, in]`, sorted by expert; at least one row.
         weights: `[experts, in, out]`.
-        counts: tokens of each expert.
+        counts: the number of tokens of each expert.
 
     Returns:
         `[rows, out]`.
@@ -107,7 +107,7 @@ def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> T
 
 
 def _has_grouped_product(tokens: Tensor, weights: Tensor) -> bool:
-    """Whether torch's takes these; it has no float64, is unknown to autocast, and is compared here on the CPU only."""
+    """Whether torch's grouped product supports these: not in float64 or under autocast, and only on the CPU."""
     return (
         tokens.is_cpu
         and tokens.dtype == weights.dtype

@@ -49,7 +49,7 @@ class Slots:
     """All k experts of each token, local or not, so that shapes do not depend on values.
 
     Attributes:
-        index: `[tokens, k]`, the index among the local experts; the number of local experts means none.
+        index: `[tokens, k]`, the index among the local experts; the number of local experts means no expert.
     """
 
     index: Tensor
@@ -86,7 +86,7 @@ def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group)
 
 
 def expected_pairs(top_k_index: Tensor, pairs: int, experts_per_rank: int) -> Pairs:
-    """A number of pairs without values, on the meta device."""
+    """Return this number of pairs without values, for the meta device."""
     rows, slots, local, places = (top_k_index.new_zeros(pairs) for _ in range(4))
     return Pairs(rows, slots, local, places, most=min(top_k_index.shape[1], experts_per_rank))
 
@@ -95,7 +95,7 @@ def weights_of_experts(index: Tensor, weights: Tensor, num_experts: int) -> Tens
     """Return the weight of every expert for each token, 0 for experts that the token is not sent to.
 
     Args:
-        index: `[tokens, k]`; `num_experts` means none.
+        index: `[tokens, k]`; `num_experts` means no expert.
         weights: `[tokens, k]`.
         num_experts: number of local experts.
 
@@ -125,14 +125,13 @@ def rows_of_experts(tokens: Tensor, of_experts: Tensor) -> Tensor:
 
 
 def separate_slots(tokens: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token once for each of its experts, for a computation that knows no "none" among the experts.
+    """Repeat each token for each of its experts, for an implementation that does not support "no expert".
 
-    What stands for none becomes a token of zeros for some expert, with the weight 0: whatever that expert makes of
-    zeros is no overflow.
+    Entries that mean no expert become a token of zeros with the weight 0 for some expert: zeros cannot overflow.
 
     Args:
         tokens: `[tokens, hidden]`.
-        index: `[tokens, k]`; `num_experts` means none.
+        index: `[tokens, k]`; `num_experts` means no expert.
         weights: `[tokens, k]`.
         num_experts: number of local experts.
 

@@ -90,7 +90,7 @@ class Experts(nn.Module):
         return torch.zeros_like(tokens).index_copy(0, order, outputs) * weights
 
     def _sum_over_all(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum over the k experts of each token, of which `num_experts` stands for none."""
+        """Return the weighted sum over the k experts of each token; `num_experts` means no expert."""
         of_experts = weights_of_experts(index, weights, len(self.down_proj.weight))
         inner = self._inner(rows_of_experts(tokens, of_experts), None)
         outputs = self.down_proj(inner, None)  # [experts, rows, hidden]
@@ -104,7 +104,7 @@ class Experts(nn.Module):
 
 
 class ExpertMLPs(nn.Module):
-    """Applies experts to their tokens, on whichever ranks the experts are.
+    """Applies experts to their tokens, on the ranks that hold the experts.
 
     Args:
         num_experts: number of experts of all ranks.
@@ -114,9 +114,8 @@ class ExpertMLPs(nn.Module):
         hidden_act: a key of `ACTIVATIONS`.
         glu_mlp: whether an expert has a gate.
         capacity_factor: each expert takes the first `ceil(length * top_k * capacity_factor / num_experts)` tokens of
-            each sequence that choose it, and no more; None for all. Which tokens are dropped so depends on their own
-            sequence only: it is the same at all layouts, also at other data-parallel degrees and microbatches. Not for
-            sequences that are cut over context-parallel ranks.
+            each sequence that choose it; None for all. Which tokens are dropped depends on their own sequence only, so
+            it is the same at all layouts and microbatch sizes. Not supported with context parallelism.
         normalize_top_k_affinities: divide the affinities of a token by the sum of those that are used.
         gated_activation: activation of a gate and the other half of the first product, both `[rows, intermediate/etp]`;
             if None, `hidden_act(gate) * up`.
@@ -234,7 +233,7 @@ def _check_whole_sequences(capacity_factor: float) -> None:
 
 
 def within_capacity(expert_index: Tensor, sequences: Tensor, num_experts: int, capacity_factor: float) -> Tensor:
-    """Return which of the tokens' experts have room for them: each takes the first tokens of every sequence.
+    """Return which of the tokens' experts have room for them: each expert takes the first tokens of every sequence.
 
     Args:
         expert_index: `[tokens, k]`.
@@ -260,7 +259,7 @@ class MoE(nn.Module):
         router: the router.
         expert_mlps: the experts.
         shared_experts: a module applied to all tokens, `[seq, batch, hidden]`, the same on all tensor-parallel ranks;
-            its output, of the same shape and whole on each rank, is added.
+            its output, of the same shape and full on each rank, is added.
         rmsnorm: a norm applied to the hidden states first.
         sequence_parallel_enabled: hidden states are split along the sequence, before and after.
         sequence_dimension: the dim that is split; 0 if None.

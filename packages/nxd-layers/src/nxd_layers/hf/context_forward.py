@@ -25,6 +25,7 @@ from nxd_layers.context import (
     context_parallel_attention,
     interval_mask,
 )
+from nxd_layers.hf.sequence import SEQUENCE_DIM, change_hidden_states, change_output
 from nxd_layers.hf.transformers_models import text_config
 from nxd_layers.mappings import gather_from_sequence_parallel_region
 
@@ -35,7 +36,6 @@ _MEANT_ELSEWHERE = ("sliding_window", "is_causal", "position_ids", "cache_positi
 
 _WINDOWS = {"sliding_window_overlay": True, "sliding_window_bidirectional_overlay": False}  # whether it is causal
 
-_SEQUENCE_DIM = 1  # of hidden states [batch, seq, hidden]
 # The layers that pass a state along the sequence: their types in `config.layer_types`, and where a layer has the module
 # that does so.
 _LAYERS_WITH_STATE = {
@@ -241,26 +241,22 @@ class FullSequences:
             module.register_forward_hook(self._keep_part)
 
     def _gather(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.is_active:
-            return args, kwargs
-        if args:
-            return (_gathered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"])}
+        return change_hidden_states(args, kwargs, _gathered) if self.is_active else (args, kwargs)
 
     def _keep_part(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.is_active:
-            return output
-        hidden, *rest = output if isinstance(output, tuple) else (output,)
-        cut = SequenceCut(hidden.shape[_SEQUENCE_DIM], active_group("cp").size)
-        part = cut.part_of(hidden, active_group("cp").rank, dim=_SEQUENCE_DIM)
-        return (part, *rest) if isinstance(output, tuple) else part
+        return change_output(output, _own_part) if self.is_active else output
+
+
+def _own_part(hidden: Tensor) -> Tensor:
+    cut = SequenceCut(hidden.shape[SEQUENCE_DIM], active_group("cp").size)
+    return cut.part_of(hidden, active_group("cp").rank, dim=SEQUENCE_DIM)
 
 
 def _gathered(part: Tensor) -> Tensor:
     # Filler positions included: they come last, where a state has passed all tokens.
-    cut = SequenceCut(part.shape[_SEQUENCE_DIM] * active_group("cp").size, active_group("cp").size)
-    gathered = gather_from_sequence_parallel_region(part, _SEQUENCE_DIM, process_group=active_group("cp"))
-    return cut.whole_of(gathered, dim=_SEQUENCE_DIM)
+    cut = SequenceCut(part.shape[SEQUENCE_DIM] * active_group("cp").size, active_group("cp").size)
+    gathered = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, process_group=active_group("cp"))
+    return cut.whole_of(gathered, dim=SEQUENCE_DIM)
 
 
 def give_all_positions(model: nn.Module) -> None:
@@ -287,4 +283,4 @@ def _keep_own_positions(module: nn.Module, args: Any, output: Any) -> Any:
     forward = current_forward.get()
     if forward is None:
         return output
-    return tuple(forward.cut.part_of(it, active_group("cp").rank, dim=_SEQUENCE_DIM) for it in output)
+    return tuple(forward.cut.part_of(it, active_group("cp").rank, dim=SEQUENCE_DIM) for it in output)

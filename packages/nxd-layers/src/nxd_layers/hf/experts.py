@@ -31,7 +31,7 @@ _INPUTS = 3  # tokens, experts, weights
 
 
 def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Raise a ValueError where experts cannot be distributed as a plan asks."""
+    """Raise a ValueError if experts cannot be distributed over the ranks as the plan says."""
     check_expert_tensor_parallel_size()
     for path, style in styles.items():
         parent = path.rpartition(".")[0]
@@ -72,7 +72,7 @@ def check_experts(model: nn.Module, styles: Mapping[str, str]) -> None:
 
 
 def distribute_experts(model: nn.Module, styles: Mapping[str, str], dispatcher: Dispatcher | None) -> None:
-    """Keep this rank's experts, and send tokens to the ranks of theirs.
+    """Keep this rank's experts, and have the model send tokens to the ranks that hold their experts.
 
     Args:
         model: a model that has all experts, or this rank's shard of each where tensor-parallel ranks shard them.

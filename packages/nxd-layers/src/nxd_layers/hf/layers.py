@@ -40,7 +40,7 @@ def shard_of(full: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def take_part(target: nn.Parameter, full: Tensor) -> nn.Parameter:
-    """Return the shard of `full` for the parameter `target` of a layer on the meta device, with both's attributes."""
+    """Return the shard of `full` for the parameter `target` of a layer on the meta device, with its attributes."""
     spec = get_shard_spec(target)
     part = full.detach() if spec is None else shard_of(full, spec)
     made = nn.Parameter(part, requires_grad=full.requires_grad)
@@ -73,7 +73,7 @@ def shard_spec_along(full: Tensor, dim: int, *, stride: int = 1) -> ShardSpec:
 
 
 def mark_partial_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Mark full parameters of whose gradient each rank computes one summand; optimizers sum them before their step."""
+    """Mark full parameters whose gradient is partial on each rank; optimizers sum it over the ranks before a step."""
     for parameter in parameters:
         mark_sequence_parallel(parameter)
 
@@ -140,7 +140,7 @@ def split_conv1d_outputs(layer: Any, *, stride: int = 1) -> None:
     shard_parameter(layer, "weight", 1, stride=stride)
     shard_parameter(layer, "bias", 0, stride=stride)
     layer.nf = layer.bias.numel()
-    layer.register_forward_pre_hook(_sum_gradient)
+    layer.register_forward_pre_hook(sum_input_gradient)
 
 
 def split_conv1d_inputs(layer: Any) -> None:
@@ -148,14 +148,16 @@ def split_conv1d_inputs(layer: Any) -> None:
     shard_parameter(layer, "weight", 0)
     layer.nx = layer.weight.shape[0]
     share_bias(layer, "bias")
-    layer.register_forward_hook(_sum_output)
+    layer.register_forward_hook(sum_output)
 
 
-def _sum_gradient(layer: nn.Module, args: Any) -> tuple[Any, ...]:
+def sum_input_gradient(layer: nn.Module, args: Any) -> tuple[Any, ...]:
+    """Forward pre-hook: sum the gradient of the first argument over the tensor-parallel ranks."""
     return copy_to_tensor_model_parallel_region(args[0]), *args[1:]
 
 
-def _sum_output(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+def sum_output(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Forward hook: sum the output over the tensor-parallel ranks."""
     return reduce_from_tensor_model_parallel_region(output)
 
 

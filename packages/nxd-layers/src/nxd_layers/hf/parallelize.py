@@ -6,7 +6,6 @@ would silently go wrong with a sharded model: deep copies, which torch makes wit
 """
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -56,42 +55,42 @@ def parallelize(
     context_transport: Transport | None = None,
     expert_dispatcher: Dispatcher | None = None,
 ) -> Any:
-    """Shard a model over the tensor-parallel ranks, and its experts over the expert-parallel ones, as its plans say,
-    and have it split its sequences over the context-parallel ones; all ranks call it, after
+    """Shard a model over the tensor-parallel ranks and distribute its experts over the expert-parallel ranks, by its
+    plans, and have it split its sequences over the context-parallel ranks. Call it on all ranks, after
     `initialize_model_parallel`.
 
-    Linears and embeddings become parallel layers, experts keep a shard of each of their parameters, and attention
-    modules learn how many heads are on this rank. Names of modules and parameters stay, and so do the model's class,
-    its forward and `generate()`. Every parameter that is a shard has a `ShardSpec`, whose logical tensor has the name
-    and shape of the unsharded model's. A full parameter of whose gradient each rank has one summand has
-    `sequence_parallel_enabled`, and the optimizer must sum that gradient (`nxd_optim` does).
+    Linears and embeddings become parallel layers, experts keep a shard of each of their parameters, and the head counts
+    of attention modules become those of this rank. The names of modules and parameters stay, and so do the model's
+    class, its forward and `generate()`. Every sharded parameter has a `ShardSpec`, whose logical tensor has the name
+    and shape of the unsharded parameter. A full parameter whose gradient is partial on each rank has
+    `sequence_parallel_enabled`; the optimizer must sum its gradient over the ranks, as `nxd_optim` does.
 
     Args:
         model_or_config: a model, in memory (each rank keeps its shards of the weights) or on the meta device (it stays
             there; see `param_init_fn_of`); it is changed in place, and must not have hooks or gradients. Or a config of
             transformers, whose causal language model is then built on the meta device, sharded, and given the initial
             values that the unsharded one would have from torch's current seed: the full model is never in memory.
-        plan: the style of each pattern, such as {"layers.*.mlp.up_proj": "colwise"}, for a model without a plan, or
-            instead of its own; see `register_style`. If None, the model's own plan, for the types that have been
-            compared with one process; "own" for that of any type: compare the numbers yourself. A plan that is given
-            also names the modules of experts ("ep_dispatch_experts") and their parameters ("grouped_gemm").
+        plan: the style of each pattern, such as {"layers.*.mlp.up_proj": "colwise"}; see `register_style`. If None, the
+            model's own plan, if models of its type have been compared with one process; "own" for the model's own plan
+            even if they have not: compare the numbers yourself. A given plan also names the modules of experts
+            ("ep_dispatch_experts") and their parameters ("grouped_gemm").
         expert_parallel: send tokens to the ranks of their experts, where the mesh distributes experts. Routers stay
             the model's own.
         sequence_parallel: keep only `seq/tp` positions on each rank between attention and feed-forward blocks.
         vocabulary_parallel_loss: leave the logits sharded while the model computes a loss (labels are given):
             `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always full.
         context_transport: how keys, values or heads travel between context-parallel ranks; the cheapest way for each
-            mask if None. Each of these ranks gives the model full sequences, and gets the outputs of its own positions
-            (`nxd_layers.context.SequenceCut`), but the loss of all.
-        expert_dispatcher: how tokens travel to their experts; by their number if None, see
+            mask if None. Each of these ranks passes full sequences to the model, and receives the outputs of its own
+            positions (`nxd_layers.context.SequenceCut`) and the loss of all positions.
+        expert_dispatcher: how tokens travel to their experts; chosen from the numbers of experts and ranks if None, see
             `nxd_layers.experts.expert_parallel_forward`.
 
     Returns:
         The model, unchanged if there is only one rank.
 
     Raises:
-        ValueError: there is no plan, it names an unknown style or layer, heads or sizes cannot be sharded over so many
-            ranks, or the model cannot be sharded without changing its numbers. The model is then as before.
+        ValueError: there is no plan, it names an unknown style or layer, heads or sizes cannot be sharded over this
+            number of ranks, or sharding would change the model's numbers. The model is then unchanged.
         ImportError: a config is given, but transformers is not installed.
     """
     is_config = is_transformers_config(model_or_config)
@@ -143,11 +142,9 @@ def _refuse_methods(model: nn.Module) -> None:
     """Make methods of transformers that would take a shard for the full model raise a RuntimeError."""
     for name, instead in _REFUSED_METHODS.items():
         if hasattr(model, name):
-            setattr(model, name, _refusal(name, instead))
-
-
-def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
-    return partial(_refuse, f"{name}() would take this rank's shard for the full model; {instead}")
+            setattr(
+                model, name, partial(_refuse, f"{name}() would take this rank's shard for the full model; {instead}")
+            )
 
 
 def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -160,8 +157,8 @@ def _generate_alike(model: nn.Module, context: ContextParallelHooks | None, *, r
     Args:
         model: a model of transformers.
         context: the hooks that split its sequences; `generate()` splits long prompts only.
-        replicas_wait: whether all replicas call it together, and continue until the last of them has all its tokens: a
-            replica has experts that others need.
+        replicas_wait: whether all replicas call it together and continue until the last one has all its tokens,
+            because replicas hold each other's experts.
     """
     if hasattr(model, "generate"):
         model.generate = partial(_generate, model, context, replicas_wait)  # type: ignore[assignment]

@@ -107,12 +107,7 @@ class SequenceRegion:
         return self._changed(args, kwargs, gathered)
 
     def _changed(self, args: Any, kwargs: Any, change: Any) -> Any:
-        """Return the arguments with other hidden states."""
-        if not self._is_active:
-            return args, kwargs
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+        return change_hidden_states(args, kwargs, change) if self._is_active else (args, kwargs)
 
     def _keep_part(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         full = args[0] if args else kwargs["hidden_states"]
@@ -127,11 +122,19 @@ class SequenceRegion:
         )
 
     def _changed_output(self, output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Return the output with other hidden states, which are first in a tuple."""
-        if not self._is_active:
-            return output
-        hidden, *rest = output if isinstance(output, tuple) else (output,)
-        return (change(hidden), *rest) if isinstance(output, tuple) else change(hidden)
+        return change_output(output, change) if self._is_active else output
+
+
+def change_hidden_states(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a block's arguments with other hidden states, for a pre-hook."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def change_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a block's output with other hidden states, which are first in a tuple, for a hook."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def sequence_blocks(model: nn.Module, styles: Mapping[str, str]) -> SequenceBlocks:

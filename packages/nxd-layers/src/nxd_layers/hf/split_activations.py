@@ -39,9 +39,9 @@ def share_inputs(module: nn.Module, *, least: int = 2) -> None:
     Layers that share their input already are left alone.
 
     Args:
-        module: a parallelized module; layers at any depth in it are meant.
-        least: number of layers from which on this is done. It gains nothing for a single one, except with sequence
-            parallelism.
+        module: a parallelized module; layers at any depth are included.
+        least: the smallest number of layers that share an input. Sharing gains nothing for a single layer, except with
+            sequence parallelism.
     """
     for parent in list(module.modules()):
         by_size: dict[int, list[_Column]] = {}
@@ -67,17 +67,11 @@ def _share(parent: nn.Module, layers: list[_Column]) -> None:
     shared = SharedInput()
     for layer in layers:
         layer.shared_input = shared
-    parent.register_forward_hook(_Forget(shared), always_call=True)
+    parent.register_forward_hook(partial(_forget, shared), always_call=True)
 
 
-class _Forget:
-    """A forward hook that ends the use of a shared input."""
-
-    def __init__(self, shared: SharedInput) -> None:
-        self._shared = shared
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._shared.forget()
+def _forget(shared: SharedInput, *_: Any) -> None:
+    shared.forget()
 
 
 def adapt_activations(model: nn.Module, split: Iterable[str], styles: Mapping[str, str]) -> None:

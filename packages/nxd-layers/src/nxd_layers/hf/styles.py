@@ -26,9 +26,10 @@ from nxd_layers.hf.layers import (
     share_bias,
     split_conv1d_inputs,
     split_conv1d_outputs,
+    sum_output,
 )
 from nxd_layers.hf.transformers_models import is_conv1d, text_config
-from nxd_layers.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+from nxd_layers.mappings import copy_to_tensor_model_parallel_region
 
 
 @dataclass(frozen=True)
@@ -228,33 +229,31 @@ def _give_own_alibi(attention: nn.Module) -> None:
     attention.register_forward_pre_hook(with_own_heads, with_kwargs=True)
 
 
-def _sum_output(module: nn.Module) -> None:
-    def summed(module: nn.Module, args: object, output: Tensor) -> Tensor:
-        return reduce_from_tensor_model_parallel_region(output)
-
-    module.register_forward_hook(summed)
-
-
 def _sum_experts(experts: nn.Module) -> None:
     """Sum the outputs of experts that tensor-parallel ranks shard, and the gradients of their inputs.
 
     Inputs, the router's weights included, are full on every rank. The experts' parameters have styles of their own.
     """
+    experts.register_forward_pre_hook(_with_copied_inputs, with_kwargs=True)
+    experts.register_forward_hook(sum_output)
 
-    def copied(value: Any) -> Any:
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return copy_to_tensor_model_parallel_region(value) if is_float else value
 
-    def with_copied_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+def _with_copied_inputs(experts: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
 
-    experts.register_forward_pre_hook(with_copied_inputs, with_kwargs=True)
-    _sum_output(experts)
+
+def _copied(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return copy_to_tensor_model_parallel_region(value) if is_float else value
 
 
 def _divide_input(expert: nn.Module) -> None:
     """Have an expert that returns its input, among experts whose outputs are summed, return 1/tp of it on each rank."""
-    expert.register_forward_pre_hook(lambda _, args: (args[0] / active_group("tp").size, *args[1:]))
+    expert.register_forward_pre_hook(_divided)
+
+
+def _divided(expert: nn.Module, args: Any) -> tuple[Any, ...]:
+    return args[0] / active_group("tp").size, *args[1:]
 
 
 def _latent_keys_and_values(target: Target) -> Apply:
@@ -309,7 +308,7 @@ _STYLES: dict[str, Style] = {
     "embedding_rowwise": partial(_embedding, shard_across_embedding=False),
     "embedding_colwise": partial(_embedding, shard_across_embedding=True),
     "replicated_with_grad_allreduce": _partial_gradients,
-    "all_reduce": partial(_on_module, apply=_sum_output),
+    "all_reduce": partial(_on_module, apply=lambda module: module.register_forward_hook(sum_output)),
     "mla_kv_a_proj": _latent_keys_and_values,
     "moe_tp_experts": partial(_on_module, apply=_sum_experts),
     "moe_identity_expert": partial(_on_module, apply=_divide_input),
