@@ -176,7 +176,7 @@ def parallel_cross_entropy(
 
 
 def check_loss_arguments(logits_shape: tuple[int, ...], labels: Tensor, definition: LossDefinition) -> None:
-    """Check what a user gave, before anything is computed or sent."""
+    """Check the arguments before anything is computed or sent."""
     if logits_shape[:-1] != labels.shape:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not match logits of shape {logits_shape}; expected "

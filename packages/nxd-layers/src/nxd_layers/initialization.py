@@ -17,7 +17,7 @@ InitMethod = Callable[[Tensor], object]
 def empty_parameter(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None, *, requires_grad: bool = True
 ) -> nn.Parameter:
-    """An uninitialised parameter; without a device it goes where torch's default device says."""
+    """Return an uninitialized parameter; without a device it is on torch's default device."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=requires_grad)
 
 
@@ -31,7 +31,7 @@ def empty_sharded_parameter(
     device: torch.device | str | None,
     requires_grad: bool = True,
 ) -> nn.Parameter:
-    """An uninitialised parameter that knows its shard metadata."""
+    """Return an uninitialized parameter with its shard metadata."""
     parameter = empty_parameter(spec.local_shape, dtype, device, requires_grad=requires_grad)
     if num_partitions > 1:
         set_shard_spec(parameter, spec)
@@ -43,7 +43,7 @@ def empty_sharded_parameter(
 def fill_from_logical(
     parameter: nn.Parameter, spec: ShardSpec, logical_shape: tuple[int, ...], init_method: InitMethod
 ) -> Tensor | None:
-    """Draw the whole tensor of `logical_shape` with `init_method` and keep what `spec` says; padding becomes zero.
+    """Draw the whole tensor of `logical_shape` with `init_method` and keep the shard of `spec`; padding becomes zero.
 
     A parameter on the meta device is not changed, and nothing is drawn for it.
 

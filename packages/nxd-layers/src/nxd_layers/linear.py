@@ -337,7 +337,7 @@ def _expected_input(layer: ColumnParallelLinear) -> tuple[object, ...]:
 
 
 def check_linear_arguments(input_size: int, output_size: int, sequence_parallel_enabled: object) -> None:
-    """Raise a ValueError for sizes and flags that no linear layer of this package takes."""
+    """Raise a ValueError for sizes and flags that no linear layer of this package supports."""
     if input_size < 1 or output_size < 1:
         raise ValueError(f"input_size={input_size}, output_size={output_size}: both must be positive")
     if not isinstance(sequence_parallel_enabled, bool):

@@ -61,16 +61,11 @@ class _Reduce(Function):
         return grad, None
 
 
-class _ReduceInPlace(Function):
+class _ReduceInPlace(_Reduce):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
         ctx.mark_dirty(partial)
         return all_reduce_(partial, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class _Split(Function):

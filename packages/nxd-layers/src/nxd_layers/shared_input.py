@@ -106,7 +106,7 @@ class SharedInput:
         return SharedInput, ()
 
     def forget(self) -> None:
-        """Keep no tensor alive."""
+        """Release the input."""
         self._input: Tensor | None = None
         self._version = 0
         self._taken: Tensor | None = None
@@ -127,7 +127,7 @@ class SharedInput:
         return self._taken
 
     def gathered(self, whole: Tensor, part: Tensor, dim: int) -> None:
-        """Say that `whole` was gathered along `dim` from `part`, `[..., seq/tp, ...]`: its gradients can go there."""
+        """Record that `whole` was gathered along `dim` from `part`, `[..., seq/tp, ...]`: its gradients can go there."""
         if torch.is_grad_enabled() and part.requires_grad and not torch.compiler.is_compiling():
             taken = _Gathered.apply(part, whole.detach(), active_group("tp"), dim)
             self._remember(whole, in_autocast_dtype(taken))

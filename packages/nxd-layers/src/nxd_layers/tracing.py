@@ -1,7 +1,7 @@
-"""Makes each function of this package a single call in a torch.fx trace, which does not see its inside.
+"""Makes each function of this package a single call in a torch.fx trace, which does not record its body.
 
-Their insides check shapes, communicate, and compute other things on each rank, which no graph can hold. So each
-public function says by itself that it is a leaf: it needs no `torch.fx.wrap`, and no list that a tracer is given.
+These functions check shapes, communicate, and compute different values on each rank, which a graph cannot record. Each
+public function is marked as a leaf where it is defined, so that no `torch.fx.wrap` and no list for the tracer is needed.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def is_traced(value: object) -> bool:
 def leaf_of_traces(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Make a function one call in the graph of any trace, however the function was imported.
 
-    A module that it is given, such as the head of a model, is an attribute of the traced model in the graph.
+    A module argument, such as the head of a model, becomes an attribute of the traced model in the graph.
     """
 
     @wraps(function)

@@ -107,7 +107,8 @@ def _linear_delta(layer: nn.Module, input_: Tensor) -> Tensor:
     return F.linear(scaled_down(layer, input_, a, split_dim=split_dim), b)
 
 
-def _add_plain_factors(layer: Any, config: LoraConfig, part: str) -> None:
+def add_plain_factors(layer: Any, config: LoraConfig, part: str) -> None:
+    """Register A and B with a layer that has the sizes of `nn.Linear`."""
     add_linear_factors(layer, config, sizes=(layer.in_features, layer.out_features))
 
 
@@ -131,7 +132,7 @@ def every_row(layer: nn.Module, part: str) -> tuple[str, slice]:
     return "weight", slice(None)
 
 
-PLAIN_LINEAR = LayerKind(FACTOR_NAMES, _add_plain_factors, _linear_delta, weight_delta, rows=every_row, is_linear=True)
+PLAIN_LINEAR = LayerKind(FACTOR_NAMES, add_plain_factors, _linear_delta, weight_delta, rows=every_row, is_linear=True)
 # Hugging Face's Conv1D (GPT-2) is a linear layer with its weight transposed, [in, out].
 TRANSPOSED_LINEAR = LayerKind(
     FACTOR_NAMES, _add_transposed_factors, _linear_delta, _transposed_weight_delta, is_linear=True
@@ -153,7 +154,7 @@ _SUPPORTED = (
 
 
 def check_parallel_features(layer: ShardedLinear, supported: Collection[str]) -> None:
-    """Raise a ValueError for a layer that does what adapters would not."""
+    """Raise a ValueError for a layer with features that adapters do not support."""
     layer.check_features(supported, by="an adapter", remedy="leave it out of target_modules")
 
 
@@ -187,7 +188,7 @@ def column_deltas(input_: Tensor, layers: Sequence[ColumnParallelLinear]) -> lis
 
 
 def to_columns(down: Tensor, layer: ColumnParallelLinear | GQAQKVColumnParallelLinear) -> Tensor:
-    """Return it whole, with a gradient that is summed over ranks, because each rank has only some of the outputs."""
+    """Return `down` for the column-sharded B: full on each rank, with a gradient that is summed over the ranks."""
     if layer.sequence_parallel_enabled:
         return gather_from_sequence_parallel_region(
             down, layer.sequence_dimension, to_model_parallel=not layer.gather_output

@@ -1,7 +1,7 @@
 """Adapters in Hugging Face PEFT's files: `adapter_config.json` and `adapter_model.safetensors` in one folder.
 
 PEFT's names are ours with a prefix (and `.weight` behind A and B), and its tensors are whole: files do not know the
-layout they came from. Needs safetensors: `pip install nxd-layers[peft]`.
+layout they came from. Needs safetensors: `pip install nxd-lora[peft]`.
 """
 
 import json
@@ -203,5 +203,5 @@ def _safetensors() -> Any:
     try:
         import safetensors.torch  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise ImportError("adapter files need safetensors; pip install 'nxd-layers[peft]'") from error
+        raise ImportError("adapter files need safetensors; pip install 'nxd-lora[peft]'") from error
     return safetensors.torch

@@ -32,7 +32,7 @@ from nxd_lora.adapter import (
 from nxd_lora.config import LoraConfig
 from nxd_lora.linear import (
     FACTOR_NAMES,
-    add_linear_factors,
+    add_plain_factors,
     check_parallel_features,
     every_row,
     init_of_a,
@@ -180,10 +180,6 @@ QKV_LINEAR = LayerKind(
 # The projection for keys or values of a transformers model.
 
 
-def _add_copied_factors(layer: CopiedHeadsLinear, config: LoraConfig, part: str) -> None:
-    add_linear_factors(layer, config, sizes=(layer.in_features, layer.out_features))
-
-
 def _copied_delta(layer: CopiedHeadsLinear, input_: Tensor) -> Tensor:
     down = copy_to_tensor_model_parallel_region(scaled_down(layer, input_, factor(layer, 0)))
     [rows] = _CopiedRows.apply(layer.head_copies(), factor(layer, 1))
@@ -192,7 +188,7 @@ def _copied_delta(layer: CopiedHeadsLinear, input_: Tensor) -> Tensor:
 
 COPIED_HEADS_LINEAR = LayerKind(
     FACTOR_NAMES,
-    _add_copied_factors,
+    add_plain_factors,
     _copied_delta,
     weight_delta,
     rows=every_row,

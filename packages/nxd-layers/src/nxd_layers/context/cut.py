@@ -27,7 +27,7 @@ _NAMES = ("zigzag", "contiguous")
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How a sequence is shared out.
+    """How a sequence is split over the context-parallel ranks.
 
     Attributes:
         length: length of the sequence before padding.

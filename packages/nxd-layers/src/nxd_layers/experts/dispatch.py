@@ -132,7 +132,7 @@ class AllReduce:
         return all_reduce(rows, self.group)
 
 
-def share_of_ranks(top_k: int, num_experts: int, ranks: int) -> float:
+def fraction_of_ranks(top_k: int, num_experts: int, ranks: int) -> float:
     """Return the fraction of the ranks that a token is sent to on average if all experts are equally likely."""
     if top_k >= num_experts:
         return 1.0
@@ -150,10 +150,10 @@ def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group:
     if top_k_index.is_meta:
         return partial(_expected_all_to_all, top_k_index, experts_per_rank, group)
     owners = top_k_index.div(experts_per_rank, rounding_mode="floor")
-    nobody = (owners < 0) | (owners >= group.size)
-    goes_to = owners.new_zeros(len(owners), group.size + 1, dtype=torch.bool)
-    goes_to.scatter_(1, owners.masked_fill(nobody, group.size), True)
-    by_rank = goes_to[:, : group.size].t()
+    no_owner = (owners < 0) | (owners >= group.size)
+    is_sent = owners.new_zeros(len(owners), group.size + 1, dtype=torch.bool)
+    is_sent.scatter_(1, owners.masked_fill(no_owner, group.size), True)
+    by_rank = is_sent[:, : group.size].t()
     tokens = by_rank.nonzero()[:, 1]
     counts = by_rank.sum(dim=1)
     received = all_to_all(counts, group, split_dim=0, concat_dim=0, async_op=True)
@@ -171,7 +171,7 @@ def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group:
 def _expected_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllToAll:
     """Return the dispatch of tokens without values, with the same number for each rank."""
     tokens, top_k = top_k_index.shape
-    counts = [round(tokens * share_of_ranks(top_k, experts_per_rank * group.size, group.size))] * group.size
+    counts = [round(tokens * fraction_of_ranks(top_k, experts_per_rank * group.size, group.size))] * group.size
     made = top_k_index.new_zeros
     all_to_all_v(made(sum(counts), top_k), group, send_counts=counts, receive_counts=counts)
     experts = expected_pairs(top_k_index, tokens * top_k, experts_per_rank)
@@ -241,7 +241,7 @@ def expert_parallel_forward(
     """
     group = active_group("ep")
     experts_per_rank = _experts_per_rank(num_experts, group.size)
-    chosen = dispatcher or _cheapest(hidden_states, top_k_index.shape[1], num_experts, group.size)
+    chosen = dispatcher or _choose_dispatcher(hidden_states, top_k_index.shape[1], num_experts, group.size)
     if chosen == "all_to_all" and needs_static_shapes(hidden_states):
         raise NotImplementedError(
             "all_to_all dispatch has data-dependent shapes, which a recorded graph does not support; use all_gather"
@@ -254,7 +254,7 @@ def expert_parallel_forward(
         dispatch = end()
     else:
         dispatch = all_gather_dispatch(top_k_index, experts_per_rank, group)
-    return _through(dispatch, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
+    return _dispatch_and_combine(dispatch, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
 
 
 def dispatch_replicated_tokens(
@@ -287,12 +287,12 @@ def dispatch_replicated_tokens(
     group = active_group("ep")
     if group.ranks == active_group("tp").ranks:
         experts_per_rank = _experts_per_rank(num_experts, group.size)
-        chosen = dispatcher or _cheapest(
-            hidden_states, top_k_index.shape[1], num_experts, group.size, least_share=_LEAST_SHARE_OF_REPLICATED
+        chosen = dispatcher or _choose_dispatcher(
+            hidden_states, top_k_index.shape[1], num_experts, group.size, least_fraction=_LEAST_FRACTION_OF_REPLICATED
         )
         if chosen == "all_gather":
             dispatch = replicated_dispatch(top_k_index, experts_per_rank, group)
-            return _through(dispatch, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
+            return _dispatch_and_combine(dispatch, compute, hidden_states, top_k_weights, trains_experts=trains_experts)
     tokens = len(hidden_states)
     fill = -tokens % active_group("tp").size
     whole = (_padded(hidden_states, fill, 0), _padded(top_k_index, fill, -1), _padded(top_k_weights, fill, 0))
@@ -310,24 +310,24 @@ def _experts_per_rank(num_experts: int, ranks: int) -> int:
     return num_experts // ranks
 
 
-_LEAST_SHARE = 0.95  # fraction of the ranks that a token goes to, above which an all-gather sends hardly more
-_LEAST_SHARE_OF_REPLICATED = 0.5  # above, an all-reduce sends no more than all-to-alls and the gathering after them
+_LEAST_FRACTION = 0.95  # fraction of the ranks that a token goes to, above which an all-gather sends hardly more
+_LEAST_FRACTION_OF_REPLICATED = 0.5  # above, an all-reduce sends no more than all-to-alls and the gathering after them
 
 
-def _cheapest(
-    hidden_states: Tensor, top_k: int, num_experts: int, ranks: int, *, least_share: float = _LEAST_SHARE
+def _choose_dispatcher(
+    hidden_states: Tensor, top_k: int, num_experts: int, ranks: int, *, least_fraction: float = _LEAST_FRACTION
 ) -> Dispatcher:
     if needs_static_shapes(hidden_states):
         return "all_gather"
     if hidden_states.is_meta:  # plans count the least that can be sent
         return "all_to_all"
-    return "all_gather" if share_of_ranks(top_k, num_experts, ranks) >= least_share else "all_to_all"
+    return "all_gather" if fraction_of_ranks(top_k, num_experts, ranks) >= least_fraction else "all_to_all"
 
 
-def _through(
+def _dispatch_and_combine(
     dispatch: TokenDispatch, compute: ComputeExperts, hidden_states: Tensor, weights: Tensor, *, trains_experts: bool
 ) -> Tensor:
-    """Send tokens and weights, compute, and collect the sums."""
+    """Send tokens and weights to the ranks of their experts, compute, and return the sums."""
     rows, of_rows = _Dispatch.apply(hidden_states, weights, dispatch)
     outputs = dispatch.experts.weighted_sum(compute, rows, of_rows)
     if outputs is None:  # still a part of the graph: backward communicates here if it does on other ranks

@@ -25,14 +25,21 @@ from nxd_layers.context import (
     context_parallel_attention,
     interval_mask,
 )
-from nxd_layers.hf.sequence import SEQUENCE_DIM, change_hidden_states, change_output
+from nxd_layers.hf.sequence_parallel import SEQUENCE_DIM, change_hidden_states, change_output
 from nxd_layers.hf.transformers_models import text_config
 from nxd_layers.mappings import gather_from_sequence_parallel_region
 
 ATTENTION = "nxd_context_parallel"  # our name in the registries
 
 # Arguments of attention functions that masks, positions, the loss or the model have taken into account.
-_MEANT_ELSEWHERE = ("sliding_window", "is_causal", "position_ids", "cache_position", "num_items_in_batch", "use_cache")
+_HANDLED_ELSEWHERE = (
+    "sliding_window",
+    "is_causal",
+    "position_ids",
+    "cache_position",
+    "num_items_in_batch",
+    "use_cache",
+)
 
 _WINDOWS = {"sliding_window_overlay": True, "sliding_window_bidirectional_overlay": False}  # whether it is causal
 
@@ -146,7 +153,7 @@ def attend(
         raise ValueError(
             f"{name} does not use a mask of transformers, so its sequences cannot be split; use context_parallel_size=1"
         )
-    unknown = [it for it, given in kwargs.items() if it not in _MEANT_ELSEWHERE and is_asked(given)]
+    unknown = [it for it, given in kwargs.items() if it not in _HANDLED_ELSEWHERE and is_set(given)]
     if unknown:
         raise ValueError(
             f"{name} passes {unknown[0]} to its attention, which context parallelism does not support; use "
@@ -166,8 +173,8 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def is_asked(value: Any) -> bool:
-    """Return whether the value of an argument asks for something."""
+def is_set(value: Any) -> bool:
+    """Return whether an argument has a value that turns something on."""
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 

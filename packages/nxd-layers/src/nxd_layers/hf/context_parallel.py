@@ -33,7 +33,7 @@ from nxd_layers.hf.context_forward import (
     attend,
     current_forward,
     give_all_positions,
-    is_asked,
+    is_set,
     is_search_taken_over,
     layers_with_state,
     make_mask,
@@ -277,7 +277,7 @@ class ContextParallelHooks:
             raise ValueError(f"{unknown[0]} cannot be split over context-parallel ranks; leave it out")
         asked = ("use_cache", "logits_to_keep", "output_attentions")
         refused = [self._cache_name] if given.get(self._cache_name) is not None else []
-        refused += [it for it in asked if is_asked(given.get(it))]
+        refused += [it for it in asked if is_set(given.get(it))]
         if refused:
             raise ValueError(
                 f"{refused[0]} is not supported for sequences that are split over context-parallel ranks; leave it "

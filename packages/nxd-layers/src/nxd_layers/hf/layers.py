@@ -147,7 +147,7 @@ def split_conv1d_inputs(layer: Any) -> None:
     """Have a `Conv1D` take this rank's inputs, `[..., in/tp]`, and sum the products over the ranks."""
     shard_parameter(layer, "weight", 0)
     layer.nx = layer.weight.shape[0]
-    share_bias(layer, "bias")
+    divide_bias(layer, "bias")
     layer.register_forward_hook(sum_output)
 
 
@@ -161,19 +161,19 @@ def sum_output(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
     return reduce_from_tensor_model_parallel_region(output)
 
 
-def share_bias(module: nn.Module, name: str) -> None:
+def divide_bias(module: nn.Module, name: str) -> None:
     """Have a module add 1/tp of its bias on each rank, so that the sum of the ranks' outputs has the bias once.
 
     The gradient of the bias is then partial; see `mark_partial_gradients`.
     """
     mark_partial_gradients([module.get_parameter(name)])
-    share = _Share(name)
-    module.register_forward_pre_hook(share.begin)
-    module.register_forward_hook(share.end, always_call=True)
+    hooks = _DividedBias(name)
+    module.register_forward_pre_hook(hooks.begin)
+    module.register_forward_hook(hooks.end, always_call=True)
 
 
-class _Share:
-    """The hooks of `share_bias`. A property in place of the parameter would change its name or the module's class."""
+class _DividedBias:
+    """The hooks of `divide_bias`. A property in place of the parameter would change its name or the module's class."""
 
     def __init__(self, name: str) -> None:
         self._name = name

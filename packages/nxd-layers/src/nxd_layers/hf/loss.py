@@ -22,20 +22,20 @@ from nxd_layers.linear import ColumnParallelLinear
 IGNORED_LABEL = -100
 
 
-def split_loss(model: Any) -> None:
+def use_vocabulary_parallel_loss(model: Any) -> None:
     """Have the model compute its loss from sharded logits, if it uses the usual loss function."""
     head = output_embeddings(model)
     if not isinstance(head, ColumnParallelLinear) or not takes_causal_lm_loss(model):
         return
     if adds_z_loss(model):  # of full logits, which its forward takes from the head
         return
-    loss = SplitLoss(head, model.loss_function)
+    loss = VocabularyParallelLoss(head, model.loss_function)
     model.loss_function = loss
     model.register_forward_pre_hook(loss.begin, with_kwargs=True)
     model.register_forward_hook(loss.end, always_call=True)
 
 
-class SplitLoss:
+class VocabularyParallelLoss:
     """The model's loss function, with the hooks that leave the head's logits sharded for it."""
 
     def __init__(self, head: ColumnParallelLinear, full_logits_loss: Any) -> None:

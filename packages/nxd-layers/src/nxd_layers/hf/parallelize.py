@@ -29,7 +29,7 @@ from nxd_layers.experts import Dispatcher
 from nxd_layers.hf.context_parallel import ContextParallelHooks, check_sequences, cuts_sequences
 from nxd_layers.hf.experts import check_experts, distribute_experts
 from nxd_layers.hf.initialization import initialize
-from nxd_layers.hf.loss import split_loss
+from nxd_layers.hf.loss import use_vocabulary_parallel_loss
 from nxd_layers.hf.plans import Plan, expert_styles, layer_styles
 from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.supported_models import check_context_parallel
@@ -123,7 +123,7 @@ def parallelize(
         shard_layers(model, layers)
     distribute_experts(model, styles_of_experts, expert_dispatcher)
     if tp_size > 1 and vocabulary_parallel_loss:
-        split_loss(model)
+        use_vocabulary_parallel_loss(model)
     context = None
     if cp_size > 1:
         multiple = tp_size if sequence_parallel else 1
@@ -142,9 +142,8 @@ def _refuse_methods(model: nn.Module) -> None:
     """Make methods of transformers that would take a shard for the full model raise a RuntimeError."""
     for name, instead in _REFUSED_METHODS.items():
         if hasattr(model, name):
-            setattr(
-                model, name, partial(_refuse, f"{name}() would take this rank's shard for the full model; {instead}")
-            )
+            message = f"{name}() would take this rank's shard for the full model; {instead}"
+            setattr(model, name, partial(_refuse, message))
 
 
 def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:

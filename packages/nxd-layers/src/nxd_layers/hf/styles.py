@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from nxd_layers.hf.layers import (
     column_parallel,
+    divide_bias,
     mark_partial_gradients,
     on_meta,
     parallel_embedding,
     row_parallel,
     shard_parameter,
     shard_spec_along,
-    share_bias,
     split_conv1d_inputs,
     split_conv1d_outputs,
     sum_output,
@@ -207,7 +207,7 @@ def _partial_gradients(target: Target) -> Apply:
 
 def _bias_of_sum(target: Target) -> Apply:
     target.check_is_parameter()
-    return lambda: share_bias(target.parent, target.name)
+    return lambda: divide_bias(target.parent, target.name)
 
 
 def _on_module(target: Target, *, apply: Callable[[Any], object]) -> Apply:

@@ -20,7 +20,7 @@ from nxd_layers.hf.head_layout import (
 from nxd_layers.hf.head_linears import shard_heads
 from nxd_layers.hf.layers import column_parallel, on_meta, parallel_embedding
 from nxd_layers.hf.plans import is_within, join_path
-from nxd_layers.hf.sequence import SequenceBlocks, SequenceRegion, sequence_blocks
+from nxd_layers.hf.sequence_parallel import SequenceBlocks, SequenceParallelHooks, sequence_blocks
 from nxd_layers.hf.split_activations import SplitDropout, adapt_activations, share_inputs
 from nxd_layers.hf.styles import KEEPING_STYLES, Apply, Target, style_named
 from nxd_layers.hf.transformers_models import input_embeddings, output_embeddings
@@ -115,7 +115,7 @@ def shard_layers(model: Any, checked: CheckedLayers) -> None:
         rows = [path for path, style in checked.styles.items() if style == "rowwise"]
         SplitDropout(model, *[[it for it in paths if not Target(model, it).is_parameter] for paths in (columns, rows)])
     if checked.blocks is not None:
-        SequenceRegion(model, checked.blocks)
+        SequenceParallelHooks(model, checked.blocks)
 
 
 def _sharded_outputs(styles: Mapping[str, str]) -> list[str]:

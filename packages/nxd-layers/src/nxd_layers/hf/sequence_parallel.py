@@ -43,7 +43,7 @@ class SequenceBlocks:
     summed_blocks: Sequence[str]
 
 
-class SequenceRegion:
+class SequenceParallelHooks:
     """The hooks that split hidden states along the sequence in a part of a model.
 
     Args:
