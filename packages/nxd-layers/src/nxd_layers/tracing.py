@@ -1,7 +1,7 @@
 """Makes each function of this package a single call in a torch.fx trace, which does not record its body.
 
 These functions check shapes, communicate, and compute different values on each rank, which a graph cannot record. Each
-public function is marked as a leaf where it is defined, so that no `torch.fx.wrap` and no list for the tracer is needed.
+public function is marked as a leaf where it is defined: it needs no `torch.fx.wrap`, and a tracer no list of leaves.
 """
 
 from collections.abc import Callable

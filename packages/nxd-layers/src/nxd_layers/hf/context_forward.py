@@ -32,7 +32,7 @@ from nxd_layers.mappings import gather_from_sequence_parallel_region
 ATTENTION = "nxd_context_parallel"  # our name in the registries
 
 # Arguments of attention functions that masks, positions, the loss or the model have taken into account.
-_HANDLED_ELSEWHERE = (
+_USED_ELSEWHERE = (
     "sliding_window",
     "is_causal",
     "position_ids",
@@ -153,7 +153,7 @@ def attend(
         raise ValueError(
             f"{name} does not use a mask of transformers, so its sequences cannot be split; use context_parallel_size=1"
         )
-    unknown = [it for it, given in kwargs.items() if it not in _HANDLED_ELSEWHERE and is_set(given)]
+    unknown = [it for it, given in kwargs.items() if it not in _USED_ELSEWHERE and is_set(given)]
     if unknown:
         raise ValueError(
             f"{name} passes {unknown[0]} to its attention, which context parallelism does not support; use "

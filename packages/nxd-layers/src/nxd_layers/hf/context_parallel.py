@@ -33,8 +33,8 @@ from nxd_layers.hf.context_forward import (
     attend,
     current_forward,
     give_all_positions,
-    is_set,
     is_search_taken_over,
+    is_set,
     layers_with_state,
     make_mask,
 )
