@@ -127,7 +127,7 @@ class SharedInput:
         return self._taken
 
     def gathered(self, whole: Tensor, part: Tensor, dim: int) -> None:
-        """Note that `whole` was gathered along `dim` from `part`, `[..., seq/tp, ...]`, which can take its gradients."""
+        """Note that `whole` was gathered along `dim` from `part`, `[..., seq/tp, ...]`, which takes its gradients."""
         if torch.is_grad_enabled() and part.requires_grad and not torch.compiler.is_compiling():
             taken = _Gathered.apply(part, whole.detach(), active_group("tp"), dim)
             self._remember(whole, in_autocast_dtype(taken))

@@ -178,11 +178,7 @@ def target_parameters(model: LoraModel) -> list[str]:
     known = {
         f"{layer}.{it}".lstrip(".") for layer, them in expert_weights_by_module(model.module).items() for it in them
     }
-    others = set().union(*all_gather_object(known, active_group("pp"))) - adapted
-    targets: set[str] = set()
-    for end in {".".join(name.split(".")[-2:]) for name in adapted}:
-        targets |= _ending_in(end, adapted) if _ending_in(end, others) else {end}
-    return sorted(targets)
+    return _short_names(adapted, known, num_parts=2)
 
 
 def _targets(model: LoraModel) -> list[str]:
@@ -192,10 +188,15 @@ def _targets(model: LoraModel) -> list[str]:
     """
     adapted = adapted_logical_layers(model)
     modules = {name for name, _ in model.module.named_modules()} | set(adaptable_layers(model.module))
-    others = set().union(*all_gather_object(modules, active_group("pp"))) - adapted
+    return _short_names(adapted, modules, num_parts=1)
+
+
+def _short_names(adapted: set[str], known: set[str], *, num_parts: int) -> list[str]:
+    """Return the last parts of names where no other known name on any stage ends in them, whole names elsewhere."""
+    others = set().union(*all_gather_object(known, active_group("pp"))) - adapted
     targets: set[str] = set()
-    for last in {name.rpartition(".")[2] for name in adapted}:
-        targets |= _ending_in(last, adapted) if _ending_in(last, others) else {last}
+    for end in {".".join(name.split(".")[-num_parts:]) for name in adapted}:
+        targets |= _ending_in(end, adapted) if _ending_in(end, others) else {end}
     return sorted(targets)
 
 
