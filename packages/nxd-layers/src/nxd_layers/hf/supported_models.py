@@ -93,7 +93,7 @@ REFUSED_CONTEXT = {
 }
 
 # Model types whose sequences were split over context-parallel ranks: the others of `COMPARED`, and one without a plan.
-COMPARED_CONTEXT = (COMPARED - REFUSED_CONTEXT.keys()) | {"dory"}
+COMPARED_CONTEXT = COMPARED.difference(REFUSED_CONTEXT) | {"dory"}
 
 
 def check_tensor_parallel(model: Any) -> None:
