@@ -63,6 +63,31 @@ def one_process(hidden, index, weights, experts):
     return total
 
 
+def check_against_one_process(forward, tokens, place, dispatcher):
+    """Compare outputs and gradients for `tokens[place]` with those of one process that has all tokens and experts."""
+    torch.manual_seed(1)
+    whole = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64))
+    own = shard_expert_parameter(whole)
+    hidden, index, weights = tokens[place]
+    hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
+
+    found = forward(
+        compute_with(own), hidden, index, weights, num_experts=EXPERTS, trains_experts=True, dispatcher=dispatcher
+    )
+    (found * torch.arange(1.0, HIDDEN + 1)).sum().backward()
+
+    leaves = [(it.detach().requires_grad_(), routed, w.detach().requires_grad_()) for it, routed, w in tokens]
+    expected = [one_process(*it, whole) for it in leaves]
+    sum((it * torch.arange(1.0, HIDDEN + 1)).sum() for it in expected).backward()
+    torch.testing.assert_close(found, expected[place], **EXACT)
+    torch.testing.assert_close(hidden.grad, leaves[place][0].grad, **EXACT)
+    torch.testing.assert_close(weights.grad, leaves[place][2].grad, **EXACT)
+    own_gradient = torch.zeros_like(own) if own.grad is None else own.grad
+    own_gradient = all_reduce(own_gradient, get_group("dp_exp"))
+    (piece,) = get_shard_spec(own).pieces
+    torch.testing.assert_close(own_gradient, whole.grad[piece.logical.slices], **EXACT)
+
+
 CASES = [
     "any",
     "uneven",
@@ -83,33 +108,7 @@ def test_tokens_of_any_routing_give_outputs_and_gradients_of_one_process(run_ran
         initialize_model_parallel(1, 1, ep)
         group = get_group("ep")
         for case in CASES:
-            torch.manual_seed(1)
-            whole = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64))
-            own = shard_expert_parameter(whole)
-            of_ranks = tokens_of_ranks(case, ep)
-            hidden, index, weights = of_ranks[group.rank]
-            hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
-
-            found = expert_parallel_forward(
-                compute_with(own),
-                hidden,
-                index,
-                weights,
-                num_experts=EXPERTS,
-                trains_experts=True,
-                dispatcher=dispatcher,
-            )
-            (found * torch.arange(1.0, HIDDEN + 1)).sum().backward()
-
-            leaves = [(it.detach().requires_grad_(), routed, w.detach().requires_grad_()) for it, routed, w in of_ranks]
-            expected = [one_process(*it, whole) for it in leaves]
-            sum((it * torch.arange(1.0, HIDDEN + 1)).sum() for it in expected).backward()
-            torch.testing.assert_close(found, expected[group.rank], **EXACT)
-            torch.testing.assert_close(hidden.grad, leaves[group.rank][0].grad, **EXACT)
-            torch.testing.assert_close(weights.grad, leaves[group.rank][2].grad, **EXACT)
-            (piece,) = get_shard_spec(own).pieces
-            own_gradient = torch.zeros_like(own) if own.grad is None else own.grad
-            torch.testing.assert_close(own_gradient, whole.grad[piece.logical.slices], **EXACT)
+            check_against_one_process(expert_parallel_forward, tokens_of_ranks(case, ep), group.rank, dispatcher)
 
     run_ranks(job, ep)
 
@@ -131,34 +130,8 @@ def test_tokens_of_tensor_parallel_ranks_with_other_experts_give_numbers_of_one_
         initialize_model_parallel(tp, 1, ep, expert_tensor_parallel_size=1)
         replica = get_group("dp").rank
         for case in ("any", "one token", "all to one expert", "some without an expert"):
-            torch.manual_seed(1)
-            whole = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=torch.float64))
-            own = shard_expert_parameter(whole)
             of_replicas = tokens_of_ranks(case, ranks // tp)
-            hidden, index, weights = of_replicas[replica]
-            hidden, weights = hidden.requires_grad_(), weights.requires_grad_()
-
-            found = dispatch_replicated_tokens(
-                compute_with(own),
-                hidden,
-                index,
-                weights,
-                num_experts=EXPERTS,
-                trains_experts=True,
-                dispatcher=dispatcher,
-            )
-            (found * torch.arange(1.0, HIDDEN + 1)).sum().backward()
-
-            leaves = [(it.detach().requires_grad_(), at, w.detach().requires_grad_()) for it, at, w in of_replicas]
-            expected = [one_process(*it, whole) for it in leaves]
-            sum((it * torch.arange(1.0, HIDDEN + 1)).sum() for it in expected).backward()
-            torch.testing.assert_close(found, expected[replica], **EXACT)
-            torch.testing.assert_close(hidden.grad, leaves[replica][0].grad, **EXACT)
-            torch.testing.assert_close(weights.grad, leaves[replica][2].grad, **EXACT)
-            of_experts = torch.zeros_like(own) if own.grad is None else own.grad
-            of_experts = all_reduce(of_experts, get_group("dp_exp"))
-            (piece,) = get_shard_spec(own).pieces
-            torch.testing.assert_close(of_experts, whole.grad[piece.logical.slices], **EXACT)
+            check_against_one_process(dispatch_replicated_tokens, of_replicas, replica, dispatcher)
 
     run_ranks(job, ranks)
 
