@@ -135,6 +135,13 @@ def minimums(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The site in build/site, with its reference made from the code; a broken link or name fails."""
+    session.install(*SOURCES, *dependency_groups(ROOT_PYPROJECT, "docs"))
+    session.run("python", "tools/site/build.py")
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Trains a small Llama, resumes it at another layout, writes text and exports it."""
     session.install(*SOURCES, "nxd-trainer[report]")

@@ -2,7 +2,7 @@
 
     python tools/fault_table.py                       all faults: an hour or so on two cores
     python tools/fault_table.py -k "save and SIGSTOP"   some, printed only
-    python tools/fault_table.py --write               all, and the table put into docs/failures.md
+    python tools/fault_table.py --write               all, and the table put into docs/reference/failures.md
 
 The slow tests of tests-integration/cli/test_rank_failures.py and test_serve_failures.py are run. Each tells how long
 the processes took to end, the exit code, the first line shown and the files left. That no process is left, they assert.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "failures.md"
+DOCUMENT = ROOT / "docs" / "reference" / "failures.md"
 TESTS = ["tests-integration/cli/test_rank_failures.py", "tests-integration/cli/test_serve_failures.py"]
 BEGIN = "<!-- made by tools/fault_table.py: begin -->"
 END = "<!-- made by tools/fault_table.py: end -->"

@@ -9,7 +9,7 @@ reason, or differs.
     python tools/hf_support.py --only experts       mixtures of experts at the layouts with EP
     python tools/hf_support.py --only context       all architectures at the layouts with CP
     python tools/hf_support.py llama gemma2         some, printed only
-    python tools/hf_support.py --write              all, and the tables put into docs/hf-support.md
+    python tools/hf_support.py --write              all, and the tables put into docs/reference/hf-support.md
 
 Leaves nothing behind but, with --write, that file.
 """
@@ -25,7 +25,7 @@ from hf_survey.survey import survey
 from hf_survey.table import make_table, put_between_markers
 from nxd_testing import RankPool
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "hf-support.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "reference" / "hf-support.md"
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Compares the public names of NeuronX Distributed, the library that these packages stand in for, with ours.
 
     python tools/upstream_api.py read FOLDER    a checkout of aws-neuron/neuronx-distributed into upstream_api.jsonl
-    python tools/upstream_api.py write          docs/neuronx-names.md, from that and from the packages as they are
+    python tools/upstream_api.py write          docs/reference/neuronx-names.md, from that and from the packages as they are
 
 Reading parses the sources and imports nothing of them; only names, arguments and plain defaults are kept. Writing
 imports `neuronx_distributed` of these packages. A test writes the table anew and compares it with the one in docs.
@@ -22,7 +22,7 @@ from nxd_neuronx.not_here import NotHere
 
 RELEASE = "2.29"
 FACTS = Path(__file__).with_suffix(".jsonl")
-TABLE = Path(__file__).parents[1] / "docs/neuronx-names.md"
+TABLE = Path(__file__).parents[1] / "docs/reference/neuronx-names.md"
 PACKAGE = "neuronx_distributed"
 VALUE = "value"  # what has no signature: constants, enumerations, submodules
 
@@ -46,7 +46,7 @@ INTRODUCTION = """# Public names of NeuronX Distributed, and what they are here
 
 This page compares all {count} public functions, classes and constants of release {release} by name, arguments, their
 order and plain defaults. `tools/upstream_api.py` writes it, and a test keeps it current. What changes for a script is
-in [coming-from-neuronx.md](coming-from-neuronx.md).
+in [Migrate from NeuronX Distributed](../how-to/migrate-from-neuronx.md).
 
 - **same**: takes the same calls, by position and by keyword.
 - **different**: exists, with the listed differences.
@@ -176,7 +176,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def table() -> str:
-    """All of docs/neuronx-names.md."""
+    """All of docs/reference/neuronx-names.md."""
     modules: dict[str, dict[str, Any]] = {}
     for line in FACTS.read_text().splitlines():
         module, name, arguments = json.loads(line)

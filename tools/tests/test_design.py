@@ -1,11 +1,11 @@
-"""docs/design.md points at what there is."""
+"""docs/explanation/design.md points at what there is."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "explanation" / "design.md").read_text(encoding="utf-8")
 FILES = sorted(set(re.findall(r"`((?:nxd_\w+|tools|packages)/[\w/.]*)[`:]", TEXT)))
 NAMES = sorted(set(re.findall(r"`(nxd_\w+/[\w/]+\.py):([\w.]+)`", TEXT)))
 

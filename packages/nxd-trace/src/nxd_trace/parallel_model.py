@@ -245,7 +245,7 @@ class ModelBuilder:
                 cache_dir, inline_weights_to_neff, max_parallel_compilations, progress, content.
 
         Raises:
-            As `parallel_model_trace`; ValueError if there are no programs or two have the same name.
+            ValueError: there are no programs, two have the same name, or `parallel_model_trace` would raise it.
         """
         return trace_programs(self._func, self._programs, replace(self._ranks, **settings))
 
@@ -262,8 +262,7 @@ def trace_module(model: nn.Module, programs: Sequence[Program], tp_degree: int, 
     Returns:
         A model whose weights can be replaced; with several ranks they must be.
 
-    Raises:
-        As `parallel_model_trace`.
+    The errors are those of `parallel_model_trace`.
     """
     wanted = TraceSettings(tp_degree=tp_degree, inline_weights_to_neff=False, **settings)
     return trace_programs(ModuleOnRank(model, programs), programs, wanted)

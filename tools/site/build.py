@@ -1,0 +1,70 @@
+"""Builds the site: docs/, the READMEs and the pages made from the code, as HTML that also opens from a folder.
+
+    python tools/site/build.py
+
+A broken link or an unknown name ends the build. Leaves build/pages and build/site.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+from reference import reference_pages
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+
+
+def main() -> int:
+    """Write the pages and build the site."""
+    shutil.rmtree(BUILD / "pages", ignore_errors=True)
+    sources = page_sources()
+    for source, page in sources.items():
+        write(page, (ROOT / source).read_bytes() if is_picture(page) else linked(source, sources).encode())
+    for page, text in reference_pages().items():
+        write(page, text.encode())
+    config = shutil.copy(Path(__file__).with_name("mkdocs.yml"), BUILD)
+    return subprocess.run(["zensical", "build", "--clean", "--strict", "-f", config], check=False).returncode
+
+
+def page_sources() -> dict[str, str]:
+    """Return the pages and pictures of the site by the repository's files that they come from."""
+    docs = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/**/*")) if path.is_file()]
+    readmes = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("packages/*/README.md"))]
+    return {
+        "README.md": "index.md",
+        "CONTRIBUTING.md": "contributing.md",
+        **{readme: readme.removesuffix("/README.md") + ".md" for readme in readmes},
+        **{file: file.removeprefix("docs/") for file in docs},
+    }
+
+
+def is_picture(page: str) -> bool:
+    """Return whether this file of docs/ is not text."""
+    return not page.endswith(".md")
+
+
+def linked(source: str, sources: dict[str, str]) -> str:
+    """Return a page's text with its links to files of the repository turned into links between pages."""
+    folder = PurePosixPath(sources[source]).parent
+
+    def to_page(match: re.Match[str]) -> str:
+        file = os.path.normpath(PurePosixPath(source).parent / match[1])
+        return os.path.relpath(sources[file], folder) if file in sources else match[1]
+
+    return LINK.sub(to_page, (ROOT / source).read_text(encoding="utf8"))
+
+
+def write(page: str, content: bytes) -> None:
+    """Write one file below build/pages."""
+    path = BUILD / "pages" / page
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
