@@ -1,7 +1,7 @@
 """Compares the public names of NeuronX Distributed, the library that these packages stand in for, with ours.
 
     python tools/upstream_api.py read FOLDER    a checkout of aws-neuron/neuronx-distributed into upstream_api.jsonl
-    python tools/upstream_api.py write          docs/reference/neuronx-names.md, from that and from the packages as they are
+    python tools/upstream_api.py write          docs/reference/neuronx-names.md, from that and from the packages
 
 Reading parses the sources and imports nothing of them; only names, arguments and plain defaults are kept. Writing
 imports `neuronx_distributed` of these packages. A test writes the table anew and compares it with the one in docs.
