@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from unittest import mock
 
+from architectures import architecture_pages
 from nxd_cli.dispatch import COMMANDS, main
 from nxd_trainer.recipe import Recipe, recipe_keys
 
@@ -22,7 +23,7 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 
 def reference_pages() -> dict[str, str]:
     """Return all made pages."""
-    return {**key_pages(), **command_pages(), **api_pages(), **error_pages()}
+    return {**key_pages(), **command_pages(), **api_pages(), **error_pages(), **architecture_pages()}
 
 
 def key_pages() -> dict[str, str]:
