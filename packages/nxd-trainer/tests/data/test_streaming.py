@@ -157,5 +157,5 @@ def test_recipe_whose_options_need_all_data_is_refused(settings, message):
 
 
 def test_buffer_without_a_stream_is_refused():
-    with pytest.raises(ValueError, match=r"data\.shuffle_buffer_size is for data\.streaming=true"):
+    with pytest.raises(ValueError, match=r"data\.shuffle_buffer_size=9 is for data\.streaming=true"):
         load_recipe(None, ["data.shuffle_buffer_size=9"])
