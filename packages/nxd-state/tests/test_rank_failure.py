@@ -3,14 +3,11 @@
 import errno
 import os
 import sys
-import time
 
 import nxd_state
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_state.heartbeat import last_heartbeat
-from nxd_state.process_groups import job_store
 from nxd_testing import deadline, run_torchrun
 
 PROGRAM = """
@@ -163,32 +160,6 @@ def test_rank_that_does_not_come_is_given_up_after_the_timeout(run_ranks):
     text, _ = run_ranks(wait, 2, env={"NXD_TIMEOUT": seconds})
 
     assert f"rank 1 of group tp [0, 1] did not reach what rank 0 waits for in {float(seconds):g} s" in text
-
-
-class WaitsForRelease(torch.nn.Module):
-    def forward(self) -> None:
-        while not job_store().check(["released"]):
-            pass
-
-
-def test_rank_that_answers_nothing_has_told_the_others_its_step_and_module(run_ranks):
-    def wait_or_ask() -> str:
-        nxd_state.initialize_model_parallel(2)
-        if nxd_state.get_group("tp").rank == 1:
-            nxd_state.report_step(7)
-            WaitsForRelease()()
-            return ""
-        give_up = time.monotonic() + deadline(20)
-        told = None
-        while "WaitsForRelease" not in (told or "") and time.monotonic() < give_up:
-            told = last_heartbeat(1, job_store())
-        job_store().set("released", "")
-        return str(told)
-
-    told, _ = run_ranks(wait_or_ask, 2)
-
-    assert "UTC [in step 7; forward of WaitsForRelease; " in told
-    assert told.endswith("in forward]")
 
 
 class Ended(dist.Store):

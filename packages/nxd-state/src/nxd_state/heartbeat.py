@@ -1,10 +1,13 @@
-"""Heartbeats: every second each rank tells the others what it is doing, since a stopped rank cannot be asked.
+"""Heartbeats: every second each rank tells the others that it is alive, and what it is doing if one of them asks.
 
-A thread of its own looks at the main thread and sets one key of the job's store. So it costs the same however often a
-rank communicates, and works over every transport.
+A thread sets one key of the job's store and checks another one for questions, so it costs the same however often a rank
+communicates, and works over every transport. It reads the main thread's frames only for an answer: CPython can crash or
+deadlock there (python/cpython#106883, #111363), which is no risk to take every second of a healthy run. A process that
+is stopped cannot answer; its last heartbeat gives the time and the step.
 """
 
 import atexit
+import gc
 import os
 import sys
 import threading
@@ -16,6 +19,7 @@ from types import FrameType
 import torch.distributed as dist
 
 _INTERVAL = 1.0  # seconds
+_PAUSE = 0.02  # seconds, between two looks for an answer
 _SECONDS_TO_END = 1.0
 _LONGEST = 600  # characters
 _NOT_CALL_SITES = (os.path.dirname(__file__), os.path.dirname(dist.__path__[0]), threading.__file__)
@@ -35,7 +39,7 @@ def report_step(step: int) -> None:
 
 
 def start_heartbeat(rank: int, store: dist.Store) -> None:
-    """Tell the other ranks every second what this process's main thread is doing, until `stop_heartbeat`."""
+    """Tell the other ranks every second that this one is alive, and answer `ask_ranks`, until `stop_heartbeat`."""
     global _heartbeat  # noqa: PLW0603 - the process is one rank
     stop_heartbeat()
     # A thread that is inside torch while Python ends aborts the process.
@@ -54,18 +58,43 @@ def stop_heartbeat() -> None:
 
 
 def last_heartbeat(rank: int, store: dist.Store) -> str | None:
-    """The time and text of a rank's last heartbeat: step, collective, modules and line of code.
-
-    None if it never did, as in its first second.
+    """Return the time of a rank's last heartbeat and the step it was in; None if it never sent one.
 
     Raises:
         torch.distributed.DistError: the store cannot be reached.
     """
-    key = _key(rank)
-    if not store.check([key]):
-        return None
-    text = store.get(key).decode(errors="replace")[:_LONGEST]
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return _read(store, _key("heartbeat", rank))
+
+
+def ask_ranks(ranks: Iterable[int], store: dist.Store, seconds: float) -> dict[int, str]:
+    """Ask ranks what their main threads are doing, once waiting for them has failed.
+
+    Any number of ranks may ask each other at the same time.
+
+    Args:
+        ranks: the ranks to ask.
+        store: the job's store.
+        seconds: how long to wait for the answers; a rank looks for questions every second.
+
+    Returns:
+        The answers by rank: time, step, collective, modules and line of code. A rank that is stopped, dead or cut off
+        is missing.
+
+    Raises:
+        torch.distributed.DistError: the store cannot be reached.
+    """
+    before = {rank: _read(store, _key("answer", rank)) for rank in ranks}
+    for rank in before:
+        store.set(_key("question", rank), f"{os.getpid()}/{time.time_ns()}")  # unlike any other question
+    answers: dict[int, str] = {}
+    give_up = time.monotonic() + seconds
+    while len(answers) < len(before) and time.monotonic() < give_up:
+        time.sleep(_PAUSE)
+        for rank in before.keys() - answers.keys():
+            answer = _read(store, _key("answer", rank))
+            if answer is not None and answer != before[rank]:  # to this question, or to one asked at the same time
+                answers[rank] = answer
+    return answers
 
 
 def is_collective(frame: FrameType) -> bool:
@@ -85,38 +114,59 @@ def call_site(frames: Iterable[FrameType]) -> str | None:
 class _Heartbeat(threading.Thread):
     def __init__(self, rank: int, store: dist.Store) -> None:
         super().__init__(name="nxd_state heartbeat", daemon=True)
-        self._key, self._store = _key(rank), store
+        self._rank, self._store = rank, store
         self._ended = threading.Event()
 
     def run(self) -> None:
+        question = _key("question", self._rank)
         with suppress(RuntimeError):  # whoever serves the store has ended
+            answered = _read(self._store, question)  # by an earlier process of this rank, if at all
             while not self._ended.wait(_INTERVAL):
-                self._store.set(self._key, _describe_main_thread())
+                self._store.set(_key("heartbeat", self._rank), _as_of_now([]))
+                asked = _read(self._store, question)
+                if asked != answered:
+                    self._store.set(_key("answer", self._rank), _as_of_now(_places_of_main_thread()))
+                    answered = asked
 
     def end(self) -> None:
         self._ended.set()
         self.join(_SECONDS_TO_END)
 
 
-def _key(rank: int) -> str:
-    return f"nxd_state/heartbeat_of_rank_{rank}"
+def _key(what: str, rank: int) -> str:
+    return f"nxd_state/{what}_of_rank_{rank}"
 
 
-def _describe_main_thread() -> str:
+def _read(store: dist.Store, key: str) -> str | None:
+    if not store.check([key]):  # `get` would wait for it
+        return None
+    text = store.get(key).decode(errors="replace")[:_LONGEST]
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _as_of_now(places: list[str]) -> str:
+    places = ([] if _step is None else [f"in step {_step}"]) + places
+    return f"at {time.strftime('%H:%M:%S', time.gmtime())} UTC" + (f" [{'; '.join(places)}]" if places else "")
+
+
+def _places_of_main_thread() -> list[str]:
     frames = list(_frames_of_main_thread())[::-1]  # outermost first
-    places = [] if _step is None else [f"in step {_step}"]
-    places += [frame.f_code.co_name for frame in frames if is_collective(frame)][:1]
+    places = [frame.f_code.co_name for frame in frames if is_collective(frame)][:1]
     modules = [module for frame in frames for module in _module_of(frame)]
     if modules:
         places.append("forward of " + " > ".join(modules[-3:]))
     site = call_site(frames)
-    if site is not None:
-        places.append(site)
-    return f"at {time.strftime('%H:%M:%S', time.gmtime())} UTC [{'; '.join(places)}]"
+    return places if site is None else [*places, site]
 
 
 def _frames_of_main_thread() -> Iterator[FrameType]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    collects = gc.isenabled()
+    gc.disable()  # a collection while frames are listed can deadlock, in Python 3.11
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if collects:
+            gc.enable()
     while isinstance(frame, FrameType):  # anything else was seen while another thread compiled
         yield frame
         frame = frame.f_back

@@ -23,14 +23,15 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
-from nxd_state.heartbeat import call_site, is_collective, last_heartbeat
+from nxd_state.heartbeat import ask_ranks, call_site, is_collective, last_heartbeat
 from nxd_state.process_groups import job_store
 from nxd_state.store_messages import PeerError, printable
 
 EXIT_FAILED, EXIT_PEER_FAILED = 1, 3
 FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the rank whose failure can be read already
 
-_PATIENCE = 5.0  # seconds, for the failure to be shown, and for the lines of other ranks
+_PATIENCE = 5.0  # seconds, for the failure to be shown, for the lines of other ranks, and until silent ranks are named
+_SECONDS_TO_ANSWER = 4.0  # for silent ranks; the other ranks wait for this with the patience above
 _PAUSE = 0.02
 # The store's server is gone, or belongs to an elastic run whose ranks have separated.
 _STORE_HAS_ENDED = (dist.DistError, PeerError)
@@ -151,18 +152,24 @@ def _is_forward(frame: FrameType) -> bool:
 
 
 def _name_silent_ranks(rank: int) -> None:
-    """After a timeout, the first rank to notice names the silent ranks and their last heartbeats."""
+    """After a timeout, the first rank to notice names the silent ranks and what they say they are doing."""
     lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(dist.get_world_size())}
+    named = f"{FAILURE_SHOWN}/silent_ranks_named"
     _await(*lines.values())
     with suppress(*_STORE_HAS_ENDED):
         store = job_store()
         silent = [other for other, line in lines.items() if not store.check([line])]
         if silent and rank == min(set(lines) - set(silent)):
-            found = [_describe_silent_rank(other, store) for other in silent]
-            _show("\n".join(found))
+            answers = ask_ranks(silent, store, _SECONDS_TO_ANSWER)
+            _show("\n".join(_describe_silent_rank(other, answers.get(other), store) for other in silent))
+            store.set(named, "1")
+        elif silent:
+            _await(named)  # a launcher ends all ranks once one has ended
 
 
-def _describe_silent_rank(rank: int, store: dist.Store) -> str:
+def _describe_silent_rank(rank: int, answer: str | None, store: dist.Store) -> str:
+    if answer is not None:
+        return f"rank {rank} is alive but did not join in time: {answer}; NXD_TIMEOUT sets the time to wait"
     heard = last_heartbeat(rank, store)
     last = "it never sent one" if heard is None else f"the last was {heard}"
     return (
