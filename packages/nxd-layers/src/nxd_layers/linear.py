@@ -44,7 +44,7 @@ class ColumnParallelLinear(ShardedLinear):
         sequence_parallel_enabled: the input is split along the sequence, and is gathered first.
         dtype: dtype of weight and bias.
         device: device of weight and bias; None: torch's default device.
-        stride: number of matrices fused in the weight (2 for gate and up); each is split on its own, so a rank holds
+        stride: number of matrices fused in the weight (2 for gate and up); each is split separately, so a rank holds
             chunks `[rank::tp]`.
         init_method: fills the whole weight in place; None: like `nn.Linear`.
         sequence_dimension: the dim of the input that is the sequence; None: 0.
@@ -61,8 +61,8 @@ class ColumnParallelLinear(ShardedLinear):
     Attributes:
         weight: `[out/tp, in]`.
         bias: `[out/tp]` or None.
-        shared_input: the same object in layers that are called one by one with the same tensor; None for a layer by
-            itself.
+        shared_input: an object that layers called one by one with the same tensor have in common; None for a single
+            layer.
 
     Raises:
         ValueError: the tensor-parallel degree (times stride) does not divide `output_size`, and `pad` is False; or
@@ -116,10 +116,11 @@ class ColumnParallelLinear(ShardedLinear):
         return self.padded_length
 
     def forward(self, input_: Tensor, call: InputSharing | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
-        """`[..., in]` to `[..., out/tp]`, or `[..., out]` with `gather_output`; `[seq/tp, ...]` in if split so.
+        """`[..., in]` to `[..., out/tp]`, or to `[..., out]` with `gather_output`; the input is `[seq/tp, ...]` with
+        sequence parallelism.
 
-        With `skip_bias_add` a tuple of it and the bias. `call` is for `column_parallel_linears`, which has computed the
-        output already.
+        With `skip_bias_add` the result is a tuple of the output and the bias. `call` is passed by
+        `column_parallel_linears`, which has already computed the output.
         """
         sharing = call or self.shared_input
         output = column_outputs(input_, [self])[0] if sharing is None else sharing.output(self, input_)
@@ -153,7 +154,7 @@ class RowParallelLinear(ShardedLinear):
         sequence_parallel_enabled: leave the output split along the sequence; needs `input_is_parallel`.
         dtype: dtype of weight and bias.
         device: device of weight and bias; None: torch's default device.
-        stride: number of matrices fused along the inputs; each is split on its own, so a rank holds chunks
+        stride: number of matrices fused along the inputs; each is split separately, so a rank holds chunks
             `[rank::tp]`.
         init_method: fills the whole weight in place; None: like `nn.Linear`.
         sequence_dimension: the dim of the output that is the sequence; None: 0.
@@ -220,7 +221,7 @@ class RowParallelLinear(ShardedLinear):
         self.reduce_output, self.reduce_dtype = reduce_output, reduce_dtype
         self._add_parameters(dtype, device, bias=bias)
         if self.bias is not None:
-            # Added to a part of the sequence, so its gradient is partial and must be summed over the ranks.
+            # It is added to a part of the sequence: its gradient is partial, and must be summed over the ranks.
             mark_sequence_parallel(self.bias, sequence_parallel_enabled)
 
     @property
@@ -229,9 +230,10 @@ class RowParallelLinear(ShardedLinear):
         return self.padded_length
 
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """`[..., in]` (`[..., in/tp]` if parallel) to `[..., out]`; `[seq/tp, ..., out]` if sequence parallel.
+        """`[..., in]`, or `[..., in/tp]` with `input_is_parallel`, to `[..., out]`; the output is `[seq/tp, ..., out]`
+        with sequence parallelism.
 
-        With `skip_bias_add` a tuple of it and the bias.
+        With `skip_bias_add` the result is a tuple of the output and the bias.
         """
         group = self.group()
         if not self.input_is_parallel:

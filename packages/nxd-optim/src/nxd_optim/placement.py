@@ -1,9 +1,9 @@
 """Placement of parameters on ranks: which ranks hold the same ones, and which ranks together hold all of them.
 
-If the mesh splits experts, their parameters are placed differently from those of dense layers. A rank then has
-gradients of its experts from the tokens of other ranks, and fewer ranks share the same experts than the same dense
-layers. Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`. The documented
-lists of ranks that ZeRO-1 accepts name groups that the mesh already has: see `find_sharding_group`.
+If the mesh splits experts, their parameters are placed differently from those of dense layers. A rank's experts then
+get gradients from the tokens of other ranks, too, and fewer ranks hold the same experts than the same dense layers.
+Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`. The documented lists of
+ranks that ZeRO-1 accepts name groups that the mesh already has: see `find_sharding_group`.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Placement:
     copies: int
 
     def check(self, spec: ShardSpec) -> None:
-        """Raise a ValueError for a parameter that is sharded along another axis than norms are summed over."""
+        """Raise a ValueError for a parameter that is sharded along an axis over which norms are not summed."""
         if spec.axis != self.axis:
             raise ValueError(
                 f"a parameter of shape {spec.local_shape} is sharded along axis={spec.axis!r}; gradient norms are "
@@ -88,7 +88,7 @@ def placement_of(parameter: Tensor) -> Placement:
 
 
 def ranks_with_gradients() -> tuple[Group, ...]:
-    """Return groups beyond the replicas in which a rank may lack gradients: it had no tokens for its experts."""
+    """Return the further groups in which a rank may lack gradients, because its experts had no tokens."""
     return () if expert_placement() is None else (active_group("ep"),)
 
 
@@ -171,7 +171,7 @@ def _check_rank_lists(argument: str, groups: RankLists) -> tuple[tuple[int, ...]
     lengths = {len(group) for group in ranks}
     if sorted(rank for group in ranks for rank in group) != list(range(world.size)) or len(lengths) != 1:
         raise ValueError(
-            f"{argument}={_as_lists(ranks)} must name each of the {world.size} ranks once, in lists of one length"
+            f"{argument}={_as_lists(ranks)} must name each of the {world.size} ranks once, in lists of equal length"
         )
     return ranks
 

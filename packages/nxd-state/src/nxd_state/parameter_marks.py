@@ -7,7 +7,7 @@ logical tensor a rank holds is not a mark: see `shard_spec`.
 |---|---|---|
 | `sequence_parallel_enabled` | each tensor-parallel rank has a summand of the gradient | layers, adapters, scripts |
 | `expert_model_parallel` | a weight of experts; its replicas are the ranks with the same experts | layers, adapters |
-| `shared` | a further copy of a weight tied over pipeline stages; not counted, not saved | the pipeline, scripts |
+| `shared` | a duplicate of a weight tied over pipeline stages; neither counted nor saved | the pipeline, scripts |
 | `summed_over_stages` | the pipeline adds gradients of other stages to `.grad` of a tied weight | the pipeline |
 | `tensor_model_parallel` | split over the tensor-parallel ranks | layers, `set_partition_attributes` |
 | `partition_dim`, `partition_stride`, `num_partitions` | how it is split; see `Partition` | the same |
@@ -49,7 +49,7 @@ def mark_expert(parameter: Tensor) -> None:
 
 
 def is_tied_copy(parameter: Tensor) -> bool:
-    """Whether a parameter is a further copy of a weight that another pipeline stage holds, and counts, as well."""
+    """Whether this is a duplicate of a tied weight that another stage holds and counts."""
     return bool(getattr(parameter, _TIED_COPY, False))
 
 

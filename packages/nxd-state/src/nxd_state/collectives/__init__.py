@@ -134,7 +134,7 @@ def all_gather_(tensor: Tensor, group: Group, *, async_op: Literal[False] = Fals
 @overload
 def all_gather_(tensor: Tensor, group: Group, *, async_op: Literal[True]) -> Pending[Tensor]: ...
 def all_gather_(tensor: Tensor, group: Group, *, async_op: bool = False) -> Tensor | Pending[Tensor]:
-    """Fill `tensor` with the ranks' equal parts of it along dim 0, in group order; each rank sends its own from there.
+    """Fill `tensor` with the ranks' equal parts along dim 0, in group order; this rank's part is in it already.
 
     On the CPU the parts go as messages of the group: no `isend` or `irecv` of it may be under way meanwhile.
 
@@ -188,7 +188,7 @@ def reduce_scatter_mean(
     Args:
         tensor: a contiguous 1-d tensor of the same length and dtype on every rank.
         group: the process group.
-        sum_dtype: dtype of the sum on other devices; on the CPU it is the tensor's own, but float32 at least.
+        sum_dtype: dtype of the sum on other devices; on the CPU it is the tensor's own, or float32 if that is wider.
         dtype: dtype of the result.
         out: memory for the result, with its length and dtype; only used on the CPU.
 
@@ -234,15 +234,15 @@ def all_to_all_v(tensor: Tensor, group: Group, *, send_counts: Sequence[int], re
         tensor: `[sum(send_counts), ...]`, in group order; dtype and other dims are the same on all ranks.
         group: the ranks. On the CPU the rows go as its messages: no `isend` or `irecv` of it may be under way
             meanwhile.
-        send_counts: rows for each rank; what that rank has for this one in its `receive_counts`.
-        receive_counts: rows from each rank.
+        send_counts: number of rows for each rank, equal to that rank's number in `receive_counts` for this one.
+        receive_counts: number of rows from each rank.
 
     Returns:
         `[sum(receive_counts), ...]`, in group order.
 
     Raises:
-        ValueError: there is not one count of 0 or more for each rank, or the rows are not as many as are sent, or this
-            rank does not receive from itself what it sends.
+        ValueError: the counts are not one nonnegative number per rank, the send counts do not add up to the tensor's
+            rows, or the two counts of this rank for itself differ.
         NotImplementedError: on XLA, where every rank records the same graph.
     """
     _check_counts(tensor, group, send_counts, receive_counts)
@@ -253,7 +253,7 @@ def all_to_all_v(tensor: Tensor, group: Group, *, send_counts: Sequence[int], re
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
-    """The tensor of the rank with index `source` in the group, on every rank; inputs give shape and dtype.
+    """The tensor of the rank with index `source` in the group; the other ranks' tensors have its shape and dtype.
 
     Raises:
         ValueError: the group has no such index.
