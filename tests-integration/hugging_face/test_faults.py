@@ -51,7 +51,7 @@ def test_folder_that_is_damaged_for_one_rank_fails_on_all(run_ranks, make_folder
 
     for message, (kind, text), (other_kind, other_text) in zip(damaged, first[0], second[0], strict=True):
         assert (kind, other_kind) == (PeerError, CheckpointError)
-        assert text.startswith("rank 1 could not open")
+        assert text.startswith(f"opening {damaged[message]} failed on rank 1: ")
         assert message in text
         assert message in other_text
     assert first[1]
@@ -90,9 +90,9 @@ def test_a_rank_that_cannot_give_its_part_fails_the_saving_on_all_and_leaves_nob
     (first, own_of_first), (own_of_second, second) = run_ranks(save, 2)
 
     assert own_of_second == own_of_first == (MemoryError, "no room for a copy")
-    told = "rank 1 could not read its part of the model: MemoryError: no room for a copy"
+    told = "reading a part of the model failed on rank 1: MemoryError: no room for a copy"
     assert (issubclass(first[0], RuntimeError), first[1]) == (True, told)
-    assert second == (RuntimeError, "rank 0 could not write the model: MemoryError: no room for a copy")
+    assert second == (RuntimeError, "writing the model failed on rank 0: MemoryError: no room for a copy")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 0
     assert not list(tmp_path.glob("failed-*/model*"))
 
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_read_on_one_rank_fails_the_saving_on_all(run_ran
     first, second = run_ranks(save, 2)
 
     assert (first[0], second[0]) == (PeerError, ValueError)
-    assert first[1].startswith("rank 1 could not read its part of the model: ValueError: ")
+    assert first[1].startswith("reading a part of the model failed on rank 1: ValueError: ")
     assert second[1] in first[1]
 
 

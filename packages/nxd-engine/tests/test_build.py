@@ -239,7 +239,7 @@ def test_ranks_take_turns_and_hear_of_a_failure_in_another_turn(run_ranks, llama
 
     assert torch.equal(first, second)
     assert own == "'weights'"
-    assert other == "rank 0 could not make its model: KeyError: 'weights'"
+    assert other == "making the model failed on rank 0: KeyError: 'weights'"
 
 
 def test_every_rank_makes_its_model_also_where_the_launcher_does_not_say_how_many_a_host_has(run_ranks):
@@ -268,7 +268,7 @@ def test_parameters_that_one_stage_cannot_fill_are_an_error_on_all_ranks(run_ran
         fill(module)
 
     assert run_ranks(run, 2) == [
-        (PeerError, "rank 1 could not make its stages of the model: KeyError: 'no values'"),
+        (PeerError, "making the stages of the model failed on rank 1: KeyError: 'no values'"),
         (KeyError, "'no values'"),
     ]
 

@@ -186,7 +186,7 @@ def test_optimizer_that_one_rank_cannot_make_is_an_error_on_all(run_ranks):
     other, own = run_ranks(run, 2)
 
     assert own == ["Invalid learning rate: -1.0"] * 2
-    assert other == ["rank 1 could not make its optimizer: ValueError: Invalid learning rate: -1.0"] * 2
+    assert other == ["making the optimizer failed on rank 1: ValueError: Invalid learning rate: -1.0"] * 2
 
 
 def test_parameters_that_are_trained_later_are_averaged_and_clipped_with_the_others(run_ranks):

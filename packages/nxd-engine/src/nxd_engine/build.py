@@ -38,7 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nxd_engine.adapters import adapt_model, choose_adapters
 from nxd_engine.config import complete_config, ensure_model_parallel, given_param_init_fn
 from nxd_engine.nxd_model import NxDModel
-from nxd_engine.rank_sync import in_turns, on_every_rank
+from nxd_engine.rank_sync import in_turns, run_or_raise_peer_error
 
 _NUMBERS_OF_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -100,7 +100,7 @@ def _build(
             move_model_to_device(module, get_device())
         return module
 
-    module = in_turns("make its model", make, config["model_init_config"]["sequential_move_factor"])
+    module = in_turns("making the model", make, config["model_init_config"]["sequential_move_factor"])
     _check_sequence_parallel(module, config)
     # Names and classes are looked up in the whole model, whose structure every rank has. Tensors are changed once they
     # have values; if they were made on the meta device, only their own stages have these.
@@ -115,7 +115,7 @@ def _build(
         move_model_to_device(pipeline, get_device())
         return NxDModel(module, pipeline, config)
 
-    model = on_every_rank("make its stages of the model", cut)
+    model = run_or_raise_peer_error("making the stages of the model", cut)
     if padding is not None:
         _pad_heads(model, padding)
     if adapters is not None:
@@ -315,7 +315,7 @@ def _pad_heads(model: nn.Module, padding: _HeadPadding) -> None:
         if present or not padding.classes:  # a stage may have none
             pad_model(model, get_tensor_model_parallel_size(), padding.num_heads, present)
 
-    on_every_rank("pad its layers", pad, error_type=ValueError)
+    run_or_raise_peer_error("padding the layers", pad, error_type=ValueError)
 
 
 def _number_of_heads(module: nn.Module) -> int:

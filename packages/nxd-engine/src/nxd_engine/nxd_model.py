@@ -1,7 +1,7 @@
 """`NxDModel`: a parallel model with the interface of an ordinary module, wherever its parts are placed."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
@@ -14,7 +14,7 @@ from nxd_pipeline import GradientSync, NxDPPModel, current_microbatch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-_models: "WeakSet[NxDModel]" = WeakSet()  # where an optimizer finds the models of its parameters
+_models: "WeakSet[NxDModel]" = WeakSet()  # all that live, for `_models_of`
 
 
 class NxDModel(nn.Module):
@@ -311,18 +311,26 @@ class NxDModel(nn.Module):
 def sync_gradients(parameters: Iterable[Tensor], sync: GradientSync) -> None:
     """Make `run_train` of the models that hold some of these parameters average gradients by `sync`, while it lives."""
     wanted = set(parameters)
-    for model in list(_models):
-        if not wanted.isdisjoint(model.parameters()):
-            model.pipeline.sync_gradients_by(sync, wanted)
+    for model in _models_of(wanted):
+        model.pipeline.sync_gradients_by(sync, wanted)
 
 
-def names_of_parameters() -> dict[Tensor, str]:
-    """Return the names of this rank's parameters of all models; copies of a tied weight have the first one's name."""
+def names_of(parameters: Iterable[Tensor]) -> dict[Tensor, str]:
+    """Return the names of parameters in their models; copies of a tied weight have the first one's name."""
     names: dict[Tensor, str] = {}
-    for model in list(_models):
+    for model in _models_of(set(parameters)):
         first_names = model.pipeline.tied_names()
         names |= {parameter: first_names.get(name, name) for name, parameter in model.named_parameters()}
     return names
+
+
+def _models_of(parameters: Set[Tensor]) -> list[NxDModel]:
+    """Return the models that hold some of these parameters.
+
+    The documented `initialize_parallel_optimizer` receives parameters and no model, so its optimizer finds the model
+    here. Parameters are compared when asked, since adapters and moves to a device change those of a model.
+    """
+    return [model for model in list(_models) if not parameters.isdisjoint(model.parameters())]
 
 
 def _positional_names(forward: Callable[..., Any]) -> list[str]:

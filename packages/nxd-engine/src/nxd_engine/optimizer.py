@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nxd_engine.config import complete_config, ensure_model_parallel
-from nxd_engine.nxd_model import names_of_parameters, sync_gradients
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.nxd_model import names_of, sync_gradients
+from nxd_engine.rank_sync import run_or_raise_peer_error
 
 
 def initialize_parallel_optimizer(
@@ -70,7 +70,7 @@ def initialize_parallel_optimizer(
             **defaults,
         )
 
-    optimizer = on_every_rank("make its optimizer", make)
+    optimizer = run_or_raise_peer_error("making the optimizer", make)
     if isinstance(optimizer, NeuronZero1Optimizer):
         optimizer.init_zero()  # communicates, unlike the steps above, which may fail on one rank alone
     return NxDOptimizer(
@@ -83,7 +83,11 @@ def initialize_parallel_optimizer(
 
 
 def _rounding(optimizer: Optimizer) -> StochasticRounding:
-    return StochasticRounding(optimizer, names=names_of_parameters())
+    return StochasticRounding(optimizer, names=names_of(_parameters_of(optimizer)))
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class NxDOptimizer(Optimizer):
@@ -93,7 +97,7 @@ class NxDOptimizer(Optimizer):
     itself can overlap it with sending gradients by `overlap_backward`.
 
     Everything else belongs to the wrapped optimizer: schedulers change its `param_groups`, it calls the hooks, and it
-    accepts the `state_dict`. A parameter without a gradient on any replica is not changed there, too.
+    accepts the `state_dict`. A parameter without a gradient on any replica is also left unchanged.
 
     Attributes:
         optimizer: the wrapped optimizer; a `NeuronZero1Optimizer` with ZeRO-1.
@@ -241,7 +245,7 @@ class NxDOptimizer(Optimizer):
         sync_gradients(self.param_groups[-1]["params"], self)
 
     def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return _parameters_of(self.optimizer)
 
     def _make_reducer(self) -> GradientReducer:
         return GradientReducer(self._parameters(), find_unused_parameters=True)

@@ -58,16 +58,17 @@ def check_same_call(of_ranks: Sequence[Mapping[str, object]]) -> None:
         raise ValueError(f"{of_ranks[0]['call']} failed: {problems[0]}{more}; call it the same way on every rank")
 
 
-def on_every_rank(
+def run_or_raise_peer_error(
     doing: str, act: Callable[[], T], *, group: Group | None = None, error_type: type[Exception] = PeerError
 ) -> T:
     """Call `act`; return its result once it has returned on every rank. Called by all ranks of the group.
 
-    Just calls `act` if no group is given and model parallelism is not initialized. `nxd_state.on_every_rank` raises one
-    text on all ranks instead; this keeps the exception on its rank, with its type and traceback.
+    A rank on which `act` fails raises its own exception, with its type and traceback, and the other ranks a `PeerError`;
+    `nxd_state.on_every_rank` raises one text on all ranks instead. Without a group, this just calls `act` if model
+    parallelism is not initialized.
 
     Args:
-        doing: the operation, for the messages of other ranks, such as "make its model".
+        doing: the activity, for the messages of other ranks, such as "making the model".
         act: the function; it must not communicate, since a rank that raises in it would not take part.
         group: the ranks that wait for one another; all ranks by default.
         error_type: the exception to raise if `act` failed on another rank.
@@ -82,7 +83,7 @@ def on_every_rank(
     if attempt.error is not None:
         raise attempt.error
     for rank, text in attempt.failures.items():
-        raise error_type(f"rank {rank} could not {doing}: {text}")
+        raise error_type(f"{doing} failed on rank {rank}: {text}")
     return attempt.results[0]
 
 
@@ -90,7 +91,7 @@ def in_turns(doing: str, make: Callable[[], T], at_a_time: int) -> T:
     """Call `make` on at most `at_a_time` ranks of each host at once; return its result. Called by all ranks.
 
     Args:
-        doing: the operation, for the messages of other ranks, as for `on_every_rank`.
+        doing: the activity, for the messages of other ranks, as for `run_or_raise_peer_error`.
         make: the function; it must not communicate with ranks that may have another turn.
         at_a_time: ranks per host that run it at once.
 
@@ -107,5 +108,5 @@ def in_turns(doing: str, make: Callable[[], T], at_a_time: int) -> T:
             made.append(make())
 
     for turn in range(last_turn + 1):
-        on_every_rank(doing, partial(make_in, turn))
+        run_or_raise_peer_error(doing, partial(make_in, turn))
     return made[0]

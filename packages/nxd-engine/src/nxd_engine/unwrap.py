@@ -17,7 +17,7 @@ MAX_WORKERS = 32
 
 
 @dataclass(frozen=True)
-class Subjects:
+class UnwrappedObjects:
     """The objects to save or fill, without wrappers."""
 
     model: nn.Module | None
@@ -34,16 +34,16 @@ class Subjects:
         return {} if self.model is None else model_state(self.model)
 
 
-def subjects_of(model: nn.Module | None, optimizer: object) -> Subjects:
+def unwrap_objects(model: nn.Module | None, optimizer: object) -> UnwrappedObjects:
     """Unwrap the model and optimizer given to `save_checkpoint` or `load_checkpoint`."""
-    return Subjects(
+    return UnwrappedObjects(
         None if model is None else plain_model(model),
         plain_optimizer(optimizer) if isinstance(optimizer, Optimizer) else None,
         None if model is None else adapters_of(model),
     )
 
 
-def describe_subjects(model: object, optimizer: object, scheduler: object, num_workers: object) -> dict[str, object]:
+def describe_objects(model: object, optimizer: object, scheduler: object, num_workers: object) -> dict[str, object]:
     """Check the arguments, and describe which are given; this must be the same on all ranks."""
     if type(num_workers) is not int or not 1 <= num_workers <= MAX_WORKERS:
         raise ValueError(f"num_workers={num_workers!r} is not a number of workers; use 1 to {MAX_WORKERS}")

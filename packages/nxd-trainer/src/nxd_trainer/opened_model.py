@@ -55,7 +55,7 @@ from nxd_engine.hugging_face.loading import (
 )
 from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource
 from nxd_engine.logs import get_logger
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_lora import name_from_peft
 from nxd_trace.serving.detokenizer import special_token
 
@@ -118,8 +118,8 @@ def open_model_together(
     """
     of_peft = adapter is None or (Path(adapter) / ADAPTER_CONFIG_FILE).is_file()
     if of_peft and (Path(folder) / CONFIG_FILE).is_file():
-        return on_every_rank(f"open {folder}", lambda: _open_model(folder, tag, adapter, open_own))
-    return _open_model(folder, tag, adapter, open_own_together, on_every_rank)
+        return run_or_raise_peer_error(f"opening {folder}", lambda: _open_model(folder, tag, adapter, open_own))
+    return _open_model(folder, tag, adapter, open_own_together, run_or_raise_peer_error)
 
 
 def open_codec(opened: OpenedModel, given: str | Path | None = None) -> TextCodec:
@@ -169,7 +169,7 @@ def _open_model(
         raise ValueError(f"{folder} is an adapter; give its base model ({base}), and --adapter {folder}")
     else:
         checkpoint = open_checkpoint(folder, tag)
-        opened = attempt(f"open {folder}", lambda: open_checkpointed_model(checkpoint, None))
+        opened = attempt(f"opening {folder}", lambda: open_checkpointed_model(checkpoint, None))
     return opened if adapter is None else _with_adapter(opened, adapter, open_checkpoint)
 
 

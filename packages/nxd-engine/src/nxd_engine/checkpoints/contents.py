@@ -28,7 +28,7 @@ from nxd_engine.checkpoints.stored_values import (
     pack_values,
 )
 from nxd_engine.rank_sync import is_first_replica
-from nxd_engine.unwrap import Subjects, buffer_names, subjects_of
+from nxd_engine.unwrap import UnwrappedObjects, buffer_names, unwrap_objects
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Contents:
 class PreparedContents:
     """This rank's part of a checkpoint, made without communication."""
 
-    subjects: Subjects
+    unwrapped: UnwrappedObjects
     contents: Contents
     objects: dict[str, Any]
     extra: dict[str, bytes]
@@ -78,15 +78,15 @@ def prepare_contents(contents: Contents) -> PreparedContents:
     Raises:
         ValueError: something could only be read back by running code, or does not belong to the model.
     """
-    subjects = subjects_of(contents.model, contents.optimizer)
-    names = subjects.group_names
+    unwrapped = unwrap_objects(contents.model, contents.optimizer)
+    names = unwrapped.group_names
     settings: list[dict[str, Any]] = []
-    if subjects.optimizer is not None and contents.with_settings:
-        settings = group_settings(names, subjects.optimizer)
-    own_states = extra_states(subjects.model)
+    if unwrapped.optimizer is not None and contents.with_settings:
+        settings = group_settings(names, unwrapped.optimizer)
+    own_states = extra_states(unwrapped.model)
     pack_values({SETTINGS: settings, EXTRA_STATES: own_states})  # raises here what is packed with those of other ranks
     values = {
-        OTHER_STATE: (subjects.model and subjects.optimizer and other_optimizer_state(subjects.optimizer)) or None,
+        OTHER_STATE: (unwrapped.model and unwrapped.optimizer and other_optimizer_state(unwrapped.optimizer)) or None,
         SCHEDULER: None if contents.scheduler is None else contents.scheduler.state_dict(),
         USER_CONTENT: contents.user_content,
         METRICS: dict(contents.metrics) or None,
@@ -95,8 +95,8 @@ def prepare_contents(contents: Contents) -> PreparedContents:
     if contents.description is not None:
         objects |= contents.description.as_objects()
         extra |= as_extra(contents.description.files)
-    tensors = tensors_to_save(subjects, contents) if subjects.lora is None else None
-    return PreparedContents(subjects, contents, objects, extra, settings, own_states, tensors)
+    tensors = tensors_to_save(unwrapped, contents) if unwrapped.lora is None else None
+    return PreparedContents(unwrapped, contents, objects, extra, settings, own_states, tensors)
 
 
 def values_of_all_stages(
@@ -114,21 +114,21 @@ def values_of_all_stages(
     return prepared.objects | objects, prepared.extra | extra
 
 
-def _narrow_weights(subjects: Subjects) -> set[str]:
+def _narrow_weights(unwrapped: UnwrappedObjects) -> set[str]:
     """Return the names of the weights that the checkpoint can leave out; logs a line if there are none."""
-    model, optimizer = subjects.model, subjects.optimizer
+    model, optimizer = unwrapped.model, unwrapped.optimizer
     found: set[str] = set()
-    if model is not None and optimizer is not None and subjects.lora is None:
+    if model is not None and optimizer is not None and unwrapped.lora is None:
         found = weights_of_wider_masters(model, optimizer)
     if not found:
         _logger.info("avoid_saving_lower_precision_weights has no effect: no wider master weights are saved")
     return found
 
 
-def tensors_to_save(subjects: Subjects, contents: Contents) -> CheckpointState:
+def tensors_to_save(unwrapped: UnwrappedObjects, contents: Contents) -> CheckpointState:
     """Return this rank's tensors for the checkpoint."""
-    model, optimizer, given = subjects.model, subjects.optimizer, contents.optimizer
-    state = subjects.model_tensors()
+    model, optimizer, given = unwrapped.model, unwrapped.optimizer, contents.optimizer
+    state = unwrapped.model_tensors()
     if model is not None and not is_first_replica():  # batch statistics differ between replicas
         buffers = buffer_names(model)
         state = {name: tensor for name, tensor in state.items() if name not in buffers}
@@ -139,8 +139,8 @@ def tensors_to_save(subjects: Subjects, contents: Contents) -> CheckpointState:
     elif isinstance(given, Mapping):
         state |= dict_state(given, zero1=contents.zero1_optimizer)
     if not contents.narrow_weights:
-        narrow = _narrow_weights(subjects)
+        narrow = _narrow_weights(unwrapped)
         state = {name: tensor for name, tensor in state.items() if name not in narrow}
     if model is not None:
-        state = saved_tensors(subjects.lora, saved_here(model, state))
+        state = saved_tensors(unwrapped.lora, saved_here(model, state))
     return {**state, **contents.run_tensors}

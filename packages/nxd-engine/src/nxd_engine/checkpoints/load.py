@@ -39,7 +39,7 @@ from nxd_engine.checkpoints.stored_values import (
     unpack_value,
 )
 from nxd_engine.rank_sync import agree
-from nxd_engine.unwrap import Subjects, describe_subjects, subjects_of, tied_names
+from nxd_engine.unwrap import UnwrappedObjects, describe_objects, unwrap_objects, tied_names
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def load_checkpoint(
             raise ValueError("optimizer is a dict; pass the optimizer itself, which is filled")
         if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
             raise ValueError(f"scheduler is a {type(scheduler).__name__} without load_state_dict; leave it out")
-        return {**describe_subjects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
+        return {**describe_objects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
 
     agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
     if use_zero1_dcp:
@@ -110,35 +110,35 @@ def load_checkpoint(
         _logger.warning("nothing is loaded: there is no complete checkpoint in %s yet; training starts fresh", path)
         return None
     found = Found(*place)
-    subjects = subjects_of(model, optimizer)
+    unwrapped = unwrap_objects(model, optimizer)
     if found.layout != "nxd":
         with on_every_host(found.folder, coordinator) as folder:
             return load_legacy_checkpoint(
-                found, folder, subjects.model, subjects.optimizer, scheduler, adapters=subjects.lora, strict=strict
+                found, folder, unwrapped.model, unwrapped.optimizer, scheduler, adapters=unwrapped.lora, strict=strict
             )
     where, doing = f"checkpoint {found.tag!r} in {found.root}", f"loading checkpoint {found.tag!r} from {found.root}"
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))
     wants_scheduler = scheduler is not None
-    values = on_every_rank(coordinator, doing, lambda: _read_values(checkpoint, subjects, scheduler=wants_scheduler))
+    values = on_every_rank(coordinator, doing, lambda: _read_values(checkpoint, unwrapped, scheduler=wants_scheduler))
     objects = checkpoint.objects
     into = on_every_rank(
-        coordinator, doing, lambda: wanted_tensors(subjects.lora, objects, subjects.model_tensors(), where)
+        coordinator, doing, lambda: wanted_tensors(unwrapped.lora, objects, unwrapped.model_tensors(), where)
     )
     as_masters = weights_kept_as_masters(checkpoint.tensors)
-    if strict and subjects.model is not None:
+    if strict and unwrapped.model is not None:
         stored = [*checkpoint.tensors, *as_masters]
-        tied = tied_names(subjects.model)
+        tied = tied_names(unwrapped.model)
         check_names(stored, into, tied, where, coordinator)
         source = from_checkpoint(checkpoint)
         on_rank_zero(coordinator, doing, lambda: check_ties(source, tied, where))
     from_masters = {as_masters[name]: tensor for name, tensor in into.items() if name in as_masters}
     into = {name: tensor for name, tensor in into.items() if name in checkpoint.tensors}
-    into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, subjects, values))
+    into |= on_every_rank(coordinator, doing, lambda: _make_room(checkpoint, unwrapped, values))
     nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
     if as_masters:  # read a second time, since the optimizer needs the same tensors
         nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
-    settle_adapters(subjects.lora, objects)
-    on_every_rank(coordinator, doing, lambda: _hand_over(values, subjects, scheduler, strict=strict))
+    settle_adapters(unwrapped.lora, objects)
+    on_every_rank(coordinator, doing, lambda: _hand_over(values, unwrapped, scheduler, strict=strict))
     return values.user_content
 
 
@@ -169,49 +169,49 @@ def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> se
     return kinds | ({SCHEDULER} if holds_value(checkpoint, SCHEDULER) else set())
 
 
-def _read_values(checkpoint: Checkpoint, subjects: Subjects, *, scheduler: bool) -> _Values:
+def _read_values(checkpoint: Checkpoint, unwrapped: UnwrappedObjects, *, scheduler: bool) -> _Values:
     """Read everything except the tensors of model and optimizer, and check it before anything is filled."""
     if scheduler and not holds_value(checkpoint, SCHEDULER):
         raise CheckpointError("it holds no scheduler; leave out scheduler=")
     settings: list[Settings] | None = None
     optimizer_dict: dict[str, Any] | None = None
-    if subjects.optimizer is not None:
+    if unwrapped.optimizer is not None:
         if holds_dict_state(checkpoint):
             optimizer_dict = read_dict_state(checkpoint)
-        elif subjects.model is None:
+        elif unwrapped.model is None:
             raise CheckpointError("it stores optimizer states by parameter names; pass model= as well")
         elif holds_value(checkpoint, SETTINGS):
-            settings = match_settings(unpack_value(checkpoint, SETTINGS), subjects.group_names)
+            settings = match_settings(unpack_value(checkpoint, SETTINGS), unwrapped.group_names)
         elif not any(kind_of(name) == "optimizer" for name in checkpoint.tensors):
             raise CheckpointError("it holds no optimizer state; leave out optimizer=")
     return _Values(
         settings,
         optimizer_dict,
         unpack_value(checkpoint, OTHER_STATE) or {},
-        None if subjects.model is None else unpack_value(checkpoint, EXTRA_STATES),
+        None if unwrapped.model is None else unpack_value(checkpoint, EXTRA_STATES),
         unpack_value(checkpoint, SCHEDULER) if scheduler else None,
         unpack_value(checkpoint, USER_CONTENT),
     )
 
 
-def _make_room(checkpoint: Checkpoint, subjects: Subjects, values: _Values) -> CheckpointState:
+def _make_room(checkpoint: Checkpoint, unwrapped: UnwrappedObjects, values: _Values) -> CheckpointState:
     """Return the optimizer's tensors, ready to be filled; drops its previous state."""
-    if subjects.model is None or subjects.optimizer is None or values.optimizer_dict is not None:
+    if unwrapped.model is None or unwrapped.optimizer is None or values.optimizer_dict is not None:
         return {}
     stored = {name: (info.dtype, info.global_shape) for name, info in checkpoint.tensors.items()}
-    allocate_optimizer_state(subjects.model, subjects.optimizer, stored)
-    return optimizer_state(subjects.model, subjects.optimizer)
+    allocate_optimizer_state(unwrapped.model, unwrapped.optimizer, stored)
+    return optimizer_state(unwrapped.model, unwrapped.optimizer)
 
 
-def _hand_over(values: _Values, subjects: Subjects, scheduler: Any, *, strict: bool) -> None:
+def _hand_over(values: _Values, unwrapped: UnwrappedObjects, scheduler: Any, *, strict: bool) -> None:
     """Give the optimizer and the scheduler everything except the parameters' tensors."""
-    if subjects.optimizer is not None and values.optimizer_dict is not None:
-        subjects.optimizer.load_state_dict(values.optimizer_dict)
-    if subjects.optimizer is not None and values.settings is not None:
-        apply_settings(values.settings, subjects.optimizer)
-    if subjects.optimizer is not None and values.optimizer_dict is None:
-        settle_optimizer_state(subjects.optimizer, values.other_optimizer_state)
-    if subjects.model is not None:
-        set_extra_states(subjects.model, values.extra_states, strict=strict)
+    if unwrapped.optimizer is not None and values.optimizer_dict is not None:
+        unwrapped.optimizer.load_state_dict(values.optimizer_dict)
+    if unwrapped.optimizer is not None and values.settings is not None:
+        apply_settings(values.settings, unwrapped.optimizer)
+    if unwrapped.optimizer is not None and values.optimizer_dict is None:
+        settle_optimizer_state(unwrapped.optimizer, values.other_optimizer_state)
+    if unwrapped.model is not None:
+        set_extra_states(unwrapped.model, values.extra_states, strict=strict)
     if scheduler is not None:
         scheduler.load_state_dict(values.scheduler)

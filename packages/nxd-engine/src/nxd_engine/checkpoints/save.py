@@ -33,7 +33,7 @@ from nxd_engine.checkpoints.find import KEEP_ALL, check_kept, choose_tag, keep_n
 from nxd_engine.checkpoints.model_description import describe_model, with_companions
 from nxd_engine.checkpoints.stored_values import check_equal_states, digests_of
 from nxd_engine.rank_sync import check_same_call
-from nxd_engine.unwrap import describe_subjects, plain_model
+from nxd_engine.unwrap import describe_objects, plain_model
 
 _logger = logging.getLogger(__name__)
 
@@ -97,9 +97,9 @@ def save_checkpoint(
     doing = "checking the arguments of save_checkpoint"
     is_first_rank = coordinator_for(None).rank == 0
 
-    def describe_call() -> tuple[Contents, dict[str, object], Any]:
+    def describe_call() -> _SaveCall:
         arguments = {
-            **describe_subjects(model, optimizer, scheduler, num_workers),
+            **describe_objects(model, optimizer, scheduler, num_workers),
             "num_kept_ckpts": check_kept(num_kept_ckpts),
             "async_save": async_save,
             "zero1_optimizer": zero1_optimizer,
@@ -115,7 +115,7 @@ def save_checkpoint(
             description=with_companions(described) if described and is_first_rank else described,
             narrow_weights=not avoid_saving_lower_precision_weights,
         )
-        return contents, arguments, _choose_target(path, tag) if is_first_rank else None
+        return _SaveCall(contents, arguments, _choose_target(path, tag) if is_first_rank else None)
 
     prepared, target = _prepare(doing, describe_call)
     if "problem" in target:
@@ -172,7 +172,7 @@ def write_checkpoint(
     """
     finalize_checkpoint()
     doing = f"preparing checkpoint {tag!r}"
-    prepared, target = _prepare(doing, lambda: (contents, {}, (os.fspath(root), tag, contents.step)))
+    prepared, target = _prepare(doing, lambda: _SaveCall(contents, {}, (os.fspath(root), tag, contents.step)))
     _write(
         prepared,
         *target,
@@ -184,31 +184,44 @@ def write_checkpoint(
     )
 
 
-def _prepare(
-    doing: str, describe_call: Callable[[], tuple[Contents, Mapping[str, object], Any]]
-) -> tuple[PreparedContents, Any]:
+@dataclass(frozen=True)
+class _SaveCall:
+    """A call that saves, as one rank makes it.
+
+    Attributes:
+        contents: this rank's contents.
+        arguments: the arguments that must be the same on all ranks, by name.
+        target: where to save, as a JSON-serializable value; rank 0's counts.
+    """
+
+    contents: Contents
+    arguments: Mapping[str, object]
+    target: Any
+
+
+def _prepare(doing: str, describe_call: Callable[[], _SaveCall]) -> tuple[PreparedContents, Any]:
     """Do everything that can fail on one rank before one gather, in which all ranks raise or none.
 
     Args:
         doing: the operation, for messages.
-        describe_call: checks this rank's arguments, and returns the contents, the arguments that must be the same on
-            all ranks, and a JSON-serializable value that rank 0 chooses.
+        describe_call: checks this rank's arguments, and describes the call.
 
     Returns:
-        This rank's prepared contents, and the value of rank 0.
+        This rank's prepared contents, and the target of rank 0.
     """
-    prepared: list[PreparedContents] = []
+    prepared: PreparedContents
 
     def prepare() -> dict[str, Any]:
-        contents, arguments, chosen = describe_call()
-        prepared.append(prepare_contents(contents))
-        digests = digests_of(prepared[0].extra_states)
-        return {"call": {"call": doing, **arguments}, "digests": digests, "chosen": chosen}
+        nonlocal prepared  # the gather returns only what can be sent
+        call = describe_call()
+        prepared = prepare_contents(call.contents)
+        digests = digests_of(prepared.extra_states)
+        return {"call": {"call": doing, **call.arguments}, "digests": digests, "target": call.target}
 
     of_ranks = gather_from_every_rank(coordinator_for(None), doing, prepare, error_type=ValueError)
     check_same_call([of_rank["call"] for of_rank in of_ranks])
     check_equal_states([of_rank["digests"] for of_rank in of_ranks], doing)
-    return prepared[0], of_ranks[0]["chosen"]
+    return prepared, of_ranks[0]["target"]
 
 
 def _write(
@@ -224,7 +237,7 @@ def _write(
     check_replicas: bool = False,
 ) -> None:
     """Write prepared contents, or start to; arguments are those of `write_checkpoint`. Called by all ranks."""
-    coordinator, lora = coordinator_for(None), prepared.subjects.lora
+    coordinator, lora = coordinator_for(None), prepared.unwrapped.lora
     adapter = describe_adapter(lora)
     objects, extra = values_of_all_stages(prepared, adapter)
 
@@ -238,7 +251,7 @@ def _write(
         state = prepared.tensors
         if state is None:  # the adapters' weights are merged, or unmerged, only now
             state = on_every_rank(
-                coordinator, doing, lambda: tensors_to_save(prepared.subjects, prepared.contents), error_type=ValueError
+                coordinator, doing, lambda: tensors_to_save(prepared.unwrapped, prepared.contents), error_type=ValueError
             )
         save = nxd_ckpt.async_save if in_background else nxd_ckpt.save
         handle = save(

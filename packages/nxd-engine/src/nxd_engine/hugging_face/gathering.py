@@ -16,7 +16,7 @@ from nxd_ckpt.boxes import Box, subtract
 from nxd_ckpt.sharded_tensor import ShardedTensor
 from nxd_state import Group, all_gather_object, recv, send, transport_device
 
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.rank_sync import run_or_raise_peer_error
 
 
 class _BoxRequest(NamedTuple):
@@ -108,7 +108,7 @@ def _serve(state: Mapping[str, ShardedTensor], group: Group) -> None:
         asked = all_gather_object(None, group)[0]
         if isinstance(asked, str):
             if asked:
-                raise own_failure or RuntimeError(f"rank 0 could not write the model: {asked}")
+                raise own_failure or RuntimeError(f"writing the model failed on rank 0: {asked}")
             return
         own = [request for request in asked if request.rank == group.rank]
         try:
@@ -135,8 +135,8 @@ def _ready(
         Exception: the exception of `make`, on its rank.
         _NotReadyError: `make` raised on another rank.
     """
-    doing = "read its part of the model"
-    return on_every_rank(doing, lambda: [make(it) for it in requests], group=group, error_type=_NotReadyError)
+    doing = "reading a part of the model"
+    return run_or_raise_peer_error(doing, lambda: [make(it) for it in requests], group=group, error_type=_NotReadyError)
 
 
 def _values(state: Mapping[str, ShardedTensor], request: _BoxRequest) -> torch.Tensor:

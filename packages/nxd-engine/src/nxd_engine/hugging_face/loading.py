@@ -31,7 +31,7 @@ from nxd_engine.hugging_face.conversion import Shapes, reference_model
 from nxd_engine.hugging_face.folder import PathLike, read_config
 from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource
 from nxd_engine.logs import get_logger
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_engine.unwrap import plain_model
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 33, 4096  # spread over a file from its first to its last bytes
@@ -71,14 +71,14 @@ def load_pretrained(
     """
     check_dtype(dtype)
     module = plain_model(model)
-    found = on_every_rank(f"open {folder}", lambda: model_tensors(folder))
-    on_meta = on_every_rank("make room for the weights", lambda: make_room(module, dtype))
+    found = run_or_raise_peer_error(f"opening {folder}", lambda: model_tensors(folder))
+    on_meta = run_or_raise_peer_error("making room for the weights", lambda: make_room(module, dtype))
     state, source = model_state(module), found.source
     missing = sorted(state.keys() - source.tensors.keys())
     needed = on_meta.union(name for name in missing if strict and name not in may_lack)
     lacking = [name for name in missing if name in needed]
     _agree(folder, source, state, unexpected=found.unexpected, lacking=lacking, strict=strict)
-    on_every_rank(f"read {folder}", lambda: fill_state(source, state))
+    run_or_raise_peer_error(f"reading {folder}", lambda: fill_state(source, state))
     return missing
 
 

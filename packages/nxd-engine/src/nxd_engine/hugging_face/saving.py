@@ -20,7 +20,7 @@ from nxd_engine.hugging_face.folder import PathLike, write_config
 from nxd_engine.hugging_face.gathering import gathered
 from nxd_engine.hugging_face.loading import check_dtype, read_model_config, stored_shapes
 from nxd_engine.hugging_face.rearrangement import RearrangedSource, inverse
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_engine.unwrap import plain_model
 
 # A folder with any of these files holds a model, whose config must not be replaced.
@@ -58,8 +58,8 @@ def save_pretrained(
     check_dtype(dtype)
     parse_size(max_shard_size)
     module = plain_model(model)
-    state = on_every_rank(
-        "read its part of the model", lambda: as_sharded_state(saved_here(module, model_state(module)))
+    state = run_or_raise_peer_error(
+        "reading a part of the model", lambda: as_sharded_state(saved_here(module, model_state(module)))
     )
     group = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
     with gathered(state, group) as everything:

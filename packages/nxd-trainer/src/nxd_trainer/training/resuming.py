@@ -21,7 +21,7 @@ from nxd_engine.checkpoints.model_description import (
 )
 from nxd_engine.checkpoints.stored_values import USER_CONTENT, unpack_value
 from nxd_engine.logs import get_logger
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_state import all_gather_object, get_mesh, get_world_group, seed_model_parallel, set_rng_state
 from torch import Tensor
 
@@ -205,8 +205,8 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         ValueError: the checkpoint has a different model or data.
         CheckpointError: the checkpoint is damaged; on all ranks.
     """
-    checkpoint = on_every_rank(
-        f"open {root}/{tag}", lambda: nxd_ckpt.open_checkpoint(root, tag), error_type=CheckpointError
+    checkpoint = run_or_raise_peer_error(
+        f"opening {root}/{tag}", lambda: nxd_ckpt.open_checkpoint(root, tag), error_type=CheckpointError
     )
     where = f"{root}/{tag}"
     content = _run_content(checkpoint, root)

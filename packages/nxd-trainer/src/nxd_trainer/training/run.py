@@ -15,7 +15,7 @@ import torch
 from nxd_ckpt import files
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
 from nxd_engine.logs import get_logger
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import all_gather_object, get_device, get_world_group, is_host, records_graphs, step_boundary
 from nxd_state.neuron import extracting_graphs
@@ -110,7 +110,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     tag = resume_from_memory(state) or resume_run(state)
     load_reference(state)
     _renew_in_order(state)
-    state.trackers = on_every_rank("open its trackers", lambda: _trackers(state), error_type=ValueError)
+    state.trackers = run_or_raise_peer_error("opening the trackers", lambda: _trackers(state), error_type=ValueError)
     report_gradients(state)
     return state, tag
 

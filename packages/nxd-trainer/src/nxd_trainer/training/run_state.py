@@ -9,7 +9,7 @@ from typing import IO, Any, TypeVar
 from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.adapters import check_can_be_merged
 from nxd_engine.checkpoints.model_description import ModelDescription
-from nxd_engine.rank_sync import on_every_rank
+from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_optim import WeightAverage
 from nxd_state import (
     ParallelDegrees,
@@ -110,7 +110,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         ValueError: the recipe does not fit the layout, or the data cannot be used; the same error on every rank.
     """
     data_parallel = get_group("dp")
-    source = on_every_rank("determine its model", lambda: recipe_model(recipe), error_type=ValueError)
+    source = run_or_raise_peer_error("determining the model", lambda: recipe_model(recipe), error_type=ValueError)
     vocab_size = source.description.config.get("vocab_size")
     check_layout(recipe, data_parallel.size, vocab_size=vocab_size)
     origin = on_first_rank_of_each_host(lambda: find_origin(recipe, source.description.config))
@@ -137,7 +137,7 @@ def build_run_state(recipe: Recipe) -> RunState:
         train_loader = StreamLoader(data.stream, seed=recipe.train.seed, **sizes)
     held_out_loader = HeldOutLoader(data.held_out, num_batches=recipe.train.eval_batches, **sizes)
     model = build_model(built, source)
-    on_every_rank("check its adapters", lambda: check_can_be_merged(model), error_type=ValueError)
+    run_or_raise_peer_error("checking the adapters", lambda: check_can_be_merged(model), error_type=ValueError)
     reference = _build_reference(recipe) if recipe.dpo.beta else None
     return RunState(
         recipe=recipe,
