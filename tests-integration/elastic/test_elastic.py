@@ -178,7 +178,7 @@ def test_rank_that_dies_while_another_joins_costs_one_step_at_most(start, moment
     if moment == "announced":
         run.wait_until(lambda: 0 in keys.announced(following, 4))
     else:
-        run.wait_until(lambda: keys.closed(following) is not None)
+        run.wait_until(lambda: keys.fixed_generation(following) is not None)
     taken = run.records()[-1].step
     os.kill(run.rank(victim).pid, signal.SIGKILL)
 

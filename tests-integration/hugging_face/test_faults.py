@@ -51,7 +51,7 @@ def test_folder_that_is_damaged_for_one_rank_fails_on_all(run_ranks, make_folder
 
     for message, (kind, text), (other_kind, other_text) in zip(damaged, first[0], second[0], strict=True):
         assert (kind, other_kind) == (PeerError, CheckpointError)
-        assert text.startswith(f"opening {damaged[message]} failed on rank 1: ")
+        assert text.startswith(f"opening {whole} failed on rank 1: ")
         assert message in text
         assert message in other_text
     assert first[1]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_trainer_that_waits_to_join_ends_with_the_training(ending, deadline):
     keys, process = GenerationKeys(dist.HashStore()), Process.of(os.getpid())
     trains, comes = (Member(slot, f"{slot}-own", process, process) for slot in range(2))
-    keys.close(Generation(1, [trains], ParallelDegrees(dp=1)))
+    keys.fix_members(Generation(1, [trains], ParallelDegrees(dp=1)))
     settings = RendezvousSettings(
         slots=2, grace=1.0, silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks)
     )
@@ -43,7 +43,7 @@ def test_nobody_goes_on_with_a_training_that_was_stopped_or_has_failed(comes_bac
     again = {"after": 0, "replaces": True} if comes_back == "after a death" else {"after": 1}
     for ending in ("stopped", "failed"):
         keys = GenerationKeys(dist.HashStore())
-        keys.close(Generation(1, [Member(0, "before", process, process)], ParallelDegrees(dp=1)))
+        keys.fix_members(Generation(1, [Member(0, "before", process, process)], ParallelDegrees(dp=1)))
         keys.end(1, GenerationEnd(ending, "rank 3 of the launch failed: no such file"))
         own = Member(0, "again", process, process)
 
@@ -57,7 +57,7 @@ def test_nobody_goes_on_with_a_training_that_was_stopped_or_has_failed(comes_bac
 def test_another_start_goes_on_with_a_stopped_training(deadline):
     keys, process = GenerationKeys(dist.HashStore()), Process.of(os.getpid())
     before, after = (Member(0, incarnation, process, process) for incarnation in ("before", "after"))
-    keys.close(Generation(1, [before], ParallelDegrees(dp=1)))
+    keys.fix_members(Generation(1, [before], ParallelDegrees(dp=1)))
     keys.end(1, GenerationEnd("stopped", "the training has ended"))
     settings = RendezvousSettings(
         slots=1, grace=deadline(30), silence=deadline(30), choose=lambda ranks: ParallelDegrees(dp=ranks)
@@ -74,8 +74,8 @@ def test_another_start_goes_on_with_a_stopped_training(deadline):
     [
         ("1/over", "{", "Expecting property name"),
         ("1/over", '["over and out", "bye"]', "unknown end of a generation: 'over and out'"),
-        ("1/closed", "[]", "TypeError"),
-        ("1/closed", '{"members": [{"slot": "0"}]}', "KeyError"),
+        ("1/members", "[]", "TypeError"),
+        ("1/members", '{"members": [{"slot": "0"}]}', "KeyError"),
         ("latest", "\x1b[2Jtwo", r"\\x1b\[2Jtwo"),
         ("latest", "[" * 100_000, "RecursionError"),
     ],
@@ -83,7 +83,7 @@ def test_another_start_goes_on_with_a_stopped_training(deadline):
 def test_what_no_trainer_has_written_into_the_store_is_an_error_that_says_so(key, forged, said):
     store, process = dist.HashStore(), Process.of(os.getpid())
     keys, own = GenerationKeys(store), Member(0, "own", process, process)
-    keys.close(Generation(1, [Member(1, "other", process, process)], ParallelDegrees(dp=1)))
+    keys.fix_members(Generation(1, [Member(1, "other", process, process)], ParallelDegrees(dp=1)))
     store.set(f"nxd_elastic/{key}", forged)
     settings = RendezvousSettings(slots=2, grace=1.0, silence=1.0, choose=lambda ranks: ParallelDegrees(dp=ranks))
 

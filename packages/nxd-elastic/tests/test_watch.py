@@ -27,7 +27,7 @@ class NextGenerationBegins:
     def end_of(self, number):
         if number == self._following.number:
             return None
-        self.watch.exit()
+        self.watch.pause()
         self.watch.settle()
         self.watch.enter(self._following)
         return GenerationEnd("lost", "a rank of the first generation is lost")
@@ -70,8 +70,8 @@ def test_trainer_that_works_on_after_the_others_are_done_is_not_killed(deadline)
 
     watch.start()
     assert keys.has_been_looked_at_long_after.wait(deadline(60))  # this process would have been killed
-    watch.leave()
-    watch.end()
+    watch.finish()
+    watch.stop_thread()
 
     assert watch.end_of_generation.ending == "done"
 
@@ -86,6 +86,6 @@ def test_end_of_a_generation_that_the_trainer_has_left_meanwhile_does_not_end_th
 
     keys.watch.start()
     assert keys.has_looked_at_following.wait(deadline(30))
-    keys.watch.end()
+    keys.watch.stop_thread()
 
     assert keys.watch.end_of_generation is None

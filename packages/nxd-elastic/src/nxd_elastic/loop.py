@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import nxd_ckpt
 import torch.distributed as dist
@@ -63,6 +63,13 @@ class Options:
         for name in ("grace", "silence"):
             if not 1 <= getattr(self, name) < 1e6:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, 1 or more")
+
+
+@dataclass(frozen=True)
+class TrainingResult(Generic[T]):
+    """The result of the training, on a rank that took part until its end."""
+
+    value: T
 
 
 class Membership:
@@ -161,7 +168,7 @@ def run(
             flush=True,
         )
         sys.exit(0)
-    return trained[0]
+    return trained.value
 
 
 def check_launch() -> None:
@@ -179,7 +186,7 @@ def run_as_trainer(
     options: Options,
     layouts: Sequence[ParallelDegrees],
     accepts: Callable[[ParallelDegrees], bool],
-) -> tuple[T] | None:
+) -> TrainingResult[T] | None:
     """Like `run`, in a process that a supervisor forked.
 
     Returns:
@@ -225,13 +232,13 @@ class _Trainer:
     def watched(self) -> Iterator[None]:
         """Run the thread that sends heartbeats; the supervisor gets them until the interpreter exits."""
         self._watch.start()
-        atexit.register(self._watch.end)
+        atexit.register(self._watch.stop_thread)
         try:
             yield
         finally:
-            self._watch.leave()
+            self._watch.finish()
 
-    def run(self, train_once: Callable[[Membership], T]) -> tuple[T] | None:
+    def run(self, train_once: Callable[[Membership], T]) -> TrainingResult[T] | None:
         before: Generation | None = None
         while not self._has_been_stopped():
             after = before.number if before else 0
@@ -252,7 +259,9 @@ class _Trainer:
                 return result
         return None
 
-    def _take_part(self, train_once: Callable[[Membership], T], generation: Generation, rank: int) -> tuple[T] | None:
+    def _take_part(
+        self, train_once: Callable[[Membership], T], generation: Generation, rank: int
+    ) -> TrainingResult[T] | None:
         """Train in a generation; None if another one follows."""
         _set_environment(generation, rank, self._own)
         servers = self._keys.servers(generation)
@@ -265,7 +274,7 @@ class _Trainer:
             end = GenerationEnd("stopped" if membership.stopped else "done", "the training has ended")
             end = self._keys.end(generation.number, end)
             if end.ending in ("stopped", "done"):
-                return (result,)
+                return TrainingResult(result)
             if end.ending == "failed":
                 raise PeerError(end.reason)
             del result  # a rank was lost before it knew that everything is saved: all check again
@@ -321,7 +330,7 @@ class _Trainer:
             time.sleep(_POLL_SECONDS)
         if end.ending == "failed":
             raise PeerError(end.reason)
-        self._watch.exit()
+        self._watch.pause()
         self._watch.settle()
         return end
 
@@ -335,7 +344,7 @@ class _Trainer:
 
     def _clean_up(self) -> None:
         """End the generation's communication and saves, and free its memory."""
-        self._watch.exit()
+        self._watch.pause()
         abort_model_parallel("this generation is over")
         abandon_checkpoint()
         nxd_ckpt.end_async_saves()

@@ -1,7 +1,7 @@
 """Members and generations of an elastic job, and the keys of the job's store through which they find each other.
 
-A generation is a set of trainers that train together, numbered from 1. The key `closed` holds its members, and `over`
-the reason why it ended. Each is written once: the first value counts. All values are JSON.
+A generation is a set of trainers that train together, numbered from 1. The key `members` holds its members and
+layout, and `over` the reason why it ended. Each is written once: the first value counts. All values are JSON.
 """
 
 import json
@@ -91,7 +91,7 @@ class GenerationKeys:
         self._store = dist.PrefixStore(PREFIX, store)
 
     def latest(self) -> int:
-        """Return the number of a closed generation, at most one or two behind the newest; 0 before the first."""
+        """Return the number of a fixed generation, at most one or two behind the newest; 0 before the first."""
         return self._read("latest", int) or 0
 
     def announce(self, number: int, member: Member) -> None:
@@ -103,18 +103,18 @@ class GenerationKeys:
         found = {slot: self._read(f"{number}/announced/{slot}", Member.from_json) for slot in range(slots)}
         return {slot: member for slot, member in found.items() if member is not None}
 
-    def close(self, generation: Generation) -> None:
+    def fix_members(self, generation: Generation) -> None:
         """Fix the members of a generation, unless another trainer did so first."""
         content = {
             "members": [asdict(member) for member in generation.members],
             "degrees": asdict(generation.degrees),
         }
-        self._store.compare_set(f"{generation.number}/closed", "", json.dumps(content))
+        self._store.compare_set(f"{generation.number}/members", "", json.dumps(content))
         self._store.set("latest", str(generation.number))
 
-    def closed(self, number: int) -> Generation | None:
+    def fixed_generation(self, number: int) -> Generation | None:
         """Return a generation once its members are fixed; None before."""
-        return self._read(f"{number}/closed", lambda content: _generation_from(number, content))
+        return self._read(f"{number}/members", lambda content: _generation_from(number, content))
 
     def end(self, number: int, end: GenerationEnd) -> GenerationEnd:
         """Record why a generation ended; returns the end that was recorded first."""

@@ -55,15 +55,15 @@ def join(
     """
     number, is_new_launch = max(after, keys.latest()), after == 0 and not replaces
     while True:
-        closed = keys.closed(number)
-        if closed is None and number > 0:  # `latest` is set after a generation is closed
+        latest = keys.fixed_generation(number)
+        if latest is None and number > 0:  # `latest` is set after the members are fixed
             number -= 1
             continue
-        if closed is not None and number > after and own.incarnation in closed.incarnations:
-            return closed
-        end = None if closed is None else keys.end_of(number)
-        if closed is not None and end is None and number > after:
-            end = _ask_to_end(keys, own, closed)
+        if latest is not None and number > after and own.incarnation in latest.incarnations:
+            return latest
+        end = None if latest is None else keys.end_of(number)
+        if latest is not None and end is None and number > after:
+            end = _ask_to_end(keys, own, latest)
         if _ends_training(end, is_new_launch=is_new_launch):
             return None
         number += 1
@@ -84,13 +84,13 @@ def _ends_training(end: GenerationEnd | None, *, is_new_launch: bool = False) ->
     return True
 
 
-def _ask_to_end(keys: GenerationKeys, own: Member, closed: Generation) -> GenerationEnd | None:
+def _ask_to_end(keys: GenerationKeys, own: Member, latest: Generation) -> GenerationEnd | None:
     """Ask a generation without this trainer to end; if this trainer replaces a member, the generation has ended."""
-    replaced = [member for member in closed.members if member.slot == own.slot]
+    replaced = [member for member in latest.members if member.slot == own.slot]
     if replaced:
         reason = f"rank {own.slot} of the launch is lost: its process {replaced[0].process.pid} has been replaced"
-        return keys.end(closed.number, GenerationEnd("lost", reason))
-    keys.ask_for_change(closed.number)
+        return keys.end(latest.number, GenerationEnd("lost", reason))
+    keys.ask_for_change(latest.number)
     return None
 
 
@@ -99,7 +99,7 @@ class _Attempt:
 
     def __init__(self, keys: GenerationKeys, own: Member, settings: RendezvousSettings, number: int) -> None:
         self._keys, self._own, self._settings, self._number = keys, own, settings, number
-        before = keys.closed(number - 1)
+        before = keys.fixed_generation(number - 1)
         self._before = {} if before is None else {member.slot: member for member in before.members}
         self._heartbeats = Heartbeats(keys, own, settings.silence)
 
@@ -111,7 +111,7 @@ class _Attempt:
         self._keys.announce(self._number, self._own)
         began = time.monotonic()
         has_ended = self._number == 1 or before is not None
-        while self._keys.closed(self._number) is None:
+        while self._keys.fixed_generation(self._number) is None:
             if not has_ended:
                 end = self._keys.end_of(self._number - 1)
                 if _ends_training(end):
@@ -133,7 +133,7 @@ class _Attempt:
             return
         degrees = self._settings.choose(len(ready))
         if degrees is not None and self._own.slot in ready:
-            self._keys.close(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
+            self._keys.fix_members(Generation(self._number, [ready[slot] for slot in sorted(ready)], degrees))
         elif waited > self._settings.grace * _PATIENCE:
             raise PeerError(
                 f"{len(ready)} of {slots} ranks are left, too few for the minimum or the layouts of --elastic, and no "

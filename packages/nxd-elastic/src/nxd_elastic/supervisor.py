@@ -120,7 +120,10 @@ class _Supervisor:
 
     def run(self) -> SupervisorPipe | int:
         if self._most_restarts() == 0:
-            self._say("will not be replaced if it is lost, because torchrun's --max-restarts is 0; set it to 100, say")
+            self._say(
+                "will not be replaced if it is lost, because torchrun's --max-restarts is 0; "
+                "set it to a value such as 100"
+            )
         while True:
             hold_standard_streams()
             reading, writing = os.pipe()

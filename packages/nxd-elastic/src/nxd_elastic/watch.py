@@ -55,28 +55,28 @@ class Watch(threading.Thread):
         self._watched: list[Member] = []
         self._heartbeats = Heartbeats(keys, own, silence)
         self._lock = threading.Lock()  # held while the generation changes, or its communication is aborted
-        self._has_left, self._ended = threading.Event(), threading.Event()
+        self._has_finished, self._must_stop = threading.Event(), threading.Event()
         self._kill_at = float("inf")
 
     def run(self) -> None:
-        """Send and check heartbeats until `end`."""
+        """Send and check heartbeats until `stop_thread`."""
         count = 0
-        while not self._ended.is_set():
+        while not self._must_stop.is_set():
             try:
-                if not self._has_left.is_set():
+                if not self._has_finished.is_set():
                     self._keys.beat(self._own.incarnation, count)
                     self._look()
             except (dist.DistError, PeerError) as error:
-                if self._has_left.is_set():  # the store ended with the run
+                if self._has_finished.is_set():  # the store ended with the run
                     continue
                 prefix = "" if isinstance(error, PeerError) else "the job's store cannot be reached, its host is gone: "
-                self._leave(self._generation, GenerationEnd("failed", f"{prefix}{error}"))
+                self._abort(self._generation, GenerationEnd("failed", f"{prefix}{error}"))
                 return
             self._pipe.send(ALIVE)
             if time.monotonic() > self._kill_at:  # the main thread is stuck; the supervisor starts another process
                 os.kill(os.getpid(), signal.SIGKILL)
             count += 1
-            self._ended.wait(_INTERVAL)
+            self._must_stop.wait(_INTERVAL)
 
     def enter(self, generation: Generation) -> None:
         """Start to watch the members of a generation."""
@@ -86,7 +86,7 @@ class Watch(threading.Thread):
             self._watched = list(self._to_watch(generation))
             self._heartbeats = Heartbeats(self._keys, self._own, self._silence)
 
-    def exit(self) -> None:
+    def pause(self) -> None:
         """Stop watching: the main thread has left its generation, and cleans up until it calls `settle`."""
         with self._lock:
             self._generation = None
@@ -101,15 +101,15 @@ class Watch(threading.Thread):
         """Return the first of these members that is lost; None if none is."""
         return next((member for member in members if self._heartbeats.is_lost(member)), None)
 
-    def leave(self) -> None:
-        """Leave the job: training has ended, and the process may continue for any time without the others."""
+    def finish(self) -> None:
+        """Stop watching for good: training has ended, and the process may continue for any time without the others."""
         with self._lock:
             self._generation, self._kill_at = None, float("inf")
-            self._has_left.set()
+            self._has_finished.set()
 
-    def end(self) -> None:
-        """End the thread, as the process ends."""
-        self._ended.set()
+    def stop_thread(self) -> None:
+        """Stop the thread, as the process ends."""
+        self._must_stop.set()
         self.join()
         self._pipe.send(ENDING)
 
@@ -122,12 +122,12 @@ class Watch(threading.Thread):
             reason = f"rank {lost.slot} of the launch is lost: its process {lost.process.pid} has ended or is silent"
             end = self._keys.end(generation.number, GenerationEnd("lost", reason))
         if end is not None:
-            self._leave(generation, end)
+            self._abort(generation, end)
         elif not self.change_wanted and self._keys.change_is_wanted(generation.number):
             with self._lock:
                 self.change_wanted = generation is self._generation
 
-    def _leave(self, generation: Generation | None, end: GenerationEnd) -> None:
+    def _abort(self, generation: Generation | None, end: GenerationEnd) -> None:
         """Interrupt the main thread's communication, unless it has already left this generation.
 
         The main thread has three times the allowed silence to leave and clean up; then the process is killed.

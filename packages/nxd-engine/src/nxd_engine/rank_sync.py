@@ -63,7 +63,7 @@ def run_or_raise_peer_error(
 ) -> T:
     """Call `act`; return its result once it has returned on every rank. Called by all ranks of the group.
 
-    A rank on which `act` fails raises its own exception, with its type and traceback, and the other ranks a `PeerError`;
+    A rank on which `act` fails raises its own exception, with type and traceback, and the other ranks a `PeerError`;
     `nxd_state.on_every_rank` raises one text on all ranks instead. Without a group, this just calls `act` if model
     parallelism is not initialized.
 

@@ -39,7 +39,7 @@ from nxd_engine.checkpoints.stored_values import (
     unpack_value,
 )
 from nxd_engine.rank_sync import agree
-from nxd_engine.unwrap import UnwrappedObjects, describe_objects, unwrap_objects, tied_names
+from nxd_engine.unwrap import UnwrappedObjects, describe_objects, tied_names, unwrap_objects
 
 _logger = logging.getLogger(__name__)
 

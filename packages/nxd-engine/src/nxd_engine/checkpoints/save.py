@@ -251,7 +251,10 @@ def _write(
         state = prepared.tensors
         if state is None:  # the adapters' weights are merged, or unmerged, only now
             state = on_every_rank(
-                coordinator, doing, lambda: tensors_to_save(prepared.unwrapped, prepared.contents), error_type=ValueError
+                coordinator,
+                doing,
+                lambda: tensors_to_save(prepared.unwrapped, prepared.contents),
+                error_type=ValueError,
             )
         save = nxd_ckpt.async_save if in_background else nxd_ckpt.save
         handle = save(

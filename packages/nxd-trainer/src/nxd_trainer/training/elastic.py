@@ -105,7 +105,7 @@ def train_elastically(
         return result
 
     trained = run_as_trainer(train_once, pipe, elastic.options, elastic.layouts, elastic.accepts)
-    return None if trained is None else trained[0]
+    return None if trained is None else trained.value
 
 
 @dataclass
