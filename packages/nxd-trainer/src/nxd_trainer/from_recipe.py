@@ -6,7 +6,7 @@
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,29 +25,19 @@ from nxd_engine.checkpoints.model_description import (
 from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, llama_spec, training_config, transformers_spec
-from nxd_layers.activation_checkpoint import named_transformer_layers
 from nxd_layers.experts import BalanceConfig, RouterLayer
 from nxd_layers.hf import find_routers, is_transformers_model
 from nxd_lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import materialize
-from nxd_state import (
-    compile_backend,
-    get_device,
-    keep_compiled_code_private,
-    records_graphs,
-    seed_model_parallel,
-    widest_float,
-)
+from nxd_state import records_graphs, seed_model_parallel
 from torch import Tensor, nn
 
-from nxd_trainer.data import Batch, Tokenizer, load_tokenizer
+from nxd_trainer.data import Tokenizer, load_tokenizer
 from nxd_trainer.dpo import REFERENCE, with_dpo_loss
+from nxd_trainer.forward import DTYPES, NUM_ITEMS, compile_layers
 from nxd_trainer.recipe import Recipe, padded_vocab_size
 from nxd_trainer.recipe.rules import SIZES
-from nxd_trainer.recipe.sections import DTYPE_NAMES
-
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 # Defaults of our Llama for keys that the recipe leaves to the architecture.
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -59,9 +49,6 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
 
 # Transformers types that attend within a document only, which starts where positions restart; a test compares each.
 PACKED_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "glm4")
-
-# Transformers models divide their sum of losses by this input, or without it by the labels in the microbatch.
-NUM_ITEMS = "num_items_in_batch"
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
@@ -272,52 +259,6 @@ def _balance_experts(recipe: Recipe, model: NxDModel, routers: Mapping[str, Rout
         model.balance_experts(config, routers)
     except ValueError as error:  # the recipe's keys have the same names
         raise ValueError(f"moe.{error}") from error
-
-
-def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> None:
-    """Compile each repeated layer of a model in place, when it first runs; equal layers share compiled code.
-
-    Shapes are static, so each batch shape is compiled separately. The layers are those of `layer_class`, or found as
-    for activation checkpointing.
-
-    Raises:
-        ValueError: the device compiles whole steps, or the model has no such layers.
-        PermissionError: other users could write to the compiler's cache.
-    """
-    if records_graphs():
-        raise ValueError(
-            "train.compile=true does not support XLA, which compiles the whole step itself; set train.compile=false"
-        )
-    keep_compiled_code_private()
-    for layer in named_transformer_layers(model, layer_class).values():
-        layer.compile(backend=compile_backend(), dynamic=False)
-
-
-def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
-    """Return a batch as the model's inputs, except for the outputs of a reference model.
-
-    Labels are the next tokens; transformers models take them as `shift_labels`.
-    """
-    values = {
-        "input_ids": batch.input_ids,
-        "labels": batch.labels,
-        "shift_labels": batch.labels,
-        "position_ids": batch.position_ids,
-    }
-    if "document_ids" in names:
-        values["document_ids"] = (batch.position_ids == 0).cumsum(1)
-    if NUM_ITEMS in names:
-        learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
-        values[NUM_ITEMS] = learned / microbatches
-    return {name: values[name] for name in names if name != REFERENCE}
-
-
-def autocast(recipe: Recipe) -> torch.autocast:
-    """Return the context for forward passes, with matrix products in the type of `train.autocast`."""
-    # A cache would keep a bfloat16 copy of every weight until the end of the step.
-    name = recipe.train.autocast
-    dtype = torch.bfloat16 if name == "none" else DTYPES[name]
-    return torch.autocast(get_device().type, dtype=dtype, enabled=name != "none", cache_enabled=False)
 
 
 def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelSpec:

@@ -20,7 +20,7 @@ def import_hugging_face(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     from nxd_engine import hugging_face  # noqa: PLC0415 - it loads torch
 
-    from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
+    from nxd_trainer.forward import DTYPES  # noqa: PLC0415
 
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     reports_user_errors(
@@ -49,7 +49,7 @@ def export(arguments: Sequence[str]) -> int:
     _add_max_shard_size(parser)
     options = parse(parser, arguments)
     from nxd_trainer.export import export_hugging_face  # noqa: PLC0415 - it loads torch
-    from nxd_trainer.from_recipe import DTYPES  # noqa: PLC0415
+    from nxd_trainer.forward import DTYPES  # noqa: PLC0415
 
     target = reports_user_errors(
         lambda: export_hugging_face(

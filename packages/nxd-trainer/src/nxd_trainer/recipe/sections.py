@@ -96,7 +96,7 @@ class ParallelSection:
         None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, or 1800", above=0
     )
     pad_heads: bool = option(
-        False, "pad the heads of model.factory to fit tensor_parallel_size; transformers models always do"
+        False, "pad the heads of model.factory to fit tensor_parallel_size; transformers models are always padded"
     )
 
     @property

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol, Self
@@ -104,9 +104,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     Raises:
         ValueError: the recipe does not fit the ranks, the data or the checkpoint; the same error on every rank.
     """
-    lock = lock_output(recipe.output)
-    state = build_run_state(recipe)
-    state.output_lock = lock
+    state = build_run_state(recipe, output_lock=lock_output(recipe.output))
     tag = resume_from_memory(state) or resume_run(state)
     load_reference(state)
     _renew_in_order(state)
@@ -177,7 +175,7 @@ def run_training(state: RunState, resumed: str | None, stop: StopSignal) -> Trai
         saver = RunSaver(state, logger.info)
         in_memory = MemorySaver(state, logger.warning)
         with announced_to_waiting_ranks():
-            result = _run_steps(state, progress, metrics, saver, in_memory, stop)
+            result = _Loop(state, progress, metrics, saver, in_memory).run(stop)
             saver.close()
     if state.is_writer:
         _report(state, logger, metrics.file)
@@ -239,56 +237,73 @@ def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
         evaluate(state)
 
 
-def _run_steps(
-    state: RunState,
-    progress: ProgressDisplay,
-    metrics: MetricsLog,
-    saver: RunSaver,
-    in_memory: MemorySaver,
-    stop: StopSignal,
-) -> TrainResult:
-    recipe = state.recipe
-    throughput, steps = Throughput(), StepsInFlight(state)
-    stragglers = StragglerWatch(get_logger("nxd_trainer").warning)
-    loss, tokens_seen = math.nan, state.train_loader.tokens_seen
-    while state.step < recipe.last_step and not steps.stopping and not state.early_stopping.is_due:
-        with stragglers.step():
-            steps.begin(stopping=(CAN_WAIT if stop.can_wait else URGENT) if stop.signal_number else 0.0)
-        for step in steps.finish(all_of_them=_needs_results(recipe, state.step)):
-            loss = step.loss
-            _check_finite(state, saver, step)
-            in_memory.finish()  # before the step counts: losing a rank after this costs only this step
-            throughput.add(recipe.train.global_batch_size, step.tokens_seen - tokens_seen)
-            tokens_seen = step.tokens_seen
-            progress.advance(step.number)
-            is_last = step.number == (state.step if steps.stopping else recipe.last_step)
-            evaluates = step.number == recipe.last_step or _is_due(step.number, recipe.train.eval_every)
-            held_out_loss = None
-            if evaluates and recipe.train.eval_every and not steps.is_urgent:
-                with throughput.paused():
-                    held_out_loss = evaluate(state)
-            if held_out_loss is not None and _is_due(step.number, recipe.train.eval_every):
-                state.early_stopping.add(held_out_loss)
-                is_last = is_last or state.early_stopping.is_due
-            if _is_due(step.number, recipe.train.log_every) or is_last or held_out_loss is not None or step.number == 1:
-                record = _record(step, throughput, held_out_loss, stragglers.compare())
-                progress.log(record)
-                metrics.log(record)
-            if _is_due(step.number, recipe.checkpoint.memory_every):
-                saver.finish()
-                in_memory.save()
-            if _is_due(step.number, recipe.checkpoint.save_every) or is_last:
-                in_memory.finish()
-                with throughput.paused():
-                    saver.save(held_out_loss)
-            saver.poll()
-    stopping = state.early_stopping
-    if stopping.is_due:
-        get_logger("nxd_trainer").info(
-            f"stopped early at step {state.step}: no held-out loss below {stopping.best_loss:.4f} in "
-            f"{stopping.num_without_gain} evaluations (train.early_stopping_patience)"
-        )
-    return TrainResult(step=state.step, loss=loss, stopped=steps.stopping)
+@dataclass
+class _Loop:
+    """The steps of a run; each may also be evaluated, reported and saved."""
+
+    state: RunState
+    progress: ProgressDisplay
+    metrics: MetricsLog
+    saver: RunSaver
+    in_memory: MemorySaver
+    throughput: Throughput = field(default_factory=Throughput)
+    stragglers: StragglerWatch = field(default_factory=lambda: StragglerWatch(get_logger("nxd_trainer").warning))
+
+    def run(self, stop: StopSignal) -> TrainResult:
+        state, last_step = self.state, self.state.recipe.last_step
+        steps, stopping = StepsInFlight(state), state.early_stopping
+        loss, tokens_seen = math.nan, state.train_loader.tokens_seen
+        while state.step < last_step and not steps.stopping and not stopping.is_due:
+            with self.stragglers.step():
+                steps.begin(stopping=(CAN_WAIT if stop.can_wait else URGENT) if stop.signal_number else 0.0)
+            for step in steps.finish(all_of_them=_needs_results(state.recipe, state.step)):
+                loss = step.loss
+                _check_finite(state, self.saver, step)
+                self.in_memory.finish()  # before the step counts: losing a rank after this costs only this step
+                self.throughput.add(state.recipe.train.global_batch_size, step.tokens_seen - tokens_seen)
+                tokens_seen = step.tokens_seen
+                self.progress.advance(step.number)
+                held_out_loss = None if steps.is_urgent else self._evaluate_if_due(step.number)
+                is_last = step.number == (state.step if steps.stopping else last_step)
+                is_last = is_last or (held_out_loss is not None and stopping.is_due)
+                self._report_if_due(step, held_out_loss, is_last=is_last)
+                self._save_if_due(step.number, held_out_loss, is_last=is_last)
+        if stopping.is_due:
+            get_logger("nxd_trainer").info(
+                f"stopped early at step {state.step}: no held-out loss below {stopping.best_loss:.4f} in "
+                f"{stopping.num_without_gain} evaluations (train.early_stopping_patience)"
+            )
+        return TrainResult(step=state.step, loss=loss, stopped=steps.stopping)
+
+    def _evaluate_if_due(self, step: int) -> float | None:
+        """Return the held-out loss, which counts for early stopping; None if no evaluation is due."""
+        every = self.state.recipe.train.eval_every
+        is_regular = _is_due(step, every)
+        if not every or not (is_regular or step == self.state.recipe.last_step):
+            return None
+        with self.throughput.paused():
+            held_out_loss = evaluate(self.state)
+        if held_out_loss is not None and is_regular:
+            self.state.early_stopping.add(held_out_loss)
+        return held_out_loss
+
+    def _report_if_due(self, step: FinishedStep, held_out_loss: float | None, *, is_last: bool) -> None:
+        is_due = _is_due(step.number, self.state.recipe.train.log_every)
+        if is_due or is_last or held_out_loss is not None or step.number == 1:
+            record = _record(step, self.throughput, held_out_loss, self.stragglers.compare())
+            self.progress.log(record)
+            self.metrics.log(record)
+
+    def _save_if_due(self, step: int, held_out_loss: float | None, *, is_last: bool) -> None:
+        options = self.state.recipe.checkpoint
+        if _is_due(step, options.memory_every):
+            self.saver.finish()
+            self.in_memory.save()
+        if _is_due(step, options.save_every) or is_last:
+            self.in_memory.finish()
+            with self.throughput.paused():
+                self.saver.save(held_out_loss)
+        self.saver.poll()
 
 
 def _needs_results(recipe: Recipe, step: int) -> bool:

@@ -68,26 +68,28 @@ class EarlyStopping:
 
 @dataclass
 class RunState:
-    """The state of a training run on one rank."""
+    """The state of a training run on one rank: first what is fixed, then what changes as it trains."""
 
     recipe: Recipe
     description: ModelDescription  # the model's description, for checkpoints
     input_names: Sequence[str]  # names of the model's inputs
     model: NxDModel
     optimizer: NxDOptimizer
-    train_loader: TrainLoader | StreamLoader  # the data loader, with the position in the data
-    train_batches: TrainBatches  # the loader's batches on the device
-    held_out_loader: HeldOutLoader
     data: RunData  # the run's data
-    early_stopping: EarlyStopping  # count of the evaluations without a lower held-out loss
-    step: int = 0  # optimizer steps taken since the run began, over all invocations
+    held_out_loader: HeldOutLoader
     # for preferences, the model before the run; None without preferences, or if the model without its adapters is the
     # reference
-    reference: NxDModel | None = None
-    average: WeightAverage | None = None  # moving average of the weights; None without `train.ema_decay`
-    # trackers that get the metrics besides their file; only on the rank that writes metrics
+    reference: NxDModel | None
+    output_lock: IO[str] | None  # keeps other runs out of the output folder while this object lives
+
+    train_loader: TrainLoader | StreamLoader  # the data loader, with the position in the data
+    train_batches: TrainBatches  # the loader's batches on the device
+    early_stopping: EarlyStopping  # count of the evaluations without a lower held-out loss
+    average: WeightAverage | None  # moving average of the weights; None without `train.ema_decay`
+    step: int = 0  # optimizer steps taken since the run began, over all invocations
+    # trackers that get the metrics besides their file, opened at the step that a run resumes from; only on the rank
+    # that writes metrics
     trackers: Sequence[Tracker] = ()
-    output_lock: IO[str] | None = None  # keeps other runs out of the output folder while this object lives
 
     @property
     def is_writer(self) -> bool:
@@ -103,8 +105,12 @@ class RunState:
         ).describe()
 
 
-def build_run_state(recipe: Recipe) -> RunState:
+def build_run_state(recipe: Recipe, *, output_lock: IO[str] | None = None) -> RunState:
     """Build the data, model and optimizer of a run at step 0. The mesh must be initialized.
+
+    Args:
+        recipe: the recipe.
+        output_lock: the lock of the output folder, if it is held.
 
     Raises:
         ValueError: the recipe does not fit the layout, or the data cannot be used; the same error on every rank.
@@ -145,12 +151,13 @@ def build_run_state(recipe: Recipe) -> RunState:
         input_names=source.input_names,
         model=model,
         optimizer=build_optimizer(recipe, model),
+        data=data,
+        held_out_loader=held_out_loader,
+        reference=reference,
+        output_lock=output_lock,
         train_loader=train_loader,
         train_batches=TrainBatches(train_loader),
-        held_out_loader=held_out_loader,
-        data=data,
         early_stopping=EarlyStopping(recipe.train.early_stopping_patience, recipe.train.early_stopping_threshold),
-        reference=reference,
         average=_build_average(recipe, model),
     )
 

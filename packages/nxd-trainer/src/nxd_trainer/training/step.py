@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nxd_trainer.data import Batch, concatenate, held_out_batches
 from nxd_trainer.dpo import REFERENCE, model_of_reference, reference_log_probs
-from nxd_trainer.from_recipe import autocast, model_inputs
+from nxd_trainer.forward import autocast, model_inputs
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.optimizers import learning_rate_on
 from nxd_trainer.training.run_state import RunState
