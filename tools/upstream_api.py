@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nxd_neuronx.not_here import NotHere
+from nxd_neuronx.unsupported import Unsupported
 
 RELEASE = "2.29"
 FACTS = Path(__file__).with_suffix(".jsonl")
@@ -122,7 +122,7 @@ def compare(module: str, name: str, arguments: Any) -> Comparison:
     except (ImportError, AttributeError):
         prefix = max((prefix for prefix in REASONS if f"{module}.{name}".startswith(prefix)), key=len)
         return Comparison("not here", REASONS[prefix])
-    if isinstance(ours, NotHere):
+    if isinstance(ours, Unsupported):
         return Comparison("explains", f"{ours.reason}; use {ours.instead}")
     if arguments == VALUE or not callable(ours) or inspect.isbuiltin(ours):
         return Comparison("same", "")

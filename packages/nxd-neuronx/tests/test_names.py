@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from nxd_neuronx.not_here import NotHere
+from nxd_neuronx.unsupported import Unsupported
 
 LIST = Path(__file__).parent / "upstream_names.txt"
 
@@ -36,14 +36,14 @@ def test_each_name_of_a_module_resolves_and_is_public(module):
     found = module_of(module)
 
     assert [name for name in NAMES[module] if not hasattr(found, name)] == []
-    served = {name for name in NAMES[module] if not isinstance(getattr(found, name), NotHere)}
+    served = {name for name in NAMES[module] if not isinstance(getattr(found, name), Unsupported)}
     assert served <= set(getattr(found, "__all__", ()))
 
 
 @pytest.mark.parametrize("module", NAMES)
 def test_a_name_of_the_old_runtime_explains_itself_in_one_line_when_it_is_called(module):
     found = module_of(module)
-    stand_ins = [it for it in (getattr(found, name) for name in NAMES[module]) if isinstance(it, NotHere)]
+    stand_ins = [it for it in (getattr(found, name) for name in NAMES[module]) if isinstance(it, Unsupported)]
 
     for stand_in in stand_ins:
         with pytest.raises(NotImplementedError, match=r"; use ") as raised:

@@ -212,3 +212,19 @@ def test_script_of_one_rank_starts_torch_distributed_and_hears_of_variables_with
 
     assert result.stdout == "1\n", result.stderr
     assert "XLA_USE_BF16=1: no effect without torch-xla" in result.stderr
+
+
+def test_uninstall_restores_torch_and_removes_the_modules():
+    code = """
+import importlib.util
+import torch, torch.distributed as dist
+from nxd_neuronx.xla_stand_in import install, uninstall
+before = torch.jit.load, dist.init_process_group
+install()
+import torch_xla.core.xla_model
+assert torch.ones(1, device="xla").device == torch_xla.core.xla_model.xla_device()
+uninstall()
+assert (torch.jit.load, dist.init_process_group) == before
+assert importlib.util.find_spec("torch_xla") is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -94,6 +94,21 @@ class GroupLimitedRouter(nxd_experts.GroupLimitedRouter):
         )
 
 
+def _gated_activation_of(config: RoutedExpertsMLPOpsConfig) -> Callable[..., Tensor] | None:
+    """Return the gated activation that a config describes; None for the layer's own."""
+    activation = ACT2FN.get(config.hidden_act)
+    if activation is None or not config.glu_mlp:
+        return None
+    return gated_activation(
+        activation,
+        config.glu_type,
+        scale=config.hidden_act_scaling_factor,
+        bias=config.hidden_act_bias,
+        gate_limits=(config.gate_clamp_lower_limit, config.gate_clamp_upper_limit),
+        up_limits=(config.up_clamp_lower_limit, config.up_clamp_upper_limit),
+    )
+
+
 class ExpertMLPsV2(nxd_experts.ExpertMLPs):
     """`nxd_layers.experts.ExpertMLPs`, built from the old configurations.
 
@@ -132,7 +147,6 @@ class ExpertMLPsV2(nxd_experts.ExpertMLPs):
             expert_model_parallel_group=is_other_group(expert_model_parallel_group, "ep"),
         )
         capacity = config.capacity_factor
-        activation = ACT2FN.get(config.hidden_act)
         super().__init__(
             config.num_experts,
             config.top_k,
@@ -142,16 +156,7 @@ class ExpertMLPsV2(nxd_experts.ExpertMLPs):
             config.glu_mlp,
             capacity if capacity is not None and capacity > 0 else None,
             config.normalize_top_k_affinities,
-            gated_activation=None
-            if activation is None or not config.glu_mlp
-            else gated_activation(
-                activation,
-                config.glu_type,
-                scale=config.hidden_act_scaling_factor,
-                bias=config.hidden_act_bias,
-                gate_limits=(config.gate_clamp_lower_limit, config.gate_clamp_upper_limit),
-                up_limits=(config.up_clamp_lower_limit, config.up_clamp_upper_limit),
-            ),
+            gated_activation=_gated_activation_of(config),
             init_method=config.input_layer_init_method or default_linear_init,
             output_layer_init_method=config.output_layer_init_method or default_linear_init,
             dtype=dtype,

@@ -13,9 +13,9 @@ import torch
 from nxd_trace import BucketModelConfig
 from torch import Tensor
 
-from nxd_neuronx.not_here import explains
 from nxd_neuronx.process import get_platform_target
 from nxd_neuronx.traced_model import NxDModel, NxDModelExecutor
+from nxd_neuronx.unsupported import explains
 
 
 class RmsNorm:

@@ -1,10 +1,9 @@
 """Planned ranks, which do not run: scripts build, trace and shard models for inference on them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
-from unittest import mock
 
 import nxd_trace
 import torch
@@ -30,11 +29,20 @@ def mock_distributed(world_size: int) -> Iterator[None]:
 
     Models can be built, traced and sharded inside, but not called.
     """
-    with planned_world(world_size), ExitStack() as patches:
-        for name, value in (("init_process_group", None), ("destroy_process_group", None), ("get_rank", 0)):
-            patches.enter_context(mock.patch.object(dist, name, mock.Mock(return_value=value)))
-        patches.enter_context(mock.patch.object(dist, "get_world_size", mock.Mock(return_value=world_size)))
-        yield
+    answers = {"init_process_group": None, "destroy_process_group": None, "get_rank": 0, "get_world_size": world_size}
+    functions = {name: getattr(dist, name) for name in answers}
+    with planned_world(world_size):
+        try:
+            for name, answer in answers.items():
+                setattr(dist, name, _function_that_returns(answer))
+            yield
+        finally:
+            for name, function in functions.items():
+                setattr(dist, name, function)
+
+
+def _function_that_returns(answer: int | None) -> Callable[..., int | None]:
+    return lambda *args, **kwargs: answer
 
 
 class NxDParallelState:

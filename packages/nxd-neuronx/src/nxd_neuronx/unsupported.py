@@ -12,10 +12,10 @@ _PACKAGE = "neuronx_distributed"
 
 
 class _Area(NamedTuple):
-    """Names that are not here for one reason.
+    """Names that are unsupported for one reason.
 
     Attributes:
-        reason: why the name is not here, worded to follow the name.
+        reason: why the name is unsupported, worded to follow the name.
         instead: the replacement.
         names: names separated by spaces, by module: below `neuronx_distributed`, or of the libraries it needs.
     """
@@ -152,7 +152,7 @@ _AREAS = (
 )
 
 
-class NotHere:
+class Unsupported:
     """Placeholder for a name that is not implemented here.
 
     Attributes:
@@ -167,29 +167,29 @@ class NotHere:
         self.instead = instead
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise a NotImplementedError that says why the name is not here and what to use."""
+        """Raise a NotImplementedError that says why the name is not supported and what to use."""
         raise NotImplementedError(f"{self.name} {self.reason}; use {self.instead}")
 
-    def __getattr__(self, name: str) -> "NotHere":
+    def __getattr__(self, name: str) -> "Unsupported":
         """Return a placeholder for a member, such as `apply` of an autograd function."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return NotHere(f"{self.name}.{name}", self.reason, self.instead)
+        return Unsupported(f"{self.name}.{name}", self.reason, self.instead)
 
     def __repr__(self) -> str:
-        return f"<{self.name}: not here>"
+        return f"<{self.name}: unsupported>"
 
 
-def explains(module: str) -> Callable[[str], NotHere]:
+def explains(module: str) -> Callable[[str], Unsupported]:
     """Return the `__getattr__` of the module with this `__name__`, which finds its names in the table."""
     short = module.removeprefix(f"{_PACKAGE}.")
     found = {
-        name: NotHere(f"{module}.{name}", area.reason, area.instead)
+        name: Unsupported(f"{module}.{name}", area.reason, area.instead)
         for area in _AREAS
         for name in area.names.get(short, "").split()
     }
 
-    def getattr_of_module(name: str) -> NotHere:
+    def getattr_of_module(name: str) -> Unsupported:
         if name in found:
             return found[name]
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

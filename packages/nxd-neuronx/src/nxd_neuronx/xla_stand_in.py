@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
@@ -44,24 +45,35 @@ _CHANGE_NUMBERS = (
     "NEURON_RT_STOCHASTIC_ROUNDING_EN",
 )
 _closures: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+_installed = ExitStack()  # undoes `install`
 _made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
 
 
 def install() -> None:
     """Make `import torch_xla` work in this process, and map "xla" to the process's device and its backend.
 
-    Applies to the workers of traced models too, and to the names of torch-neuronx that inference scripts import. An
-    installed library is left alone.
+    It lasts until `uninstall`: under `nxd run`, for the whole process. Applies to the workers of traced models too, and
+    to the names of torch-neuronx that inference scripts import. An installed library is left alone.
     """
     prepare_workers(install)
     _tell_of_variables()
     if importlib.util.find_spec("torch_neuronx") is None:
         _put_in_place(NEURON_MODULES)
-        torch.jit.load = load_compiled
+        _replace(torch.jit, "load", load_compiled)
     if importlib.util.find_spec("torch_xla") is None:
         _put_in_place(_MODULES)
-        dist.init_process_group = _init_process_group
-        _DeviceNamedXla().__enter__()
+        _replace(dist, "init_process_group", _init_process_group)
+        _installed.enter_context(_DeviceNamedXla())
+
+
+def uninstall() -> None:
+    """Undo `install` in this process; workers of traced models are still prepared by it."""
+    _installed.close()
+
+
+def _replace(module: ModuleType, name: str, value: object) -> None:
+    _installed.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
 
 
 def _tell_of_variables() -> None:
@@ -84,6 +96,7 @@ def _put_in_place(modules: Mapping[str, Mapping[str, Any]]) -> None:
         module.__dict__.update(content)
         module.__dict__["__getattr__"] = _Missing(name, content)
         sys.modules[name] = module
+        _installed.callback(sys.modules.pop, name, None)
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)

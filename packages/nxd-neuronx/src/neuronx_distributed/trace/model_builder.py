@@ -4,8 +4,8 @@ from typing import Any
 
 from nxd_neuronx.model_builder import BaseModelInstance, ModelBuilderV2
 from nxd_neuronx.model_builder import ModelBuilderV1 as ModelBuilder
-from nxd_neuronx.not_here import explains
 from nxd_neuronx.planned_ranks import shard_checkpoint
+from nxd_neuronx.unsupported import explains
 
 ModelInputType = list[Any]
 

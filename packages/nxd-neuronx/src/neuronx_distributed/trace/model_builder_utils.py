@@ -1,5 +1,5 @@
 """`neuronx_distributed.trace.model_builder_utils`: artifacts of the old builder."""
 
-from nxd_neuronx.not_here import explains
+from nxd_neuronx.unsupported import explains
 
 __getattr__ = explains(__name__)

@@ -1,5 +1,5 @@
 """`neuronx_distributed.utils.safetensors_utils`: tensors that share memory."""
 
-from nxd_neuronx.not_here import explains
+from nxd_neuronx.unsupported import explains
 
 __getattr__ = explains(__name__)

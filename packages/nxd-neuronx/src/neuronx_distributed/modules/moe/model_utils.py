@@ -2,7 +2,7 @@
 
 from nxd_neuronx.expert_configs import DEFAULT_BLOCK_SIZE, DEFAULT_LNC_SIZE, DEFAULT_SKIP_MODE, GLUType
 from nxd_neuronx.experts import ACT2FN
-from nxd_neuronx.not_here import explains
+from nxd_neuronx.unsupported import explains
 
 __all__ = ["ACT2FN", "DEFAULT_BLOCK_SIZE", "DEFAULT_LNC_SIZE", "DEFAULT_SKIP_MODE", "GLUType"]
 __getattr__ = explains(__name__)

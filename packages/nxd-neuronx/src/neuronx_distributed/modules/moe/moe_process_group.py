@@ -1,5 +1,5 @@
 """`neuronx_distributed.modules.moe.moe_process_group`: separate layouts of experts for prompts and single tokens."""
 
-from nxd_neuronx.not_here import explains
+from nxd_neuronx.unsupported import explains
 
 __getattr__ = explains(__name__)

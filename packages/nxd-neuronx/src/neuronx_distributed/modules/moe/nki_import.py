@@ -1,5 +1,5 @@
 """`neuronx_distributed.modules.moe.nki_import`: imports of kernels."""
 
-from nxd_neuronx.not_here import explains
+from nxd_neuronx.unsupported import explains
 
 __getattr__ = explains(__name__)
