@@ -1,6 +1,6 @@
 """Reads requests for completions and chat completions of OpenAI's API, and checks every field before generation."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from reprlib import repr as short_repr
@@ -154,31 +154,16 @@ def _request(
     field, num_tokens = max_tokens
     scores_only = echo and num_tokens == 0
     num_tokens += scores_only
-    top_k = number(body, "top_k", int, 0)
-    ranked = num_logprobs is None and best_of > n
     stop = stop_strings(body.get("stop"))
-    special = {special_token(it.text, model.encode, model.decode) for it in stop} - {None}
-    sampling = {
-        "max_new_tokens": num_tokens,
-        "temperature": number(body, "temperature", float, 1.0),
-        "top_k": 0 if top_k == -1 else top_k,  # in vLLM's API -1 means all tokens
-        "top_p": number(body, "top_p", float, 1.0),
-        "min_p": number(body, "min_p", float, 0.0),
-        "repetition_penalty": number(body, "repetition_penalty", float, 1.0),
-        "presence_penalty": number(body, "presence_penalty", float, 0.0),
-        "frequency_penalty": number(body, "frequency_penalty", float, 0.0),
-        "logit_bias": logit_bias(body.get("logit_bias"), model.vocab_size),
-        "seed": number(body, "seed", int, random_seed) % 2**63,
-        "stop_tokens": tuple({*_stop_tokens(body, model), *special}),
-        "min_new_tokens": number(body, "min_tokens", int, 0),
-        "num_logprobs": 0 if ranked else num_logprobs,
-        "prompt_logprobs": echo and num_logprobs is not None,
-    }
-    try:
-        settings = SamplingSettings(**sampling)
-    except ValueError as error:
-        message = str(error).replace("max_new_tokens", field).replace("min_new_tokens", "min_tokens")
-        raise RequestError(400, message, message.partition("=")[0]) from error
+    settings = _sampling_settings(
+        body,
+        model,
+        stop,
+        random_seed,
+        max_tokens=(field, num_tokens),
+        num_logprobs=0 if num_logprobs is None and best_of > n else num_logprobs,  # texts are ranked by log-probability
+        prompt_logprobs=echo and num_logprobs is not None,
+    )
     longest = max(map(len, prompts))
     if longest + num_tokens > model.max_length:
         raise RequestError(
@@ -202,6 +187,43 @@ def _request(
         stop=stop,
         cache_salt=text(body, "cache_salt"),
     )
+
+
+def _sampling_settings(
+    body: Mapping[str, Any],
+    model: ServedModel,
+    stop: Sequence[StopString],
+    random_seed: int,
+    *,
+    max_tokens: tuple[str, int],
+    num_logprobs: int | None,
+    prompt_logprobs: bool,
+) -> SamplingSettings:
+    """Read how to choose tokens. `max_tokens` is the field's name and the number of tokens to generate."""
+    field, num_tokens = max_tokens
+    top_k = number(body, "top_k", int, 0)
+    special = {special_token(it.text, model.encode, model.decode) for it in stop} - {None}
+    sampling = {
+        "max_new_tokens": num_tokens,
+        "temperature": number(body, "temperature", float, 1.0),
+        "top_k": 0 if top_k == -1 else top_k,  # in vLLM's API -1 means all tokens
+        "top_p": number(body, "top_p", float, 1.0),
+        "min_p": number(body, "min_p", float, 0.0),
+        "repetition_penalty": number(body, "repetition_penalty", float, 1.0),
+        "presence_penalty": number(body, "presence_penalty", float, 0.0),
+        "frequency_penalty": number(body, "frequency_penalty", float, 0.0),
+        "logit_bias": logit_bias(body.get("logit_bias"), model.vocab_size),
+        "seed": number(body, "seed", int, random_seed) % 2**63,
+        "stop_tokens": tuple({*_stop_tokens(body, model), *special}),
+        "min_new_tokens": number(body, "min_tokens", int, 0),
+        "num_logprobs": num_logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    try:
+        return SamplingSettings(**sampling)
+    except ValueError as error:
+        message = str(error).replace("max_new_tokens", field).replace("min_new_tokens", "min_tokens")
+        raise RequestError(400, message, message.partition("=")[0]) from error
 
 
 def _stop_tokens(body: Mapping[str, Any], model: ServedModel) -> tuple[int, ...]:
