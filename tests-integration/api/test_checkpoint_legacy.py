@@ -159,7 +159,7 @@ def load_and_compare(root, cases):
             shards = (
                 [(tensor, tuple(slice(None) for _ in tensor.shape))]
                 if isinstance(tensor, torch.Tensor)
-                else [(shard.tensor, shard.box.slices()) for shard in tensor.shards]
+                else [(shard.tensor, shard.box.slices) for shard in tensor.shards]
             )
             for values, box in shards:
                 assert torch.equal(values, whole(name, key)[box]), (folder, full_name)

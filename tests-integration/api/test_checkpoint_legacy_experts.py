@@ -109,7 +109,7 @@ def load_and_compare(folder, degrees):
                 shards = (
                     [(state, ...)]
                     if isinstance(state, torch.Tensor)
-                    else [(shard.tensor, shard.box.slices()) for shard in state.shards]
+                    else [(shard.tensor, shard.box.slices) for shard in state.shards]
                 )
                 for values, box in shards:
                     assert torch.equal(values, whole(name, key)[box]), (tp_size, ep_size, full_name)

@@ -63,8 +63,9 @@ class Box(NamedTuple):
         """Return the same elements, counted from the first element of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
 
+    @property
     def slices(self) -> tuple[slice, ...]:
-        """Return the index that selects this box from a tensor."""
+        """The box as an index: `tensor[box.slices]` is a view of it."""
         return tuple(map(slice, self.offsets, self.ends))
 
     def __str__(self) -> str:

@@ -158,7 +158,7 @@ def _copy_boxes(piece: torch.Tensor, start: int, deliveries: Sequence[tuple[Tran
     for transfer, common in deliveries:
         strides = row_major_strides(transfer.chunk.box.shape)
         source = piece.as_strided(common.shape, strides, flat_index(common.offsets, strides) - start)
-        transfer.destination[common.relative_to(transfer.box).slices()].copy_(source)
+        transfer.destination[common.relative_to(transfer.box).slices].copy_(source)
 
 
 def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
@@ -168,7 +168,7 @@ def _plain_reads(transfers: Sequence[Transfer]) -> Iterator[Read]:
         for block in blocks_of(transfer.box.shape, strides, dtype.itemsize):
             start = first + flat_index(block.offsets, strides)
             offset = transfer.chunk.offset + start * dtype.itemsize
-            yield from _reads_of_runs(offset, dtype, strides, transfer.destination[block.slices()])
+            yield from _reads_of_runs(offset, dtype, strides, transfer.destination[block.slices])
 
 
 def _reads_of_runs(

@@ -245,7 +245,7 @@ class Checkpoint:
                 read.chunk,
                 dtype,
                 read.box.relative_to(read.chunk.box),
-                memory[read.box.relative_to(shard.box).slices()],
+                memory[read.box.relative_to(shard.box).slices],
             )
             for read in reads
         ]

@@ -29,7 +29,7 @@ def hash_replicas(
             shards = state[write.name].shards if write.name in state else ()
             shard = next((shard for shard in shards if shard.box.contains(write.box)), None)
             if shard is not None:
-                copy = shard.tensor[write.box.relative_to(shard.box).slices()]
+                copy = shard.tensor[write.box.relative_to(shard.box).slices]
                 found[write.name, write.box] = hashes_of(tensor_parts(copy))
     return found
 

@@ -62,7 +62,7 @@ def logical_parts(tensor: torch.Tensor, name: str, like: Any = None) -> dict[str
     for piece in spec.pieces:
         full_name = relative_name(name, piece.name)
         shapes[full_name] = tuple(piece.logical_shape)
-        part = tensor.detach()[Box(tuple(piece.local.offset), tuple(piece.local.shape)).slices()]
+        part = tensor.detach()[Box(tuple(piece.local.offset), tuple(piece.local.shape)).slices]
         shards.setdefault(full_name, []).append(Shard(part, tuple(piece.logical.offset)))
     return {full_name: ShardedTensor(shapes[full_name], of_name) for full_name, of_name in shards.items()}
 

@@ -105,7 +105,7 @@ def tensors_of(state: Mapping[str, ShardedTensor]) -> Callable[[str, Box], torch
 
     def tensor_of(name: str, box: Box) -> torch.Tensor:
         shard = next(shard for shard in state[name].shards if shard.box.contains(box))
-        return shard.tensor[box.relative_to(shard.box).slices()]
+        return shard.tensor[box.relative_to(shard.box).slices]
 
     return tensor_of
 

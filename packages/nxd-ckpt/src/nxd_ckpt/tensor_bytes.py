@@ -75,7 +75,7 @@ def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     shape = tuple(tensor.shape)
     for block in blocks_of(shape, row_major_strides(shape), tensor.element_size()):
-        scratch = tensor[block.slices()].resolve_conj().resolve_neg().contiguous()
+        scratch = tensor[block.slices].resolve_conj().resolve_neg().contiguous()
         yield memory_of(scratch)
 
 

@@ -69,7 +69,7 @@ def fill(source: TensorSource, name: str, box: Box, destination: torch.Tensor) -
     for shard in shards:
         common = shard.box.intersect(box)
         if common is not None:
-            destination[common.relative_to(box).slices()].copy_(shard.tensor[common.relative_to(shard.box).slices()])
+            destination[common.relative_to(box).slices].copy_(shard.tensor[common.relative_to(shard.box).slices])
 
 
 def read_whole(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:

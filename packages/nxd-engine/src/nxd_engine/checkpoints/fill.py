@@ -128,8 +128,8 @@ def _fill(source: TensorSource, name: str, block: Box, destination: Shard) -> No
         common = shard.box.intersect(block)
         if common is None:
             continue
-        values = shard.tensor[common.relative_to(shard.box).slices()]
-        destination.tensor[common.relative_to(destination.box).slices()].copy_(values)
+        values = shard.tensor[common.relative_to(shard.box).slices]
+        destination.tensor[common.relative_to(destination.box).slices].copy_(values)
         if source.is_mapped:
             _release(values)
 

@@ -287,6 +287,6 @@ def _slice_into(own: CheckpointState, state: Mapping[str, Any]) -> None:
     for name, tensor in own.items():
         if isinstance(tensor, ShardedTensor):
             for shard in tensor.shards:
-                shard.tensor.copy_(state[name][shard.box.slices()])
+                shard.tensor.copy_(state[name][shard.box.slices])
         else:
             tensor.copy_(state[name])

@@ -142,4 +142,4 @@ def _ready(
 def _values(state: Mapping[str, ShardedTensor], request: _BoxRequest) -> torch.Tensor:
     """A requested box, contiguous. It lies in one shard, since requests are split along the shards' boxes."""
     shard = next(it for it in state[request.name].shards if it.box.contains(request.box))
-    return shard.tensor[request.box.relative_to(shard.box).slices()].detach().contiguous()
+    return shard.tensor[request.box.relative_to(shard.box).slices].detach().contiguous()

@@ -178,7 +178,7 @@ class RearrangedSource:
             for shard in self.source.shards(part.source, wanted):
                 inside = shard.box.intersect(wanted)
                 if inside is not None:
-                    values = part.view(shard.tensor[inside.relative_to(shard.box).slices()])
+                    values = part.view(shard.tensor[inside.relative_to(shard.box).slices])
                     found.append(Shard(values, back.source_box_of(inside).offsets))
         return found
 

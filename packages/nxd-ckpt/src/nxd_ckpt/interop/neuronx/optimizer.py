@@ -180,5 +180,5 @@ def _place(
         if common is not None:
             begin = common.relative_to(placement.local).offsets
             offsets = tuple(a + b for a, b in zip(placement.offsets, begin, strict=True))
-            part = tensor[common.relative_to(held).slices()]
+            part = tensor[common.relative_to(held).slices]
             yield placement.name, SavedBox(rank, part, placement.global_shape, Box(offsets, common.shape))

@@ -240,7 +240,7 @@ def place(
     for local in tensors:
         for placement in placements_of(local.name, tuple(local.tensor.shape), local.rank, sharding, degrees):
             box = Box(placement.offsets, placement.local.shape)
-            part = SavedBox(local.rank, local.tensor[placement.local.slices()], placement.global_shape, box)
+            part = SavedBox(local.rank, local.tensor[placement.local.slices], placement.global_shape, box)
             parts.setdefault(placement.name, []).append(part)
     return parts
 

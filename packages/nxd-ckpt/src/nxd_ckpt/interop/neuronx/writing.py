@@ -149,7 +149,7 @@ def _local_tensor(source: TensorSource, plan: _LocalPlan) -> torch.Tensor:
     tensor = torch.zeros(plan.shape, dtype=plan.dtype, device="cpu")
     for placement in plan.placements:
         box = Box(placement.offsets, placement.local.shape)
-        fill(source, placement.name, box, tensor[placement.local.slices()])
+        fill(source, placement.name, box, tensor[placement.local.slices])
     return tensor
 
 
