@@ -1,14 +1,12 @@
 """Unmodified Hugging Face models on two pipeline stages: the loss, gradients and logits of one process."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import PartitionOptions, partition_model
 from nxd_state import initialize_model_parallel
-from nxd_testing import run_torchrun
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
@@ -253,19 +251,3 @@ def test_model_that_cannot_be_cut_is_refused_with_the_reason(model, config, argu
     options = PartitionOptions(**{"auto_partition": True, **arguments})
     with pytest.raises(ValueError, match=message):
         partition_model(refused(model, **config), 2, options)
-
-
-README = Path(__file__).parents[2] / "packages" / "nxd-pipeline" / "README.md"
-
-
-def test_readme_example_runs_and_prints_as_written(tmp_path):
-    (source, printed), *_ = re.findall(r"```py\n(.*?)```\n\n```text\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    script = tmp_path / "hugging_face.py"
-    script.write_text(source)
-
-    result = run_torchrun([str(script)], 2)
-
-    # Not by lines: both ranks print, and torchrun's output is unbuffered.
-    lines = printed.splitlines()[1:]
-    assert [line for line in lines if line not in result.stdout] == [], result.stdout
-    assert result.stdout.count("parameters here") == len(lines)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("readme", "ranks"),
-    [("packages/nxd-layers/README.md", 2), pytest.param("README.md", 4, marks=pytest.mark.slow)],
+    [pytest.param("README.md", 4, marks=pytest.mark.slow)],
 )
 def test_example_prints_what_is_written(tmp_path, readme, ranks):
     ((source, printed),) = re.findall(
