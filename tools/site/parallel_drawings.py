@@ -1,4 +1,4 @@
-"""Draws schedules and kinds of parallelism as SVG, from the objects that the packages run on. Each function returns the text.
+"""Draws schedules and kinds of parallelism as SVG, from the objects that the packages run on.
 
     python tools/site/parallel_drawings.py
 
@@ -102,9 +102,7 @@ def zero() -> str:
 def _even(ranks: int, names: Sequence[str], count: int) -> dict[str, Cells]:
     """Return rows in which each rank has an equal share of `count` parts of each name."""
     texts = [(part, f"{name} {part}") for name in names for part in range(count)]
-    return {
-        f"rank {rank}": {text: part * ranks // count == rank for part, text in texts} for rank in range(ranks)
-    }
+    return {f"rank {rank}": {text: part * ranks // count == rank for part, text in texts} for rank in range(ranks)}
 
 
 def _chosen(indices: Iterable[int], texts: Sequence[str]) -> Cells:
