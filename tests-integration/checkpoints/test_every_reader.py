@@ -1,4 +1,4 @@
-"""Whoever wrote a checkpoint, everybody reads it, at another layout: the table in nxd-trainer's README."""
+"""Whoever wrote a checkpoint, everybody reads it, at another layout: docs/reference/checkpoint-readers.md."""
 
 import shutil
 

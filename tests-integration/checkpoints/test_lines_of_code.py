@@ -1,4 +1,4 @@
-"""Lines that a user writes to save and to load, beside torch's distributed checkpoint: those of the README."""
+"""Lines that a user writes to save and to load, beside torch's distributed checkpoint: those of the site."""
 
 import inspect
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from test_trainers_of_torch import TRAINERS, made, train_steps, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-README = Path(nxd_ckpt.__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-promises.md"
 
 
 def save(folder, model, optimizer):
@@ -56,8 +56,8 @@ def test_each_trainer_saves_and_loads_in_the_lines_that_are_counted(run_ranks, t
     assert run_ranks(saved_and_loaded, 2, trainer, tmp_path) == [True, True]
 
 
-def test_lines_in_the_readme_are_those_of_the_code():
+def test_lines_on_the_page_are_those_of_the_code():
     lines = [len(inspect.getsource(code).splitlines()) - 1 for code in (save, load, dcp_save, dcp_load)]
 
-    row = next(line for line in README.read_text().splitlines() if line.startswith("| plain, DDP, FSDP2"))
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith("| plain, DDP, FSDP2"))
     assert [int(cell) for cell in row.strip(" |").split("|")[1:]] == lines

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
+from drawings import drawings
 from reference import reference_pages
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,8 @@ def main() -> int:
     sources = page_sources()
     for source, page in sources.items():
         write(page, (ROOT / source).read_bytes() if is_picture(page) else linked(source, sources).encode())
-    for page, text in reference_pages().items():
+    pictures = {f"pictures/{name}": picture for name, picture in drawings().items()}
+    for page, text in {**reference_pages(), **pictures}.items():
         write(page, text.encode())
     config = shutil.copy(Path(__file__).with_name("mkdocs.yml"), BUILD)
     return subprocess.run(["zensical", "build", "--clean", "--strict", "-f", config], check=False).returncode

@@ -1,4 +1,4 @@
-"""FORMAT.md is enough to read a checkpoint: here is a reader of json and safetensors alone, without this package."""
+"""docs/reference/checkpoint-format.md is enough to read a checkpoint: a reader of json and safetensors alone."""
 
 import hashlib
 import json

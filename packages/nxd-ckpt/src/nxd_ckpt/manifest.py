@@ -1,6 +1,7 @@
 """The manifest: a checkpoint's contents and their locations. A folder with a complete manifest is a checkpoint.
 
-`manifest_text.py` writes and reads it as JSON text. FORMAT.md specifies the format. `plan.py` assigns boxes to files.
+`manifest_text.py` writes and reads it as JSON text, `plan.py` assigns boxes to files, and
+docs/reference/checkpoint-format.md specifies the format.
 """
 
 import math

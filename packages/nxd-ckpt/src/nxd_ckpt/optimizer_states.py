@@ -35,7 +35,7 @@ class OptimizerStates:
 
 
 def is_sharded_optimizer(value: Any) -> bool:
-    """Whether an optimizer reports which boxes of logical tensors its states are; see the README."""
+    """Whether an optimizer reports which boxes of logical tensors its states are, as NeuronZero1Optimizer does."""
     names = ("sharded_state", "other_state", "allocate_state", "settle_state", "param_groups")
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
@@ -139,7 +139,7 @@ def _states_by_state_dict(path: str, optimizer: Optimizer) -> OptimizerStates:
         raise ValueError(
             f"{path!r} is a {kind}, whose state_dict is not in torch's form (states by parameter index), so it is "
             "unknown which states belong to which parameter; pass the optimizer that it wraps, or give the class "
-            "sharded_state and its companions (see the README of nxd-ckpt)"
+            "sharded_state and its companions (as NeuronZero1Optimizer of nxd-optim has)"
         )
     states = {p: dict(given["state"].get(index, {})) for index, p in zip(indices, parameters, strict=True)}
     of_none = {key: value for key, value in given["state"].items() if key not in set(indices)}

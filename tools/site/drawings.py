@@ -1,0 +1,186 @@
+"""Drawings of the explanation pages, made from the objects that they explain.
+
+    python tools/site/drawings.py    # writes docs/pictures; the build of the site does so, too
+
+Each function returns SVG text. Text and lines have the color of the card's theme, so both light and dark are readable.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nxd_state import Mesh, ShardSpec, fuse_along, shard_along
+
+PICTURES = Path(__file__).parents[2] / "docs/pictures"
+HUES = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
+STYLE = """<style>
+svg { color: #1f2328; font: 13px system-ui, sans-serif } .card { fill: #ffffff }
+text { fill: currentColor } .line { fill: none; stroke: currentColor } .mid { text-anchor: middle }
+@media (prefers-color-scheme: dark) { svg { color: #e6e6e6 } .card { fill: #1e2129 } }
+</style>"""
+
+
+def drawings() -> dict[str, str]:
+    """Return all drawings by file name."""
+    fused = [
+        fuse_along([shard_along((rows, 6), 0, rank=rank, size=2, name=name) for name, rows in QKV.items()], dim=0)
+        for rank in range(2)
+    ]
+    padded = [shard_along((10, 6), 0, rank=rank, size=4, padded_length=12, name="embed.weight") for rank in range(4)]
+    return {
+        "mesh.svg": mesh(Mesh(world_size=16, pp=2, dp=2, tp=4), rank=5),
+        "shards-fused.svg": shards(fused),
+        "shards-padded.svg": shards(padded),
+        "layouts.svg": layouts({"dp=4": Mesh(4), "dp=2, tp=2": Mesh(4, tp=2), "pp=2, tp=2": Mesh(4, pp=2, tp=2)}),
+        "checkpoint-commit.svg": checkpoint_commit(),
+        "shared-memory.svg": shared_memory(num_ranks=3),
+    }
+
+
+QKV = {"q_proj.weight": 8, "k_proj.weight": 4, "v_proj.weight": 4}
+
+
+def mesh(mesh: Mesh, rank: int) -> str:
+    """Draw the ranks of a mesh of stages, replicas and tensor-parallel ranks, with the groups that one rank is in."""
+    cell, parts = 64, []
+    panel = mesh.tp * cell + 60
+    groups = {axis: mesh.group_of(rank, axis) for axis in ("tp", "dp", "pp")}
+    for stage in range(mesh.pp):
+        left = 70 + stage * panel
+        parts.append(text(left + mesh.tp * cell / 2, 24, f"stage {stage}", "mid"))
+        parts += [text(left + (tp + 0.5) * cell, 46, f"tp {tp}", "mid") for tp in range(mesh.tp)]
+        for dp in range(mesh.dp):
+            top = 56 + dp * cell
+            if stage == 0:
+                parts.append(text(16, top + cell / 2 + 4, f"dp {dp}"))
+            for tp in range(mesh.tp):
+                number = mesh.rank_at(pp=stage, dp=dp, tp=tp)
+                x = left + tp * cell
+                parts.append(rect(x, top, cell - 6, cell - 6))
+                colors = [hue for hue, group in zip(HUES, groups.values(), strict=False) if number in group]
+                parts += [fill(x + 4 + 17 * i, top + 38, 14, 14, hue) for i, hue in enumerate(colors)]
+                parts.append(text(x + cell / 2 - 3, top + 24, str(number), "mid"))
+    bottom = 56 + mesh.dp * cell + 20
+    for index, (axis, ranks) in enumerate(groups.items()):
+        y = bottom + 22 * index
+        parts += [fill(70, y - 11, 14, 14, HUES[index]), text(92, y, f"{axis} group of rank {rank}: {list(ranks)}")]
+    return svg(70 + mesh.pp * panel, bottom + 22 * len(groups), parts)
+
+
+def shards(specs: Sequence[ShardSpec]) -> str:
+    """Draw whole tensors on the left, and the boxes of them that each rank's parameter holds on the right."""
+    row, width, parts = 18, 120, [text(16, 24, "whole tensors")]
+    shapes = {name: shape for spec in specs for name, shape in spec.logical_shapes.items()}
+    tops, y = {}, 40
+    for name, shape in shapes.items():
+        tops[name] = y
+        parts += [rect(16, y, width, shape[0] * row), text(16 + width + 8, y + 14, f"{name} {list(shape)}")]
+        y += shape[0] * row + 14
+    height = y
+    for rank, spec in enumerate(specs):
+        left = 16 + width + 200 + rank * (width + 20)
+        parts += [text(left, 24, f"rank {rank}: {list(spec.local_shape)}")]
+        parts.append(rect(left, 40, width, spec.local_shape[0] * row))
+        held = 0
+        for piece in spec.pieces:
+            begin, rows = piece.logical.offset[0], piece.logical.shape[0]
+            hue = HUES[rank]
+            parts.append(fill(16, tops[piece.name] + begin * row, width, rows * row, hue))
+            parts.append(text(24, tops[piece.name] + begin * row + 14, f"rank {rank}"))
+            top = 40 + piece.local.offset[0] * row
+            parts.append(fill(left, top, width, rows * row, hue))
+            short = piece.name.removesuffix(".weight")
+            parts.append(text(left + 8, top + 14, f"{short} {begin}:{begin + rows}"))
+            held = max(held, piece.local.offset[0] + rows)
+        if spec.has_padding:
+            parts.append(text(left + 8, 40 + held * row + 14, "padding"))
+        height = max(height, 54 + spec.local_shape[0] * row)
+    return svg(16 + width + 200 + len(specs) * (width + 20), height, parts)
+
+
+def layouts(meshes: dict[str, Mesh]) -> str:
+    """Draw what each of four ranks computes of a batch of 8 rows and layers of 4 column blocks, at several layouts."""
+    cell, parts = 20, []
+    for index, (name, mesh) in enumerate(meshes.items()):
+        top = 44 + index * 150
+        parts.append(text(16, top, name))
+        for rank in range(mesh.world_size):
+            at = mesh.coordinates(rank)
+            left = 16 + rank * 150
+            rows, columns = 4 // mesh.dp, 4 // mesh.tp
+            parts.append(text(left, top + 24, f"rank {rank}" + (f", stage {at['pp']}" if mesh.pp > 1 else "")))
+            parts.append(rect(left, top + 32, 4 * cell, 4 * cell))
+            x, y = left + at["tp"] * columns * cell, top + 32 + at["dp"] * rows * cell
+            parts.append(fill(x, y, columns * cell, rows * cell, HUES[at["pp"]]))
+    return svg(
+        16 + 4 * 150, 30 + 150 * len(meshes), [*parts, text(16, 20, "down: the batch; across: a layer's columns")]
+    )
+
+
+COMMIT = (  # what happens, who does it, and which checkpoint a power cut after it leaves
+    ("write data files into .staging/, fsync each", "every rank", "old"),
+    ("hear from every rank that it is done", "all ranks", "old"),
+    ("check sizes, write and fsync manifest.json", "rank 0", "old"),
+    ("rename .staging/<id> to the tag: the commit", "rank 0", "old or new"),
+    ("fsync the root; all ranks return", "rank 0", "new"),
+)
+FOUND = {"old": HUES[0], "old or new": HUES[5], "new": HUES[1]}
+
+
+def checkpoint_commit() -> str:
+    """Draw the steps of a save, and what is found after a crash in each."""
+    parts = [text(16, 24, "step"), text(400, 24, "by"), text(490, 24, "a power cut after it leaves")]
+    for index, (step, who, found) in enumerate(COMMIT):
+        top = 38 + index * 44
+        parts += [rect(16, top, 360, 34), text(28, top + 22, f"{index + 1}. {step}"), text(400, top + 22, who)]
+        parts += [fill(490, top, 140, 34, FOUND[found]), text(560, top + 22, found, "mid")]
+    return svg(650, 38 + 44 * len(COMMIT) + 6, parts)
+
+
+def shared_memory(num_ranks: int) -> str:
+    """Draw an all-reduce of a small tensor through the segments that ranks share."""
+    parts = [
+        text(16, 24, "1. each rank posts its part in its own segment"),
+        text(16, 160, "2. each rank adds all parts"),
+    ]
+    for rank in range(num_ranks):
+        left = 16 + rank * 180
+        parts += [rect(left, 38, 160, 84), text(left + 10, 58, f"segment of rank {rank}")]
+        parts += [fill(left + 10, 68, 60, 40, HUES[rank]), text(left + 40, 92, f"x{rank}", "mid")]
+        parts += [rect(left + 80, 68, 70, 40), text(left + 115, 92, "posted 1", "mid")]
+        parts += [rect(left, 174, 160, 64), text(left + 10, 194, f"rank {rank}")]
+        for other in range(num_ranks):
+            x = left + 10 + other * 46
+            parts += [fill(x, 204, 28, 24, HUES[other]), text(x + 14, 221, f"x{other}", "mid")]
+            if other:
+                parts.append(text(x - 9, 221, "+", "mid"))
+    parts.append(text(16, 262, "in rank order, so the result has the same bits everywhere and in every run"))
+    return svg(16 + num_ranks * 180, 276, parts)
+
+
+def svg(width: float, height: float, parts: Sequence[str]) -> str:
+    """Return a picture with a card behind its parts."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">'
+    card = f'<rect class="card" width="{width:g}" height="{height:g}" rx="8"/>'
+    return "\n".join([head, STYLE, card, *parts, "</svg>", ""])
+
+
+def rect(x: float, y: float, width: float, height: float) -> str:
+    """Return an outlined box."""
+    return f'<rect class="line" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
+
+
+def fill(x: float, y: float, width: float, height: float, hue: str) -> str:
+    """Return a colored box through which text stays readable."""
+    box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+    return f'<rect {box} rx="3" fill="{hue}" fill-opacity="0.35" stroke="{hue}"/>'
+
+
+def text(x: float, y: float, words: str, place: str = "") -> str:
+    """Return a line of text."""
+    escaped = words.replace("&", "&amp;").replace("<", "&lt;")
+    return f'<text x="{x:g}" y="{y:g}"{f" class={place!r}" if place else ""}>{escaped}</text>'
+
+
+if __name__ == "__main__":
+    for name, picture in drawings().items():
+        (PICTURES / name).write_text(picture, encoding="utf8")
