@@ -13,14 +13,14 @@ from drawings import PICTURES, drawings  # noqa: E402
 
 
 @pytest.mark.parametrize("name", drawings())
-def test_committed_drawing_is_current(name):
+def test_committed_drawing_is_current(name: str) -> None:
     picture = drawings()[name]
 
     assert ElementTree.fromstring(picture).tag.endswith("svg")
     assert (PICTURES / name).read_text(encoding="utf8") == picture, "run python tools/site/drawings.py"
 
 
-def test_pictures_of_pages_exist():
+def test_pictures_of_pages_exist() -> None:
     for page in ROOT.glob("docs/**/*.md"):
         for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf8")):
             assert (page.parent / link).is_file(), f"{page.name} shows {link}"
