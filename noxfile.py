@@ -114,6 +114,13 @@ def s3(session: nox.Session) -> None:
 
 
 @nox.session
+def manifests(session: nox.Session) -> None:
+    """The Kubernetes manifests of the site against Kubernetes' schema (large download)."""
+    session.install(*SOURCES, *TEST_REQUIREMENTS, *dependency_groups(ROOT_PYPROJECT, "manifests"))
+    session.run("pytest", "tests-integration/documentation/test_manifests.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style, types, and who may import whom."""
     session.install(*SOURCES, *dependency_groups(ROOT_PYPROJECT, "lint"))
