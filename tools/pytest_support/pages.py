@@ -25,7 +25,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 # Commands of this environment, as functions: a program started as sys.executable has torch loaded already.
-PRELUDE = """set -eo pipefail
+PRELUDE = """set -emo pipefail
 python() { "$PAGE_PYTHON" "$@"; }
 nxd() { "$PAGE_PYTHON" -m nxd_cli "$@"; }
 nxd-ckpt() { "$PAGE_PYTHON" -m nxd_ckpt.cli "$@"; }
