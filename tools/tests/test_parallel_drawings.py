@@ -10,7 +10,7 @@ drawings = pytest.importorskip("parallel_drawings")
 
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
-def test_committed_drawing_is_current(name):
+def test_committed_drawing_is_current(name: str) -> None:
     committed = (drawings.PICTURES / name).read_text(encoding="utf8")
 
     assert committed == drawings.DRAWINGS[name](), "run python tools/site/parallel_drawings.py"
