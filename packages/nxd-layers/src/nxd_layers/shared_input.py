@@ -1,9 +1,11 @@
-"""Column-parallel layers that read the same tensor: query, key and value, or gate and up.
+"""Column-parallel layers that read the same tensor (query, key and value, or gate and up) communicate once for all.
 
-A model written for this package calls them by `column_parallel_linears`: it computes one product of all, so that they
-communicate once per direction, and then calls each layer as a module, which finds its output there. In a model that
-calls its layers one by one, they share a `SharedInput`: layers that are given the same tensor get the same node of the
-graph, whose backward runs once, with the sum of their gradients.
+There are two ways:
+
+- `column_parallel_linears`, for models written for this package: it multiplies by the weights of all layers at once,
+  and then calls each layer as a module, which takes its output from the `SharedCall`.
+- `SharedInput`, for models that call their layers one by one: layers that are given the same tensor get one node of
+  the autograd graph, whose backward runs once, with the sum of their gradients.
 """
 
 from collections.abc import Sequence
@@ -24,13 +26,14 @@ from nxd_layers.tracing import is_traced
 
 @dataclass(eq=False)
 class SharedCall:
-    """A call of several layers with one input, which goes with it as an argument: a graph must not change a module.
+    """One call of several layers with the same input. Each layer gets it as an argument, so that a compiled graph need
+    not change modules.
 
     Attributes:
-        input_: input of all layers.
-        layers: query, key and value, for example.
-        outputs: outputs of the layers, one for each.
-        branches: by layer, what its adapter adds; computed for all of them when the first one asks.
+        input_: the input of all layers.
+        layers: the layers, such as query, key and value.
+        outputs: the output of each layer.
+        branches: what the adapter of each layer adds; computed for all layers when the first one needs it.
     """
 
     input_: Tensor
@@ -39,7 +42,7 @@ class SharedCall:
     branches: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
-        """The output computed already, unless a forward pre-hook gave the layer another input."""
+        """The layer's output, computed already unless a forward pre-hook gave the layer another input."""
         if input_ is not self.input_:
             return column_outputs(input_, [layer])[0]
         return next(output for other, output in zip(self.layers, self.outputs, strict=True) if other is layer)
@@ -48,14 +51,14 @@ class SharedCall:
 def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Call several column-parallel layers with one input, with one collective per direction instead of one per layer.
 
-    Each layer is called as a module, with its hooks. A forward pre-hook that replaces the input costs that layer
-    collectives of its own; one that changes the layer's parameters, such as `torch.nn.utils.weight_norm`, comes after
-    the product. In a trace of torch.fx each layer is a call of its own.
+    Each layer is called as a module, with its hooks. A layer whose forward pre-hook replaces the input communicates by
+    itself. A pre-hook that changes parameters, such as that of `torch.nn.utils.weight_norm`, runs too late: the output
+    is computed by then. In a trace of torch.fx each layer is called by itself.
 
     Args:
         input_: as for `ColumnParallelLinear.forward`.
-        layers: query, key and value, or gate and up; alike in their sequence-parallel arguments. Adapters that
-            `nxd_lora` gave them communicate together, too. Another module or forward works by itself.
+        layers: the layers, with the same sequence-parallel arguments. Their adapters from `nxd_lora` communicate
+            together, too. Other modules, and layers whose forward was replaced, are called by themselves.
 
     Returns:
         One output per layer.
@@ -65,7 +68,7 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
     """
     if not layers:
         raise ValueError("no layers given; expected at least one ColumnParallelLinear")
-    if is_traced(input_):  # a graph has no place for a call that knows layers
+    if is_traced(input_):  # a graph of torch.fx cannot hold a `SharedCall`
         return tuple([layer(input_) for layer in layers])
     called_together = [layer for layer in layers if isinstance(layer, ColumnParallelLinear) and _has_own_forward(layer)]
     call = SharedCall(input_, called_together, column_outputs(input_, called_together) if called_together else ())
@@ -73,12 +76,12 @@ def column_parallel_linears(input_: Tensor, layers: Sequence[nn.Module]) -> tupl
 
 
 def _has_own_forward(layer: ColumnParallelLinear) -> bool:
-    """Whether it takes the call, which a forward that somebody put in its place need not."""
+    """Whether the layer has its original forward; a replacement may not accept `call`."""
     return type(layer).forward is ColumnParallelLinear.forward and "forward" not in layer.__dict__
 
 
 class _Gathered(Function):
-    """Replaces this rank's part by the whole tensor gathered before; partial gradients are reduce-scattered."""
+    """Returns the whole tensor that was gathered from this rank's part; backward reduce-scatters its gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -92,45 +95,45 @@ class _Gathered(Function):
 
 
 class SharedInput:
-    """The latest input of some layers, until `forget`.
+    """The latest input of layers that usually read the same tensor.
 
-    Layers that are not given the same tensor are right as well, with a sum each. Not for layers that gather a
-    sequence-parallel input themselves.
+    Layers given different tensors are still correct; each sums its own input gradient. It is not for layers that gather
+    a sequence-parallel input themselves.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy starts again."""
+        """Copy it without the input."""
         return SharedInput, ()
 
     def forget(self) -> None:
-        """Release the input."""
+        """Release the input, after the forward of the layers' parent."""
         self._input: Tensor | None = None
-        self._version = 0
-        self._taken: Tensor | None = None
+        self._version = 0  # of the input, which may be changed in place between two layers
+        self._shared: Tensor | None = None  # the input as the layers use it: the output of the common node
 
     def output(self, layer: ColumnParallelLinear, input_: Tensor) -> Tensor:
         """The output of `layer` for this input, whose gradient is summed with those of the other layers."""
         return column_outputs(self.take(input_), [layer], sums_input_grad=False)[0]
 
     def take(self, input_: Tensor) -> Tensor:
-        """`input_` as split weights use it: the sum of its gradients over layers and ranks goes back."""
+        """The input as the layers use it; its gradient is summed over layers and ranks."""
         if not torch.is_grad_enabled() or not input_.requires_grad:
             return input_
         if torch.compiler.is_compiling():
             return copy_to_tensor_model_parallel_region(in_autocast_dtype(input_))
-        if self._taken is None or input_ is not self._input or input_._version != self._version:
-            self._remember(input_, copy_to_tensor_model_parallel_region(in_autocast_dtype(input_)))
-        assert self._taken is not None
-        return self._taken
+        if self._shared is not None and input_ is self._input and input_._version == self._version:
+            return self._shared
+        return self._remember(input_, copy_to_tensor_model_parallel_region(in_autocast_dtype(input_)))
 
     def gathered(self, whole: Tensor, part: Tensor, dim: int) -> None:
-        """Note that `whole` was gathered along `dim` from `part`, `[..., seq/tp, ...]`, which takes its gradients."""
+        """Have gradients of the input `whole` go to `part`, `[..., seq/tp, ...]`, from which it was gathered."""
         if torch.is_grad_enabled() and part.requires_grad and not torch.compiler.is_compiling():
-            taken = _Gathered.apply(part, whole.detach(), active_group("tp"), dim)
-            self._remember(whole, in_autocast_dtype(taken))
+            gathered = _Gathered.apply(part, whole.detach(), active_group("tp"), dim)
+            self._remember(whole, in_autocast_dtype(gathered))
 
-    def _remember(self, input_: Tensor, taken: Tensor) -> None:
-        self._input, self._version, self._taken = input_, input_._version, taken
+    def _remember(self, input_: Tensor, shared: Tensor) -> Tensor:
+        self._input, self._version, self._shared = input_, input_._version, shared
+        return shared

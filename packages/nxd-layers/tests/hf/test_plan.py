@@ -251,3 +251,28 @@ def test_heads_that_a_rank_has_are_told_to_the_attention(on_tp):
         return attention.num_heads, list(attention(torch.ones(3, 8)).shape), partial, nxd_state.get_group("tp").size
 
     assert on_tp(2, job) == [(2, [3, 2, 2], True, 2)] * 2
+
+
+def test_registered_style_that_shards_outputs_gives_the_attention_its_head_counts(on_tp):
+    def job():
+        def own_columns(target: Target):
+            target.replace(ColumnParallelLinear(8, 8, gather_output=False))
+
+        register_style("own_columns", own_columns, shards_output=True)
+        plan = {"q_proj": "own_columns", "q_norm": "replicated_with_grad_allreduce"}
+        attention = parallelize(Attention(4), plan=plan)
+        return attention.num_heads, list(attention(torch.ones(3, 8)).shape)
+
+    assert on_tp(2, job) == [(2, [3, 2, 2])] * 2
+
+
+def test_registered_style_that_keeps_parameters_may_name_tied_ones(on_tp):
+    def job():
+        model = make_model()
+        model.layers[1].down.weight = model.layers[0].down.weight
+        register_style("look", lambda target: None, keeps_parameters=True)
+        plan = {"layers.*.down": "look"}
+        split = parallelize(model, plan=plan)
+        return split.layers[1].down.weight is split.layers[0].down.weight
+
+    assert on_tp(2, job) == [True] * 2

@@ -44,8 +44,8 @@ def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[li
     return batches
 
 
-class Bucket(Protocol):
-    """Gradients that are sent together."""
+class WatchedBucket(Protocol):
+    """Parameters whose gradients are sent together."""
 
     parameters: list[Tensor]
 
@@ -72,7 +72,7 @@ class BucketSender:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[WatchedBucket],
         send: Callable[[int], Message],
         *,
         finish: str,

@@ -58,8 +58,8 @@ def device_type() -> str:
 
 
 def get_device() -> torch.device:
-    """This process's device: the accelerator's of `LOCAL_RANK` (of one that sees a single device, that one), the XLA
-    device, or the CPU."""
+    """This process's device: the accelerator's device with the index `LOCAL_RANK`, or the only visible device; the XLA
+    device; or the CPU."""
     kind = device_type()
     if kind == "xla":
         return torch.device(torch_xla_module().device())
@@ -107,23 +107,23 @@ def has_streams(what: DeviceLike = None) -> bool:
 
 
 def has_fused_optimizers(what: DeviceLike = None) -> bool:
-    """Whether torch's optimizers have kernels there that update all parameters at once (`fused=True`)."""
+    """Whether torch's optimizers have kernels for a device that update all parameters at once (`fused=True`)."""
     return _type_of(what) in ("cpu", "cuda")
 
 
 def has_uneven_all_to_all(what: DeviceLike = None) -> bool:
-    """Whether one all-to-all of a process group takes chunks of several sizes there."""
+    """Whether an all-to-all of a process group accepts chunks of different sizes on a device."""
     return _type_of(what) in ("cuda", "meta")  # of meta tensors nothing is sent
 
 
 def has_dynamic_shapes(what: DeviceLike = None) -> bool:
-    """Whether shapes may depend on values there, as that of `nonzero` does; Neuron devices have graphs without them."""
+    """Whether shapes may depend on values on a device, as that of `nonzero` does; on Neuron devices they may not."""
     return not _static_shapes.get() and _type_of(what) not in ("xla", "neuron")
 
 
 @contextmanager
 def static_shapes() -> Iterator[None]:
-    """Context in which shapes may not depend on values on any device, to plan or try code for Neuron devices."""
+    """A context in which shapes may not depend on values on any device, to plan or test code for Neuron devices."""
     token = _static_shapes.set(True)
     try:
         yield
@@ -208,7 +208,7 @@ def step_boundary() -> None:
 def has_torch_xla() -> bool:
     """Whether torch-xla is installed."""
     spec = importlib.util.find_spec("torch_xla")
-    return spec is not None and spec.origin is not None  # what stands in for it has none
+    return spec is not None and spec.origin is not None  # a stand-in has no origin
 
 
 def check_torch_xla(what: str) -> None:

@@ -161,6 +161,11 @@ class Mesh:
         """Whether expert layers are laid out differently from dense ones."""
         return self.ep > 1 or self.etp != self.tp
 
+    @property
+    def experts_span_replicas(self) -> bool:
+        """Whether the ranks that hold all experts of a layer are more than those of one tensor-parallel group."""
+        return self.ep * self.etp > self.tp
+
     def size(self, *axes: str) -> int:
         """Number of ranks in a group of these axes."""
         size = 1

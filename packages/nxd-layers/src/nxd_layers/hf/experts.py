@@ -7,7 +7,8 @@ own.
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from nxd_state import active_group, has_whole_experts
@@ -91,10 +92,10 @@ def distribute_experts(model: nn.Module, styles: Mapping[str, str], dispatcher: 
             mark_partial_gradients(others)
         if hasattr(experts, "num_experts"):
             experts.num_experts = number // active_group("ep").size
-        early = None
+        meanwhile = None
         if model_type_of(model) in SHARED_EXPERTS_LAST:
-            early = compute_shared_experts_early(model.get_submodule(path.rpartition(".")[0]))
-        experts.forward = partial(_forward, experts, number, dispatcher, early)
+            meanwhile = compute_shared_experts_early(model.get_submodule(path.rpartition(".")[0]))
+        experts.forward = _ExpertParallelForward(experts, number, dispatcher, meanwhile)
 
 
 def _modules(styles: Mapping[str, str]) -> list[str]:
@@ -105,39 +106,51 @@ def _split_parameters(path: str, experts: nn.Module, styles: Mapping[str, str]) 
     return [name for name, _ in experts.named_parameters() if styles.get(join_path(path, name)) == GROUPED_GEMM]
 
 
+@dataclass(eq=False)
+class _ExpertParallelForward:
+    """The forward of experts that are distributed over ranks.
+
+    Attributes:
+        experts: the module that has this rank's experts.
+        num_experts: the number of experts on all ranks.
+        dispatcher: how tokens travel, as for `distribute_experts`.
+        meanwhile: computes what does not depend on the experts while ranks exchange their counts; see
+            `compute_shared_experts_early`.
+    """
+
+    experts: nn.Module
+    num_experts: int
+    dispatcher: Dispatcher | None
+    meanwhile: Callable[[], None] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = _signature_of(type(self.experts).forward).bind(self.experts, *args, **kwargs)
+        _, hidden_states, top_k_index, top_k_weights = given.arguments.values()
+        return dispatch_replicated_tokens(
+            self._compute,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            num_experts=self.num_experts,
+            trains_experts=any(it.requires_grad for it in self.experts.parameters()),
+            dispatcher=self.dispatcher,
+            meanwhile=self.meanwhile,
+        )
+
+    def _compute(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Compute this rank's experts; each token may come with all of its experts (see `expert_parallel_forward`)."""
+        forward: Any = type(self.experts).forward
+        if needs_static_shapes(tokens) and not runs_every_expert(self.experts):
+            own = self.num_experts // active_group("ep").size
+            rows: Tensor = forward(self.experts, *separate_slots(tokens, index, weights, own))
+            return rows.view(*index.shape, -1).sum(dim=1)
+        output: Tensor = forward(self.experts, tokens, index, weights)
+        return output
+
+
 @cache
 def _signature_of(forward: Callable[..., Tensor]) -> inspect.Signature:
     return inspect.signature(forward)
-
-
-def _forward(
-    experts: Any,
-    number: int,
-    dispatcher: Dispatcher | None,
-    early: Callable[[], None] | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    given = _signature_of(type(experts).forward).bind(experts, *args, **kwargs)
-    _, hidden_states, top_k_index, top_k_weights = given.arguments.values()
-    return dispatch_replicated_tokens(
-        partial(_compute, experts, number // active_group("ep").size),
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        num_experts=number,
-        trains_experts=any(it.requires_grad for it in experts.parameters()),
-        dispatcher=dispatcher,
-        meanwhile=early,
-    )
-
-
-def _compute(experts: Any, number: int, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Compute this rank's experts; each token may come with all of its experts (see `expert_parallel_forward`)."""
-    if needs_static_shapes(tokens) and not runs_every_expert(experts):
-        rows = type(experts).forward(experts, *separate_slots(tokens, index, weights, number))
-        return rows.view(*index.shape, -1).sum(dim=1)
-    return type(experts).forward(experts, tokens, index, weights)
 
 
 def compute_shared_experts_early(block: nn.Module) -> Callable[[], None] | None:
@@ -154,10 +167,12 @@ def compute_shared_experts_early(block: nn.Module) -> Callable[[], None] | None:
         A function that computes the shared experts, for `meanwhile` of the dispatch; None if the block has none.
     """
     shared = getattr(block, "shared_experts", None)
-    return _Early(block, shared).compute if isinstance(shared, nn.Module) else None
+    return _SharedExpertsOverlap(block, shared).compute if isinstance(shared, nn.Module) else None
 
 
-class _Early:
+class _SharedExpertsOverlap:
+    """A block's shared experts, whose output may be computed before the block asks for it."""
+
     def __init__(self, block: nn.Module, shared: Any) -> None:
         self._shared, self._forward = shared, shared.forward
         self._input: Tensor | None = None  # the input of the block that is being computed

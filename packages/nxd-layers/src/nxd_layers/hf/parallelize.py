@@ -131,8 +131,7 @@ def parallelize(
     if tp_size > 1 or with_experts:
         _refuse_methods(model)
     if tp_size * cp_size > 1 or with_experts:
-        experts_span_replicas = with_experts and get_mesh().ep * get_mesh().etp > get_mesh().tp
-        _generate_alike(model, context, replicas_wait=experts_span_replicas)
+        _generate_alike(model, context, replicas_wait=with_experts and get_mesh().experts_span_replicas)
         _keep_attributes_in_copies(model)
     if is_config:
         initialize(model)

@@ -119,7 +119,7 @@ def _deviations_above_mean(share: float) -> float:
     return float(torch.erfinv(2 * below - 1) * math.sqrt(2))
 
 
-class SplitDropout:
+class PerRankRngHooks:
     """The hooks that have each rank draw its own random numbers for sharded activations of a model.
 
     Args:
@@ -152,8 +152,8 @@ class SplitDropout:
         self._stack.close()
 
 
-def _outside() -> SplitDropout:
-    made = SplitDropout.__new__(SplitDropout)
+def _outside() -> PerRankRngHooks:
+    made = PerRankRngHooks.__new__(PerRankRngHooks)
     made._stack = ExitStack()
     return made
 

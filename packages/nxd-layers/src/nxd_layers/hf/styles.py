@@ -1,4 +1,4 @@
-"""The styles of a plan: a table from a style's name to the function that applies it to one module or parameter.
+"""The styles of a plan: a table from a style's name to what it does to one module or parameter.
 
 Names and meanings are those of transformers 5 and 4; the implementation differs. `register_style` adds to the table.
 A style of this package first checks its target, and returns the function that changes the model: so all targets of a
@@ -92,10 +92,26 @@ class Target:
 
 
 Apply: TypeAlias = Callable[[], object]
-Style: TypeAlias = Callable[[Target], Apply]
 
 
-def register_style(name: str, apply: Callable[[Target], object]) -> None:
+@dataclass(frozen=True)
+class Style:
+    """What a style does.
+
+    Attributes:
+        prepare: checks a target, and returns the function that changes the model.
+        shards_output: whether a layer's output stays sharded, and with it the heads of an attention.
+        keeps_parameters: whether a module's parameters stay in place, so that tied parameters stay tied.
+    """
+
+    prepare: Callable[[Target], Apply]
+    shards_output: bool = False
+    keeps_parameters: bool = False
+
+
+def register_style(
+    name: str, apply: Callable[[Target], object], *, shards_output: bool = False, keeps_parameters: bool = False
+) -> None:
     """Add a style to those that plans may name, or replace one.
 
     Args:
@@ -103,8 +119,11 @@ def register_style(name: str, apply: Callable[[Target], object]) -> None:
         apply: a function that is called with each `Target` of the style, on every rank alike. It changes the module in
             place, or puts another in its place (`target.replace(...)`), and gives a parameter that is no longer full
             its `ShardSpec` (`nxd_state.set_shard_spec`).
+        shards_output: whether the output of a layer stays sharded, as that of "colwise". An attention whose layers
+            have such a style then computes with this rank's number of heads.
+        keeps_parameters: whether a module keeps its parameters, which may then be tied to others.
     """
-    _STYLES[name] = lambda target: partial(apply, target)
+    _STYLES[name] = Style(lambda target: partial(apply, target), shards_output, keeps_parameters)
 
 
 def style_named(name: str) -> Style:
@@ -210,9 +229,9 @@ def _bias_of_sum(target: Target) -> Apply:
     return lambda: divide_bias(target.parent, target.name)
 
 
-def _on_module(target: Target, *, apply: Callable[[Any], object]) -> Apply:
-    """Apply a function to a module, which keeps its parameters."""
-    return partial(apply, target.module)
+def _module_style(apply: Callable[[Any], object]) -> Style:
+    """A style that applies a function to a module, which keeps its parameters."""
+    return Style(lambda target: partial(apply, target.module), keeps_parameters=True)
 
 
 def _give_own_alibi(attention: nn.Module) -> None:
@@ -286,33 +305,29 @@ def _keep(target: Target) -> Apply:
     return lambda: None
 
 
-# The styles that leave a module's parameters in place: tied parameters stay tied.
-KEEPING_STYLES = (
-    *("all_reduce", "alibi", "bias_of_sum", "local_params", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"),
-    *("replicate", "replicated_with_grad_allreduce"),
-)
-
 _STYLES: dict[str, Style] = {
-    "colwise": _column,
-    "colwise_gather_output": _column_gather_output,
-    "colwise_rep": _column_gather_output,
-    "rowwise": _row,
-    "rowwise_split_input": _row_split_input,
-    "rowwise_rep": _row_split_input,
-    "packed_colwise": partial(_column, stride=2),  # such as gate and up, each of which is sharded on its own
-    "qkv_colwise": partial(_column, stride=3),  # equally many heads of queries, keys and values
-    "interleaved_rowwise": _interleaved_row,
-    "bias_of_sum": _bias_of_sum,
-    "alibi": partial(_on_module, apply=_give_own_alibi),
-    "packed_rowwise": _packed_row,
-    "embedding_rowwise": partial(_embedding, shard_across_embedding=False),
-    "embedding_colwise": partial(_embedding, shard_across_embedding=True),
-    "replicated_with_grad_allreduce": _partial_gradients,
-    "all_reduce": partial(_on_module, apply=lambda module: module.register_forward_hook(sum_output)),
-    "mla_kv_a_proj": _latent_keys_and_values,
-    "moe_tp_experts": partial(_on_module, apply=_sum_experts),
-    "moe_identity_expert": partial(_on_module, apply=_divide_input),
-    "sequence_parallel": _refuse_sequence_parallel,
-    "local_params": _keep,
-    "replicate": _keep,
+    "colwise": Style(_column, shards_output=True),
+    "colwise_gather_output": Style(_column_gather_output),
+    "colwise_rep": Style(_column_gather_output),
+    "rowwise": Style(_row),
+    "rowwise_split_input": Style(_row_split_input),
+    "rowwise_rep": Style(_row_split_input),
+    # Such as gate and up, each of which is sharded on its own.
+    "packed_colwise": Style(partial(_column, stride=2), shards_output=True),
+    # Equally many heads of queries, keys and values.
+    "qkv_colwise": Style(partial(_column, stride=3), shards_output=True),
+    "interleaved_rowwise": Style(_interleaved_row),
+    "packed_rowwise": Style(_packed_row),
+    "embedding_rowwise": Style(partial(_embedding, shard_across_embedding=False)),
+    "embedding_colwise": Style(partial(_embedding, shard_across_embedding=True)),
+    "bias_of_sum": Style(_bias_of_sum, keeps_parameters=True),
+    "alibi": _module_style(_give_own_alibi),
+    "replicated_with_grad_allreduce": Style(_partial_gradients, keeps_parameters=True),
+    "all_reduce": _module_style(lambda module: module.register_forward_hook(sum_output)),
+    "mla_kv_a_proj": Style(_latent_keys_and_values, keeps_parameters=True),
+    "moe_tp_experts": _module_style(_sum_experts),
+    "moe_identity_expert": _module_style(_divide_input),
+    "sequence_parallel": Style(_refuse_sequence_parallel),
+    "local_params": Style(_keep, keeps_parameters=True),
+    "replicate": Style(_keep, keeps_parameters=True),
 }

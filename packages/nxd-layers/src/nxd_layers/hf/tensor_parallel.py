@@ -21,13 +21,11 @@ from nxd_layers.hf.head_linears import shard_heads
 from nxd_layers.hf.layers import column_parallel, on_meta, parallel_embedding
 from nxd_layers.hf.plans import is_within, join_path
 from nxd_layers.hf.sequence_parallel import SequenceBlocks, SequenceParallelHooks, sequence_blocks
-from nxd_layers.hf.split_activations import SplitDropout, adapt_activations, share_inputs
-from nxd_layers.hf.styles import KEEPING_STYLES, Apply, Target, style_named
+from nxd_layers.hf.split_activations import PerRankRngHooks, adapt_activations, share_inputs
+from nxd_layers.hf.styles import Apply, Target, style_named
 from nxd_layers.hf.transformers_models import input_embeddings, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear
 
-# Styles that leave a layer's outputs sharded, and with them the heads of an attention.
-_SHARDS_OUTPUTS = ("colwise", "packed_colwise", "qkv_colwise")
 # In latent attention these come before the sharded layers, which sum the gradient of their input.
 _BEFORE_SHARDED_LAYERS = ("q_a_proj", "q_a_layernorm", "kv_a_layernorm", "indexer")
 _FUSED = ("gate_up_proj", "gate_up_proj_bias")
@@ -93,7 +91,7 @@ def check_layers(
             apply |= shard_heads(Target(model, path), styles, layout)
     for path, style in styles.items():
         if path not in apply and path not in done:
-            apply[path] = style_named(style)(Target(model, path))
+            apply[path] = style_named(style).prepare(Target(model, path))
     _check_ties(ties, {path: style for path, style in styles.items() if path not in done})
     for path, layout in layouts.items():
         check_head_counts(path, attentions[path], layout)
@@ -113,13 +111,15 @@ def shard_layers(model: Any, checked: CheckedLayers) -> None:
     adapt_activations(model, columns, checked.styles)
     if active_group("cp").size == 1:  # attention over context-parallel ranks draws its masks by the numbers of heads
         rows = [path for path, style in checked.styles.items() if style == "rowwise"]
-        SplitDropout(model, *[[it for it in paths if not Target(model, it).is_parameter] for paths in (columns, rows)])
+        PerRankRngHooks(
+            model, *[[it for it in paths if not Target(model, it).is_parameter] for paths in (columns, rows)]
+        )
     if checked.blocks is not None:
         SequenceParallelHooks(model, checked.blocks)
 
 
 def _sharded_outputs(styles: Mapping[str, str]) -> list[str]:
-    return [path for path, style in styles.items() if style in _SHARDS_OUTPUTS]
+    return [path for path, style in styles.items() if style_named(style).shards_output]
 
 
 def _refuse_wrong_plans(model: nn.Module, styles: Mapping[str, str], attentions: Mapping[str, nn.Module]) -> None:
@@ -197,7 +197,7 @@ def _ties_of(model: nn.Module) -> list[list[str]]:
 
 def _check_ties(ties: Sequence[Sequence[str]], styles: Mapping[str, str]) -> None:
     """Raise a ValueError if a style replaces a parameter in one of several places."""
-    paths = [path for path, style in styles.items() if style not in KEEPING_STYLES]
+    paths = [path for path, style in styles.items() if not style_named(style).keeps_parameters]
     for tied in ties:
         if any(is_within(name, path) for name in tied for path in paths):
             raise ValueError(

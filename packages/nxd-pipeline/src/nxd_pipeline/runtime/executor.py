@@ -48,6 +48,35 @@ class _SavedForward:
     loss: Tensor | None = None
 
 
+@dataclass
+class _Run:
+    """The data of one run of a schedule.
+
+    Attributes:
+        microbatches: the model's inputs of each microbatch.
+        read_output: function that selects from the model's output; in training the loss.
+        loss_scale: factor of the gradients.
+        results: what `read_output` returned, by microbatch.
+        saved: what backward needs, by stage and microbatch.
+        weight_halves: backwards whose gradients of weights are still to be computed, by stage and microbatch.
+        values: values computed here for other stages.
+        gradients: gradients computed here for other stages.
+        incoming: messages on their way, by the receive.
+        incoming_layouts: layouts of the values among them.
+    """
+
+    microbatches: Sequence[Mapping[str, Any]]
+    read_output: Callable[[Any], Any]
+    loss_scale: float
+    results: dict[int, Any] = field(default_factory=dict)
+    saved: dict[tuple[int, int], _SavedForward] = field(default_factory=dict)
+    weight_halves: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
+    values: dict[_Key, Any] = field(default_factory=dict)
+    gradients: dict[_Key, list[Tensor]] = field(default_factory=dict)
+    incoming: dict[Action, Pending[list[Tensor]]] = field(default_factory=dict)
+    incoming_layouts: dict[Action, ValueLayout] = field(default_factory=dict)
+
+
 class Executor:
     """Runs one schedule repeatedly."""
 
@@ -78,19 +107,6 @@ class Executor:
             ActionKind.SEND_GRADIENT: self._send_gradient,
             ActionKind.RECV_GRADIENT: self._receive_gradient,
         }
-        self._forget()
-
-    def _forget(self) -> None:
-        """Release everything that belongs to one run."""
-        self._microbatches: Sequence[Mapping[str, Any]] = ()
-        self._read_output: Callable[[Any], Any] = lambda output: output
-        self._results: dict[int, Any] = {}
-        self._saved: dict[tuple[int, int], _SavedForward] = {}
-        self._weight_halves: dict[tuple[int, int], SplitBackward] = {}
-        self._values: dict[_Key, Any] = {}  # computed here, for other stages
-        self._gradients: dict[_Key, list[Tensor]] = {}  # computed here, for other stages
-        self._incoming: dict[Action, Pending[list[Tensor]]] = {}  # by the receive
-        self._incoming_layouts: dict[Action, ValueLayout] = {}  # of values, by the receive
 
     def run(
         self,
@@ -116,27 +132,24 @@ class Executor:
         Returns:
             The results of `read_output` for each microbatch, on the rank of the last stage; empty elsewhere.
         """
-        self._microbatches, self._read_output, self._loss_scale = microbatches, read_output, loss_scale
+        run = _Run(microbatches, read_output, loss_scale)
         self._shapes.describe(microbatches)
         completed = {} if last_backward is None else self._completed_parameters(rank)
-        try:
-            with torch.set_grad_enabled(not self._schedule.is_forward_only):
-                for action in self._schedule.actions[rank]:
-                    self._await_inputs(action, record)
-                    start = perf_counter_ns()
-                    with ExitStack() as contexts:
-                        if action.kind in BACKWARDS:
-                            contexts.enter_context(without_autocast())
-                        if last_backward is not None and action in completed:
-                            contexts.enter_context(last_backward(completed[action]))
-                        self._handlers[action.kind](action)
-                    if record is not None and action.kind not in RECEIVES:
-                        record(action, start, perf_counter_ns())
-            self._p2p.finish()
-            step_boundary()  # a loss read from now on is already computed
-            return [self._results[microbatch] for microbatch in sorted(self._results)]
-        finally:
-            self._forget()
+        with torch.set_grad_enabled(not self._schedule.is_forward_only):
+            for action in self._schedule.actions[rank]:
+                self._await_inputs(run, action, record)
+                start = perf_counter_ns()
+                with ExitStack() as contexts:
+                    if action.kind in BACKWARDS:
+                        contexts.enter_context(without_autocast())
+                    if last_backward is not None and action in completed:
+                        contexts.enter_context(last_backward(completed[action]))
+                    self._handlers[action.kind](run, action)
+                if record is not None and action.kind not in RECEIVES:
+                    record(action, start, perf_counter_ns())
+        self._p2p.finish()
+        step_boundary()  # a loss read from now on is already computed
+        return [run.results[microbatch] for microbatch in sorted(run.results)]
 
     def _completed_parameters(self, rank: int) -> dict[Action, list[Tensor]]:
         """Return the parameters that get their last gradient in an action, by action."""
@@ -150,21 +163,21 @@ class Executor:
                 parameters.update(completed[action])
         return completed
 
-    def _await_inputs(self, action: Action, record: Record | None) -> None:
+    def _await_inputs(self, run: _Run, action: Action, record: Record | None) -> None:
         if action not in self._receives:
             self._receives[action] = self._dataflow.receives(action)
         for receive in self._receives[action]:
             start = perf_counter_ns()
-            self._incoming[receive].wait()
+            run.incoming[receive].wait()
             if record is not None:
                 record(receive, start, perf_counter_ns())
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, run: _Run, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         saved = _SavedForward({})
-        values = dict(self._microbatches[microbatch])
+        values = dict(run.microbatches[microbatch])
         for producer in self._wiring.producers(stage):
-            layout, tensors = self._take_value(producer, stage, microbatch)
+            layout, tensors = self._take_value(run, producer, stage, microbatch)
             leaves = detached_leaves(layout.tensors, tensors)
             saved.inputs[producer] = [leaf for leaf in leaves if leaf.requires_grad]
             entries = layout.fill(map(after_leaf, leaves))
@@ -174,115 +187,115 @@ class Executor:
         results = self._wiring.named_values(stage, output)
         for consumer in self._wiring.consumers(stage):
             names = self._wiring.carried(stage, consumer)
-            self._values[stage, consumer, microbatch] = tuple(results[name] for name in names)
+            run.values[stage, consumer, microbatch] = tuple(results[name] for name in names)
         if stage == self._schedule.num_stages - 1:
-            result = self._read_output(output)
-            self._results[microbatch] = result.detach() if isinstance(result, Tensor) else result
+            result = run.read_output(output)
+            run.results[microbatch] = result.detach() if isinstance(result, Tensor) else result
             if not self._schedule.is_forward_only:
-                saved.loss = result / len(self._microbatches)
+                saved.loss = result / len(run.microbatches)
         if not self._schedule.is_forward_only:
-            self._saved[stage, microbatch] = saved
+            run.saved[stage, microbatch] = saved
 
-    def _take_value(self, producer: int, stage: int, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
+    def _take_value(self, run: _Run, producer: int, stage: int, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
         """Return a value of another stage, received or computed here."""
         receive = Action(ActionKind.RECV_ACTIVATION, stage, microbatch, producer)
-        if receive in self._incoming:
-            return self._incoming_layouts.pop(receive), self._incoming.pop(receive).wait()
-        value = self._values.pop((producer, stage, microbatch))
+        if receive in run.incoming:
+            return run.incoming_layouts.pop(receive), run.incoming.pop(receive).wait()
+        value = run.values.pop((producer, stage, microbatch))
         layout, tensors = describe_value(value)
-        self._keep_outputs(producer, stage, microbatch, layout, tensors)
+        self._keep_outputs(run, producer, stage, microbatch, layout, tensors)
         return layout, tensors
 
     def _keep_outputs(
-        self, stage: int, consumer: int, microbatch: int, layout: ValueLayout, tensors: Sequence[Tensor]
+        self, run: _Run, stage: int, consumer: int, microbatch: int, layout: ValueLayout, tensors: Sequence[Tensor]
     ) -> None:
         """Keep the graph edges where gradients of a value enter, not its tensors, so that their memory can be freed."""
         if not self._schedule.is_forward_only:
-            self._saved[stage, microbatch].outputs[consumer] = [
+            run.saved[stage, microbatch].outputs[consumer] = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None
                 for expected, tensor in zip(layout.tensors, tensors, strict=True)
                 if expected.needs_gradient
             ]
 
-    def _backward(self, action: Action) -> None:
-        saved, roots, gradients = self._roots(action)
+    def _backward(self, run: _Run, action: Action) -> None:
+        saved, roots, gradients = self._roots(run, action)
         if roots:
             torch.autograd.backward(roots, gradients)
-        self._keep_gradients(action, saved)
+        self._keep_gradients(run, action, saved)
 
-    def _backward_input(self, action: Action) -> None:
+    def _backward_input(self, run: _Run, action: Action) -> None:
         if action.stage in self._indivisible:
-            self._backward(action)
+            self._backward(run, action)
             return
-        saved, roots, gradients = self._roots(action)
+        saved, roots, gradients = self._roots(run, action)
         leaves = [leaf for tensors in saved.inputs.values() for leaf in tensors]
         halves = SplitBackward(roots, gradients, leaves)
         if halves.is_indivisible:
             self._indivisible.add(action.stage)
-        self._weight_halves[action.stage, action.microbatch] = halves
-        self._keep_gradients(action, saved)
+        run.weight_halves[action.stage, action.microbatch] = halves
+        self._keep_gradients(run, action, saved)
 
-    def _backward_weight(self, action: Action) -> None:
-        halves = self._weight_halves.pop((action.stage, action.microbatch), None)
+    def _backward_weight(self, run: _Run, action: Action) -> None:
+        halves = run.weight_halves.pop((action.stage, action.microbatch), None)
         if halves is not None:
             halves.compute_weights()
 
-    def _roots(self, action: Action) -> tuple[_SavedForward, list[GradientEdge], list[Tensor]]:
+    def _roots(self, run: _Run, action: Action) -> tuple[_SavedForward, list[GradientEdge], list[Tensor]]:
         """Return the roots of a backward and their gradients."""
-        saved = self._saved.pop((action.stage, action.microbatch))
+        saved = run.saved.pop((action.stage, action.microbatch))
         roots: list[GradientEdge] = []
         gradients: list[Tensor] = []
         if saved.loss is not None:
             roots.append(get_gradient_edge(saved.loss))
-            gradients.append(torch.full_like(saved.loss, self._loss_scale))
+            gradients.append(torch.full_like(saved.loss, run.loss_scale))
         for consumer, edges in saved.outputs.items():
-            for edge, gradient in zip(edges, self._take_gradients(action, consumer), strict=True):
+            for edge, gradient in zip(edges, self._take_gradients(run, action, consumer), strict=True):
                 if edge is not None:
                     roots.append(edge)
                     gradients.append(gradient)
         return saved, roots, gradients
 
-    def _take_gradients(self, action: Action, consumer: int) -> list[Tensor]:
+    def _take_gradients(self, run: _Run, action: Action, consumer: int) -> list[Tensor]:
         """Return the gradients of a consumer's inputs, received or computed here."""
         receive = Action(ActionKind.RECV_GRADIENT, action.stage, action.microbatch, consumer)
-        if receive in self._incoming:
-            gradients = self._incoming.pop(receive).wait()
+        if receive in run.incoming:
+            gradients = run.incoming.pop(receive).wait()
             if gradients:
                 key = (action.stage, consumer, self._shapes.of(action.microbatch))
                 self._p2p.release(key, action.microbatch)
             return gradients
-        return self._gradients.pop((consumer, action.stage, action.microbatch))
+        return run.gradients.pop((consumer, action.stage, action.microbatch))
 
-    def _keep_gradients(self, action: Action, saved: _SavedForward) -> None:
+    def _keep_gradients(self, run: _Run, action: Action, saved: _SavedForward) -> None:
         """Keep the gradients of the stage's inputs, until they are sent or used here."""
         for producer, leaves in saved.inputs.items():
-            self._gradients[action.stage, producer, action.microbatch] = [
+            run.gradients[action.stage, producer, action.microbatch] = [
                 torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves
             ]
 
-    def _send_activation(self, action: Action) -> None:
+    def _send_activation(self, run: _Run, action: Action) -> None:
         stage, microbatch, consumer = action.stage, action.microbatch, self._peer(action)
-        value = self._values.pop((stage, consumer, microbatch))
+        value = run.values.pop((stage, consumer, microbatch))
         key = (stage, consumer, self._shapes.of(microbatch))
         layout, tensors = self._p2p.send_value(value, self._schedule.rank_of_stage[consumer], key, microbatch)
-        self._keep_outputs(stage, consumer, microbatch, layout, tensors)
+        self._keep_outputs(run, stage, consumer, microbatch, layout, tensors)
 
-    def _receive_activation(self, action: Action) -> None:
+    def _receive_activation(self, run: _Run, action: Action) -> None:
         producer = self._peer(action)
         key = (producer, action.stage, self._shapes.of(action.microbatch))
         source = self._schedule.rank_of_stage[producer]
-        self._incoming_layouts[action], self._incoming[action] = self._p2p.receive_value(source, key)
+        run.incoming_layouts[action], run.incoming[action] = self._p2p.receive_value(source, key)
 
-    def _send_gradient(self, action: Action) -> None:
+    def _send_gradient(self, run: _Run, action: Action) -> None:
         stage, microbatch, producer = action.stage, action.microbatch, self._peer(action)
-        gradients = self._gradients.pop((stage, producer, microbatch))
+        gradients = run.gradients.pop((stage, producer, microbatch))
         key = (producer, stage, self._shapes.of(microbatch))
         self._p2p.send_gradients(gradients, self._schedule.rank_of_stage[producer], key, microbatch)
 
-    def _receive_gradient(self, action: Action) -> None:
+    def _receive_gradient(self, run: _Run, action: Action) -> None:
         consumer = self._peer(action)
         key = (action.stage, consumer, self._shapes.of(action.microbatch))
-        self._incoming[action] = self._p2p.receive_gradients(self._schedule.rank_of_stage[consumer], key)
+        run.incoming[action] = self._p2p.receive_gradients(self._schedule.rank_of_stage[consumer], key)
 
     @staticmethod
     def _peer(action: Action) -> int:
