@@ -73,7 +73,7 @@ def load_and_train(tp, folder):
     run.optimizer.allocate_state(stored_keys(run.model, folder))
     nxd_ckpt.load(folder, "saved", into=run.state())
     nxd_ckpt.save(folder, "again", run.state())
-    run.optimizer.settle_state({})
+    run.optimizer.finish_loading({})
     run.train(range(STEPS, 2 * STEPS))
     nxd_ckpt.save(folder, "resumed", run.state())
 

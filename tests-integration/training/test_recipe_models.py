@@ -10,9 +10,8 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_engine.checkpoints.model_description import description_of
-from nxd_layers.hf import is_transformers_model
 from nxd_parity import compare
-from nxd_state import get_world_group, initialize_model_parallel
+from nxd_state import get_world_group, initialize_model_parallel, is_transformers_model
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.generate import load_for_generation
 from nxd_trainer.recipe import load_recipe

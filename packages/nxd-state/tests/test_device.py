@@ -113,16 +113,16 @@ def test_xla_device_and_step_boundary_come_from_torch_xla(machine, monkeypatch):
         (torch.nn.Parameter(torch.ones(1, device="meta")), False),
     ],
 )
-def test_records_graphs_is_true_of_xla_only(what, expected):
-    assert nxd_state.records_graphs(what) is expected
+def test_is_lazy_device_is_true_of_xla_only(what, expected):
+    assert nxd_state.is_lazy_device(what) is expected
 
 
-def test_records_graphs_without_argument_is_asked_of_the_device_of_this_process(machine):
+def test_is_lazy_device_without_argument_is_asked_of_the_device_of_this_process(machine):
     machine(torch_xla=True)
-    assert not nxd_state.records_graphs()
+    assert not nxd_state.is_lazy_device()
 
     machine(torch_xla=True).setenv("NXD_DEVICE", "xla")
-    assert nxd_state.records_graphs()
+    assert nxd_state.is_lazy_device()
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cpu", True), ("cuda", True), ("xla", False)])
@@ -136,8 +136,8 @@ def test_widest_float_is_float64_where_it_is_computed(kind, expected):
 
 
 @pytest.mark.parametrize(("what", "expected"), [(torch.ones(1), True), ("cpu", True), (torch.device("meta"), False)])
-def test_is_host_is_true_of_the_cpu_only(what, expected):
-    assert nxd_state.is_host(what) is expected
+def test_is_cpu_is_true_of_the_cpu_only(what, expected):
+    assert nxd_state.is_cpu(what) is expected
 
 
 def test_autocast_devices_are_those_on_which_it_is_enabled():

@@ -105,7 +105,7 @@ def test_random_streams_of_the_device_are_saved_and_differ_between_ranks_in_the_
 def chosen() -> tuple[str, str, bool, bool, torch.dtype, str, int]:
     initialize_model_parallel(tensor_model_parallel_size=2)
     device = get_device()
-    traits = (nxd_state.records_graphs(), nxd_state.is_host(), nxd_state.widest_float(device))
+    traits = (nxd_state.is_lazy_device(), nxd_state.is_cpu(), nxd_state.widest_float(device))
     host = torch.arange(3)
     moved = nxd_state.read_later(nxd_state.send_to_device(host, device))()
     return str(device), dist.get_backend(), *traits, nxd_state.compile_backend(), int(moved.sum())

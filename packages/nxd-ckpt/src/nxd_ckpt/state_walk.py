@@ -349,7 +349,7 @@ class _Walk:
             self._nested(others_path, others[""], partial(_set, others, ""))
         self._groups(path, optimizer)
         if self._stored is not None:
-            self._found.finish.append(lambda: optimizer.settle_state(others[""]))
+            self._found.finish.append(lambda: optimizer.finish_loading(others[""]))
 
     def _sharded_entries(self, path: str, entries: Any) -> None:
         """Add the entries that an optimizer's `sharded_state` returns."""

@@ -23,7 +23,7 @@ from nxd_state import (
     abort_model_parallel,
     destroy_model_parallel,
     initialize_mesh,
-    is_host,
+    is_cpu,
 )
 from nxd_state.processes import Process
 from nxd_state.rank_failure import describe_failure, is_peer_failure
@@ -370,5 +370,5 @@ def _set_environment(generation: Generation, rank: int, own: Member) -> None:
     """Set the variables that a launcher of these ranks would set."""
     here = [member.slot for member in generation.active if member.launcher == own.launcher]
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(generation.degrees.world_size)}
-    if is_host():  # an accelerator stays the one that the launcher assigned
+    if is_cpu():  # an accelerator stays the one that the launcher assigned
         os.environ |= {"LOCAL_RANK": str(here.index(own.slot)), "LOCAL_WORLD_SIZE": str(len(here))}

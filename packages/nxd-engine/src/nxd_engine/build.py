@@ -27,6 +27,7 @@ from nxd_state import (
     get_mesh,
     get_shard_spec,
     get_tensor_model_parallel_size,
+    is_transformers_model,
     move_model_to_device,
     one_random_state,
     use_loss_over_labels,
@@ -105,7 +106,7 @@ def _build(
     # Names and classes are looked up in the whole model, whose structure every rank has. Tensors are changed once they
     # have values; if they were made on the meta device, only their own stages have these.
     # A transformers model was already padded when it was split.
-    padding = _plan_padding(module) if config["pad_model"] and not hf.is_transformers_model(module) else None
+    padding = _plan_padding(module) if config["pad_model"] and not is_transformers_model(module) else None
     adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
     to_recompute = _checkpointed_classes(module, config)
     kept_whole = {*to_recompute, *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ()))}
@@ -244,9 +245,9 @@ def _split_if_plain(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     splits_experts = get_mesh().splits_experts
     splits = splits_experts or config["tensor_parallel_size"] > 1 or config["context_parallel_size"] > 1
     is_done = _is_split(module) or hf.cuts_sequences(module)
-    if splits and not is_done and hf.is_transformers_model(module):
+    if splits and not is_done and is_transformers_model(module):
         hf.parallelize(module, expert_parallel=splits_experts, sequence_parallel=config["sequence_parallel"])
-    if hf.is_transformers_model(module):
+    if is_transformers_model(module):
         use_loss_over_labels(module)
     return module
 
@@ -256,7 +257,7 @@ def _leave_out_cache(module: nn.Module, config: Mapping[str, Any]) -> None:
 
     It is on by default, and a recomputed layer would append to it twice. `generate()` still uses a cache.
     """
-    if config["activation_checkpoint_config"] is not None and hf.is_transformers_model(module):
+    if config["activation_checkpoint_config"] is not None and is_transformers_model(module):
         text_config: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
         text_config.use_cache = False
 
@@ -267,7 +268,7 @@ def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable
     The model's own `_init_weights` also fills the values that the model sets in its layers.
     """
     fill = given_param_init_fn(config)
-    if fill is None or not hf.is_transformers_model(module):
+    if fill is None or not is_transformers_model(module):
         return fill
     parameters = inspect.signature(fill).parameters.values()
     takes_device = sum(it.kind in _POSITIONAL and it.default is it.empty for it in parameters) > 1

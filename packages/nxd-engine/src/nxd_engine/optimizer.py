@@ -15,7 +15,7 @@ from nxd_optim import (
     clip_grad_norm,
     reduce_sequence_parallel_gradients,
 )
-from nxd_state import ParallelDegrees, records_graphs
+from nxd_state import ParallelDegrees, is_lazy_device
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -49,7 +49,7 @@ def initialize_parallel_optimizer(
         raise ValueError(f"optimizer_class={optimizer_class!r} must be a torch optimizer class, such as AdamW")
     options, precision = config["optimizer_config"], MixedPrecision(**config["mixed_precision_config"])
     for key in ("use_loss_scaling", "use_stochastic_rounding"):
-        if getattr(precision, key) and records_graphs():
+        if getattr(precision, key) and is_lazy_device():
             raise ValueError(
                 f"mixed_precision_config.{key}=True does not support XLA, where all steps and ranks share one graph; "
                 "use bfloat16 weights with zero_one_enabled=True, which keeps master weights"

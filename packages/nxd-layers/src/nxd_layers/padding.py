@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from nxd_state import Group, ShardSpec, all_gather, is_padded_on_some_rank, records_graphs, set_shard_spec
+from nxd_state import Group, ShardSpec, all_gather, is_lazy_device, is_padded_on_some_rank, set_shard_spec
 from nxd_state.parameter_marks import get_partition
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -155,7 +155,7 @@ def zero_padding_gradient(parameter: Tensor, spec: ShardSpec) -> Tensor:
 
     Call it on every rank if there may be padding on one.
     """
-    if records_graphs(parameter) and is_padded_on_some_rank(parameter):
+    if is_lazy_device(parameter) and is_padded_on_some_rank(parameter):
         partition = get_partition(parameter)
         assert partition is not None
         return _MaskedGradient.apply(parameter, _kept(spec, partition.dim, parameter.device))

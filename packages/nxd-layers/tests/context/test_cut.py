@@ -33,7 +33,7 @@ def test_parts_of_all_ranks_are_the_whole(cut):
 
 @pytest.mark.parametrize("given", ["document_ids", "padding_mask"])
 def test_masks_of_data_are_refused_where_graphs_are_recorded(given, monkeypatch):
-    monkeypatch.setattr("nxd_layers.context.mask.records_graphs", lambda device: True)
+    monkeypatch.setattr("nxd_layers.context.mask.is_lazy_device", lambda device: True)
 
     with pytest.raises(NotImplementedError, match="XLA does not support"):
         interval_mask(4, MaskRule(), **{given: torch.ones(1, 4, dtype=torch.int64)})

@@ -13,12 +13,12 @@ import sys
 from typing import Any, ClassVar
 
 import torch
-from nxd_state import destroy_model_parallel, get_device, records_graphs, start_store_process
+from nxd_state import destroy_model_parallel, get_device, is_lazy_device, start_store_process
 
 SPELLINGS = ("lightning.pytorch", "pytorch_lightning")
 SPELLING = next((name for name in SPELLINGS if name in sys.modules), SPELLINGS[0])
 OTHER_SPELLING = next(name for name in SPELLINGS if name != SPELLING)
-ON_XLA = records_graphs()
+ON_XLA = is_lazy_device()
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _LOOPBACK = "127.0.0.1"

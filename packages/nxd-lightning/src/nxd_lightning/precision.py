@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nxd_engine import NxDOptimizer
-from nxd_state import records_graphs, step_boundary
+from nxd_state import is_lazy_device, step_boundary
 from torch import Tensor
 
 from nxd_lightning.lightning_package import PrecisionBase, lightning
@@ -57,7 +57,7 @@ def let_optimizer_scale(plugin: Any, optimizers: list[Any]) -> None:
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or isinstance(scaler, OptimizerScalesLoss):
         return
-    if records_graphs():
+    if is_lazy_device():
         raise ValueError(f'precision={plugin.precision!r} does not support XLA; use precision="bf16-true"')
     for optimizer in optimizers:
         plugin.scaler = OptimizerScalesLoss(optimizer, scaler.state_dict())

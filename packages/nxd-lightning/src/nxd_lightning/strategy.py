@@ -18,7 +18,7 @@ from nxd_state import (
     get_group,
     get_mesh,
     get_world_group,
-    is_host,
+    is_cpu,
     model_parallel_is_initialized,
 )
 from nxd_state.degrees import SIZES
@@ -390,7 +390,7 @@ def _devices_of_launched_ranks() -> list[torch.device] | None:
     """Return a device for each rank that torchrun started on this host, so that the Trainer need not be told."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     device = get_device()
-    return [device if is_host(device) else torch.device(device.type, index) for index in range(count)] or None
+    return [device if is_cpu(device) else torch.device(device.type, index) for index in range(count)] or None
 
 
 def _check_trainer(trainer: Any) -> None:

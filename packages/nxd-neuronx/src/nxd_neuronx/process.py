@@ -12,9 +12,9 @@ from nxd_state import (
     get_rng_state,
     get_world_group,
     initialize_model_parallel,
-    is_host,
+    is_cpu,
+    is_lazy_device,
     model_parallel_is_initialized,
-    records_graphs,
     rng_stream,
     seed_model_parallel,
     set_rng_state,
@@ -75,17 +75,17 @@ def initialize_fallback_parallel_state(device: torch.device | None = None) -> No
 
 def is_pjrt_device() -> bool:
     """Return whether this process computes through PJRT, the runtime interface of XLA devices."""
-    return records_graphs()
+    return is_lazy_device()
 
 
 def cpu_mode() -> bool:
     """Return whether this process computes on the CPU."""
-    return is_host()
+    return is_cpu()
 
 
 def mark_step() -> None:
     """End the recorded graph on devices that record one; do nothing elsewhere."""
-    if records_graphs():
+    if is_lazy_device():
         step_boundary()
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from weakref import WeakMethod
 
 import torch
-from nxd_state import Group, Pending, all_reduce_, records_graphs
+from nxd_state import Group, Pending, all_reduce_, is_lazy_device
 from nxd_state.parameter_marks import is_expert, is_summed_over_stages
 from torch import Tensor
 
@@ -221,7 +221,7 @@ class UsedParameters:
 
     def __init__(self, parameters: Sequence[Tensor], groups: Sequence[Group]) -> None:
         self._parameters = parameters
-        sends = bool(parameters) and not records_graphs(parameters[0])
+        sends = bool(parameters) and not is_lazy_device(parameters[0])
         self._groups = [group for group in groups if sends and group.size > 1]
         self._used_here: Set[int] = set()
         self._pending: Pending[Tensor] | None = None

@@ -16,8 +16,8 @@ from nxd_state import (
     all_reduce_,
     get_device,
     get_shard_spec,
+    is_lazy_device,
     is_padded_on_some_rank,
-    records_graphs,
     widest_float,
 )
 from nxd_state.parameter_marks import get_partition, is_expert, is_tied_copy
@@ -164,7 +164,7 @@ def _norm(tensor: Tensor, power: float) -> Tensor:
 def _weighted_parts(it: GradientRange, placement: Placement, power: float) -> list[tuple[int, Tensor]]:
     """Return `counted_parts`; on XLA, where these differ between ranks, all elements multiplied by their weights."""
     parameter, spec = it.parameter, get_shard_spec(it.parameter)
-    if spec is None or not records_graphs(parameter) or is_tied_copy(parameter):
+    if spec is None or not is_lazy_device(parameter) or is_tied_copy(parameter):
         return counted_parts(it, placement)
     if not (_has_several_boxes(parameter) or _differs_between_ranks(parameter)):
         return counted_parts(it, placement)

@@ -19,7 +19,7 @@ from nxd_state import (
     all_reduce_,
     all_reduce_coalesced_,
     check_same_start,
-    records_graphs,
+    is_lazy_device,
 )
 from nxd_state.parameter_marks import is_expert
 from torch import Tensor
@@ -91,7 +91,7 @@ class GradientReducer:
         check_same_parameters(self.parameters, self.group)
         sent = [p for p in self.parameters if self._is_sent(p)]
         self._kept = [p for p in self.parameters if not self._is_sent(p)]
-        kind = GraphBucket if any(map(records_graphs, sent)) else GradientBucket
+        kind = GraphBucket if any(map(is_lazy_device, sent)) else GradientBucket
         self._buckets = [kind(batch) for batch in batch_parameters(sent, bucket_bytes)]
         asked = (self.group, active_group("tp"), *ranks_with_gradients())
         self._usage = UsedParameters(self.parameters, asked) if find_unused_parameters else None

@@ -7,7 +7,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-from nxd_state import Group, get_group, model_parallel_is_initialized, use_loss_over_labels
+from nxd_state import (
+    Group,
+    get_group,
+    is_transformers_model,
+    model_parallel_is_initialized,
+    use_loss_over_labels,
+)
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import (
@@ -21,14 +27,13 @@ from nxd_pipeline.partition import (
     StageOfLayers,
     Tracer,
     check_old_flags,
-    is_hugging_face,
     partition_model,
     whole_model,
 )
 from nxd_pipeline.runtime.gradient_sync import GradientSync, GradientSyncs, average_over_replicas
 from nxd_pipeline.runtime.loss import LossReport, LossSpec, check_loss_spec
 from nxd_pipeline.runtime.microbatches import split_batch
-from nxd_pipeline.runtime.runner import Failures, StagesRunner, WholeModelRunner
+from nxd_pipeline.runtime.runner import PipelineAbort, StagesRunner, WholeModelRunner
 from nxd_pipeline.schedules import (
     Schedule,
     choose_schedule,
@@ -159,13 +164,13 @@ class NxDPPModel(nn.Module):
         )
         whole = whole_model(module, options)
         module = whole if module is None else module
-        if is_hugging_face(whole):
+        if is_transformers_model(whole):
             use_loss_over_labels(whole)
             if output_loss_value_spec is None:
                 output_loss_value_spec = {"loss": True}
         self._num_microbatches = num_microbatches
         self._group = get_group("pp") if model_parallel_is_initialized() else Group.solo("pp")
-        self._failures = Failures(self._group)
+        self._abort = PipelineAbort(self._group)
         self._schedule = choose_schedule(schedule, self._group.size, num_microbatches, virtual_pipeline_size)
         self._report = LossReport(
             spec=output_loss_value_spec,
@@ -178,25 +183,28 @@ class NxDPPModel(nn.Module):
         optimizer_averages = use_zero1_optimizer or use_optimizer_wrapper
         self._gradient_syncs = GradientSyncs(whole, optimizer_averages=optimizer_averages)
         self._tied_names = LocalParts([whole]).tied_names()
-        self._runner: WholeModelRunner | StagesRunner
-        if self._schedule.num_stages == 1:
-            self._runner = WholeModelRunner(whole, num_microbatches, param_init_fn)
-            self._whole_model = whole
-        else:
-            runner = StagesRunner(
-                partition_model(module, self._schedule.num_stages, options),
-                whole,
-                self._schedule,
-                self._group,
-                self._failures,
-                param_init_fn,
-            )
-            self._runner, self._local_modules = runner, runner.modules
-            gc.collect()  # torch.fx leaves cycles, which would keep the whole model alive after the caller releases it
+        self._runner = self._make_runner(module, whole, options, param_init_fn)
         self.__dict__["original_torch_module"] = self._runner.original  # not a second name of its parameters
         self._trace_file = None
         if trace_file_path is not None:
             self._trace_file = TraceFile(trace_file_path, self._runner.schedule, self._group)
+
+    def _make_runner(
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        whole: nn.Module,
+        options: PartitionOptions,
+        param_init_fn: ParamInit | None,
+    ) -> WholeModelRunner | StagesRunner:
+        """Cut the model, unless there is one stage, and register the modules of this rank."""
+        if self._schedule.num_stages == 1:
+            self._whole_model = whole
+            return WholeModelRunner(whole, self._num_microbatches, param_init_fn)
+        partitioned = partition_model(module, self._schedule.num_stages, options)
+        runner = StagesRunner(partitioned, whole, self._schedule, self._group, self._abort, param_init_fn)
+        self._local_modules = runner.modules
+        gc.collect()  # torch.fx leaves cycles, which would keep the whole model alive after the caller releases it
+        return runner
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -259,7 +267,7 @@ class NxDPPModel(nn.Module):
             losses = self._runner.train(microbatches, self._report.training_loss, self._gradient_syncs, record)
         if averages:
             average_over_replicas(self.local_parameters())
-        with self._failures.end_all_ranks():
+        with self._abort.end_all_ranks():
             return self._report.of_losses(losses)
 
     def run_eval(self, **kwargs: Any) -> Any:
@@ -274,7 +282,7 @@ class NxDPPModel(nn.Module):
         """
         microbatches = self._microbatches(kwargs)
         results = self._runner.evaluate(microbatches, self._report.evaluated)
-        with self._failures.end_all_ranks():
+        with self._abort.end_all_ranks():
             return self._report.of_evaluation(results)
 
     def synchronize_tied_weights(self) -> None:

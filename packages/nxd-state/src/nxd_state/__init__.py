@@ -1,6 +1,5 @@
 """The mesh of ranks, groups, collectives, devices, random numbers and shard metadata of the nxd packages."""
 
-from nxd_state.causal_lm_loss import num_labels, takes_causal_lm_loss, use_loss_over_labels
 from nxd_state.collectives import (
     Pending,
     Receive,
@@ -38,10 +37,10 @@ from nxd_state.device import (
     has_float64,
     has_fused_optimizers,
     has_streams,
-    is_host,
+    is_cpu,
+    is_lazy_device,
     peak_memory_bytes,
     read_later,
-    records_graphs,
     send_to_device,
     static_shapes,
     step_boundary,
@@ -123,6 +122,12 @@ from nxd_state.store_messages import PeerError
 from nxd_state.store_server import StoreServer, start_store_process
 
 __version__ = "0.1.0"
+from nxd_state.transformers_models import (
+    is_transformers_model,
+    num_labels,
+    takes_causal_lm_loss,
+    use_loss_over_labels,
+)
 
 __all__ = [
     # the mesh
@@ -215,15 +220,16 @@ __all__ = [
     "copy_parameter_attributes",
     "check_shard_specs",
     "check_same_start",
-    # losses of transformers
+    # models of transformers
+    "is_transformers_model",
     "takes_causal_lm_loss",
     "use_loss_over_labels",
     "num_labels",
     # devices
     "device_type",
     "get_device",
-    "records_graphs",
-    "is_host",
+    "is_lazy_device",
+    "is_cpu",
     "has_streams",
     "has_float64",
     "widest_float",

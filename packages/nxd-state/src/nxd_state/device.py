@@ -1,7 +1,7 @@
 """Which device this process computes on, the torch.distributed backend that goes with it, and what it can do.
 
 A device is the CPU, an accelerator of torch (CUDA, or the native `neuron` device), or one of torch-xla. Accelerators
-are asked through torch's generic interface. Code outside this file asks for traits (`records_graphs`, `is_host`, ...),
+are asked through torch's generic interface. Code outside this file asks for traits (`is_lazy_device`, `is_cpu`, ...),
 not for names. Copies between host and device for which the host does not wait are here as well.
 
 The choice: `NXD_DEVICE` if set (`NXD_CPU_MODE=1` is the older spelling of `NXD_DEVICE=cpu`), else XLA when
@@ -85,7 +85,7 @@ def set_current_device() -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def records_graphs(what: DeviceLike = None) -> bool:
+def is_lazy_device(what: DeviceLike = None) -> bool:
     """Whether a device records operations into a graph, which it compiles and runs later, as XLA devices do.
 
     Consequences on such a device: all ranks have to record the same graph, so a rank may differ in data only;
@@ -95,7 +95,7 @@ def records_graphs(what: DeviceLike = None) -> bool:
     return _type_of(what) == "xla"
 
 
-def is_host(what: DeviceLike = None) -> bool:
+def is_cpu(what: DeviceLike = None) -> bool:
     """Whether a device is the CPU: values can be read at once, and an operation that has returned is done."""
     return _type_of(what) == "cpu"
 
@@ -170,7 +170,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 def seed_device(seed: int) -> None:
     """Seed the random numbers of this process's device where `torch.manual_seed` does not, which is on XLA."""
-    if records_graphs():
+    if is_lazy_device():
         torch_xla_module("core.xla_model").set_rng_state(seed)
 
 
@@ -200,7 +200,7 @@ def step_boundary() -> None:
     Raises:
         DeviceError: the compiler refused a graph or the device's memory did not suffice, for this step or one before.
     """
-    if records_graphs():
+    if is_lazy_device():
         with device_errors():
             torch_xla_module().sync()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from nxd_state.device import backend_of_device, get_device, records_graphs, set_current_device
+from nxd_state.device import backend_of_device, get_device, is_lazy_device, set_current_device
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
 
@@ -37,7 +37,7 @@ def launched_rank_and_world_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and records_graphs() and os.environ.get("PJRT_DEVICE") == "CPU":
+    if world_size > 1 and is_lazy_device() and os.environ.get("PJRT_DEVICE") == "CPU":
         raise RuntimeError(
             f"WORLD_SIZE={world_size} with PJRT_DEVICE=CPU: torch-xla's CPU client has no collectives between "
             "processes; use one rank, or NXD_DEVICE=cpu, or, in a test, nxd_testing.run_on_replicas"

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from nxd_state.collectives import all_gather_object
-from nxd_state.device import records_graphs
+from nxd_state.device import is_lazy_device
 from nxd_state.group import Group
 from nxd_state.parallel_state import active_group, get_world_group, model_parallel_is_initialized, splits_experts
 from nxd_state.parameter_marks import is_expert
 from nxd_state.same_values import (
-    Claim,
+    ExpectedEqual,
     are_equal,
     check_details,
-    claims_of_split,
     details_of,
+    expectations_of_split,
     fingerprints_of,
     has_values,
     summary_of,
@@ -40,18 +40,18 @@ def check_same_start(parameters: Iterable[Tensor], group: Group | None = None) -
     """
     ranks = group or (get_world_group() if model_parallel_is_initialized() else Group.solo("world"))
     tensors = list(parameters)
-    if ranks.size == 1 or any(map(records_graphs, tensors)) or torch.compiler.is_compiling():
+    if ranks.size == 1 or any(map(is_lazy_device, tensors)) or torch.compiler.is_compiling():
         return
-    claims = list(_claims_of_replicas(tensors, group))
+    expectations = list(_expectations_of_replicas(tensors, group))
     if group is None:
-        claims += claims_of_split(tensors, active_group("tp"), splits_experts=splits_experts())
-    fingerprints = fingerprints_of(tensors, claims)
+        expectations += expectations_of_split(tensors, active_group("tp"), splits_experts=splits_experts())
+    fingerprints = fingerprints_of(tensors, expectations)
     if not are_equal(all_gather_object(summary_of(fingerprints), ranks)):
         check_details(ranks, all_gather_object(details_of(tensors, fingerprints), ranks))
 
 
-def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[Claim]:
-    """Claims of the data- and context-parallel ranks, or of the ranks of `group`."""
+def _expectations_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Iterator[ExpectedEqual]:
+    """Expectations of the data- and context-parallel ranks, or of the ranks of `group`."""
     replicas = group or active_group("dp", "cp")
     for index, tensor in enumerate(tensors):
         if not has_values(tensor):
@@ -59,4 +59,4 @@ def _claims_of_replicas(tensors: Sequence[Tensor], group: Group | None) -> Itera
         of_split_experts = splits_experts() and is_expert(tensor)
         same = active_group("dp_exp") if of_split_experts and group is None else replicas
         if same.size > 1 and not (of_split_experts and group is not None):
-            yield Claim((same.axis, same.ranks[0]), (index,), None)
+            yield ExpectedEqual((same.axis, same.ranks[0]), (index,), None)

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same values do: claims, and fingerprints by which the ranks compare them.
+"""Whether ranks that should hold the same values do: expectations, and fingerprints by which the ranks compare them.
 
 Tensor-parallel ranks compare their initial weights at the first steps of torch's own optimizers. `same_start` compares
 them on request. Nothing here needs the mesh.
@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from nxd_state.device import has_float64, records_graphs
+from nxd_state.device import has_float64, is_lazy_device
 from nxd_state.group import Group
 from nxd_state.parameter_marks import is_expert, is_tensor_parallel
 from nxd_state.shard_spec import Box, get_shard_spec
@@ -32,8 +32,8 @@ _CHUNK_BYTES = 2**24
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A claim that some ranks hold the same values.
+class ExpectedEqual:
+    """An expectation that some ranks hold equal values.
 
     Attributes:
         held_by: the axis, and the first rank of those ranks.
@@ -46,21 +46,21 @@ class Claim:
     box: Box | None
 
 
-Details = dict[str, tuple[str, int, tuple[int, ...], int]]  # by claim: axis, parameter, its shape, and fingerprint
+Details = dict[str, tuple[str, int, tuple[int, ...], int]]  # by expectation: axis, parameter, shape and fingerprint
 
 
-def claims_of_split(tensors: Sequence[Tensor], split: Group, *, splits_experts: bool) -> Iterator[Claim]:
-    """Claims of tensor-parallel ranks: whole parameters, and copies of shards; without experts that are split."""
+def expectations_of_split(tensors: Sequence[Tensor], split: Group, *, splits_experts: bool) -> Iterator[ExpectedEqual]:
+    """Expectations of tensor-parallel ranks: whole parameters, and copies of shards; without experts that are split."""
     held_by = (split.axis, split.ranks[0])
     for index, tensor in enumerate(tensors):
         if split.size == 1 or not has_values(tensor) or (splits_experts and is_expert(tensor)):
             continue
         spec = get_shard_spec(tensor)
         if not is_split(tensor):
-            yield Claim(held_by, (index,), None)
+            yield ExpectedEqual(held_by, (index,), None)
         for piece in spec.pieces if spec is not None and spec.axis == split.axis else ():
             if piece.copies > 1:
-                yield Claim(held_by, (index, piece.name, piece.logical.offset), piece.local)
+                yield ExpectedEqual(held_by, (index, piece.name, piece.logical.offset), piece.local)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -73,17 +73,19 @@ def is_split(tensor: Tensor) -> bool:
     return get_shard_spec(tensor) is not None or is_tensor_parallel(tensor)
 
 
-def fingerprints_of(tensors: Sequence[Tensor], claims: Iterable[Claim]) -> list[tuple[Claim, int]]:
-    """A number for this rank's values of each claim."""
-    return [(claim, _fingerprint(tensors[claim.part[0]], claim.box)) for claim in claims]
+def fingerprints_of(
+    tensors: Sequence[Tensor], expectations: Iterable[ExpectedEqual]
+) -> list[tuple[ExpectedEqual, int]]:
+    """A number for this rank's values of each expectation."""
+    return [(expected, _fingerprint(tensors[expected.part[0]], expected.box)) for expected in expectations]
 
 
-def summary_of(fingerprints: Iterable[tuple[Claim, int]]) -> dict[str, str]:
+def summary_of(fingerprints: Iterable[tuple[ExpectedEqual, int]]) -> dict[str, str]:
     """A hash of all whole parameters, and one of the copied parts at each offset: they are copies of the same ranks."""
     hashes: dict[str, Any] = {}
-    for claim, value in fingerprints:
-        offset = claim.part[2:]
-        hashes.setdefault(f"{claim.held_by}{offset}", hashlib.sha256()).update(f"{claim.part}{value}".encode())
+    for expected, value in fingerprints:
+        offset = expected.part[2:]
+        hashes.setdefault(f"{expected.held_by}{offset}", hashlib.sha256()).update(f"{expected.part}{value}".encode())
     return {key: digest.hexdigest()[:16] for key, digest in hashes.items()}
 
 
@@ -93,28 +95,33 @@ def are_equal(summaries: Iterable[Mapping[str, str]]) -> bool:
     return all(first.setdefault(key, value) == value for summary in summaries for key, value in summary.items())
 
 
-def details_of(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[Claim, int]]) -> Details:
+def details_of(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[ExpectedEqual, int]]) -> Details:
     """The details from which `check_details` finds the first parameter that differs."""
     return {
-        f"{claim.held_by}{claim.part}": (claim.held_by[0], claim.part[0], tuple(tensors[claim.part[0]].shape), value)
-        for claim, value in fingerprints
+        f"{expected.held_by}{expected.part}": (
+            expected.held_by[0],
+            expected.part[0],
+            tuple(tensors[expected.part[0]].shape),
+            value,
+        )
+        for expected, value in fingerprints
     }
 
 
 def details_from(fields: Any) -> Details:
     """Details parsed from JSON."""
     return {
-        claim: (str(axis), int(index), tuple(shape), int(value))
-        for claim, (axis, index, shape, value) in fields.items()
+        expected: (str(axis), int(index), tuple(shape), int(value))
+        for expected, (axis, index, shape, value) in fields.items()
     }
 
 
 def check_details(ranks: Group, details: Sequence[Details]) -> None:
     """Raise the same error on every rank of a group unless their fingerprints are equal."""
     held: dict[str, tuple[int, int]] = {}
-    for rank, claims in zip(ranks.ranks, details, strict=True):
-        for claim, (axis, index, shape, value) in claims.items():
-            first_rank, first = held.setdefault(claim, (rank, value))
+    for rank, expectations in zip(ranks.ranks, details, strict=True):
+        for expected, (axis, index, shape, value) in expectations.items():
+            first_rank, first = held.setdefault(expected, (rank, value))
             if value != first:
                 raise ValueError(_message(axis, index, shape, first_rank, rank))
 
@@ -180,7 +187,7 @@ class _FirstSteps:
             self._read(optimizer)
             return
         tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(map(records_graphs, tensors)) or not any(map(is_split, tensors)):
+        if any(map(is_lazy_device, tensors)) or not any(map(is_split, tensors)):
             self._compared.add(optimizer)
         elif _changes_weights(optimizer):  # asked last: to read a rate that lies on XLA would cut the graph
             self._write(optimizer, tensors)
@@ -190,7 +197,7 @@ class _FirstSteps:
         self._alike[shapes] += 1
         key = self._written[optimizer] = f"{_KEYS}/{self._mesh}/{shapes}/{self._alike[shapes]}"
         fingerprints = fingerprints_of(
-            tensors, claims_of_split(tensors, self._split, splits_experts=self._splits_experts)
+            tensors, expectations_of_split(tensors, self._split, splits_experts=self._splits_experts)
         )
         store, rank = _get_default_store(), dist.get_rank()
         store.set(f"{key}/details_of_{rank}", json.dumps(details_of(tensors, fingerprints)))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from nxd_doctor.graphs.pending_graph import PendingGraph, is_pending, pending_graph, put_results
-from nxd_state.device import is_host, records_graphs, torch_xla_module
+from nxd_state.device import is_cpu, is_lazy_device, torch_xla_module
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.distributed_c10d import _get_default_store
@@ -235,7 +235,7 @@ class _NoEarlyReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and records_graphs(args[0]) and _reads(func, args, kwargs):
+        if args and isinstance(args[0], Tensor) and is_lazy_device(args[0]) and _reads(func, args, kwargs):
             _check_computed(args[0], func)
         return func(*args, **kwargs)
 
@@ -255,7 +255,7 @@ def _reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
     if isinstance(target, Tensor):
         return target.is_cpu
-    return isinstance(target, str | torch.device) and is_host(torch.device(target))
+    return isinstance(target, str | torch.device) and is_cpu(torch.device(target))
 
 
 def _check_computed(tensor: Tensor, func: Any) -> None:

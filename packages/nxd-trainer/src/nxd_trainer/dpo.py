@@ -12,9 +12,9 @@ import torch
 from nxd_engine import NxDModel
 from nxd_engine.models.llama import IGNORED_LABEL
 from nxd_layers import token_log_probs
-from nxd_layers.hf import is_transformers_model, parallelize
+from nxd_layers.hf import parallelize
 from nxd_lora import adapters_off
-from nxd_state import all_reduce, get_group, get_mesh
+from nxd_state import all_reduce, get_group, get_mesh, is_transformers_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 

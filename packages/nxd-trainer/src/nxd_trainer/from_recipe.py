@@ -26,11 +26,11 @@ from nxd_engine.hugging_face import check_keys, config_of_type, read_model_confi
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, llama_spec, training_config, transformers_spec
 from nxd_layers.experts import BalanceConfig, RouterLayer
-from nxd_layers.hf import find_routers, is_transformers_model
+from nxd_layers.hf import find_routers
 from nxd_lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import materialize
-from nxd_state import records_graphs, seed_model_parallel
+from nxd_state import is_lazy_device, is_transformers_model, seed_model_parallel
 from torch import Tensor, nn
 
 from nxd_trainer.data import Tokenizer, load_tokenizer
@@ -251,9 +251,9 @@ def _balance_experts(recipe: Recipe, model: NxDModel, routers: Mapping[str, Rout
         bias_update_rate=options.bias_update_rate,
     )
     asks_for_nothing = config == BalanceConfig(aux_loss_scope=options.aux_loss_scope)
-    if asks_for_nothing and (not routers or recipe.train.compile or records_graphs()):
+    if asks_for_nothing and (not routers or recipe.train.compile or is_lazy_device()):
         return
-    if records_graphs():
+    if is_lazy_device():
         raise ValueError("moe.*: the routers' choices are not available on XLA; leave the keys of [moe] out")
     try:
         model.balance_experts(config, routers)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from nxd_engine.checkpoints.merged_weights import load_model
 from nxd_engine.models import LlamaCache
-from nxd_layers.hf import is_transformers_model
-from nxd_state import active_group, all_gather, get_device
+from nxd_state import active_group, all_gather, get_device, is_transformers_model
 from nxd_trace.generation import SamplingSettings, choose_token
 from torch import Tensor, nn
 

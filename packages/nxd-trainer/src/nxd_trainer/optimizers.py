@@ -12,7 +12,7 @@ import torch
 from nxd_cli.command import import_named
 from nxd_engine import NxDModel, NxDOptimizer, initialize_parallel_optimizer
 from nxd_optim import check_elementwise, check_parameterwise
-from nxd_state import get_device, has_fused_optimizers, records_graphs
+from nxd_state import get_device, has_fused_optimizers, is_lazy_device
 from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
@@ -31,7 +31,7 @@ def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
     arguments = optimizer_arguments(recipe)
     check_is_exact(recipe, cls, arguments)
     # On XLA the step count is data too; otherwise bias corrections that reach 1 would change the graph.
-    if cls is AdamW and records_graphs(device):
+    if cls is AdamW and is_lazy_device(device):
         arguments = {"capturable": True, **arguments}
     elif cls in (AdamW, SGD) and "foreach" not in arguments:
         arguments = {"fused": has_fused_optimizers(device), **arguments}
@@ -104,7 +104,7 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
 def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:
     """Return a learning rate for the optimizer: on XLA a 0-d tensor, so that all steps share one graph."""
     # Made as [1], since torch-xla treats the scalars 0 and 1 as constants.
-    return torch.tensor([rate], device=device).view(()) if records_graphs(device) else rate
+    return torch.tensor([rate], device=device).view(()) if is_lazy_device(device) else rate
 
 
 def _named(recipe: Recipe) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state.device import get_device, records_graphs, torch_xla_module
+from nxd_state.device import get_device, is_lazy_device, torch_xla_module
 from torch import Tensor
 
 Aliases = tuple[Tensor, ...]  # the Python objects of one torch-xla tensor
@@ -106,7 +106,7 @@ _PARTS = {
 
 def _is_on_xla(tensor: Tensor) -> bool:
     try:
-        return records_graphs(tensor)
+        return is_lazy_device(tensor)
     except RuntimeError:  # the Python object outlives the tensor, in a reference cycle not collected yet
         return False
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from nxd_ckpt import Checkpoint
 from nxd_ckpt.interop import read_companions
-from nxd_layers.hf import is_transformers_model
 from nxd_lora import LoraModel
 from nxd_pipeline import NxDPPModel
+from nxd_state import is_transformers_model
 from torch import nn
 
 from nxd_engine.checkpoints.state import kind_of, weights_kept_as_masters

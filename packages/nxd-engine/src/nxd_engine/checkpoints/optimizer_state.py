@@ -135,7 +135,7 @@ def settle_optimizer_state(optimizer: Optimizer, others: Mapping[str, Any]) -> N
             "does not have; load into the class that was saved"
         )
     if isinstance(optimizer, NeuronZero1Optimizer):
-        optimizer.settle_state(attributes)
+        optimizer.finish_loading(attributes)
         return
     restore_numbers(optimizer)
     if found is not None:

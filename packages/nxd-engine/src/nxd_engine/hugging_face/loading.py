@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from nxd_ckpt.interop import TensorSource, as_extra, open_hugging_face, read_companions, save_source
 from nxd_ckpt.sharded_tensor import as_sharded
-from nxd_layers.hf import is_transformers_model, param_init_fn_of
+from nxd_layers.hf import param_init_fn_of
 from nxd_pipeline import NxDPPModel
 from nxd_state import (
     all_gather_object,
     get_device,
     get_world_group,
+    is_transformers_model,
     model_parallel_is_initialized,
     move_model_to_device,
 )

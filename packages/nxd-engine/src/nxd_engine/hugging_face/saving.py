@@ -10,8 +10,7 @@ from nxd_ckpt.interop import TensorSource, read_companions, write_companions, wr
 from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE
 from nxd_ckpt.interop.huggingface.writing import parse_size
 from nxd_ckpt.sharded_tensor import as_sharded_state
-from nxd_layers.hf import is_transformers_model
-from nxd_state import Group, get_world_group, model_parallel_is_initialized
+from nxd_state import Group, get_world_group, is_transformers_model, model_parallel_is_initialized
 from torch import nn
 
 from nxd_engine.checkpoints.state import model_state, saved_here

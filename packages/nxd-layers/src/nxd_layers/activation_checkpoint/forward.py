@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from nxd_state import device_type, get_rng_state, has_streams, is_host, records_graphs, set_rng_state
+from nxd_state import device_type, get_rng_state, has_streams, is_cpu, is_lazy_device, set_rng_state
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._ops import OpOverload
@@ -68,12 +68,12 @@ class CheckpointedForward:
         """The module's output."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        if self.offload and (torch.compiler.is_compiling() or records_graphs()):
+        if self.offload and (torch.compiler.is_compiling() or is_lazy_device()):
             raise NotImplementedError("a compiled graph cannot offload inputs to host memory; use offload=False")
         forward = partial(self.forward, **kwargs)  # bound here, since `checkpoint` has keywords of its own
         if torch.compiler.is_compiling():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts_compiled)
-        if any(isinstance(arg, Tensor) and records_graphs(arg) for arg in args):
+        if any(isinstance(arg, Tensor) and is_lazy_device(arg) for arg in args):
             forward, args = partial(forward, *args), ()  # torch would look for a module torch.xla, which does not exist
         with _inputs_on_host() if self.offload else nullcontext():
             return checkpoint(
@@ -83,7 +83,7 @@ class CheckpointedForward:
 
 def _inputs_on_host() -> Context:
     """Keep the inputs that torch's checkpoint saves on the host, in pinned memory if copies can overlap computation."""
-    if is_host():
+    if is_cpu():
         return nullcontext()
     return torch.autograd.graph.save_on_cpu(pin_memory=has_streams(), device_type=device_type())
 

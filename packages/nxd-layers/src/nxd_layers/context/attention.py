@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
-from nxd_state import Group, active_group, records_graphs
+from nxd_state import Group, active_group, is_lazy_device
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -79,7 +79,7 @@ def context_parallel_attention(
     """
     group = active_group("cp")
     _check(query, key, value, plan, group, transport)
-    if records_graphs(query):
+    if is_lazy_device(query):
         _check_recorded(query, key, group, transport, dropout)
         transport = "all_to_all"
     transport = transport if transport is not None else cheapest_transport(query, key, value, plan)

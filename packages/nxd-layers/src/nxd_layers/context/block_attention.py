@@ -9,7 +9,7 @@ gradients (Dao et al. 2022, "FlashAttention").
 from dataclasses import dataclass, replace
 
 import torch
-from nxd_state import active_group, broadcast, is_host
+from nxd_state import active_group, broadcast, is_cpu
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -185,7 +185,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _has_kernel(query: Tensor, scores: Scores) -> bool:
-    return is_host(query) and scores.softcap is None
+    return is_cpu(query) and scores.softcap is None
 
 
 def _forward_by_kernel(

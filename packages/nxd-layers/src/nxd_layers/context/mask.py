@@ -8,7 +8,7 @@ are known without building it.
 from dataclasses import dataclass, replace
 
 import torch
-from nxd_state import records_graphs
+from nxd_state import is_lazy_device
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
@@ -92,12 +92,12 @@ def interval_mask(
     given = document_ids if document_ids is not None else padding_mask
     if given is not None:
         device = given.device
-        if records_graphs(device):
+        if is_lazy_device(device):
             raise NotImplementedError(
                 "packed documents and padding of cut sequences must be read during a step, which XLA does not support; "
                 "pass whole rows of tokens, or use context_parallel_size=1"
             )
-    elif device is not None and records_graphs(device):
+    elif device is not None and is_lazy_device(device):
         device = "cpu"
     position = torch.arange(length, device=device).unsqueeze(0)
     begin, end = torch.zeros_like(position), torch.full_like(position, length - 1)

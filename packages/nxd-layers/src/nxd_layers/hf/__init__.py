@@ -12,7 +12,7 @@ from nxd_layers.hf.plans import has_plan, number_of_experts
 from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, register_style
 from nxd_layers.hf.supported_models import remember_as_compared
-from nxd_layers.hf.transformers_models import find_routers, is_transformers_model
+from nxd_layers.hf.transformers_models import find_routers
 
 __all__ = [
     "parallelize",
@@ -23,7 +23,6 @@ __all__ = [
     "number_of_experts",
     "use_static_shapes",
     "param_init_fn_of",
-    "is_transformers_model",
     "has_plan",
     "remember_as_compared",
 ]

@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from nxd_state import has_dynamic_shapes
+from nxd_state import has_dynamic_shapes, is_transformers_model
 from torch import Tensor, nn
 
 from nxd_layers.experts import rows_of_experts, weights_of_experts
-from nxd_layers.hf.transformers_models import is_transformers_model, look_for_documents_by, register_experts
+from nxd_layers.hf.transformers_models import look_for_documents_by, register_experts
 
 _EVERY_EXPERT = "nxd_every_expert"
 _DYNAMIC_IMPLEMENTATIONS = ("eager", "grouped_mm")

@@ -14,11 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nxd_state import is_transformers_model
 from torch import nn
 
 from nxd_layers.hf.transformers_models import (
     base_model_path,
-    is_transformers_model,
     model_type_of,
     transformers_plan,
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from nxd_state import has_dynamic_shapes
+from nxd_state.transformers_models import has_transformers_base
 from torch import nn
 
 from nxd_layers.experts import RouterBase, RouterLayer
@@ -16,14 +17,9 @@ _BIAS = "e_score_correction_bias"
 _NUM_CHOICES = ("num_router_classes", "n_routed_experts", "num_experts")
 
 
-def is_transformers_model(model: object) -> bool:
-    """Return whether an object is a model of transformers, without importing transformers."""
-    return _has_base(model, "PreTrainedModel")
-
-
 def is_transformers_config(config: object) -> bool:
     """Return whether an object is a config of transformers."""
-    return _has_base(config, "PreTrainedConfig") or _has_base(config, "PretrainedConfig")
+    return has_transformers_base(config, "PreTrainedConfig") or has_transformers_base(config, "PretrainedConfig")
 
 
 def model_type_of(model: Any) -> str:
@@ -242,9 +238,3 @@ def _asked(model: Any, getter: str) -> nn.Module | None:
     except (NotImplementedError, AttributeError):  # models of images or of sounds have none
         return None
     return found
-
-
-def _has_base(thing: object, name: str) -> bool:
-    return any(
-        cls.__name__ == name and cls.__module__.partition(".")[0] == "transformers" for cls in type(thing).__mro__
-    )

@@ -1,6 +1,6 @@
 """What a bucket of ZeRO-1 is: parameters whose gradients travel in one message, of which each rank updates a part.
 
-Two classes implement it: `FlatBucket` in one buffer, and `EvenBucket` on XLA, where tensors cannot share memory.
+Two classes implement it: `FlatBucket` in one buffer, and `XlaBucket` on XLA, where tensors cannot share memory.
 """
 
 from collections.abc import Iterable, Sequence

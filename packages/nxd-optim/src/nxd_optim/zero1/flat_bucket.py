@@ -7,7 +7,7 @@ The order of sending is in `gradients`, the update in `sharded_weights`.
 from collections.abc import Sequence
 
 import torch
-from nxd_state import Pending, all_gather_, is_host, reduce_scatter_mean
+from nxd_state import Pending, all_gather_, is_cpu, reduce_scatter_mean
 from torch import Tensor, nn
 
 from nxd_optim.placement import Placement
@@ -189,7 +189,7 @@ class FlatBucket:
 
     def _memory_of_means(self) -> Tensor | None:
         """Memory for `gradient` that is kept between steps, on the CPU: new pages would cost more than the sums."""
-        if not is_host(self._buffer) or self._group.size == 1:
+        if not is_cpu(self._buffer) or self._group.size == 1:
             return None
         return torch.empty_like(self.shard, dtype=self.dtypes.master)
 

@@ -331,7 +331,7 @@ class NeuronZero1Optimizer(Optimizer):
         """Return the numbers to save besides `sharded_state` and the groups; the same on every rank."""
         return {"skipped_steps": self.skipped_steps}
 
-    def settle_state(self, others: Mapping[str, Any]) -> None:
+    def finish_loading(self, others: Mapping[str, Any]) -> None:
         """Finish loading, once the tensors that `allocate_state` made are filled.
 
         Args:

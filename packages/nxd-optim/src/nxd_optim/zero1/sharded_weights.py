@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from nxd_state import Group, is_host, records_graphs
+from nxd_state import Group, is_cpu, is_lazy_device
 from nxd_state.parameter_marks import is_expert
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,9 +17,9 @@ from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
 from nxd_optim.groups_and_states import copy_settings, settings_of
 from nxd_optim.placement import check_same_parameters, dense_placement, expert_placement
 from nxd_optim.zero1.bucket import Bucket, Dtypes
-from nxd_optim.zero1.even_bucket import EvenBucket
 from nxd_optim.zero1.flat_bucket import FlatBucket
 from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges
+from nxd_optim.zero1.xla_bucket import XlaBucket
 
 
 def check_caps(all_gather_mb: float, reduce_scatter_mb: float) -> None:
@@ -101,7 +101,7 @@ class ShardedWeights:
         experts = expert_placement() or dense
         buckets: list[Bucket] = []
         for batch in (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes)):
-            kind = EvenBucket if records_graphs(batch[0]) else FlatBucket
+            kind = XlaBucket if is_lazy_device(batch[0]) else FlatBucket
             placement = experts if is_expert(batch[0]) else dense
             buckets.append(kind(batch, placement, self._dtypes_of(batch[0].dtype)))
         return buckets
@@ -127,7 +127,7 @@ class ShardedWeights:
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiply the mean gradients by a 0-d tensor, in place."""
-        if is_host(scale) and scale == 1:  # reading the value would stall another device
+        if is_cpu(scale) and scale == 1:  # reading the value would stall another device
             return
         for bucket in self.buckets:
             assert bucket.gradient is not None

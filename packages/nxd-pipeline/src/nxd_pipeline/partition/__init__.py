@@ -1,7 +1,7 @@
 """Cutting a model into pipeline stages: by a trace of it, by its structure, or by hand."""
 
 from nxd_pipeline.partition.cuts import LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_flops, layer_names
-from nxd_pipeline.partition.hugging_face import hugging_face_structure, is_hugging_face
+from nxd_pipeline.partition.hugging_face import hugging_face_structure
 from nxd_pipeline.partition.local_parts import LocalParts, ParamInit, materialize, without_other_stages
 from nxd_pipeline.partition.manual import LossFunction, StageOfLayers, manual_partition, sequence_partition
 from nxd_pipeline.partition.options import (
@@ -41,7 +41,6 @@ __all__ = [
     "structural_partition",
     "ModelStructure",
     "hugging_face_structure",
-    "is_hugging_face",
     "manual_partition",
     "sequence_partition",
     "LossFunction",

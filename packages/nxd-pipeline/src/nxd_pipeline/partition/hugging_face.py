@@ -19,14 +19,6 @@ _NOT_INPUTS = re.compile(
 )
 
 
-def is_hugging_face(module: Any) -> bool:
-    """Whether a module is a model of transformers."""
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.partition(".")[0] == "transformers"
-        for cls in type(module).__mro__
-    )
-
-
 def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses | None = None) -> ModelStructure:
     """Return where a model of transformers can be cut.
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
+from nxd_state import is_transformers_model
 from torch import fx, nn
 
 from nxd_pipeline.partition.cuts import MEASURES, LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_names
 from nxd_pipeline.partition.hugging_face import (
     hugging_face_inputs,
     hugging_face_structure,
-    is_hugging_face,
     passes_router_logits,
 )
 from nxd_pipeline.partition.manual import (
@@ -131,7 +131,7 @@ def partition_model(
         return PartitionedModel(stages, {LABELS: None} if loss_fn is not None else {})
     if options.stages is not None:
         return PartitionedModel(_by_hand(model, num_stages, options.stages, options))
-    has_structure = is_hugging_face(model) and not passes_router_logits(model)
+    has_structure = is_transformers_model(model) and not passes_router_logits(model)
     if options.tracer_cls == "hf" or (options.tracer_cls is None and has_structure):
         return _by_structure(model, num_stages, options)
     return PartitionedModel(_by_trace(model, num_stages, options))
@@ -186,7 +186,7 @@ def _by_hand(
 
 
 def _by_structure(model: nn.Module, num_stages: int, options: PartitionOptions) -> PartitionedModel:
-    if not is_hugging_face(model):
+    if not is_transformers_model(model):
         raise ValueError(
             f"tracer_cls='hf' is for transformers models, but {type(model).__name__} is not one; remove it"
         )

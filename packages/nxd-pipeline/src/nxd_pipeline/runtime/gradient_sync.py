@@ -10,8 +10,8 @@ from nxd_state import (
     active_group,
     all_reduce,
     check_same_start,
+    is_lazy_device,
     model_parallel_is_initialized,
-    records_graphs,
     splits_experts,
 )
 from nxd_state.parameter_marks import is_expert
@@ -135,7 +135,7 @@ def average_over_replicas(parameters: Iterable[Tensor]) -> None:
     if not averaged:
         return
     has_gradient = [it.grad is not None for it in averaged]
-    if not records_graphs(averaged[0]):  # there all ranks record one graph, and reading a value would cut it
+    if not is_lazy_device(averaged[0]):  # there all ranks record one graph, and reading a value would cut it
         flags = torch.tensor(has_gradient, dtype=torch.int32, device=averaged[0].device)
         has_gradient = all_reduce(flags, replicas, op="max").bool().tolist()
     for parameter, is_wanted in zip(averaged, has_gradient, strict=True):

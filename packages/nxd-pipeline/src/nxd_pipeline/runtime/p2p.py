@@ -25,8 +25,8 @@ from nxd_state import (
     Send,
     barrier,
     batch_isend_irecv,
-    is_host,
-    records_graphs,
+    is_cpu,
+    is_lazy_device,
     recv,
     send,
     step_boundary,
@@ -169,7 +169,7 @@ class Packing:
     def of(cls, layouts: Sequence[TensorLayout]) -> "Packing":
         """Return the packing of tensors of these layouts."""
         sizes = {index: layout.num_bytes for index, layout in enumerate(layouts) if layout.num_bytes}
-        in_memory = [index for index in sizes if not records_graphs(layouts[index].device_type)]
+        in_memory = [index for index in sizes if not is_lazy_device(layouts[index].device_type)]
         small = [index for index in in_memory if sizes[index] <= SMALL]
         if len(small) == 1 or len({layouts[index].device_type for index in small}) > 1:
             small = []
@@ -239,10 +239,10 @@ class P2PCommunicator:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._device = transport_device(group)  # for layouts; other tensors stay on their device
-        self._records_graphs = records_graphs()
+        self._is_lazy_device = is_lazy_device()
         self._formats: dict[tuple[int, int], dict[Hashable, MessageFormat]] = {}
         self._sends: dict[tuple[Key, int, str], list[Pending[Tensor]]] = {}  # in the order in which they began
-        if not is_host(self._device):
+        if not is_cpu(self._device):
             barrier(group)  # nccl needs a call by all ranks of a group before it takes batches among some of them
 
     def send_value(self, value: Any, destination: int, key: Key, microbatch: int) -> tuple[ValueLayout, list[Tensor]]:
@@ -315,7 +315,7 @@ class P2PCommunicator:
                 self._wait_for_oldest()
 
     def _receive(self, packing: Packing, source: int) -> Pending[list[Tensor]]:
-        if self._records_graphs:
+        if self._is_lazy_device:
             step_boundary()  # ends the graph, so that it is the same with and without this receive
         packed, tensors = packing.receive_buffers()
         pending = batch_isend_irecv([Receive(tensor, source) for tensor in packed], self._group)

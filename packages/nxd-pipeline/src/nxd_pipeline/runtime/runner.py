@@ -6,7 +6,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from nxd_state import Group, PeerError, abort_group, records_graphs
+from nxd_state import Group, PeerError, abort_group, is_lazy_device
 from torch import Tensor, nn
 
 from nxd_pipeline.partition import LocalParts, ParamInit, PartitionedModel, Wiring, materialize, without_other_stages
@@ -29,7 +29,7 @@ Microbatches = Sequence[Mapping[str, Any]]
 ReadOutput = Callable[[Any], Any]  # selects from the model's output; in training the loss
 
 
-class Failures:
+class PipelineAbort:
     """Ends all ranks of a pipeline if one fails; all of them report the first error."""
 
     def __init__(self, group: Group) -> None:
@@ -137,7 +137,7 @@ class StagesRunner:
         whole: nn.Module,
         schedule: Schedule,
         group: Group,
-        failures: Failures,
+        abort: PipelineAbort,
         param_init_fn: ParamInit | None,
     ) -> None:
         """Keep what this rank needs of all stages; the rest goes with the last reference to the model.
@@ -145,7 +145,7 @@ class StagesRunner:
         Raises:
             ValueError: the schedule cannot be executed.
         """
-        self._group, self._failures = group, failures
+        self._group, self._abort = group, abort
         self._wiring, self._optional_inputs = Wiring(model.stages), model.optional_inputs
         stages = {index: model.stages[index] for index in schedule.stages_of(group.rank)}
         self.local = LocalParts(list(stages.values()))
@@ -155,7 +155,7 @@ class StagesRunner:
         self.original = without_other_stages(whole, self.local.tensors())
         modules = {index: stage.module for index, stage in stages.items()}
         self._p2p = P2PCommunicator(group)
-        insert = insert_blocking_communication if records_graphs() else insert_communication
+        insert = insert_blocking_communication if is_lazy_device() else insert_communication
         self.schedule = insert(schedule, self._wiring.edges)
         evaluation = insert(forward_only(schedule), self._wiring.edges)
         self._train_executor = Executor(modules, self._wiring, self.schedule, self._p2p)
@@ -181,8 +181,8 @@ class StagesRunner:
             return syncs.last_backward([parameter for parameter in parameters if parameter not in tied])
 
         # On XLA each action is a graph of its own, and its communication has a place in the order of all ranks.
-        overlaps = len(syncs.active()) == 1 and not records_graphs()
-        with self._failures.end_all_ranks():
+        overlaps = len(syncs.active()) == 1 and not is_lazy_device()
+        with self._abort.end_all_ranks():
             self._tied_weights.synchronize()
             with self._tied_weights.gradients_summed():
                 losses = self._train_executor.run(
@@ -198,13 +198,13 @@ class StagesRunner:
 
     def evaluate(self, microbatches: Microbatches, read_output: ReadOutput) -> list[Any]:
         """See `WholeModelRunner.evaluate`."""
-        with self._failures.end_all_ranks():
+        with self._abort.end_all_ranks():
             self._tied_weights.synchronize()
             return self._eval_executor.run(self._group.rank, microbatches, read_output)
 
     def synchronize_tied_weights(self) -> None:
         """Set all copies of a tied weight to the values of the first."""
-        with self._failures.end_all_ranks():
+        with self._abort.end_all_ranks():
             self._tied_weights.synchronize()
 
     def forget_layouts(self) -> None:

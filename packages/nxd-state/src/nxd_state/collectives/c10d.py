@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxd_state.collectives.transport import MessageTransport, Pending, Receive, ReduceOp, Result, Send
-from nxd_state.device import has_uneven_all_to_all, is_host
+from nxd_state.device import has_uneven_all_to_all, is_cpu
 from nxd_state.group import Group
 from nxd_state.process_groups import transport_device
 
@@ -163,7 +163,7 @@ class C10dTransport(MessageTransport):
     def barrier(self) -> None:
         """Wait for all ranks of the group."""
         device = transport_device(self._group)
-        if is_host(device):
+        if is_cpu(device):
             dist.barrier(group=self._group.process_group)
         else:  # by a sum, as nccl's is made; that of the neuron backend knows the world only
             met = torch.ones(1, device=device)

@@ -9,7 +9,7 @@ from nxd_state.collectives.c10d import C10dTransport
 from nxd_state.collectives.functional import FunctionalTransport
 from nxd_state.collectives.transport import MessageTransport, Transport
 from nxd_state.collectives.xla import XlaTransport
-from nxd_state.device import records_graphs
+from nxd_state.device import is_lazy_device
 from nxd_state.group import Group
 from nxd_state.shared_memory import SharedMemoryTransport
 
@@ -29,7 +29,7 @@ def eager_transport_of(tensor: Tensor, group: Group) -> MessageTransport:
     memory = shared_memory_of(tensor, group)
     if memory is not None:
         return memory
-    return XlaTransport(group) if records_graphs(tensor) else C10dTransport(group)
+    return XlaTransport(group) if is_lazy_device(tensor) else C10dTransport(group)
 
 
 def host_transport_of(group: Group) -> SharedMemoryTransport | C10dTransport:

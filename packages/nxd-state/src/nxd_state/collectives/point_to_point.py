@@ -13,7 +13,7 @@ from torch import Tensor
 from nxd_state.collectives import debug
 from nxd_state.collectives.choice import eager_transport_of
 from nxd_state.collectives.transport import MessageTransport, Pending, Receive, Send
-from nxd_state.device import records_graphs
+from nxd_state.device import is_lazy_device
 from nxd_state.group import Group
 
 
@@ -134,7 +134,7 @@ def _begin(messages: Sequence[Send | Receive], group: Group) -> list[Pending[Ten
     if len(parts) == 1:
         return transport.begin_messages(messages)
     begun: dict[int, Pending[Tensor]] = {}
-    for transport, indices in sorted(parts.values(), key=lambda part: records_graphs(messages[part[1][0]].tensor)):
+    for transport, indices in sorted(parts.values(), key=lambda part: is_lazy_device(messages[part[1][0]].tensor)):
         begun |= zip(indices, transport.begin_messages([messages[index] for index in indices]), strict=True)
     return [begun[index] for index in range(len(messages))]
 

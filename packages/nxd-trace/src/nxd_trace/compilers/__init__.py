@@ -1,6 +1,6 @@
 """The compilers by name: `export`, `inductor`, `neuronx`, `neuron` and `hlo`."""
 
-from nxd_state import compile_backend, records_graphs
+from nxd_state import compile_backend, is_lazy_device
 
 from nxd_trace.compilers.builtin import EXPORT, HLO, INDUCTOR, CompileJob, Compiler, Run, has_cpp_compiler
 from nxd_trace.compilers.neuronx import NEURON, NEURONX
@@ -18,7 +18,7 @@ def choose_compiler(name: str | None) -> Compiler:
         ValueError: there is no compiler of this name.
     """
     if name is None:
-        name = NEURONX.name if records_graphs() else compile_backend()
+        name = NEURONX.name if is_lazy_device() else compile_backend()
         if name == INDUCTOR.name and not has_cpp_compiler():
             name = EXPORT.name
     if name not in COMPILERS:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nxd_state import get_device, get_world_group, initialize_model_parallel, is_host, model_parallel_is_initialized
+from nxd_state import get_device, get_world_group, initialize_model_parallel, is_cpu, model_parallel_is_initialized
 from torch import Tensor
 
 from nxd_trace.buckets import StatePreprocessor, load_preprocessor
@@ -155,7 +155,7 @@ class RankModel:
         """Run a program on the inputs in shared memory; rank 0 stores the outputs there."""
         loaded = self._programs[program]
         inputs = loaded.inputs
-        if not is_host(self._device):
+        if not is_cpu(self._device):
             inputs = [tensor.to(self._device) for tensor in inputs]
         outputs = loaded.run([*loaded.tensors, *inputs])
         for shared, output in zip(loaded.outputs, outputs, strict=self._rank == 0):

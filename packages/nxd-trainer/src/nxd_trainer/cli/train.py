@@ -115,14 +115,14 @@ def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
     """Return an exit code: its trainer's in the supervisor that the launcher started, the training's in a trainer."""
     from nxd_elastic.loop import check_launch  # noqa: PLC0415
     from nxd_elastic.supervisor import supervise  # noqa: PLC0415
-    from nxd_state import records_graphs  # noqa: PLC0415
+    from nxd_state import is_lazy_device  # noqa: PLC0415
 
     from nxd_trainer.training import StopRequest  # noqa: PLC0415
     from nxd_trainer.training.elastic import train_elastically  # noqa: PLC0415
 
     elastic = reports_user_errors(lambda: _elastic_recipe(recipe, options))
     try:
-        if records_graphs():
+        if is_lazy_device():
             raise RuntimeError("--elastic restarts communication within a process, which XLA cannot do; leave it out")
         check_launch()
         keeps_memory = recipe.checkpoint.memory_every > 0

@@ -20,8 +20,8 @@ from nxd_state import (
     get_group,
     get_mesh,
     get_world_group,
-    is_host,
-    records_graphs,
+    is_cpu,
+    is_lazy_device,
     wait_seconds,
 )
 from nxd_state.parameter_marks import is_tied_copy
@@ -55,7 +55,7 @@ class StragglerWatch:
         self._name: str | None = None
         self._in_a_row = 0
         self._is_reported = False
-        self._compares = is_host() and get_world_group().size > 1
+        self._compares = is_cpu() and get_world_group().size > 1
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ def report_gradients(state: RunState) -> None:
     every = state.recipe.train.gradient_histograms_every
     if not every:
         return
-    if records_graphs():
+    if is_lazy_device():
         raise ValueError(f"train.gradient_histograms_every={every} does not support XLA; set it to 0")
     trackers = [it for it in state.trackers if isinstance(it, TensorBoardTracker)]
     run = ref(state)  # the optimizer's hooks would keep the run, and its lock, alive

@@ -17,7 +17,7 @@ from nxd_ckpt.coordinator import announced_to_waiting_ranks
 from nxd_engine.logs import get_logger
 from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import all_gather_object, get_device, get_world_group, is_host, records_graphs, step_boundary
+from nxd_state import all_gather_object, get_device, get_world_group, is_cpu, is_lazy_device, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
@@ -201,7 +201,7 @@ def _renew_in_order(state: RunState) -> None:
     XLA graphs list their results in creation order, and each rank reads a checkpoint in a different order: without
     this, the ranks would record and compile graphs that differ only in that order.
     """
-    if not records_graphs():
+    if not is_lazy_device():
         return
     step_boundary()  # computes loaded tensors now, outside the next step's graph
     for tensor in _tensors(state):
@@ -222,7 +222,7 @@ def _tensors(state: RunState) -> Iterator[Tensor]:
 
 
 def _on_xla(values: dict[str, Tensor]) -> Iterator[Tensor]:
-    return (value for value in values.values() if records_graphs(value))
+    return (value for value in values.values() if is_lazy_device(value))
 
 
 def _extract_graphs(state: RunState, say: Callable[[str], None]) -> None:
@@ -359,7 +359,7 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     count = sum(p.numel() for p in state.model.parameters())
     begins = f"resumes from {resumed}" if resumed else "begins"
     logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
-    if is_host():
+    if is_cpu():
         logger.info(f"{torch.get_num_threads()} threads per rank; the environment variable OMP_NUM_THREADS changes it")
     if state.recipe.parallel.pipeline_parallel_size > 1:
         logger.info(describe_pipeline(state.recipe))

@@ -17,7 +17,7 @@ from nxd_state import (
     get_group,
     get_mesh,
     get_world_group,
-    records_graphs,
+    is_lazy_device,
 )
 
 from nxd_trainer.data import HeldOutLoader, StreamLoader, TrainBatches, TrainLoader
@@ -180,7 +180,7 @@ def _build_average(recipe: Recipe, model: NxDModel) -> WeightAverage | None:
     decay = recipe.train.ema_decay
     if not decay:
         return None
-    if records_graphs():  # each replica averages another part, so ranks would record different graphs
+    if is_lazy_device():  # each replica averages another part, so ranks would record different graphs
         raise ValueError(f"train.ema_decay={decay:g} does not support XLA; set train.ema_decay=0")
     return WeightAverage(model.parameters(), decay)
 

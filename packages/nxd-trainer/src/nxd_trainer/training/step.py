@@ -18,7 +18,7 @@ from nxd_state import (
     get_device,
     get_mesh,
     get_world_group,
-    is_host,
+    is_cpu,
     read_later,
     report_step,
     send_to_device,
@@ -204,7 +204,7 @@ class StepsInFlight:
         self.stopping = self.is_urgent = False
         self._state = state
         self._begun: deque[Callable[[], FinishedStep]] = deque()
-        self._num_in_flight = 0 if is_host() else 1  # on the CPU, a started step is already computed
+        self._num_in_flight = 0 if is_cpu() else 1  # on the CPU, a started step is already computed
 
     def begin(self, *, stopping: float) -> None:
         """Start a step, see `take_step`; when this returns, the state in this process is that after the step."""

@@ -16,7 +16,7 @@ from nxd_optim.placement import Placement
 from nxd_optim.zero1.bucket import Dtypes, WeightRange
 
 
-class EvenBucket:
+class XlaBucket:
     """A `Bucket` of separate tensors. Ranges beyond a parameter's end hold only zeros; `send` sets `gradient` at once.
 
     Args:

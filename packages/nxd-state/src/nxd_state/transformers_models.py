@@ -1,13 +1,25 @@
-"""The loss of transformers' causal language models, which is nan where no token has a label; here it is 0.
+"""What layers and pipelines both ask of models of transformers: whether a model is one, and its loss.
 
-transformers is not imported: a model's loss function is recognized by its name. Layers that compute the loss from split
-logits and pipelines, whose microbatches may have no labels, share it.
+The loss of causal language models is nan where no token has a label; here it is 0, because a pipeline's microbatch may
+have no labels. transformers is not imported: classes and loss functions are recognized by their names.
 """
 
 import inspect
 from typing import Any
 
 from torch import Tensor
+
+
+def is_transformers_model(model: object) -> bool:
+    """Whether an object is a model of transformers."""
+    return has_transformers_base(model, "PreTrainedModel")
+
+
+def has_transformers_base(thing: object, name: str) -> bool:
+    """Whether an object's class is a class of transformers with this name, or is derived from it."""
+    return any(
+        cls.__name__ == name and cls.__module__.partition(".")[0] == "transformers" for cls in type(thing).__mro__
+    )
 
 
 def takes_causal_lm_loss(model: Any) -> bool:
