@@ -97,15 +97,11 @@ def are_equal(summaries: Iterable[Mapping[str, str]]) -> bool:
 
 def details_of(tensors: Sequence[Tensor], fingerprints: Iterable[tuple[ExpectedEqual, int]]) -> Details:
     """The details from which `check_details` finds the first parameter that differs."""
-    return {
-        f"{expected.held_by}{expected.part}": (
-            expected.held_by[0],
-            expected.part[0],
-            tuple(tensors[expected.part[0]].shape),
-            value,
-        )
-        for expected, value in fingerprints
-    }
+    details: Details = {}
+    for expected, value in fingerprints:
+        axis, index = expected.held_by[0], expected.part[0]
+        details[f"{expected.held_by}{expected.part}"] = (axis, index, tuple(tensors[index].shape), value)
+    return details
 
 
 def details_from(fields: Any) -> Details:
