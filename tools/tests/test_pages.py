@@ -1,10 +1,12 @@
 """The harness that runs pages notices what is wrong with one."""
 
+from pathlib import Path
+
 import pytest
 from pages import blocks_of, is_slow, run_page
 
 
-def run(text, tmp_path):
+def run(text: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
     folder = tmp_path / "folder"
@@ -12,7 +14,7 @@ def run(text, tmp_path):
     run_page(page, folder, timeout=60)
 
 
-def test_blocks_have_language_title_line_and_reason():
+def test_blocks_have_language_title_line_and_reason() -> None:
     first, second = blocks_of(
         '# A\n\n```toml title="a.toml"\nx = 1\n```\n\n<!-- not run: needs Slurm -->\n```sh\nsbatch\n```\n'
     )
@@ -21,7 +23,7 @@ def test_blocks_have_language_title_line_and_reason():
     assert (second.language, second.not_run, second.line) == ("sh", "needs Slurm", 9)
 
 
-def test_page_writes_files_runs_commands_and_compares_output(tmp_path):
+def test_page_writes_files_runs_commands_and_compares_output(tmp_path: Path) -> None:
     run(
         '```python title="a.py"\nprint("loss", 1.02)\n```\n\n'
         "```console\n$ python a.py\nloss 1.00\n$ echo took 3 s, 4 GiB\ntook 7.1 s, 9 GiB\n```\n",
@@ -41,12 +43,12 @@ def test_page_writes_files_runs_commands_and_compares_output(tmp_path):
     ],
     ids=["exit code", "command", "number", "word", "order", "pipe"],
 )
-def test_page_with_a_mistake_fails(text, tmp_path):
+def test_page_with_a_mistake_fails(text: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"page\.md:\d"):
         run(text, tmp_path)
 
 
-def test_ellipsis_stands_for_anything_and_exempted_block_is_not_run(tmp_path):
+def test_ellipsis_stands_for_anything_and_exempted_block_is_not_run(tmp_path: Path) -> None:
     run(
         "```console\n$ echo a; echo b 17; echo c\na\n...\nc\n$ echo b 17 x\nb ...\n```\n\n"
         "<!-- not run: why -->\n```sh\nfalse\n```\n",
@@ -54,6 +56,6 @@ def test_ellipsis_stands_for_anything_and_exempted_block_is_not_run(tmp_path):
     )
 
 
-def test_slow_page_says_so():
+def test_slow_page_says_so() -> None:
     assert is_slow("<!-- slow -->\n# A page")
     assert not is_slow("# A page that is slow")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from nxd_layers.activation_checkpoint import named_transformer_layers
-from nxd_state import compile_backend, get_device, keep_compiled_code_private, records_graphs, widest_float
+from nxd_state import compile_backend, get_device, is_lazy_device, keep_compiled_code_private, widest_float
 from torch import Tensor, nn
 
 from nxd_trainer.data import Batch
@@ -28,7 +28,7 @@ def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> Non
         ValueError: the device compiles whole steps, or the model has no such layers.
         PermissionError: other users could write to the compiler's cache.
     """
-    if records_graphs():
+    if is_lazy_device():
         raise ValueError(
             "train.compile=true does not support XLA, which compiles the whole step itself; set train.compile=false"
         )
