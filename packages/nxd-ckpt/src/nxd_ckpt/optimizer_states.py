@@ -35,13 +35,8 @@ class OptimizerStates:
 
 
 def is_sharded_optimizer(value: Any) -> bool:
-<<<<<<< HEAD
     """Whether an optimizer reports which boxes of logical tensors its states are, as NeuronZero1Optimizer does."""
-    names = ("sharded_state", "other_state", "allocate_state", "settle_state", "param_groups")
-=======
-    """Whether an optimizer reports which boxes of logical tensors its states are; see the README."""
     names = ("sharded_state", "other_state", "allocate_state", "finish_loading", "param_groups")
->>>>>>> 3c836570 (Names: is_lazy_device, is_cpu, ExpectedEqual, XlaBucket, finish_loading, PipelineAbort; is_transformers_model exists once)
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
