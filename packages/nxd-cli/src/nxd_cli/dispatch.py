@@ -33,6 +33,7 @@ class Command:
 COMMANDS = {
     "train": Command("nxd-trainer", "train a model from a recipe"),
     "data": Command("nxd-trainer", "show what a recipe will train on"),
+    "report": Command("nxd-trainer", "write a page about a run, or watch it in the terminal"),
     "run": Command("nxd-neuronx", "run a training script, including one written for torch-xla"),
     "generate": Command("nxd-trainer", "generate text with a model"),
     "serve": Command("nxd-trainer", "answer completion requests with a trained model"),

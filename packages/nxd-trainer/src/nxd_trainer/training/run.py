@@ -36,6 +36,7 @@ from nxd_trainer.report import (
     read_records,
     render_summary,
 )
+from nxd_trainer.report.run_page import write_run_page
 from nxd_trainer.training.diagnostics import Straggler, StragglerWatch, report_gradients
 from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.resuming import resume_from_memory, resume_run
@@ -389,8 +390,18 @@ def _report(state: RunState, logger: logging.Logger, metrics_file: Path) -> None
     shown: dict[str, str | Path | None] = {
         "checkpoints": recipe.checkpoint_folder,
         "metrics": metrics_file,
+        "report": _written_report(recipe.output, logger),
         "loss curve": curve,
         "load of experts": loads,
         "timeline": recipe.pipeline.trace_file if recipe.parallel.pipeline_parallel_size > 1 else None,
     }
     print(render_summary(records, shown))
+
+
+def _written_report(folder: Path, logger: logging.Logger) -> Path | None:
+    """Write the HTML report; one that cannot be written does not fail a run whose checkpoints are complete."""
+    try:
+        return write_run_page(folder)
+    except OSError as error:
+        logger.warning(f"the report cannot be written: {error}; `nxd report {folder}` writes it later")
+        return None
