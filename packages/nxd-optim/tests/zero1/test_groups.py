@@ -94,7 +94,7 @@ def test_stage_without_trained_parameters_takes_part_in_the_norm_and_in_skipped_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sharding_groups": [[0, 1], [2]]}, r"must name each of the 4 ranks once, in lists of one length"),
+        ({"sharding_groups": [[0, 1], [2]]}, r"must name each of the 4 ranks once, in lists of equal length"),
         ({"sharding_groups": [[0, 1]]}, r"sharding_groups=\[\[0, 1\]\] must name each of the 4 ranks once"),
         (
             {"sharding_groups": [[0, 1], [2, 3]]},

@@ -200,8 +200,14 @@ class NxDPPModel(nn.Module):
         if self._schedule.num_stages == 1:
             self._whole_model = whole
             return WholeModelRunner(whole, self._num_microbatches, param_init_fn)
-        partitioned = partition_model(module, self._schedule.num_stages, options)
-        runner = StagesRunner(partitioned, whole, self._schedule, self._group, self._abort, param_init_fn)
+        runner = StagesRunner(  # nothing here holds the stages of other ranks
+            partition_model(module, self._schedule.num_stages, options),
+            whole,
+            self._schedule,
+            self._group,
+            self._abort,
+            param_init_fn,
+        )
         self._local_modules = runner.modules
         gc.collect()  # torch.fx leaves cycles, which would keep the whole model alive after the caller releases it
         return runner
