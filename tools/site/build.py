@@ -30,6 +30,10 @@ def main() -> int:
     for page, text in {**reference_pages(), **pictures}.items():
         write(page, text.encode())
     config = shutil.copy(Path(__file__).with_name("mkdocs.yml"), BUILD)
+    named = set(re.findall(r"[\w/-]+\.md", Path(config).read_text(encoding="utf8")))
+    if lost := sorted(page for page in sources.values() if not is_picture(page) and page not in named):
+        print(f"the navigation in tools/site/mkdocs.yml lacks {', '.join(lost)}", file=sys.stderr)
+        return 1
     return subprocess.run(["zensical", "build", "--clean", "--strict", "-f", config], check=False).returncode
 
 
