@@ -33,7 +33,7 @@ torchrun() { "$PAGE_PYTHON" -m torch.distributed.run "$@"; }
 """
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 MACHINES_OWN = re.compile(
-    r"[-+]?[\d.,:]+\s?(?:s|ms|us|seconds|minutes|tok/s|seq/s|it/s|B|KiB|MiB|GiB|MiB/s)\b|ETA [\d:]+"
+    r"[-+]?[\d.,:]+[kMG]?\s?(?:s|ms|us|seconds|minutes|tok/s|seq/s|it/s|B|KiB|MiB|GiB|MiB/s)\b|ETA [\d:]+"
 )
 TOLERANCE = 0.05
 
