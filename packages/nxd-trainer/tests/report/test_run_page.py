@@ -79,5 +79,12 @@ def test_chart_leaves_out_values_that_are_not_finite(value):
     assert "step 3: 1" in chart
 
 
+def test_chart_of_a_long_run_stays_small_and_keeps_the_last_step():
+    chart = line_chart("Loss", {"training": [(step, 1 / step) for step in range(1, 100_001)]})
+
+    assert chart.count("<circle") <= 1000
+    assert "step 100000: 1e-05" in chart
+
+
 def test_chart_without_values_is_empty():
     assert line_chart("Loss", {"training": []}) == ""

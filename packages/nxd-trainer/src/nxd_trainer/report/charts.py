@@ -15,6 +15,7 @@ Points = Sequence[tuple[float, float]]  # x, y
 WIDTH, HEIGHT = 480, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 12, 28
 COLORS = ("#3f6fb5", "#c2652a", "#3c8a4e", "#8a4fa3")
+MOST_POINTS = 1000  # of a line; a longer one is drawn by every n-th point, so that the page of a long run stays small
 LANE = 26  # pixels between the lanes of a timeline
 COMPUTED = (
     ActionKind.FORWARD,
@@ -29,11 +30,11 @@ def line_chart(title: str, series: Mapping[str, Points], *, log_scale: bool = Fa
 
     Args:
         title: the chart's heading, with the unit.
-        series: the points of each line by its name; those that are not finite interrupt a line.
+        series: the points of each line by its name; those that are not finite are left out.
         log_scale: whether the y axis is logarithmic, which needs positive values.
     """
     drawn = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}
-    drawn = {name: points for name, points in drawn.items() if points}
+    drawn = {name: _thinned(points) for name, points in drawn.items() if points}
     if not drawn:
         return ""
     xs = [x for points in drawn.values() for x, _ in points]
@@ -91,6 +92,11 @@ def timeline_chart(step: TracedStep) -> str:
     shape = f'viewBox="-70 0 1080 {len(lanes) * LANE}" preserveAspectRatio="none" height="{len(lanes) * LANE}"'
     figure = f'<svg class="timeline" {shape} role="img" aria-label="timeline of a step">{"".join(parts)}</svg>'
     return f"<p>{legend}</p>{figure}"
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most about `MOST_POINTS` of the points, evenly chosen, with the last one."""
+    return points[:: -(len(points) // MOST_POINTS + 1)][::-1]
 
 
 def _scaled(value: float, log_scale: bool) -> float:
