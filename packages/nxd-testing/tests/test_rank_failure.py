@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_testing import RankFailure, RankPool, run_on_ranks
+from nxd_testing import FailedRank, RankFailure, RankPool, run_on_ranks
 
 pytestmark = pytest.mark.sample(5)  # each takes its time
 
@@ -40,6 +40,16 @@ def test_rank_failure_one_rank_raises_shows_it_first():
     assert next(iter(caught.value.failures)) == 1
     assert set(caught.value.failures) == {0, 1, 2}
     assert all(caught.value.failures[rank].is_consequence for rank in (0, 2))
+
+
+def test_rank_failure_rank_stopped_by_a_peer_is_shown_after_it_even_if_it_reports_sooner():
+    stopped = FailedRank(0, "PeerError: this rank stopped because pipeline rank 1 failed with ValueError: no", "", 1)
+    failed = FailedRank(1, "ValueError: no", "", 2)
+
+    failure = RankFailure([stopped, failed], 2, {})
+
+    assert list(failure.failures) == [1, 0]
+    assert str(failure).startswith("rank 1 of 2 failed: ValueError: no\n")
 
 
 def test_rank_failure_one_rank_raises_keeps_the_processes():

@@ -16,13 +16,14 @@ def deadline(seconds: float) -> float:
 
 _LONGEST_OUTPUT = 10_000
 
-# Errors of gloo and of shared memory on a rank whose peer is gone.
+# Errors of gloo, of shared memory and of a pipeline on a rank whose peer has failed.
 _PEER_IS_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "connectFullMesh failed",
     "has left group",
+    "this rank stopped because",
 )
 
 
