@@ -31,7 +31,7 @@ nxd() { "$PAGE_PYTHON" -m nxd_cli "$@"; }
 nxd-ckpt() { "$PAGE_PYTHON" -m nxd_ckpt.cli "$@"; }
 torchrun() { "$PAGE_PYTHON" -m torch.distributed.run "$@"; }
 """
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:e[-+]?\d+)?")
 MACHINES_OWN = re.compile(
     r"[-+]?[\d.,:]+[kMG]?\s?(?:s|ms|us|seconds|minutes|tok/s|seq/s|it/s|B|KiB|MiB|GiB|MiB/s)\b|ETA [\d:]+"
 )
@@ -97,6 +97,7 @@ def run_page(page: Path, folder: Path, timeout: float) -> None:
         elif block.language == "sh":
             printed = _run(["bash", "-c", PRELUDE + block.text], folder, timeout, where)
         elif block.language == "console":
+            assert block.text.startswith("$ "), f"{where} is a console block without a command after `$ `"
             for command, shown in _commands(block.text):
                 printed = _run(["bash", "-c", PRELUDE + command], folder, timeout, f"{where}: $ {command}")
                 if shown:

@@ -26,7 +26,7 @@ def test_blocks_have_language_title_line_and_reason() -> None:
 def test_page_writes_files_runs_commands_and_compares_output(tmp_path: Path) -> None:
     run(
         '```python title="a.py"\nprint("loss", 1.02)\n```\n\n'
-        "```console\n$ python a.py\nloss 1.00\n$ echo took 3 s, 4 GiB\ntook 7.1 s, 9 GiB\n```\n",
+        "```console\n$ python a.py\nloss 1.00\n$ echo took 3 s, 4 GiB\ntook 7.1 s, 9 GiB\n$ echo 1,020 of 30000\n1,000 of 30,000\n```\n",
         tmp_path,
     )
 
@@ -40,8 +40,11 @@ def test_page_writes_files_runs_commands_and_compares_output(tmp_path: Path) -> 
         "```console\n$ echo one\ntwo\n```\n",
         "```python\nprint('a')\nprint('b')\n```\n\n```text\nb\na\n```\n",
         "```sh\nfalse | cat\n```\n",
+        "```console\n$ echo 3, 4\n3 4\n```\n",
+        "```console\n$ echo 12\n1,2\n```\n",
+        "```console\nloss 1.0\n```\n",
     ],
-    ids=["exit code", "command", "number", "word", "order", "pipe"],
+    ids=["exit code", "command", "number", "word", "order", "pipe", "comma", "digits", "no command"],
 )
 def test_page_with_a_mistake_fails(text: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"page\.md:\d"):
