@@ -26,7 +26,8 @@ def test_blocks_have_language_title_line_and_reason() -> None:
 def test_page_writes_files_runs_commands_and_compares_output(tmp_path: Path) -> None:
     run(
         '```python title="a.py"\nprint("loss", 1.02)\n```\n\n'
-        "```console\n$ python a.py\nloss 1.00\n$ echo took 3 s, 4 GiB\ntook 7.1 s, 9 GiB\n$ echo 1,020 of 30000\n1,000 of 30,000\n```\n",
+        "```console\n$ python a.py\nloss 1.00\n$ echo took 3 s, 4 GiB\ntook 7.1 s, 9 GiB\n"
+        "$ echo 1,020 of 30000\n1,000 of 30,000\n```\n",
         tmp_path,
     )
 
