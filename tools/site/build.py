@@ -3,6 +3,9 @@
     python tools/site/build.py
 
 A broken link or an unknown name ends the build. Leaves build/pages and build/site.
+
+The drawings in docs/pictures are committed, so that they also show on the code host. `python tools/site/drawings.py`
+makes the SVG files again; `tools/tests/test_drawings.py` fails if they are not those that the code makes today.
 """
 
 import os

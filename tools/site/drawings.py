@@ -1,16 +1,24 @@
 """Drawings of the explanation pages, made from the objects that they explain.
 
-    python tools/site/drawings.py    # writes docs/pictures; the build of the site does so, too
+    python tools/site/drawings.py    # writes docs/pictures, where a test compares them
 
 Each function returns SVG text. Text and lines have the color of the card's theme, so both light and dark are readable.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from nxd_layers.context import SequenceCut
+from nxd_pipeline import Costs, StageCost, make_schedule, simulate
+from nxd_pipeline.partition.cuts import even_cuts
+from nxd_pipeline.schedules.simulation import COLORS
 from nxd_state import Mesh, ShardSpec, fuse_along, shard_along
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"
+ROW, LABEL, WIDTH = 26, 64, 800  # pixels: height of a rank's row, width of its label and of the whole drawing
+KEPT = "#4c78a8"
+Cells = Mapping[str, bool | str]  # by the text in the cell: whether the rank has it, or its color
 HUES = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 STYLE = """<style>
 svg { color: #1f2328; font: 13px system-ui, sans-serif } .card { fill: #ffffff }
@@ -33,6 +41,17 @@ def drawings() -> dict[str, str]:
         "layouts.svg": layouts({"dp=4": Mesh(4), "dp=2, tp=2": Mesh(4, tp=2), "pp=2, tp=2": Mesh(4, pp=2, tp=2)}),
         "checkpoint-commit.svg": checkpoint_commit(),
         "shared-memory.svg": shared_memory(num_ranks=3),
+        "schedule-gpipe.svg": schedule("gpipe"),
+        "schedule-1f1b.svg": schedule("1f1b"),
+        "schedule-interleaved.svg": schedule("interleaved", stages_per_rank=2),
+        "schedule-zb-h1.svg": schedule("zb-h1"),
+        "schedule-zb-v.svg": schedule("zb-v", stages_per_rank=2),
+        "parallel-tp.svg": tensor_parallel(),
+        "parallel-sp.svg": sequence_parallel(),
+        "parallel-cp.svg": context_parallel(),
+        "parallel-ep.svg": expert_parallel(),
+        "parallel-pp.svg": pipeline_parallel(),
+        "parallel-zero.svg": zero(),
     }
 
 
@@ -157,6 +176,94 @@ def shared_memory(num_ranks: int) -> str:
     return svg(16 + num_ranks * 180, 276, parts)
 
 
+def schedule(name: str, *, stages_per_rank: int = 1) -> str:
+    """Draw a schedule's computations on 4 ranks with 8 microbatches; later stages of a rank are paler."""
+    share = 1 / stages_per_rank
+    costs = Costs(StageCost(forward=share, backward_input=share, backward_weight=share))
+    timeline = simulate(make_schedule(name, pipeline_size=4, num_microbatches=8), costs)
+    scale = (WIDTH - LABEL - 8) / timeline.makespan
+    parts = []
+    for rank, spans in enumerate(timeline.compute_spans):
+        parts.append(text(8, rank * ROW + 21, f"rank {rank}"))
+        stages = sorted({span.action.stage for span in spans})
+        for span in spans:
+            left, right = (LABEL + (time - timeline.start) * scale for time in (span.start, span.end))
+            opacity = 0.6 - 0.4 * stages.index(span.action.stage) / len(stages)
+            parts.append(fill(left, rank * ROW + 6, right - left, ROW - 6, COLORS[span.action.kind], opacity))
+            parts.append(text((left + right) / 2, rank * ROW + 21, str(span.action.microbatch), "mid"))
+    return titled(
+        f"{timeline.name}: {timeline.bubble_fraction:.0%} of the time idle", len(timeline.compute_spans), parts
+    )
+
+
+def tensor_parallel() -> str:
+    """Draw which columns and rows of a feed-forward block's matrices each of 4 ranks has."""
+    return cells("TP 4: outputs of up, inputs of down, in a feed-forward block", even(4, ["up", "down"], 4))
+
+
+def sequence_parallel() -> str:
+    """Draw which positions each of 4 ranks has between two blocks."""
+    return cells("SP with TP 4: positions of the residual stream", even(4, ["positions"], 8))
+
+
+def context_parallel() -> str:
+    """Draw the chunks of a sequence that each of 4 ranks has."""
+    cut = SequenceCut(length=64, size=4)
+    rows = {f"rank {rank}": chosen(cut.chunks_of(rank), [f"chunk {chunk}" for chunk in range(8)]) for rank in range(4)}
+    return cells("CP 4: chunks of each sequence", rows)
+
+
+def expert_parallel() -> str:
+    """Draw the experts that each of 4 ranks has."""
+    return cells("EP 4: experts of each layer", even(4, ["expert"], 8))
+
+
+def pipeline_parallel() -> str:
+    """Draw the layers that each of 4 ranks has."""
+    layers = [f"layer {number}" for number in range(10)]
+    ends = [0, *(layers.index(cut) + 1 for cut in even_cuts(layers, 4)), len(layers)]
+    rows = {f"rank {rank}": chosen(range(*extent), layers) for rank, extent in enumerate(pairwise(ends))}
+    return cells("PP 4: layers of the model", rows)
+
+
+def zero() -> str:
+    """Draw what each of 4 replicas has under ZeRO-1."""
+    rows = even(4, ["states"], 4)
+    return cells("ZeRO-1 over 4 replicas", {rank: {"weights": HUES[2], **states} for rank, states in rows.items()})
+
+
+def cells(title: str, rows: Mapping[str, Cells]) -> str:
+    """Return a picture with a row of cells for each rank; those that the rank has are colored."""
+    parts = []
+    for row, (label, kept_of) in enumerate(rows.items()):
+        parts.append(text(8, row * ROW + 21, label))
+        width = (WIDTH - LABEL - 8) / len(kept_of)
+        for column, (part, kept) in enumerate(kept_of.items()):
+            left = LABEL + column * width
+            parts.append(rect(left, row * ROW + 6, width, ROW - 6, faint=True))
+            if kept:
+                parts.append(fill(left, row * ROW + 6, width, ROW - 6, kept if isinstance(kept, str) else KEPT))
+                parts.append(text(left + width / 2, row * ROW + 21, part, "mid"))
+    return titled(title, len(rows), parts)
+
+
+def even(ranks: int, names: Sequence[str], count: int) -> dict[str, Cells]:
+    """Return rows in which each rank has an equal share of `count` parts of each name."""
+    texts = [(part, f"{name} {part}") for name in names for part in range(count)]
+    return {f"rank {rank}": {label: part * ranks // count == rank for part, label in texts} for rank in range(ranks)}
+
+
+def chosen(indices: Iterable[int], texts: Sequence[str]) -> Cells:
+    """Return a row in which the rank has the texts at these indices."""
+    kept = set(indices)
+    return {label: index in kept for index, label in enumerate(texts)}
+
+
+def titled(title: str, num_rows: int, parts: Sequence[str]) -> str:
+    """Return a picture of rows with a title below them."""
+    return svg(WIDTH, num_rows * ROW + 36, [*parts, text(WIDTH / 2, num_rows * ROW + 26, title, "mid")])
+
+
 def svg(width: float, height: float, parts: Sequence[str]) -> str:
     """Return a picture with a card behind its parts."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">'
@@ -164,15 +271,16 @@ def svg(width: float, height: float, parts: Sequence[str]) -> str:
     return "\n".join([head, STYLE, card, *parts, "</svg>", ""])
 
 
-def rect(x: float, y: float, width: float, height: float) -> str:
+def rect(x: float, y: float, width: float, height: float, *, faint: bool = False) -> str:
     """Return an outlined box."""
-    return f'<rect class="line" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
+    opacity = ' opacity="0.2"' if faint else ""
+    return f'<rect class="line" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"{opacity}/>'
 
 
-def fill(x: float, y: float, width: float, height: float, hue: str) -> str:
+def fill(x: float, y: float, width: float, height: float, hue: str, opacity: float = 0.35) -> str:
     """Return a colored box through which text stays readable."""
     box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-    return f'<rect {box} rx="3" fill="{hue}" fill-opacity="0.35" stroke="{hue}"/>'
+    return f'<rect {box} rx="3" fill="{hue}" fill-opacity="{opacity:g}" stroke="{hue}"/>'
 
 
 def text(x: float, y: float, words: str, place: str = "") -> str:

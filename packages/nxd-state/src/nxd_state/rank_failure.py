@@ -27,7 +27,7 @@ from nxd_state.heartbeat import ask_ranks, call_site, is_collective, last_heartb
 from nxd_state.process_groups import job_store
 from nxd_state.store_messages import PeerError, printable
 
-EXIT_FAILED, EXIT_PEER_FAILED = 1, 3
+EXIT_FAILED, EXIT_PEER_FAILED = 1, 5  # 2 to 4 are exit codes of commands: nxd parity ends with 3 if tensors differ
 FAILURE_SHOWN = "nxd_state/failure_shown"  # key of the launcher's store: the rank whose failure can be read already
 
 _PATIENCE = 5.0  # seconds, for the failure to be shown, for the lines of other ranks, and until silent ranks are named
@@ -62,7 +62,7 @@ def report_failure(error: BaseException) -> int:
     """Show on standard error why this rank ends; call it where no other code handles the exception.
 
     Returns:
-        The exit code for the process: 1 for a failure of this rank, 3 if another rank failed.
+        The exit code for the process: 1 for a failure of this rank, 5 if another rank failed.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if not is_peer_failure(error):
