@@ -25,6 +25,7 @@ from nxd_state.collectives import (
 )
 from nxd_state.collectives.choice import shared_memory_bytes
 from nxd_state.collectives.debug import CollectiveMismatch
+from nxd_state.collectives.traffic import Traffic, count_traffic
 from nxd_state.collectives.transport import wait_seconds
 from nxd_state.degrees import ParallelDegrees
 from nxd_state.device import (
@@ -190,6 +191,8 @@ __all__ = [
     "barrier",
     "all_gather_object",
     "wait_seconds",
+    "count_traffic",
+    "Traffic",
     "shared_memory_bytes",
     # failures, and the job's store
     "on_every_rank",

@@ -12,13 +12,13 @@ torch.compile or torch.export records a graph, its functional collectives (`func
 `NXD_DEBUG_COLLECTIVES=1` the ranks first agree on what they are about to do (`debug`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
 
-from nxd_state.collectives import debug
+from nxd_state.collectives import debug, traffic
 from nxd_state.collectives.choice import host_transport_of, transport_of
 from nxd_state.collectives.point_to_point import (
     batch_isend_irecv,
@@ -60,10 +60,18 @@ __all__ = [
 ]
 
 
-def _transport(name: str, tensor: Tensor, group: Group, **details: Any) -> Transport:
-    """The tensor's transport; in debug mode, waits until all ranks have announced the same, except in graphs."""
-    if debug.enabled() and not torch.compiler.is_compiling():
-        debug.wait_for_agreement(name, group, tensor, details)
+def _transport(
+    name: str, tensor: Tensor, group: Group, *, num_bytes: Callable[[], int] | None = None, **details: Any
+) -> Transport:
+    """The tensor's transport, once the collective is counted; in debug mode, once all ranks have announced the same.
+
+    `num_bytes` gives the bytes that `traffic.note` counts, if they are not the tensor's.
+    """
+    if not torch.compiler.is_compiling():
+        if debug.enabled():
+            debug.wait_for_agreement(name, group, tensor, details)
+        if traffic.is_counted():
+            traffic.note(name, group, tensor.nbytes if num_bytes is None else num_bytes())
     return transport_of(tensor, group)
 
 
@@ -109,7 +117,14 @@ def all_reduce_coalesced_(tensors: Sequence[Tensor], group: Group, *, op: Reduce
         _check_op(op, tensor)
     if group.size > 1 and tensors:
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        transport = _transport("all_reduce_coalesced", tensors[0], group, op=op, shapes=shapes)
+        transport = _transport(
+            "all_reduce_coalesced",
+            tensors[0],
+            group,
+            num_bytes=lambda: sum(tensor.nbytes for tensor in tensors),
+            op=op,
+            shapes=shapes,
+        )
         transport.all_reduce_coalesced_(tensors, op)
 
 
@@ -199,7 +214,8 @@ def reduce_scatter_mean(
     _check_divides(tensor, checked_dim(0, tensor.shape), group)
     if group.size == 1:
         return Pending(tensor, finish=lambda mean: mean.to(dtype))
-    transport = _transport("reduce_scatter_mean", tensor, group)
+    sent_dtype = tensor.dtype if tensor.is_cpu else sum_dtype
+    transport = _transport("reduce_scatter_mean", tensor, group, num_bytes=lambda: tensor.numel() * sent_dtype.itemsize)
     return transport.reduce_scatter_mean(tensor, sum_dtype=sum_dtype, dtype=dtype, out=out)
 
 
@@ -248,7 +264,12 @@ def all_to_all_v(tensor: Tensor, group: Group, *, send_counts: Sequence[int], re
     _check_counts(tensor, group, send_counts, receive_counts)
     if group.size == 1:
         return tensor
-    transport = _transport("all_to_all_v", tensor[:0], group)  # ranks have other numbers of rows
+    transport = _transport(
+        "all_to_all_v",
+        tensor[:0],  # ranks have other numbers of rows
+        group,
+        num_bytes=lambda: tensor[send_counts[group.rank] :].nbytes,  # its own rows stay
+    )
     return transport.all_to_all_v(tensor, send_counts, receive_counts)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nxd_state.collectives import debug
+from nxd_state.collectives import debug, traffic
 from nxd_state.collectives.choice import eager_transport_of
 from nxd_state.collectives.transport import MessageTransport, Pending, Receive, Send
 from nxd_state.device import is_lazy_device
@@ -26,6 +26,8 @@ def send(tensor: Tensor, group: Group, *, destination: int) -> None:
     _check("destination", destination, tensor, group)
     if debug.enabled():
         debug.confirm_message(_announce(Send(tensor, destination), group))
+    if traffic.is_counted():
+        traffic.note("message", group, tensor.nbytes)
     eager_transport_of(tensor, group).send(tensor, destination)
 
 
@@ -81,6 +83,10 @@ def batch_isend_irecv(messages: Sequence[Send | Receive], group: Group) -> list[
             _check_receivable(message.tensor)
     if not messages:
         return []
+    if traffic.is_counted():
+        for message in messages:
+            if isinstance(message, Send):
+                traffic.note("message", group, message.tensor.nbytes)
     if not debug.enabled():
         return _begin(messages, group)
     announced = [_announce(message, group) for message in messages]
