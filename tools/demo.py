@@ -52,7 +52,7 @@ def main() -> int:
         print(f"   largest difference between transformers' logits and ours: {difference:.1e}")
 
     say(f"Done in {time.perf_counter() - began:.0f} s. Files:")
-    pictures = (OUTPUT / "loss.png", TIMELINE.with_suffix(".png"), TIMELINE)
+    pictures = (OUTPUT / "report.html", TIMELINE.with_suffix(".png"), TIMELINE)
     for path in (*pictures, OUTPUT / "metrics.jsonl", OUTPUT / "tensorboard", CHECKPOINTS, EXPORTED):
         print(f"   {path}" if (ROOT / path).exists() else f"   {path} (not written: see above)")
     return 0

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 from nxd_cli.dispatch import main
-from nxd_trainer.report import MetricsLog
+from nxd_trainer.report import MetricsLog, RunLog
 from nxd_trainer.report.charts import line_chart
 from nxd_trainer.report.run_page import render_run_page, write_run_page
 
@@ -57,6 +57,131 @@ def test_loads_of_experts_are_a_table_of_the_last_step(tmp_path, record):
 
     assert "Tokens per expert in step 1" in text
     assert text.count('class="load"') == 4
+
+
+START = {
+    "step": 0,
+    "environment": {"host": "<b>vm</b>", "python": "3.11", "nxd-ckpt": "0.1.0", "nxd-state": "0.1.0"},
+    "data": {
+        "sources": [{"name": "chats", "kind": "conversations", "documents": 900, "tokens": 123_456}],
+        "sequence_length": 64,
+        "global_batch_size": 16,
+        "held_out_samples": 42,
+        "packed": "several conversations a sequence",
+        "notes": ["3 conversations are <cut> off"],
+        "samples": 160,
+        "counted_samples": 100,
+        "masked": 0.25,
+        "padding": 0.125,
+    },
+}
+MEMORY = {
+    "step": 2,
+    "fullest_rank": 1,
+    "bytes": {"parameters": 1 << 30, "gradients": 1 << 29, "peak": 1 << 31},
+    "least": {"parameters": 1 << 29, "gradients": 0, "peak": 1 << 30},
+    "most": {"parameters": 1 << 30, "gradients": 1 << 29, "peak": 1 << 31},
+    "peak_is_of_process": False,
+}
+
+
+def test_page_has_what_the_log_of_the_run_says(tmp_path, record):
+    write_run(tmp_path, [record(step) for step in range(1, 21)])
+    with RunLog(tmp_path, 0) as log:
+        log.write("start", **START)
+        log.write("memory", **MEMORY)
+        log.write("messages", step=2, axes={"dp+cp": {"calls": 7, "bytes": 5 << 20}})
+        log.add_warning("warning", "library", "<i>strange</i>")
+        log.write("end", how="finished", step=20)
+
+    text = render_run_page(tmp_path)
+
+    assert "Finished at step 20." in text
+    for shown in (
+        "12.5% of the positions, counted on 100 samples",
+        "25.0% of the tokens",
+        "320 samples, 81.9k tokens, 2.00 epochs",
+        "3 conversations are &lt;cut&gt; off",
+        "activations and temporaries 512 MiB",
+        "data parallel x context parallel (dp+cp)",
+        "5.0 MiB",
+        "library: &lt;i&gt;strange&lt;/i&gt;",
+        "&lt;b&gt;vm&lt;/b&gt;",
+        "0.1.0: nxd-ckpt, nxd-state",
+    ):
+        assert shown in text, shown
+
+
+def test_parts_whose_log_is_damaged_say_so_and_the_others_are_shown(tmp_path, record):
+    write_run(tmp_path, [record(1)])
+    with RunLog(tmp_path, 0) as log:
+        log.write("start", environment=7, data={"sources": 3})
+        log.write("memory", bytes="<much>")
+        log.write("messages")
+
+    text = render_run_page(tmp_path)
+
+    assert text.count("This part cannot be shown") == 4
+    assert "<much>" not in text
+    assert "Loss" in text
+
+
+def test_run_killed_before_its_first_step_has_a_page(tmp_path):
+    write_run(tmp_path, [])
+
+    text = render_run_page(tmp_path)
+
+    assert "none logged" in text
+    assert "nxd train" in text
+
+
+def test_name_of_the_run_is_escaped_and_half_a_line_of_metrics_is_left_out(tmp_path, record):
+    folder = tmp_path / "<script>alert(1)<"
+    write_run(folder, [record(1)])
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 2, "lo')
+
+    text = render_run_page(folder)
+
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;" in text
+
+
+def test_recipe_that_cannot_be_read_is_shown_with_its_mistakes(tmp_path, record):
+    write_run(tmp_path, [record(1)], recipe="[train]\nstepz = 3\n")
+
+    text = render_run_page(tmp_path)
+
+    assert "stepz = 3" in text
+    assert "train.stepz" in text
+
+
+def test_long_loss_curve_is_smoothed_and_marks_where_the_run_resumed(tmp_path, record):
+    records = [record(step, loss=2.0 + step % 2, resumed_from=50 if step == 51 else None) for step in range(1, 101)]
+    write_run(tmp_path, records)
+
+    text = render_run_page(tmp_path)
+
+    assert "training, smoothed, step 50: 2.57143" in text  # the mean of seven values
+    assert "resumed at step 50" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "log_scale", "labels"),
+    [
+        ([0.0, 3.7], False, ["0", "1", "2", "3", "4"]),
+        ([5.0, 5.0], False, ["4", "6"]),
+        ([1e3, 9e3], False, ["0", "2,000", "4,000", "6,000", "8,000", "10,000"]),
+        ([-1.0, 1.0], False, ["-1", "-0.5", "0", "0.5", "1"]),
+        ([1.6, 3.7], True, ["1", "2", "5"]),
+        ([0.01, 150.0], True, ["0.01", "0.1", "1", "10", "100", "1,000"]),
+    ],
+)
+def test_ticks_are_round_and_enclose_the_values(values, log_scale, labels):
+    chart = line_chart("Loss", {"training": list(enumerate(values))}, log_scale=log_scale)
+    shown = re.findall(r'text-anchor="end">([^<]*)</text>', chart)[:-1]  # the last is a step
+
+    assert shown == labels
 
 
 def test_folder_that_is_not_a_run_is_refused(tmp_path, capsys):

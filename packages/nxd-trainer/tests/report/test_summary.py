@@ -15,7 +15,7 @@ def test_summary_of_a_resumed_run(tmp_path, record):
         record(30, loss=0.5, held_out_loss=3.5, seconds=7.0, resumed_from=20),
     ]
 
-    text = render_summary(records, {"metrics": tmp_path, "loss curve": None})
+    text = render_summary(records, {"metrics": tmp_path, "timeline": None})
 
     assert rows(text) == {
         "steps": "30, resumed at 20",

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from nxd_cli.command import reports_user_errors
 
+from nxd_trainer.recipe import RUN_RECIPE_FILE
+
 if TYPE_CHECKING:
     from nxd_trace.generation import Generator
 
@@ -20,7 +22,7 @@ def model_folder(text: str) -> Path:
     folder = Path(text)
     checkpoints = folder / "checkpoints"
     # Not Path's own methods, which raise for names that no file can have.
-    is_run = os.path.isfile(folder / "recipe.toml") and os.path.isdir(checkpoints)
+    is_run = os.path.isfile(folder / RUN_RECIPE_FILE) and os.path.isdir(checkpoints)
     return checkpoints if is_run else folder
 
 

@@ -6,7 +6,9 @@ saved beside the run. The model, the data and the loop interpret the keys.
 
 from nxd_trainer.recipe.checks import RecipeError, check_layout, check_paths, padded_vocab_size
 from nxd_trainer.recipe.files import (
+    RUN_RECIPE_FILE,
     load_recipe,
+    read_run_recipe,
     recipe_from_dict,
     recipe_keys,
     recipe_switches,
@@ -24,6 +26,8 @@ __all__ = [
     "recipe_from_dict",
     "recipe_to_dict",
     "save_recipe",
+    "read_run_recipe",
+    "RUN_RECIPE_FILE",
     # checking
     "RecipeError",
     "check_layout",

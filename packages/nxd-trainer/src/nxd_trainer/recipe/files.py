@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,6 +21,7 @@ from nxd_trainer.recipe.checks import RecipeError
 from nxd_trainer.recipe.rules import consistency_mistakes, show_value
 from nxd_trainer.recipe.sections import Recipe
 
+RUN_RECIPE_FILE = "recipe.toml"  # the recipe of a run, in its output folder
 IMPORTED_KEYS = frozenset({"model.factory", "optimizer.factory", "pipeline.layer_class"})
 
 
@@ -108,6 +109,17 @@ def save_recipe(recipe: Recipe, file: str | Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     return file
+
+
+def read_run_recipe(folder: Path) -> Recipe:
+    """Read the recipe that a run saved in its folder, which may have been moved since; imports nothing that it names.
+
+    Raises:
+        ValueError: the file is not a recipe.
+        OSError: it cannot be read.
+    """
+    file = folder / RUN_RECIPE_FILE
+    return replace(recipe_from_dict(_read_file(file), origin=f"recipe {file}"), output=folder)
 
 
 def recipe_keys() -> dict[str, Key]:

@@ -341,7 +341,7 @@ class Recipe:
     lora: LoraSection = field(default_factory=LoraSection)
     dpo: DpoSection = field(default_factory=DpoSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    output: Path = option(Path("runs/nxd"), "folder of the run: recipe, metrics, loss curve")
+    output: Path = option(Path("runs/nxd"), "folder of the run: recipe, metrics, report")
 
     @property
     def scales_loss(self) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO
+
+METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,15 @@ class StepRecord:
     @property
     def busiest_expert(self) -> float | None:
         """The load of the busiest expert, relative to the mean of its layer; None without experts."""
-        loads = [max(layer) * len(layer) / sum(layer) for layer in self.tokens_per_expert or () if sum(layer)]
-        return max(loads, default=None)
+        return max(self._loads(max), default=None)
+
+    @property
+    def idlest_expert(self) -> float | None:
+        """The load of the idlest expert, relative to the mean of its layer; None without experts."""
+        return min(self._loads(min), default=None)
+
+    def _loads(self, choose: Callable[[Sequence[int]], int]) -> list[float]:
+        return [choose(layer) * len(layer) / sum(layer) for layer in self.tokens_per_expert or () if sum(layer)]
 
 
 def record_to_line(record: StepRecord) -> str:
@@ -94,7 +103,46 @@ def read_records(file: str | Path) -> list[StepRecord]:
     return records
 
 
-METRICS_FILE = "metrics.jsonl"
+def read_run(folder: Path) -> list[StepRecord]:
+    """Read the logged steps of the run in `folder`; raises ValueError if the folder is not one of a run."""
+    file = folder / METRICS_FILE
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {METRICS_FILE}; pass the output folder of a run of nxd train")
+    return read_records(file)
+
+
+class FollowedRecords:
+    """The records of a run that continues; only new lines are read. The file may appear later.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / METRICS_FILE
+        self._identity: int | None = None
+        self._offset = 0
+        self._records: list[StepRecord] = []
+
+    def poll(self) -> list[StepRecord]:
+        """Return all records up to now.
+
+        Raises:
+            ValueError: a complete line is not a record.
+        """
+        try:
+            with self._file.open("rb") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_ino != self._identity or status.st_size < self._offset:  # a resumed run writes a new file
+                    self._identity, self._offset, self._records = status.st_ino, 0, []
+                stream.seek(self._offset)
+                complete = stream.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        if complete:
+            self._records += map(line_to_record, complete.decode("utf-8").split("\n"))
+            self._offset += len(complete) + 1
+        return self._records
 
 
 class Tracker(Protocol):

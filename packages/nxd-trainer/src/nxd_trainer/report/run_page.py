@@ -6,31 +6,38 @@ folder is escaped; the only script zooms the timeline.
 
 import os
 import time
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from nxd_ckpt import CheckpointError, CheckpointInfo, list_checkpoints
 from nxd_pipeline.timeline import bubble_report, read_trace
 
-from nxd_trainer.report.charts import line_chart, timeline_chart
-from nxd_trainer.report.metrics import METRICS_FILE, StepRecord, read_records
+from nxd_trainer.recipe import RUN_RECIPE_FILE, Recipe, read_run_recipe
+from nxd_trainer.report import run_sections
+from nxd_trainer.report.charts import line_chart, smoothed, timeline_chart
+from nxd_trainer.report.metrics import StepRecord, read_run
 from nxd_trainer.report.progress import render_summary
+from nxd_trainer.report.run_log import describe_status, read_events
+from nxd_trainer.report.run_sections import table
 
 REPORT_FILE = "report.html"
-RECIPE_FILE = "recipe.toml"
 MIB = 2**20
+WORTH_SMOOTHING = 60  # points of a loss curve
 
 _STYLE = """
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1020px;
 padding: 0 1rem } h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem } pre { overflow-x: auto }
 figure { display: inline-block; margin: 0 .5rem 1rem 0; width: 480px; max-width: 100% } figcaption { font-weight: 600 }
-figcaption span { font-weight: 400; margin-left: .6rem } svg text { font-size: 11px; fill: currentColor }
-svg .grid { stroke: currentColor; stroke-opacity: .15 } svg.timeline { width: 100% } table { border-collapse: collapse }
-td, th { padding: .1rem 1rem .1rem 0; text-align: left; vertical-align: top } .zoom { overflow: hidden; cursor: grab }
-td.load { text-align: right; font-variant-numeric: tabular-nums }
+.key { font-weight: 400; border-left: .8rem solid; padding-left: .35rem; margin-right: .8rem; white-space: nowrap }
+svg text { font-size: 11px; fill: currentColor } svg .grid { stroke: currentColor; stroke-opacity: .15 }
+svg .mark { stroke: currentColor; stroke-opacity: .5; stroke-dasharray: 4 3 } polyline { stroke-width: 1.5 }
+table { border-collapse: collapse } .wide { overflow-x: auto } td { overflow-wrap: break-word }
+td, th { padding: .1rem 1rem .1rem 0; text-align: left; vertical-align: top } th, td.number { white-space: nowrap }
+td.load, td.number { font-variant-numeric: tabular-nums } td.load { text-align: right; padding: .1rem .5rem }
+.lanes { display: flex; gap: .6rem; line-height: 26px; font-size: 13px; white-space: nowrap }
+svg.timeline { flex: 1; min-width: 0; cursor: grab; touch-action: pan-y }
+.bar { display: flex; height: 1.6rem; border-radius: 3px; overflow: hidden } .bar span { min-width: 1px }
 """
 _ZOOM = """
 for (const svg of document.querySelectorAll("svg.timeline")) {
@@ -69,56 +76,76 @@ def write_run_page(folder: Path) -> Path:
     return page
 
 
-def records_of_run(folder: Path) -> list[StepRecord]:
-    """Return the logged steps of a run; raises a ValueError if the folder is not one of a run."""
-    file = folder / METRICS_FILE
-    if not file.is_file():
-        raise ValueError(f"{folder} has no {METRICS_FILE}; pass the output folder of a run of nxd train")
-    return read_records(file)
-
-
 def render_run_page(folder: Path) -> str:
     """Return the report of the run in `folder` as HTML."""
-    records = records_of_run(folder)
-    recipe_text = _text_of(folder / RECIPE_FILE)
-    recipe = tomllib.loads(recipe_text)
+    records, events = read_run(folder), read_events(folder)
+    recipe, recipe_text = _recipe(folder)
     name = escape(folder.resolve().name)
-    sections = [
-        ("Summary", f"<pre>{escape(render_summary(records, {}))}</pre>"),
-        ("Curves", _curves(records)),
-        ("Experts", _experts(records)),
-        ("Pipeline", _timeline(recipe.get("pipeline", {}).get("trace_file"))),
-        ("Slow ranks", _stragglers(records)),
-        ("Checkpoints", _checkpoints(_checkpoint_folder(folder, recipe))),
-        ("Starts and resumes", _invocations(records)),
-        ("Continue", _next_commands(folder, recipe)),
-        ("Recipe", f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
+    status, _ = describe_status(events)
+    sections: list[tuple[str, Callable[[], str]]] = [
+        ("Summary", lambda: f"<pre>{escape(render_summary(records, {}))}</pre>"),
+        ("Curves", lambda: _curves(records)),
+        ("Experts", lambda: _experts(records)),
+        ("Pipeline", lambda: _timeline(recipe.pipeline.trace_file)),
+        ("Memory", lambda: run_sections.memory_section(events)),
+        ("Messages by axis", lambda: run_sections.messages_section(events)),
+        ("Slow ranks", lambda: _stragglers(records)),
+        ("Data", lambda: run_sections.data_section(events, records)),
+        ("Warnings", lambda: run_sections.warnings_section(events)),
+        ("Checkpoints", lambda: _checkpoints(recipe.checkpoint_folder)),
+        ("Starts and ends", lambda: run_sections.starts_section(events, records)),
+        ("Continue", lambda: _next_commands(recipe)),
+        ("Environment", lambda: run_sections.environment_section(events)),
+        ("Recipe", lambda: f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]
-    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
-    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    written = [(title, _section(content)) for title, content in sections]
+    body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in written if content)
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-        f"</head><body><h1>Run {name}</h1><p>Written at {written}.</p>{body}<script>{_ZOOM}</script></body></html>"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{_STYLE}</style></head><body><h1>Run {name}</h1>"
+        f"<p>{escape(status[:1].upper() + status[1:])}. Report of {at}.</p>{body}<script>{_ZOOM}</script></body></html>"
     )
+
+
+def _section(content: Callable[[], str]) -> str:
+    """Return a section; one whose file has been damaged or is not ours says so, and the others are shown."""
+    try:
+        return content()
+    except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+        return f"<p>This part cannot be shown: {escape(f'{type(error).__name__}: {error}')}</p>"
+
+
+def _recipe(folder: Path) -> tuple[Recipe, str]:
+    """Return the recipe of a run and its text; the defaults and no text, or the mistakes, if it cannot be read."""
+    file = folder / RUN_RECIPE_FILE
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    try:
+        return read_run_recipe(folder), text
+    except (ValueError, OSError) as error:
+        return Recipe(output=folder), f"{error}\n\n{text}" if text else ""
 
 
 def _curves(records: Sequence[StepRecord]) -> str:
     def points(field: str, unit: float = 1.0) -> list[tuple[float, float]]:
         return [(it.step, getattr(it, field) / unit) for it in records if getattr(it, field) is not None]
 
+    resumed = [it.resumed_from for it in records if it.resumed_from is not None]
     losses = {"training": points("loss"), "held-out": points("held_out_loss")}
+    if len(losses["training"]) >= WORTH_SMOOTHING:
+        losses["training, smoothed"] = list(smoothed(losses["training"]))
     routers = {"load balance": points("aux_loss"), "z-loss": points("z_loss")}
-    return "".join(
-        [
-            line_chart("Loss", losses),
-            line_chart("Throughput, tokens/s", {"tokens/s": points("tokens_per_second")}),
-            line_chart("Gradient norm before clipping", {"gradient norm": points("grad_norm")}, log_scale=True),
-            line_chart("Learning rate", {"learning rate": points("learning_rate")}),
-            line_chart("Peak memory, MiB", {"memory": points("peak_memory_bytes", MIB)}),
-            line_chart("Router losses", routers),
-            line_chart("Loss scale", {"loss scale": points("loss_scale")}, log_scale=True),
-        ]
-    )
+    charts = [
+        line_chart("Loss", losses, faint=["training"] if len(losses) > 2 else [], marks=resumed),
+        line_chart("Throughput, tokens/s", {"tokens/s": points("tokens_per_second")}, marks=resumed),
+        line_chart("Gradient norm before clipping", {"gradient norm": points("grad_norm")}, log_scale=True),
+        line_chart("Learning rate", {"learning rate": points("learning_rate")}),
+        line_chart("Peak memory, MiB", {"memory": points("peak_memory_bytes", MIB)}),
+        line_chart("Router losses", routers),
+        line_chart("Loss scale", {"loss scale": points("loss_scale")}, log_scale=True),
+    ]
+    return "".join(charts)
 
 
 def _experts(records: Sequence[StepRecord]) -> str:
@@ -135,19 +162,21 @@ def _experts(records: Sequence[StepRecord]) -> str:
             for load in loads
         )
         rows.append(f"<tr><th>layer {layer}</th>{cells}</tr>")
-    busiest = [(it.step, it.busiest_expert) for it in counted if it.busiest_expert is not None]
-    chart = line_chart("Load of the busiest expert over the mean", {"busiest expert": busiest})
-    return f"{chart}<p>Tokens per expert in step {last.step}:</p><table>{''.join(rows)}</table>"
+    extremes = {
+        "busiest": [(it.step, it.busiest_expert) for it in counted if it.busiest_expert is not None],
+        "idlest": [(it.step, it.idlest_expert) for it in counted if it.idlest_expert is not None],
+    }
+    chart = line_chart("Load of experts, relative to their layer's mean", extremes)
+    return f'{chart}<p>Tokens per expert in step {last.step}:</p><div class="wide"><table>{"".join(rows)}</table></div>'
 
 
-def _timeline(file: str | None) -> str:
-    if file is None or not Path(file).is_file():
+def _timeline(file: Path | None) -> str:
+    if file is None or not file.is_file():
         return ""
     step = read_trace(file)[-1]
     idle = escape(bubble_report(step.timelines[0]).headline)
     return (
-        f'<p>Step {step.number} of the trace: {idle}. Turn the wheel to zoom, drag to move.</p><div class="zoom">'
-        f"{timeline_chart(step)}</div>"
+        f"<p>Step {step.number} of the trace: {idle}. Turn the wheel to zoom, drag to move.</p>{timeline_chart(step)}"
     )
 
 
@@ -162,59 +191,34 @@ def _stragglers(records: Sequence[StepRecord]) -> str:
     )
 
 
-def _checkpoint_folder(folder: Path, recipe: dict[str, Any]) -> Path:
-    return Path(recipe.get("checkpoint", {}).get("folder") or folder / "checkpoints")
-
-
 def _checkpoints(folder: Path) -> str:
     try:
         found = list_checkpoints(folder)
     except (CheckpointError, OSError) as error:
         return f"<p>{escape(str(error))}</p>"
-    rows = "".join(_checkpoint_row(it) for it in found)
+    if not found:
+        return "<p>There is no complete checkpoint.</p>"
+    head = ("checkpoint", "saved", "ranks", "size", "metrics")
+    return f"<p>In {escape(str(folder))}:</p>{table(head, map(_checkpoint_row, found))}"
+
+
+def _checkpoint_row(info: CheckpointInfo) -> tuple[str, ...]:
     return (
-        f"<p>In {escape(str(folder))}:</p><table><tr><th>checkpoint</th><th>saved</th><th>ranks</th><th>size</th>"
-        f"<th>metrics</th></tr>{rows}</table>"
-        if found
-        else "<p>There is no complete checkpoint.</p>"
-    )
-
-
-def _checkpoint_row(info: CheckpointInfo) -> str:
-    saved = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.committed_at))
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items())
-    cells = (
         info.tag + (" (pinned)" if info.pinned else ""),
-        saved,
+        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.committed_at)),
         f"{info.world_size}",
         f"{info.num_bytes / MIB:,.1f} MiB",
-        metrics,
+        ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items()),
     )
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
-def _invocations(records: Sequence[StepRecord]) -> str:
-    starts = [it for it in records if it.layout is not None]
-    rows = "".join(
-        f"<tr><td>{'the beginning' if it.resumed_from is None else f'step {it.resumed_from}'}</td>"
-        f"<td>{escape(str(it.layout))}</td></tr>"
-        for it in starts
-    )
-    return f"<table><tr><th>from</th><th>layout</th></tr>{rows}</table>" if starts else ""
-
-
-def _next_commands(folder: Path, recipe: dict[str, Any]) -> str:
-    checkpoints = _checkpoint_folder(folder, recipe)
-    recipe_file = folder / RECIPE_FILE
+def _next_commands(recipe: Recipe) -> str:
+    checkpoints = recipe.checkpoint_folder
     commands = [
-        ("continue for more steps", f"nxd train {recipe_file} train.steps=N"),
+        ("continue for more steps", f"nxd train {recipe.output / RUN_RECIPE_FILE} train.steps=N"),
         ("generate text", f"nxd generate {checkpoints} --prompt TEXT"),
         ("answer requests", f"nxd serve {checkpoints}"),
         ("write a Hugging Face folder", f"nxd export {checkpoints} exported"),
     ]
     rows = "".join(f"<tr><td>{what}</td><td><code>{escape(command)}</code></td></tr>" for what, command in commands)
-    return f"<table>{rows}</table>"
-
-
-def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
+    return f'<div class="wide"><table>{rows}</table></div>'

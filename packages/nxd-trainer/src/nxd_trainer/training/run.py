@@ -1,4 +1,4 @@
-"""The training loop: from a recipe to a trained model, its checkpoints, metrics and loss curve."""
+"""The training loop: from a recipe to a trained model, its checkpoints, metrics and report."""
 
 import logging
 import math
@@ -22,24 +22,25 @@ from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
 from nxd_trainer.from_recipe import describe_pipeline
-from nxd_trainer.recipe import Recipe, recipe_to_dict, save_recipe
+from nxd_trainer.recipe import RUN_RECIPE_FILE, Recipe, recipe_to_dict, save_recipe
 from nxd_trainer.report import (
     MetricsLog,
     ProgressDisplay,
+    RunLog,
     StepRecord,
     Throughput,
     Tracker,
-    draw_expert_loads,
-    draw_loss_curve,
     open_trackers,
     peak_memory_bytes,
-    read_records,
     render_summary,
 )
+from nxd_trainer.report.metrics import read_run
+from nxd_trainer.report.run_log import remove_log
 from nxd_trainer.report.run_page import write_run_page
 from nxd_trainer.training.diagnostics import Straggler, StragglerWatch, report_gradients
 from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.resuming import resume_from_memory, resume_run
+from nxd_trainer.training.run_facts import logged_run, measured_step
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.saving import MemorySaver, RunSaver, diverged
 from nxd_trainer.training.step import CAN_WAIT, URGENT, FinishedStep, StepsInFlight, evaluate, take_step
@@ -162,6 +163,7 @@ def run_training(state: RunState, resumed: str | None, stop: StopSignal) -> Trai
         return TrainResult(step=state.step, loss=math.nan, stopped=False)
     shows_steps = state.is_writer and logger.isEnabledFor(logging.INFO)
     with (
+        logged_run(state) as log,
         closing(state.train_batches),
         ProgressDisplay(state.recipe.last_step, first_step=state.step, is_writer=shows_steps) as progress,
         MetricsLog(
@@ -176,8 +178,10 @@ def run_training(state: RunState, resumed: str | None, stop: StopSignal) -> Trai
         saver = RunSaver(state, logger.info)
         in_memory = MemorySaver(state, logger.warning)
         with announced_to_waiting_ranks():
-            result = _Loop(state, progress, metrics, saver, in_memory).run(stop)
+            result = _Loop(state, progress, metrics, log, saver, in_memory).run(stop)
             saver.close()
+        if state.is_writer:
+            log.write("end", step=result.step, how="stopped" if result.stopped else "finished")
     if state.is_writer:
         _report(state, logger, metrics.file)
     return result
@@ -186,6 +190,8 @@ def run_training(state: RunState, resumed: str | None, stop: StopSignal) -> Trai
 def _trackers(state: RunState) -> list[Tracker]:
     if not state.is_writer or extracting_graphs():
         return []
+    if state.step == 0:  # here, because no rank writes into the log before all have left this function
+        remove_log(state.recipe.output)
     return open_trackers(
         state.recipe.train.report_to,
         state.recipe.output,
@@ -245,6 +251,7 @@ class _Loop:
     state: RunState
     progress: ProgressDisplay
     metrics: MetricsLog
+    log: RunLog
     saver: RunSaver
     in_memory: MemorySaver
     throughput: Throughput = field(default_factory=Throughput)
@@ -253,9 +260,9 @@ class _Loop:
     def run(self, stop: StopSignal) -> TrainResult:
         state, last_step = self.state, self.state.recipe.last_step
         steps, stopping = StepsInFlight(state), state.early_stopping
-        loss, tokens_seen = math.nan, state.train_loader.tokens_seen
+        loss, tokens_seen, first_step = math.nan, state.train_loader.tokens_seen, state.step
         while state.step < last_step and not steps.stopping and not stopping.is_due:
-            with self.stragglers.step():
+            with measured_step(self.log, state, state.step + 1 - first_step), self.stragglers.step():
                 steps.begin(stopping=(CAN_WAIT if stop.can_wait else URGENT) if stop.signal_number else 0.0)
             for step in steps.finish(all_of_them=_needs_results(state.recipe, state.step)):
                 loss = step.loss
@@ -356,7 +363,7 @@ def _is_due(step: int, every: int) -> bool:
 
 def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> None:
     if state.is_writer:
-        save_recipe(state.recipe, state.recipe.output / "recipe.toml")
+        save_recipe(state.recipe, state.recipe.output / RUN_RECIPE_FILE)
     count = sum(p.numel() for p in state.model.parameters())
     begins = f"resumes from {resumed}" if resumed else "begins"
     logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
@@ -378,24 +385,13 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
 
 def _report(state: RunState, logger: logging.Logger, metrics_file: Path) -> None:
     recipe = state.recipe
-    records = read_records(metrics_file)
-    curve = draw_loss_curve(
-        records, recipe.output / "loss.png", title=f"Training loss, {state.layout}", say=logger.info
-    )
-    loads = None
-    if any(record.tokens_per_expert for record in records):
-        loads = draw_expert_loads(
-            records, recipe.output / "experts.png", title=f"Load of experts, {state.layout}", say=logger.info
-        )
     shown: dict[str, str | Path | None] = {
         "checkpoints": recipe.checkpoint_folder,
         "metrics": metrics_file,
         "report": _written_report(recipe.output, logger),
-        "loss curve": curve,
-        "load of experts": loads,
         "timeline": recipe.pipeline.trace_file if recipe.parallel.pipeline_parallel_size > 1 else None,
     }
-    print(render_summary(records, shown))
+    print(render_summary(read_run(recipe.output), shown))
 
 
 def _written_report(folder: Path, logger: logging.Logger) -> Path | None:
