@@ -7,6 +7,8 @@ from nxd_state import get_world_group, initialize_model_parallel
 from nxd_trainer.data.loader import TrainLoader
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import StepRecord, read_records
+from nxd_trainer.report.run_log import read_events
+from nxd_trainer.report.run_page import render_run_page
 from nxd_trainer.training import saving, train
 from nxd_trainer.training.run_state import RunState
 
@@ -29,6 +31,23 @@ def records_of(run_ranks, settings, tmp_path):
         return read_records(folder / "metrics.jsonl")
 
     return make
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_run_logs_its_memory_and_messages_once(run_ranks, settings, tmp_path, zero1):
+    run_ranks(run, 2, [*settings, "train.steps=5", f"parallel.zero1={str(zero1).lower()}"])
+
+    start, memory, messages, end = read_events(tmp_path / "run")
+    weights = memory["bytes"]["parameters"]
+    moments = memory["bytes"]["optimizer states"]
+    assert [it["event"] for it in (start, memory, messages, end)] == ["start", "memory", "messages", "end"]
+    assert start["environment"]["layout"] == read_records(tmp_path / "run/metrics.jsonl")[0].layout
+    assert moments == pytest.approx(weights if zero1 else 2 * weights, rel=0.01)  # of both moments, half with ZeRO-1
+    assert memory["bytes"]["gradients"] >= weights
+    # A ring's all-reduce among two ranks sends each gradient once; ZeRO-1 sends half of them, and half of the weights.
+    assert messages["axes"]["dp+cp"]["bytes"] == pytest.approx(weights, rel=0.05)
+    assert (end["how"], end["step"]) == ("finished", 5)
+    assert "cannot be shown" not in render_run_page(tmp_path / "run")
 
 
 def model_of(folder, step: int) -> dict[str, torch.Tensor]:
