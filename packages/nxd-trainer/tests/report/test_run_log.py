@@ -92,7 +92,7 @@ GONE = [Process.of(os.getpid()).host, os.getpid(), 1]  # another process had thi
 @pytest.mark.parametrize(
     ("events", "status"),
     [
-        ([], ("no start is recorded", False)),
+        ([], ("its end is not recorded, because it has no events.jsonl", False)),
         ([{"event": "start", "process": list(Process.of(os.getpid()))}], ("running", False)),
         ([{"event": "start", "process": ["another host", 1, 1]}], ("running", False)),
         ([{"event": "start", "process": GONE}], ("killed: its process is gone, and no end is recorded", True)),

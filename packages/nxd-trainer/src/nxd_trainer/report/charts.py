@@ -15,7 +15,7 @@ Points = Sequence[tuple[float, float]]  # x, y
 
 WIDTH, HEIGHT = 480, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 12, 28
-COLORS = ("#4a86d8", "#d0702e", "#3f9c56", "#9a62bd")  # readable on white and on black
+COLORS = ("#4a86d8", "#d0702e", "#3f9c56", "#9a62bd", "#b8901f", "#7d8590")  # readable on white and on black
 MOST_POINTS = 1000  # of a line; a longer one is drawn by every n-th point, so that the page of a long run stays small
 LANE = 26  # pixels between the lanes of a timeline
 COMPUTED = (
@@ -66,17 +66,20 @@ def line_chart(
         for step in marks
         if min_x <= step <= max_x
     ]
-    for color, (name, points) in zip(COLORS, drawn.items(), strict=False):
+    colors = dict(zip([name for name in drawn if name not in faint], COLORS, strict=False))
+    colors |= {name: "currentColor" for name in drawn if name in faint}
+    for name, points in sorted(drawn.items(), key=lambda item: item[0] not in faint):
+        color = colors[name]
         placed = [place(x, y) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        opacity = 0.4 if name in faint else 1
+        opacity = 0.3 if name in faint else 1
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-opacity="{opacity}"/>')
         parts += [
             f'<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3" fill="{color}" fill-opacity="{int(len(points) == 1)}">'
             f"<title>{escape(name)}, step {x:g}: {y:.6g}</title></circle>"
             for at, (x, y) in zip(placed, points, strict=True)
         ]
-    legend = legend_of(dict(zip(drawn, COLORS, strict=False))) if len(drawn) > 1 else ""
+    legend = legend_of(colors) if len(drawn) > 1 else ""
     figure = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
     return f"<figure><figcaption>{escape(title)} {legend}</figcaption>{figure}</figure>"
 

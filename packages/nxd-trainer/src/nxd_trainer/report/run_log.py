@@ -66,7 +66,7 @@ def describe_status(events: Sequence[Event]) -> tuple[str, bool]:
     """
     last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
     if last is None:
-        return "no start is recorded", False
+        return "its end is not recorded, because it has no events.jsonl", False
     if last["event"] == "start":
         try:
             has_ended = Process.from_json(last.get("process")).has_ended(Process.of(os.getpid()))

@@ -5,6 +5,7 @@ folder is escaped; the only script zooms the timeline.
 """
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -29,6 +30,7 @@ _STYLE = """
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1020px;
 padding: 0 1rem } h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem } pre { overflow-x: auto }
 figure { display: inline-block; margin: 0 .5rem 1rem 0; width: 480px; max-width: 100% } figcaption { font-weight: 600 }
+figcaption .key { margin-left: .4rem }
 .key { font-weight: 400; border-left: .8rem solid; padding-left: .35rem; margin-right: .8rem; white-space: nowrap }
 svg text { font-size: 11px; fill: currentColor } svg .grid { stroke: currentColor; stroke-opacity: .15 }
 svg .mark { stroke: currentColor; stroke-opacity: .5; stroke-dasharray: 4 3 } polyline { stroke-width: 1.5 }
@@ -213,9 +215,11 @@ def _checkpoint_row(info: CheckpointInfo) -> tuple[str, ...]:
 
 
 def _next_commands(recipe: Recipe) -> str:
-    checkpoints = recipe.checkpoint_folder
+    checkpoints, recipe_file = (
+        shlex.quote(str(path)) for path in (recipe.checkpoint_folder, recipe.output / RUN_RECIPE_FILE)
+    )
     commands = [
-        ("continue for more steps", f"nxd train {recipe.output / RUN_RECIPE_FILE} train.steps=N"),
+        ("continue for more steps", f"nxd train {recipe_file} train.steps=N"),
         ("generate text", f"nxd generate {checkpoints} --prompt TEXT"),
         ("answer requests", f"nxd serve {checkpoints}"),
         ("write a Hugging Face folder", f"nxd export {checkpoints} exported"),

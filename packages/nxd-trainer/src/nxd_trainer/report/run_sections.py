@@ -1,5 +1,6 @@
 """The parts of a run's report that come from its log: status, data, memory, messages, warnings, environment."""
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -23,14 +24,15 @@ WORLD = "pp+dp+cp+tp"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of texts, which are escaped; an empty head is left out. Numbers are aligned to the right."""
+    """Return a table of texts, which are escaped; an empty head is left out."""
     top = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>" if head else ""
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="wide"><table>{top}{body}</table></div>'
 
 
 def _cell(text: str) -> str:
-    return f"<td{' class=number' if text[:1].isdigit() else ''}>{escape(text)}</td>"
+    is_number = re.fullmatch(r"[\d.,]+%?( \w{1,3})?", text)
+    return f"<td{' class=number' if is_number else ''}>{escape(text)}</td>"
 
 
 def show_bytes(num_bytes: float) -> str:
