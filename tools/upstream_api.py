@@ -48,7 +48,8 @@ This page compares all {count} public functions, classes and constants of releas
 order and plain defaults. `tools/upstream_api.py` writes it, and a test keeps it current. What changes for a script is
 in [Migrate from NeuronX Distributed](../how-to/migrate-from-neuronx.md).
 
-- **same**: takes the same calls, by position and by keyword.
+- **same**: takes the same calls, by position and by keyword; some arguments
+  [have no effect](neuronx-config.md#arguments-and-variables-without-effect).
 - **different**: exists, with the listed differences.
 - **explains**: can be imported; using it raises an error that explains why it does nothing here.
 - **not here**: cannot be imported.

@@ -1,4 +1,4 @@
-"""Checkpoints of the existing library, written here with torch.save file by file, load through `load_checkpoint`."""
+"""Checkpoints of NeuronX Distributed, written here with torch.save file by file, load through `load_checkpoint`."""
 
 import itertools
 import os

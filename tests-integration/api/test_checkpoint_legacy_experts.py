@@ -1,4 +1,4 @@
-"""Checkpoints of mixtures of experts of the existing library load at other tensor- and expert-parallel degrees."""
+"""Checkpoints of mixtures of experts of NeuronX Distributed load at other tensor- and expert-parallel degrees."""
 
 import os
 
@@ -36,7 +36,7 @@ def whole(name, key=""):
 
 
 def part(name, tensor, tp, tp_size, ep, ep_size):
-    """What a rank of the existing library has of it; gate and up lie side by side."""
+    """What a rank of NeuronX Distributed has of it; gate and up lie side by side."""
     if name == "head.weight":
         return tensor.chunk(tp_size)[tp].clone()
     if not name.startswith("experts."):
@@ -48,7 +48,7 @@ def part(name, tensor, tp, tp_size, ep, ep_size):
 
 
 def save_as_xser(content, path, *, is_first_expert_rank):
-    """As a rank of the existing library does: of what all expert-parallel ranks have alike only the first one's."""
+    """As a rank of NeuronX Distributed does: of what all expert-parallel ranks have alike only the first one's."""
     from nxd_ckpt.interop.neuronx.rank_files import save_skeleton
 
     os.makedirs(path + ".tensors")

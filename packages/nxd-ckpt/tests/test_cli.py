@@ -450,6 +450,20 @@ def test_convert_to_hugging_faces_format_writes_the_model_alone(run_json, tmp_pa
     assert everything["num_tensors"] == 2 + len(data["left_out"]) > 2
 
 
+def test_convert_to_neuronx_writes_the_model_alone(run_json, tmp_path):
+    weights = {"w": torch.ones(4, 2)}
+    save(tmp_path / "runs", "a", weights | {"optimizer/w/exp_avg": torch.ones(4, 2)})
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"w": {"dim": 0}}')
+    to = ("--to", "neuronx-v2", "--target-tag", "step_1", "--sharding", rules, "--tp", "2")
+
+    code, data = run_json("convert", tmp_path / "runs", tmp_path / "old", *to)
+
+    assert (code, data["left_out"]) == (0, ["optimizer/w/exp_avg"])
+    file = tmp_path / "old" / "step_1" / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
+    assert torch.load(file).keys() == {"w"}
+
+
 def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):
     left = root / ".staging" / ("0" * 32)
     left.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`parallel_layers.save` and `load`: the files of the existing library's v1 layout."""
+"""`parallel_layers.save` and `load`: the files of NeuronX Distributed's v1 layout."""
 
 import os
 

@@ -205,13 +205,15 @@ def test_script_of_one_rank_starts_torch_distributed_and_hears_of_variables_with
 ):
     monkeypatch.setenv("XLA_USE_BF16", "1")
     (tmp_path / "other.py").write_text(
+        "import os\nos.environ['XLA_DOWNCAST_BF16'] = '1'\n"
         f"import torch.distributed as dist\ndist.init_process_group({backend!r})\nprint(dist.get_world_size())\n"
     )
 
     result = run_script(script="other.py")
 
     assert result.stdout == "1\n", result.stderr
-    assert "XLA_USE_BF16=1: no effect without torch-xla" in result.stderr
+    for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
+        assert result.stderr.count(f"{variable}=1: no effect without torch-xla") == 1
 
 
 def test_uninstall_restores_torch_and_removes_the_modules():

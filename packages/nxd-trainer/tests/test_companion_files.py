@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import nxd_ckpt
 import pytest
@@ -11,6 +12,7 @@ from nxd_engine.checkpoints.model_description import describe_llama
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_trainer.export import export_hugging_face
 from nxd_trainer.opened_model import open_codec, open_model
+from safetensors.torch import load_file
 
 CONFIG = LlamaConfig(
     vocab_size=16,
@@ -74,6 +76,18 @@ def test_export_like_another_folder_keeps_the_tokenizer_that_was_trained_with(tm
     export_hugging_face(tmp_path / "checkpoints", tmp_path / "exported", like=tmp_path / "like")
 
     assert read_companions(tmp_path / "exported") == FILES | {"generation_config.json": b'"the base\'s"'}
+
+
+def test_export_like_a_folder_with_only_a_config_writes_the_models_own_names(tmp_path):
+    save(tmp_path / "checkpoints", files={})
+    export_hugging_face(tmp_path / "checkpoints", tmp_path / "exported")
+    (tmp_path / "like").mkdir()
+    shutil.copy(tmp_path / "exported/config.json", tmp_path / "like")
+
+    export_hugging_face(tmp_path / "checkpoints", tmp_path / "again", like=tmp_path / "like")
+
+    exported, again = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "again"))
+    assert exported.keys() == again.keys()
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "folder"])

@@ -1,4 +1,4 @@
-"""The layouts are written here by hand, with plain torch.save, as the existing library does."""
+"""The layouts are written here by hand, with plain torch.save, as NeuronX Distributed does."""
 
 import pickle
 import sys
@@ -12,8 +12,6 @@ import torch.distributed.checkpoint as dcp
 from nxd_ckpt import CheckpointError, open_checkpoint, save
 from nxd_ckpt.interop import from_checkpoint, open_neuronx, read_whole, save_source, write_neuronx
 from nxd_ckpt.interop.neuronx import LLAMA, Piece, Pieces, Split, complete_tags, read_user_content
-
-pytestmark = pytest.mark.filterwarnings("ignore:leaving out .*user_content.pt")
 
 TP, PP = 2, 2
 SHARDING = {"embed.weight": Split(0), "column.weight": Split(0), "row.weight": Split(1), "gate_up": Split(0, stride=2)}
@@ -478,20 +476,27 @@ def test_a_plain_malicious_pickle_is_refused_and_not_run(tmp_path, bomb, explode
     assert not exploded()
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_user_content_is_not_even_opened_without_trust(tmp_path, bomb, exploded, is_plain):
-    file = write_v2(tmp_path) / "user_content.pt"
-    torch.save({"n": 1} if is_plain else bomb, file)
+def test_user_content_of_plain_values_is_read(tmp_path):
+    write_v2(tmp_path)
 
-    with pytest.raises(CheckpointError, match=r"user_content.pt can run any code .* pass trust=True"):
+    source = open_neuronx(tmp_path, sharding=SHARDING)
+
+    assert source.objects["user_content"] == {"total_steps": 5}
+    assert read_user_content(tmp_path, "step_5") == {"total_steps": 5}
+
+
+def test_user_content_that_would_run_code_needs_trust(tmp_path, bomb, exploded):
+    torch.save(bomb, write_v2(tmp_path) / "user_content.pt")
+
+    with pytest.raises(CheckpointError, match=r"user_content.pt.*pass trust=True"):
         read_user_content(tmp_path, "step_5")
-    with pytest.warns(UserWarning, match=r"leaving out .*user_content.pt: it can run any code"):
+    with pytest.warns(UserWarning, match=r"leaving out user_content.pt: .*--trust-user-content"):
         source = open_neuronx(tmp_path, sharding=SHARDING)
 
     assert "user_content" not in source.objects
     assert not exploded()
     read_user_content(tmp_path, "step_5", trust=True)
-    assert exploded() is not is_plain
+    assert exploded()
 
 
 @pytest.mark.parametrize("tag", ["../escaped", "a/b", "/etc", "", ".."])

@@ -86,7 +86,7 @@ def neuronx_distributed_config(
         expert_tensor_parallel_size: ranks that split each expert: `tensor_parallel_size` if None, or 1; with 1, expert
             parallelism also uses the tensor-parallel ranks.
         sequential_move_factor: default for `model_init_config`.
-        lnc_size: physical cores per logical core, as in the existing library; has no effect here.
+        lnc_size: physical cores per logical core, as in NeuronX Distributed; has no effect here.
         **unknown: unknown names, reported with the other mistakes.
 
     Returns:

@@ -45,6 +45,7 @@ _CHANGE_NUMBERS = (
     "NEURON_RT_STOCHASTIC_ROUNDING_EN",
 )
 _closures: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+_told_variables: set[str] = set()
 _installed = ExitStack()  # undoes `install`
 _made_groups: dict[tuple[dist.ProcessGroup, Groups], dist.ProcessGroup] = {}
 
@@ -56,11 +57,11 @@ def install() -> None:
     to the names of torch-neuronx that inference scripts import. An installed library is left alone.
     """
     prepare_workers(install)
-    _tell_of_variables()
     if importlib.util.find_spec("torch_neuronx") is None:
         _put_in_place(NEURON_MODULES)
         _replace(torch.jit, "load", load_compiled)
     if importlib.util.find_spec("torch_xla") is None:
+        _tell_of_variables()
         _put_in_place(_MODULES)
         _replace(dist, "init_process_group", _init_process_group)
         _installed.enter_context(_DeviceNamedXla())
@@ -77,9 +78,14 @@ def _replace(module: ModuleType, name: str, value: object) -> None:
 
 
 def _tell_of_variables() -> None:
-    """Warn, on one rank, of variables that change results on torch-xla and Neuron and have no effect here."""
-    without = [name for name in _CHANGE_NUMBERS if os.environ.get(name, "0").lower() not in ("", "0", "false")]
-    if without and importlib.util.find_spec("torch_xla") is None and _rank() == 0:
+    """Warn, on one rank, of variables that change results on torch-xla and Neuron and have no effect here.
+
+    Called again when the script starts its process group, since scripts also set them themselves.
+    """
+    is_set = [name for name in _CHANGE_NUMBERS if os.environ.get(name, "0").lower() not in ("", "0", "false")]
+    without = [name for name in is_set if name not in _told_variables]
+    _told_variables.update(without)
+    if without and _rank() == 0:
         named = ", ".join(f"{name}={os.environ[name]}" for name in without)
         print(
             f"nxd run: {named}: no effect without torch-xla, tensors keep their dtypes; for bfloat16 use "
@@ -144,6 +150,7 @@ _torch_init_process_group = dist.init_process_group
 
 
 def _init_process_group(backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any) -> None:
+    _tell_of_variables()
     if backend == "xla":
         backend, init_method = backend_of_device(), None  # "pjrt://" and "xla://" are for torch-xla only
     says_rank = args or {"store", "rank", "world_size"} & kwargs.keys() or "RANK" in os.environ

@@ -38,8 +38,8 @@ def export_hugging_face(
         folder: the folder of checkpoints.
         target: the folder to write; created if missing.
         tag: the checkpoint's name; the newest complete one if None.
-        like: a folder of the same model, for the config and tensor names, and for the tokenizer files if the
-            checkpoint has none. If None, the checkpoint's own description is used.
+        like: a folder of the same model, for the config, for tensor names if it holds safetensors, and for the
+            tokenizer files if the checkpoint has none. If None, the checkpoint's own description is used.
         dtype: the dtype of the written tensors; the checkpoint's if None.
         max_shard_size: maximum bytes of tensors in one file, such as "5GB" or "500MiB".
         averaged: whether to write the moving average of the weights, which runs with `train.ema_decay` keep.
@@ -55,7 +55,7 @@ def export_hugging_face(
     checkpoint = open_own(folder, tag)
     given = None
     if like is not None:
-        given = ModelDescription(read_model_config(like), folder=str(like), stored_shapes=stored_shapes(like))
+        given = ModelDescription(read_model_config(like), folder=str(like), stored_shapes=_stored_shapes(like))
     opened = open_checkpointed_model(checkpoint, given, averaged=averaged)
     description = opened.description
     write_folder(
@@ -67,6 +67,11 @@ def export_hugging_face(
         max_shard_size=max_shard_size,
     )
     return Path(target)
+
+
+def _stored_shapes(like: str | Path) -> Mapping[str, tuple[int, ...]] | None:
+    """Return the names and shapes in a folder's files, or None if it holds only a config."""
+    return stored_shapes(like) if any(Path(like).glob("*.safetensors")) else None
 
 
 def _companions(own: Mapping[str, bytes], like: str | Path | None) -> Mapping[str, bytes]:

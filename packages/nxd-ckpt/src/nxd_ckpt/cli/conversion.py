@@ -76,7 +76,8 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
     """
     _check(target)
     with opened(place) as found:
-        left_out = _states_of_training(found.source.tensors) if target.kind == "hf" and not include else []
+        model_only = target.kind in ("hf", "neuronx-v1", "neuronx-v2") and not include
+        left_out = _states_of_training(found.source.tensors) if model_only else []
         source = Selection(found.source, tuple(include), tuple(exclude), frozenset(left_out))
         total = sum(num_bytes(info) for info in source.tensors.values())
         with progress_bar("convert", total) as advance:

@@ -1,6 +1,6 @@
 """Finds checkpoints by tag or age, detects their format, and deletes old ones; in folders or behind URLs.
 
-Folders of the existing library are detected by their marker files (v2) or their ranks' names (v1). Behind a URL such
+Folders of NeuronX Distributed are detected by their marker files (v2) or their ranks' names (v1). Behind a URL such
 as "s3://bucket/runs" they are listed in place, and copied to each host when they are loaded, since their files are
 mapped into memory.
 """
@@ -138,7 +138,7 @@ def open_own(path: str | os.PathLike[str], tag: str | None) -> Checkpoint:
 
     Raises:
         ValueError: the path or the tag is not allowed.
-        CheckpointError: there is none, or it was written by the existing library.
+        CheckpointError: there is none, or it was written by NeuronX Distributed.
     """
     found = _find_own(path, tag)
     return nxd_ckpt.open_checkpoint(found.root, found.tag)
@@ -149,7 +149,7 @@ def open_own_together(path: str | os.PathLike[str], tag: str | None) -> Checkpoi
 
     Raises:
         ValueError: as for `open_own`, with a single rank.
-        CheckpointError: there is none, it was written by the existing library, or it was replaced meanwhile; on all
+        CheckpointError: there is none, it was written by NeuronX Distributed, or it was replaced meanwhile; on all
             ranks.
     """
     coordinator = coordinator_for(None)
@@ -182,8 +182,8 @@ def _find_own(path: str | os.PathLike[str], tag: str | None) -> Found:
     found = find_checkpoint(path, tag)
     if found.layout != "nxd":
         raise CheckpointError(
-            f"{found.folder} is a checkpoint of the existing library, which does not say which model it holds; load "
-            "it into that model with load_checkpoint, and save it again"
+            f"{found.folder} is a checkpoint of NeuronX Distributed, which does not say which model it holds; load it "
+            "into that model with load_checkpoint and save it again, or use nxd-ckpt convert"
         )
     return found
 

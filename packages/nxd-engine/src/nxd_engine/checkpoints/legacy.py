@@ -1,4 +1,4 @@
-"""Loading checkpoints of the existing library: v2 and v1, plain and xser, with ZeRO-1 or without.
+"""Loading checkpoints of NeuronX Distributed: v2 and v1, plain and xser, with ZeRO-1 or without.
 
 Their files hold each rank's tensors. The shard metadata of the model to fill says how these fit together. If the
 saving run had as many tensor-parallel ranks, the current metadata describes its tensors. Otherwise a parallel layer's
@@ -97,7 +97,7 @@ def load_legacy_checkpoint(
         CheckpointError: it is incomplete or damaged, does not fit, or would have to run code; on all ranks.
     """
     coordinator = coordinator_for(None)
-    where = f"checkpoint {found.folder} of the existing library"
+    where = f"checkpoint {found.folder} of NeuronX Distributed"
     doing = f"loading {where}"
     user_content = on_every_rank(coordinator, doing, lambda: _read_user_content(folder))
     files = on_every_rank(coordinator, doing, lambda: _files(found.layout, folder))
@@ -288,7 +288,7 @@ def _named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _splits_of_experts(model: nn.Module) -> dict[str, Split]:
-    """Return how the existing library splits fused expert weights: over its tensor- and expert-parallel ranks."""
+    """Return how NeuronX Distributed splits fused expert weights: over its tensor- and expert-parallel ranks."""
     return {
         f"{prefix}.weight": Split(module.partition_dim, stride=module.stride, expert_dim=0)
         for prefix, module in _named_modules(model)

@@ -1,4 +1,4 @@
-"""The order of copied key and value heads in checkpoints of the existing library.
+"""The order of copied key and value heads in checkpoints of NeuronX Distributed.
 
 If ranks hold copies of heads, that library uses one of two orders. Blocked order, which we also use, is K0 K0 K1 K1,
 with queries in their own order. Tiled order, for its older hardware, is K0 K1 K0 K1; queries are permuted so that each

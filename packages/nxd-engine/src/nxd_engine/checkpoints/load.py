@@ -1,6 +1,6 @@
 """The documented `load_checkpoint`: loads checkpoints of `save_checkpoint`, Lightning or `nxd train`, at any degrees.
 
-`legacy` loads checkpoints of the existing library.
+`legacy` loads checkpoints of NeuronX Distributed.
 """
 
 import logging
@@ -68,7 +68,7 @@ def load_checkpoint(
 ) -> Any:
     """Fill the given objects from a checkpoint, at any degrees. Called by all ranks.
 
-    Also reads checkpoints of the existing library, see `load_legacy_checkpoint`. A saved adapter, with or without its
+    Also reads checkpoints of NeuronX Distributed, see `load_legacy_checkpoint`. A saved adapter, with or without its
     base, fills the model's adapter; a model saved without adapters fills the base, and adapters are reset. Tensors of
     another dtype are converted. If a ZeRO-1 optimizer is not loaded along with its model, call its
     `refresh_master_weights()`, since it may hold master weights.
@@ -82,7 +82,7 @@ def load_checkpoint(
         scheduler: the scheduler to fill by `load_state_dict`.
         num_workers: 1 to 32; has no effect, since each rank reads what it needs.
         strict: require the same names in the checkpoint and the model. Otherwise the names in both are loaded.
-        use_zero1_dcp: as in the existing library; has no effect, since the checkpoint says how it was saved.
+        use_zero1_dcp: as in NeuronX Distributed; has no effect, since the checkpoint says how it was saved.
 
     Returns:
         The user content, None if there is none.
@@ -153,7 +153,7 @@ def _place(path: str | os.PathLike[str], tag: str | None) -> tuple[Any, ...] | N
 def checkpoint_parts(path: str | os.PathLike[str], tag: str | None = None) -> set[str]:
     """Return which of "model", "optimizer" and "scheduler" a checkpoint can fill. Called by all ranks.
 
-    A checkpoint of the existing library is not inspected: it returns all of them.
+    A checkpoint of NeuronX Distributed is not inspected: it returns all of them.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged; on all ranks.

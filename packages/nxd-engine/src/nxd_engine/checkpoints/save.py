@@ -74,12 +74,12 @@ def save_checkpoint(
         scheduler: any object with a `state_dict()`.
         user_content: plain values and tensors; rank 0's are saved.
         num_workers: 1 to 32.
-        use_xser: as in the existing library; has no effect here.
+        use_xser: as in NeuronX Distributed; has no effect here.
         num_kept_ckpts: number of newest checkpoints in `path` to keep; None or -1 keeps all. Applied once this one is
             complete; ignored without a tag.
         async_save: return when the tensors are copied, and write them in the background; see `finalize_checkpoint`.
         zero1_optimizer: whether `optimizer` is the `state_dict` of a ZeRO-1 optimizer, different on each replica.
-        use_zero1_dcp: as in the existing library; has no effect here.
+        use_zero1_dcp: as in NeuronX Distributed; has no effect here.
         avoid_saving_lower_precision_weights: leave out weights whose float32 master weights are saved, as by ZeRO-1
             with `use_master_weights_in_ckpt`; loading rounds them again. A model with adapters is saved whole.
         nxd_config: accepted for scripts that pass it.

@@ -1,4 +1,4 @@
-"""`parallel_layers.save` and `load`: a torch file per model-parallel rank, as the existing library writes them (v1).
+"""`parallel_layers.save` and `load`: a torch file per model-parallel rank, as NeuronX Distributed writes them (v1).
 
 For atomic checkpoints that load at other degrees, use `save_checkpoint` and `load_checkpoint`. Objects that could run
 code when unpickled are neither loaded nor saved.
@@ -34,7 +34,7 @@ from nxd_engine.checkpoints.stored_values import check_readable
 from nxd_engine.rank_sync import agree, is_first_replica
 from nxd_engine.unwrap import plain_model, tied_names
 
-NXD_SKIP_RENDEZVOUS = "NXD_SKIP_RENDEZVOUS"  # a variable of the existing library, without effect here
+NXD_SKIP_RENDEZVOUS = "NXD_SKIP_RENDEZVOUS"  # a variable of NeuronX Distributed, without effect here
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
@@ -103,7 +103,7 @@ def load(
     master_dp_only: bool = True,
     weights_only: bool = False,
 ) -> Any:
-    """Read files of `save`, here or in the existing library, written at the same degrees. Called by all ranks.
+    """Read files of `save`, here or in NeuronX Distributed, written at the same degrees. Called by all ranks.
 
     Args:
         load_dir: the folder that was given to `save`. With `sharded=False`, a file.

@@ -50,7 +50,7 @@ def find_origin(recipe: Recipe, config: Mapping[str, Any]) -> Origin:
 def find_initial(recipe: Recipe) -> InitialWeights | None:
     """Find the weights of the whole model that a run with adapters or preferences starts from.
 
-    None if they could not be found again: random weights, those of a factory or of the existing library, or missing
+    None if they could not be found again: random weights, those of a factory or of NeuronX Distributed, or missing
     ones, which a new run reports when it loads them.
 
     Raises:

@@ -92,8 +92,8 @@ def open_neuronx(
         parameter_names: parameter names in the optimizer's order, as one list or one per pp rank. If given, the
             optimizer state, including that of ZeRO-1, is read as well, as "optimizer/<name>/<key>". State saved with
             `use_zero1_dcp` contains the names and is read with or without them.
-        trust_user_content: read the user content. It is unpickled without restrictions and can run any code: use it
-            only for files that you wrote. Otherwise the user content is left out with a warning.
+        trust_user_content: whether the user content may run any code while it is read: set it only for files that you
+            wrote. Otherwise plain values and tensors are read, and anything else is left out with a warning.
 
     Raises:
         ValueError: the sharding does not match a tensor, or the tag is not allowed.
@@ -105,7 +105,7 @@ def open_neuronx(
     else:
         folder = _v2_folder(folder, tag)
         contents = _read_v2(folder, with_optimizer=parameter_names is not None)
-        user_content = _user_content(folder) if trust_user_content else _left_out_user_content(folder)
+        user_content = _trusted_user_content(folder) if trust_user_content else _plain_user_content(folder)
     local = [
         LocalTensor(name, rank, tensor) for rank, state in contents.model.items() for name, tensor in _tensors(state)
     ]
@@ -117,7 +117,10 @@ def open_neuronx(
         objects["optimizer"] = {"param_groups": dcp_parameter_groups(contents.dcp_optimizer)}
     elif parameter_names is not None:
         if not contents.optimizer:
-            raise CheckpointError(f"{folder} holds no optimizer state; leave out parameter_names")
+            raise CheckpointError(
+                f"{folder} holds no optimizer state; load the model alone: leave out parameter_names, or optimizer= "
+                "of load_checkpoint"
+            )
         parts |= placed_optimizer_tensors(contents.optimizer, local, sharding, degrees, parameter_names)
         objects["optimizer"] = {"param_groups": parameter_groups(contents.optimizer)}
     return _NeuronxCheckpoint(parts, _jsonable(objects))
@@ -136,18 +139,19 @@ def read_user_content(path: "str | os.PathLike[str]", tag: str, *, trust: bool =
     Args:
         path: the folder of the tags.
         tag: name of the checkpoint.
-        trust: must be True to read it, as it is unpickled without restrictions and can run any code.
+        trust: whether the file may run any code while it is read. If False, it may hold only plain values and tensors.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: it exists but is not trusted, or is damaged.
+        CheckpointError: it is damaged, or holds more than plain values without `trust`.
     """
     folder = os.path.join(path, check_tag(tag))
-    if not trust and _has_user_content(folder):
-        raise CheckpointError(
-            f"{os.path.join(folder, USER_CONTENT)} can run any code when it is read; if you wrote it, pass trust=True"
-        )
-    return _user_content(folder)
+    if trust:
+        return _trusted_user_content(folder)
+    try:
+        return load_torch_file(os.path.join(folder, USER_CONTENT)) if _has_user_content(folder) else None
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; if you wrote it, pass trust=True, which lets it run any code") from error
 
 
 def _v2_folder(path: str, tag: str | None) -> str:
@@ -207,15 +211,17 @@ def _has_user_content(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, USER_CONTENT))
 
 
-def _user_content(folder: str) -> Any:
+def _trusted_user_content(folder: str) -> Any:
     return load_trusted_torch_file(os.path.join(folder, USER_CONTENT)) if _has_user_content(folder) else None
 
 
-def _left_out_user_content(folder: str) -> Any:
-    if _has_user_content(folder):
+def _plain_user_content(folder: str) -> Any:
+    try:
+        return load_torch_file(os.path.join(folder, USER_CONTENT)) if _has_user_content(folder) else None
+    except CheckpointError as error:
         warnings.warn(
-            f"leaving out {os.path.join(folder, USER_CONTENT)}: it can run any code when it is read; if you wrote it, "
-            "pass trust_user_content=True (--trust-user-content)",
+            f"leaving out {USER_CONTENT}: {error}; if you wrote it, pass trust_user_content=True "
+            "(--trust-user-content), which lets it run any code",
             stacklevel=3,
         )
     return None

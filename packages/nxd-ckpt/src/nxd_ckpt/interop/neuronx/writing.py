@@ -1,4 +1,4 @@
-"""Writes the v1 and v2 layouts, plain or xser, for the existing library to load."""
+"""Writes the v1 and v2 layouts, plain or xser, for NeuronX Distributed to load."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
