@@ -13,10 +13,11 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
+import nxd_state
 import torch
 from nxd_cli.launch import LAUNCHER_PID
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import all_gather_object, count_traffic, get_device, get_world_group
+from nxd_state import all_gather_object, count_traffic, get_device, get_world_group, is_cpu
 from nxd_state.processes import Process
 from torch import Tensor
 
@@ -99,9 +100,12 @@ def _environment(state: RunState) -> dict[str, Any]:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
-    return f"cpu, {platform.machine()}" if device.type == "cpu" else device.type
+    if is_cpu():
+        return f"{device.type}, {platform.machine()}"
+    try:
+        return f"{torch.accelerator.device_count()} x {torch.get_device_module(device).get_device_name(device)}"
+    except (RuntimeError, AttributeError):  # the accelerator's module has no names
+        return device.type
 
 
 def _launcher() -> str:
@@ -186,7 +190,7 @@ def measured_step(log: RunLog, state: RunState, number: int) -> Iterator[None]:
             fullest_rank=fullest,
             bytes=memories[fullest],
             **{name: _by_name(memories, choose) for name, choose in (("least", min), ("most", max))},
-            peak_is_of_process=get_device().type == "cpu",
+            peak_is_of_process=nxd_state.peak_memory_bytes(get_device()) is None,
         )
         log.write("messages", step=state.step, axes=_busiest([sent for _, _, sent in ranks]))
 
