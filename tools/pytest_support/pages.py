@@ -6,9 +6,10 @@
     ```sh                         commands whose output the page does not show
     ```text                       what the block above prints
 
-A comment `<!-- not run: why -->` above a block exempts it, and `<!-- slow -->` anywhere marks the page as slow. Shown
-output is compared line by line; `...` stands for anything, also for lines. Numbers may differ by five percent, and
-durations, rates and sizes of memory in any way, because they are another machine's.
+A comment `<!-- not run: why -->` above a block exempts it, and `<!-- slow -->` anywhere marks the page as slow. The
+python blocks of a page with `<!-- notebook -->` are cells: one process runs them all, and the site has the notebook.
+Shown output is compared line by line; `...` stands for anything, also for lines. Numbers may differ by five percent,
+and durations, rates and sizes of memory in any way, because they are another machine's.
 """
 
 import fnmatch
@@ -36,6 +37,7 @@ MACHINES_OWN = re.compile(
     r"[-+]?[\d.,:]+[kMG]?\s?(?:s|ms|us|seconds|minutes|tok/s|seq/s|it/s|B|KiB|MiB|GiB|MiB/s)\b|ETA [\d:]+"
 )
 TOLERANCE = 0.05
+END_OF_CELL = "\x1e"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ def is_slow(page: str) -> bool:
     return "<!-- slow -->" in page
 
 
+def is_notebook(page: str) -> bool:
+    """Return whether the page's python blocks are the cells of a notebook."""
+    return "<!-- notebook -->" in page
+
+
 def run_page(page: Path, folder: Path, timeout: float) -> None:
     """Run a page's blocks in `folder`.
 
@@ -84,7 +91,13 @@ def run_page(page: Path, folder: Path, timeout: float) -> None:
         AssertionError: a program fails, or prints something other than the page shows; names the page and the line.
     """
     printed = ""
-    for block in blocks_of(page.read_text(encoding="utf8")):
+    text = page.read_text(encoding="utf8")
+    blocks = blocks_of(text)
+    cells = [block.text for block in blocks if is_cell(block)] if is_notebook(text) else []
+    if cells:
+        program = f"print({END_OF_CELL!r}, end='')\n".join(cells)
+        outputs = iter(_run([sys.executable, "-c", program], folder, timeout, page.name).split(END_OF_CELL))
+    for block in blocks:
         where = f"{page.name}:{block.line}"
         if block.not_run:
             printed = ""
@@ -92,6 +105,8 @@ def run_page(page: Path, folder: Path, timeout: float) -> None:
             file = folder / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text, encoding="utf8")
+        elif cells and is_cell(block):
+            printed = next(outputs)
         elif block.language == "python":
             printed = _run([sys.executable, "-c", block.text], folder, timeout, where)
         elif block.language == "sh":
@@ -104,6 +119,11 @@ def run_page(page: Path, folder: Path, timeout: float) -> None:
                     _compare(shown, printed, f"{where}: $ {command}")
         elif block.language == "text" and printed:
             _compare(block.text, printed, where)
+
+
+def is_cell(block: Block) -> bool:
+    """Return whether a block of a notebook's page is a cell."""
+    return block.language == "python" and not block.title and not block.not_run
 
 
 def _commands(text: str) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
     python tools/site/build.py
 
-A broken link or an unknown name ends the build. Leaves build/pages and build/site.
+A broken link, an unknown name or a notebook that fails ends the build. Leaves build/pages and build/site.
 
 The drawings in docs/pictures are committed, so that they also show on the code host. `python tools/site/drawings.py`
 makes the SVG files again; `tools/tests/test_drawings.py` fails if they are not those that the code makes today.
@@ -15,10 +15,12 @@ import subprocess
 import sys
 from pathlib import Path, PurePosixPath
 
-from drawings import drawings
-from reference import reference_pages
-
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools/pytest_support"))  # the harness knows a page's blocks
+from drawings import drawings  # noqa: E402
+from notebooks import notebook_pages  # noqa: E402
+from reference import reference_pages  # noqa: E402
+
 BUILD = ROOT / "build"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 
@@ -28,9 +30,11 @@ def main() -> int:
     shutil.rmtree(BUILD / "pages", ignore_errors=True)
     sources = page_sources()
     for source, page in sources.items():
-        write(page, (ROOT / source).read_bytes() if is_picture(page) else linked(source, sources).encode())
+        if is_picture(page):
+            write(page, (ROOT / source).read_bytes())
+    written = {page: linked(source, sources) for source, page in sources.items() if not is_picture(page)}
     pictures = {f"pictures/{name}": picture for name, picture in drawings().items()}
-    for page, text in {**reference_pages(), **pictures}.items():
+    for page, text in {**written, **notebook_pages(written), **reference_pages(), **pictures}.items():
         write(page, text.encode())
     config = shutil.copy(Path(__file__).with_name("mkdocs.yml"), BUILD)
     named = set(re.findall(r"[\w/-]+\.md", Path(config).read_text(encoding="utf8")))

@@ -63,3 +63,12 @@ def test_ellipsis_stands_for_anything_and_exempted_block_is_not_run(tmp_path: Pa
 def test_slow_page_says_so() -> None:
     assert is_slow("<!-- slow -->\n# A page")
     assert not is_slow("# A page that is slow")
+
+
+def test_cells_of_a_notebook_share_names_and_are_compared_one_by_one(tmp_path: Path) -> None:
+    cells = "<!-- notebook -->\n```python\nx = 4\nprint(x)\n```\n\n```text\n4\n```\n\n```python\nprint(x + 1)\n```\n"
+
+    run(f"{cells}\n```text\n5\n```\n", tmp_path)
+    (tmp_path / "folder").rmdir()
+    with pytest.raises(AssertionError, match=r"page\.md:\d"):
+        run(f"{cells}\n```text\n4\n```\n", tmp_path)
