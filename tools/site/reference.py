@@ -18,6 +18,27 @@ from nxd_cli.dispatch import COMMANDS, main
 from nxd_trainer.recipe import Recipe, recipe_keys
 
 ROOT = Path(__file__).parents[2]
+# The page that helps with a message, by a phrase of the message. The build fails if either no longer exists.
+HELP = {
+    "does not divide world_size": "how-to/choose-a-layout.md",
+    "did not reach": "how-to/hangs-and-failed-ranks.md",
+    "ranks reached different collectives": "how-to/hangs-and-failed-ranks.md",
+    "gradients are not finite": "how-to/troubleshooting.md",
+    "nxd parity --hf": "how-to/numbers-differ.md",
+    "the replicas are no longer equal": "how-to/numbers-differ.md",
+    "context parallelism": "reference/limits.md#context-parallelism",
+    "pipeline_cuts": "how-to/own-pipeline-stages.md",
+    "shard_spec": "explanation/logical-tensors.md",
+    "without its base model": "how-to/fine-tune-with-lora.md",
+    "belongs to another run": "how-to/troubleshooting.md#resuming",
+    "is not a checkpoint of nxd train": "how-to/resume-and-stop.md",
+    "need another package: pip install": "how-to/store-checkpoints-elsewhere.md",
+    "chat template": "how-to/fine-tune-on-conversations.md",
+    "data.column": "how-to/prepare-data.md",
+    "trust_code=False": "reference/serving-endpoints.md#saved-models-from-strangers",
+    "needs torch-xla": "how-to/inspect-a-graph.md",
+    "pip install": "how-to/install.md",
+}
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
@@ -113,10 +134,11 @@ def error_pages() -> dict[str, str]:
         "# Error messages",
         "",
         "The messages of the packages' errors, from their sources; names in braces stand for values. The search "
-        "finds a message by its words. What to do about the common ones is on the pages of the how-to guides.",
+        "finds a message by its words. An arrow leads to the page that helps.",
         "",
     ]
     pages = {}
+    used = set()
     for package in PACKAGES:
         lines = [f"# Errors of {package}", ""]
         folder = _source(package.replace("-", "_"))
@@ -124,11 +146,26 @@ def error_pages() -> dict[str, str]:
             messages = sorted(set(_messages(file)))
             if messages:
                 lines += [f"## {file.relative_to(_source(package.replace('-', '_')))}", ""]
-                lines += [f"- `{kind}`: {_as_text(message)}" for kind, message in messages] + [""]
+                for kind, message in messages:
+                    phrase = next((phrase for phrase in HELP if phrase in message), None)
+                    used.add(phrase)
+                    lines.append(f"- `{kind}`: {_as_text(message)}{_link_to_help(phrase)}")
+                lines.append("")
         if len(lines) > 2:
             pages[f"reference/errors/{package}.md"] = "\n".join(lines)
             index.append(f"- [{package}](errors/{package}.md)")
+    if lost := HELP.keys() - used:
+        raise ValueError(f"no message has the phrases {sorted(lost)} of HELP in {Path(__file__).name}; mend them")
     return {"reference/errors.md": "\n".join(index), **pages}
+
+
+def _link_to_help(phrase: str | None) -> str:
+    """Return an arrow to the page that helps with messages of this phrase, named by the page's title."""
+    if phrase is None:
+        return ""
+    page = ROOT / "docs" / HELP[phrase].partition("#")[0]
+    title = page.read_text(encoding="utf8").splitlines()[0].removeprefix("# ")
+    return f" → [{title}](../../{HELP[phrase]})"
 
 
 def _messages(file: Path) -> Iterator[tuple[str, str]]:

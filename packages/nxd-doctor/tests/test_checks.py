@@ -28,6 +28,7 @@ from nxd_doctor.machine import (
     check_rendezvous,
     check_shared_memory,
     check_writable_folder,
+    seconds_for_ranks,
 )
 
 OWN = Path("/site/neuronx_distributed")
@@ -89,6 +90,11 @@ CHECKS = {
     ),
     "ranks that add": (check_collective(0, ""), "ok", ""),
     "ranks that wait": (check_collective(None, ""), "wrong", "wait for each other"),
+    "ranks that wait long": (
+        check_collective(None, "", seconds_for_ranks({"NXD_TIMEOUT": "600"})),
+        "wrong",
+        "NXD_TIMEOUT=6000",
+    ),
     "ranks that fail": (check_collective(1, "x\nRuntimeError: no route\nChildFailedError"), "wrong", "--show-output"),
 }
 

@@ -5,6 +5,7 @@ shared memory, the clock, ports, a checkpoint folder, and a collective on two ra
 """
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -75,10 +76,11 @@ def examine(
     if folder is not None:
         yield check_writable_folder(folder)
     if try_ranks and torch.status == import_of_torch.status == "ok":
-        code, output = run_two_ranks()
+        timeout = seconds_for_ranks(os.environ)
+        code, output = run_two_ranks(timeout)
         if show_output is not None:
             show_output(output)
-        yield check_collective(code, output)
+        yield check_collective(code, output, timeout)
 
 
 # Variables with effects on a job that are easily forgotten.
@@ -295,6 +297,12 @@ LAUNCHER = "import sys; from nxd_cli.launch import launch_ranks; sys.exit(launch
 LEFT_TO_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+def seconds_for_ranks(environment: Mapping[str, str]) -> float:
+    """How long the two ranks may take: `NXD_TIMEOUT`, or two minutes."""
+    text = environment.get("NXD_TIMEOUT", "")
+    return float(text) if re.fullmatch(r"\d{1,6}(\.\d+)?", text) else TIMEOUT_SECONDS  # the ranks report a mistake
+
+
 def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
     """Start two ranks on this machine that all-reduce a tensor.
 
@@ -323,14 +331,17 @@ def run_two_ranks(timeout: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
     return process.returncode, output
 
 
-def check_collective(code: int | None, output: str) -> Finding:
+def check_collective(code: int | None, output: str, timeout: float = TIMEOUT_SECONDS) -> Finding:
     """Whether the two ranks computed the sum in time."""
     name = "two ranks"
     if code == 0:
         return ok(name, "the all-reduce works")
     if code is None:
-        mend = "the ranks wait for each other: check the findings above, then try NXD_DEVICE=cpu nxd doctor"
-        return wrong(name, f"did not finish in {TIMEOUT_SECONDS:.0f} seconds", mend)
+        mend = (
+            "the ranks wait for each other, or the machine is busy: check the findings above, then try "
+            f"NXD_DEVICE=cpu nxd doctor, or NXD_TIMEOUT={10 * timeout:.0f}"
+        )
+        return wrong(name, f"did not finish in {timeout:.0f} seconds", mend)
     errors = [line.strip() for line in output.splitlines() if "Error" in line and "ChildFailed" not in line]
     return wrong(
         name,
