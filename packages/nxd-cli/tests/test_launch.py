@@ -79,10 +79,11 @@ def test_ranks_divide_the_cores_that_the_load_leaves(monkeypatch, load, nproc, t
     ("program", "code", "said"),
     [
         ("", 0, ""),
-        ("import sys; sys.exit(7 if RANK == 1 else 3)", 7, ""),
-        ("import sys; sys.exit(1 if RANK == 1 else 3)", 1, "nxd: rank 1 failed first; the other ranks have ended\n"),
+        ("import sys; sys.exit(7 if RANK == 1 else 5)", 7, ""),
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit(1 if RANK == 1 else 5)", 1, "nxd: rank 1 failed first; the other ranks have ended\n"),
         (
-            "import os, signal, sys; os.kill(os.getpid(), signal.SIGKILL) if RANK == 1 else sys.exit(3)",
+            "import os, signal, sys; os.kill(os.getpid(), signal.SIGKILL) if RANK == 1 else sys.exit(5)",
             1,
             "nxd: rank 1 was killed by SIGKILL (signal 9)\n",
         ),
