@@ -285,7 +285,8 @@ def device_memory() -> dict[str, int]:
 
 def describe_host() -> dict[str, str]:
     """Versions, devices and settings that the results depend on."""
-    from nxd_doctor.installation import OTHERS, installed_versions, own_packages  # noqa: PLC0415
+    from nxd_cli.installation import installed_versions, own_packages  # noqa: PLC0415
+    from nxd_doctor.installation import OTHERS  # noqa: PLC0415
 
     devices = sorted(Path("/dev").glob("neuron[0-9]*"))
     settings = {name: os.environ[name] for name in CACHE_AND_FLAGS if name in os.environ}

@@ -128,6 +128,18 @@ def test_generate_without_checkpoint_says_so(capsys, monkeypatch, tmp_path):
     )
 
 
+def test_train_of_a_model_with_more_key_value_heads_than_heads_is_refused_before_the_first_step(
+    nxd, tiny, make_chat_model
+):
+    folder = make_chat_model("Qwen3", num_key_value_heads=8)  # transformers accepts it, and a step fails
+
+    result = nxd("train", f"model.path={folder}", *(it for it in tiny if not it.startswith("model.")))
+
+    assert result.returncode == 2
+    assert "num_attention_heads=4 but num_key_value_heads=8; set model.config.num_key_value_heads" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_generate_at_a_degree_that_does_not_divide_names_it(nxd, tiny):
     assert nxd("train", *tiny, "train.steps=1", "train.eval_every=0").returncode == 0
 

@@ -51,6 +51,33 @@ def test_preview_whose_reader_has_gone_ends_with_141(fresh_python, tmp_path):
     assert (process.returncode, told) == (128 + signal.SIGPIPE, b"")
 
 
+def test_output_in_pipes_has_no_escape_codes_and_no_bars(nxd, tiny):
+    commands = [
+        [],
+        ["--version"],
+        ["init", "--model", "tiny"],
+        ["train", *tiny, "train.eval_every=0"],
+        ["data", *tiny],
+        ["generate", "run", "--max-new-tokens", "3"],
+        ["report", "run"],
+        ["export", "run", "exported"],
+        ["import", "exported", "imported"],
+        ["ckpt", "verify", "run/checkpoints", "--deep"],
+        ["plan", "exported", "--device", "cpu", "--devices", "2"],
+        ["doctor", "--no-ranks"],
+        ["train", "--help"],
+        ["generate", "nowhere"],
+    ]
+
+    for arguments in commands:
+        result = nxd(*arguments)
+        assert result.returncode == (2 if "nowhere" in arguments else 0), (arguments, result.stderr)
+        assert result.stdout + result.stderr
+        for text in (result.stdout, result.stderr):
+            assert "\x1b" not in text, arguments
+            assert "\r" not in text, arguments
+
+
 def on_stderr(act) -> str:
     stream = io.StringIO()
     with contextlib.redirect_stderr(stream), warnings.catch_warnings():

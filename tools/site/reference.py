@@ -85,7 +85,7 @@ def command_pages() -> dict[str, str]:
             f"From `pip install {package}`.",
             "",
             "```text",
-            text.partition("\n[model]")[0],
+            re.sub(r"\n\[model\]:.*?(?=\nexit codes:|\nexamples:)", "", text, flags=re.DOTALL),
             "```",
             "",
         ]

@@ -423,7 +423,10 @@ def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["--version"])
 
-    assert (exit_.value.code, capsys.readouterr().out) == (0, f"nxd-ckpt {version('nxd-ckpt')}\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert exit_.value.code == 0
+    assert lines[:2] == [f"nxd-ckpt {version('nxd-ckpt')}", f"torch {version('torch')}"]
+    assert lines[-1].startswith("python 3.")
 
 
 @pytest.mark.parametrize("saved_by", ["nested state", "nxd-trainer", "torch"])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxd_cli.installation import installed_versions
 from nxd_doctor.installation import (
     Devices,
     check_devices,
@@ -16,7 +17,6 @@ from nxd_doctor.installation import (
     check_torch_import,
     check_transformers,
     check_xla,
-    installed_versions,
     torch_import_failure,
 )
 from nxd_doctor.machine import (
@@ -39,6 +39,7 @@ CHECKS = {
     "no torch": (check_torch({}), "wrong", "pip install 'torch>="),
     "old torch": (check_torch({"torch": "2.1.2"}), "wrong", "pip install -U torch"),
     "new torch": (check_torch({"torch": "2.13.0+cpu"}), "ok", ""),
+    "torch that is newer than tested": (check_torch({"torch": "2.15.0"}), "warning", "pip install 'torch==2."),
     "torch without a version": (check_torch({"torch": "(unknown version)"}), "wrong", "pip install -U torch"),
     "torch that works": (check_torch_import(""), "ok", ""),
     "torch that lacks a library": (check_torch_import("OSError: libcudart"), "wrong", "--force-reinstall torch"),

@@ -88,6 +88,13 @@ def test_get_device_on_an_accelerator_is_that_of_the_local_rank_or_the_only_one(
     assert nxd_state.get_device() == torch.device("cuda", index)
 
 
+def test_get_device_of_a_rank_too_many_says_how_many_fit(machine):
+    machine(accelerator="cuda", count=2).setenv("LOCAL_RANK", "2")
+
+    with pytest.raises(RuntimeError, match="this host has 2 cuda devices; start at most 2 ranks on it"):
+        nxd_state.get_device()
+
+
 def test_xla_device_and_step_boundary_come_from_torch_xla(machine, monkeypatch):
     machine(torch_xla=True).setenv("NXD_DEVICE", "xla")
     boundaries = []

@@ -1,5 +1,9 @@
 """Ending torch.distributed with the program that has it, which runs in processes of its own here."""
 
+import socket
+
+import nxd_state
+import pytest
 from nxd_testing import run_torchrun
 
 ENDS_WITHOUT_DESTROY = """
@@ -59,3 +63,14 @@ def test_ranks_whose_first_start_has_failed_meet_those_whose_has_not(tmp_path, m
     assert (returncode, stderr) == (0, "")
     assert stdout.count("failed: a rank was lost meanwhile") == 1
     assert stdout.count("total: 2.0") == 2
+
+
+def test_start_with_a_master_port_that_is_taken_names_the_port(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        launch = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": 0}
+        for name, value in launch.items():
+            monkeypatch.setenv(name, str(value))
+
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is taken on this host; set another one"):
+            nxd_state.initialize_mesh(nxd_state.ParallelDegrees())

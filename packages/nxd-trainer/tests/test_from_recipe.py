@@ -196,3 +196,11 @@ def test_key_that_a_folders_config_does_not_have_is_named_with_the_nearest(tmp_p
 
     with pytest.raises(ValueError, match=rf"model.config.{key} is not a key of Qwen3Config; did you mean {near}"):
         recipe_model(load_recipe(None, [f"model.path={tmp_path}", f"model.config.{key}=1"]))
+
+
+def test_compiled_model_without_a_cpp_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+    with pytest.raises(ValueError, match=r"train\.compile=true needs a C\+\+ compiler, .* install one, or leave"):
+        recipe_model(load_recipe(None, ["train.compile=true"]))

@@ -31,6 +31,36 @@ def reports_user_errors(call: Callable[[], T]) -> T:
         raise
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills each line of a description or epilog by itself, and keeps indented lines, such as examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill, lines = super()._fill_text, text.split("\n")
+        return "\n".join(line if line[:1] in ("", " ") else fill(line, width, indent) for line in lines)
+
+
+def make_parser(
+    name: str, description: str, *, examples: Sequence[str], usage: str | None = None, exit_codes: str = ""
+) -> argparse.ArgumentParser:
+    """Make the parser of a command, whose `--help` ends with examples.
+
+    Args:
+        name: the command's name, such as "train".
+        description: what the command does.
+        examples: whole command lines, such as "nxd train recipe.toml".
+        usage: the usage line; unset: made from the arguments.
+        exit_codes: the meanings of exit codes other than those of every command.
+    """
+    told = [*([f"exit codes: {exit_codes}", ""] if exit_codes else []), "examples:", *(f"  {it}" for it in examples)]
+    return argparse.ArgumentParser(
+        prog=f"nxd {name}",
+        usage=usage,
+        description=description,
+        epilog="\n".join(told),
+        formatter_class=_HelpFormatter,
+    )
+
+
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command's options; a mistake ends the process, and an unknown flag gets the nearest one as a hint."""
     options, unknown = parser.parse_known_args(arguments)

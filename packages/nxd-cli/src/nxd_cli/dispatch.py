@@ -12,12 +12,17 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import NoReturn
 
 from nxd_cli.command import UserError, leave_mesh, reports_user_errors
+from nxd_cli.completion import SHELLS, completion_script
+from nxd_cli.installation import render_versions, torch_problem
 from nxd_cli.launch import end_with_launcher, is_launched, remove_torchrun_folders, slurm_environment
-from nxd_cli.output import usable_streams
+from nxd_cli.output import printable, usable_streams
+from nxd_cli.overview import render_overview
 
 GROUP = "nxd.commands"
 
@@ -31,6 +36,7 @@ class Command:
 
 
 COMMANDS = {
+    "init": Command("nxd-trainer", "write a recipe, from four questions"),
     "train": Command("nxd-trainer", "train a model from a recipe"),
     "data": Command("nxd-trainer", "show what a recipe will train on"),
     "report": Command("nxd-trainer", "write a page about a run, or watch it in the terminal"),
@@ -68,15 +74,17 @@ def summaries(installed: dict[str, EntryPoint]) -> dict[str, str]:
 
 
 EXIT_MISTAKE = 2
-
-
+EXIT_INTERRUPTED = 128 + 2  # as a shell reports a process that Ctrl-C ends
 EXIT_NO_READER = 128 + 13  # the exit code of a process that SIGPIPE ends
+
+WITHOUT_TORCH = ("doctor",)  # commands that work without torch, and say what is wrong with it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the process's exit code: 0, 2 for a user's mistake, 143 after a signal.
+    """Run one command and return the process's exit code: 0, 2 for a user's mistake, 130 after Ctrl-C.
 
-    If the reader of its output has exited, as `head` does, the process exits at once with 141.
+    `nxd train` returns 143 if a signal has stopped it. If the reader of its output has exited, as `head` does, the
+    process exits at once with 141.
     """
     with usable_streams():
         return _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -84,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     name, *rest = arguments or [""]
-    command = _find(name)
     try:
+        command = _find(name, rest)
         os.environ.update(reports_user_errors(lambda: slurm_environment(os.environ)))
         if is_launched():
             end_with_launcher()
@@ -103,36 +111,80 @@ def _run(arguments: list[str]) -> int:
         if isinstance(end.__context__, BrokenPipeError):  # rich exits with 1 when its reader is gone
             os._exit(EXIT_NO_READER)
         raise
+    except KeyboardInterrupt:
+        if is_launched() or name == "run":  # a script ends as under `python`, with the line that was interrupted
+            raise
+        print(f"nxd {name}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             os._exit(EXIT_NO_READER)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            print(f"nxd {name}: {_NO_TORCH}", file=sys.stderr)
+            return EXIT_MISTAKE
         _fail_at_once(error)
     return code
 
 
-def _find(name: str) -> Callable[[Sequence[str]], int]:
-    """Load the command with this name; exits with 2 if there is none, and with 0 after `--help`."""
+_NO_TORCH = "torch is not installed: pip install torch (see `nxd doctor`)"
+
+
+def _find(name: str, arguments: Sequence[str]) -> Callable[[Sequence[str]], int]:
+    """Load the command with this name.
+
+    Exits with 0 after what `nxd` itself prints: the overview, `--help`, versions, a completion script.
+
+    Raises:
+        UserError: there is no such command, or its package is not installed, or lacks what it needs.
+    """
     installed = installed_commands()
-    if name not in installed:
-        parser = argparse.ArgumentParser(
-            prog="nxd", description="Train and serve large models with tensor, pipeline and data parallelism."
-        )
-        parser.add_argument("--version", action="version", version=f"nxd {_version()}")
-        commands = parser.add_subparsers(dest="command", required=True)
-        for known, summary in summaries(installed).items():
-            commands.add_parser(known, help=summary, add_help=False)
-        parser.parse_args([name] if name else [])
+    if name in installed:
+        return _load(name, installed[name])
+    if not name:
+        print(printable(render_overview(Path(), summaries(installed), installed)))
+        sys.exit(0)
+    if name in COMMANDS:
         package = COMMANDS[name].package
-        parser.exit(EXIT_MISTAKE, f"nxd {name}: needs {package}, which is not installed; pip install {package}\n")
-    command: Callable[[Sequence[str]], int] = installed[name].load()
-    return command
+        raise UserError(f"needs {package}, which is not installed; pip install {package}")
+    if not name.startswith("-"):
+        near = get_close_matches(name, installed, 1)
+        hint = f"did you mean nxd {near[0]}?" if near else "`nxd --help` lists the commands"
+        raise UserError(f"there is no such command; {hint}")
+    options = _parser(installed).parse_args([name, *arguments])
+    print(reports_user_errors(lambda: completion_script(options.print_completion, installed, summaries(installed))))
+    sys.exit(0)
 
 
-def _version() -> str:
+def _parser(installed: dict[str, EntryPoint]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd",
+        description="Train and serve large models with tensor, pipeline and data parallelism.",
+        epilog="examples:\n  nxd\n  nxd init\n  nxd train recipe.toml --nproc 2\n  nxd train --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=render_versions())
+    parser.add_argument(
+        "--print-completion", choices=SHELLS, metavar="SHELL", help=f"print a completion script: {', '.join(SHELLS)}"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for known, summary in summaries(installed).items():
+        commands.add_parser(known, help=summary, add_help=False)
+    return parser
+
+
+def _load(name: str, entry: EntryPoint) -> Callable[[Sequence[str]], int]:
+    problem = torch_problem()
+    if problem and name not in WITHOUT_TORCH:
+        raise UserError(problem)
     try:
-        return version("nxd-cli")
-    except PackageNotFoundError:
-        return "(source tree that is not installed)"
+        command: Callable[[Sequence[str]], int] = entry.load()
+    except ModuleNotFoundError as error:
+        package = f"; pip install {entry.dist.name} installs it" if entry.dist else ""
+        told = _NO_TORCH if error.name == "torch" else f"needs the module {error.name}, which is not installed{package}"
+        raise UserError(told) from error
+    except (ImportError, OSError) as error:  # a broken installation: a library that is missing or of another version
+        raise UserError(f"cannot be loaded: {type(error).__name__}: {error}; see `nxd doctor`") from error
+    return command
 
 
 def _reader_is_gone() -> bool:

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxd_cli.command import UserError, parse, reports_user_errors
+from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
 from nxd_cli.output import printable
 
 if TYPE_CHECKING:
@@ -20,13 +20,18 @@ RECORDERS = "nxd.graphs"  # entry points that record the steps of recipes
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd doctor",
+    parser = make_parser(
+        "doctor",
+        "Check versions, devices, limits, ports and the clock, and run a collective on two ranks.",
         usage="nxd doctor [--folder FOLDER] [--no-ranks] [--show-output]\n"
         "       nxd doctor --graph [RECIPE] [KEY=VALUE ...] [--ranks N] [--steps N] [--json]\n"
         "       nxd doctor --graph SCRIPT.py [--json] [-- ARGUMENT ...]",
-        description="Check versions, devices, limits, ports and the clock, and run a collective on two ranks.",
-        epilog="exit codes: 0 nothing is wrong (there may be warnings), 1 something is wrong, 2 user error",
+        examples=[
+            "nxd doctor",
+            "nxd doctor --no-ranks --folder /data/checkpoints",
+            "nxd doctor --graph recipe.toml --ranks 4",
+        ],
+        exit_codes="0 nothing is wrong (there may be warnings), 1 something is wrong, 2 user error",
     )
     parser.add_argument("--folder", help="a checkpoint folder to check as well")
     parser.add_argument(

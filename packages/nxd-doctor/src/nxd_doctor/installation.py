@@ -4,12 +4,13 @@ A check is a function from observed values to a `Finding`; a separate function r
 """
 
 import importlib.util
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+from nxd_cli.installation import NEWEST_TORCH, OLDEST_TORCH, OWN, version_numbers
 
 Status = Literal["ok", "warning", "wrong"]
 
@@ -46,39 +47,23 @@ def wrong(check: str, found: str, mend: str) -> Finding:
     return Finding(check, "wrong", found, mend)
 
 
-OWN = "nxd-"  # prefix of these packages' names
 OTHER_OWNER = "neuronx-distributed"  # also provides the import name neuronx_distributed
 OTHERS = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers", "safetensors")
-OLDEST_TORCH = (2, 9)
 OLDEST_TRANSFORMERS = (5, 0)
 
 
-def own_packages() -> list[str]:
-    """The installed nxd packages."""
-    return sorted({it.name for it in metadata.distributions() if it.name.startswith(OWN)})
-
-
-def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of the distributions among `names` that are installed."""
-    found = {}
-    for name in names:
-        try:
-            version: str | None = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        found[name] = version or "(unknown version)"  # a broken installation left a folder without one
-    return found
-
-
 def check_torch(versions: Mapping[str, str]) -> Finding:
-    """Whether torch is installed and new enough."""
-    oldest = ".".join(map(str, OLDEST_TORCH))
+    """Whether torch is installed, and a release that the packages are tested with."""
+    oldest, newest = (".".join(map(str, it)) for it in (OLDEST_TORCH, NEWEST_TORCH))
     if "torch" not in versions:
         return wrong("torch", "not installed", f"pip install 'torch>={oldest}'")
-    if _numbers(versions["torch"]) < OLDEST_TORCH:
+    if version_numbers(versions["torch"]) < OLDEST_TORCH:
         return wrong(
             "torch", f"torch {versions['torch']}", f"these packages need {oldest} or newer: pip install -U torch"
         )
+    if version_numbers(versions["torch"])[:2] > NEWEST_TORCH:
+        mend = f"these packages are tested with torch {oldest} to {newest}: pip install 'torch=={newest}.*'"
+        return warning("torch", f"torch {versions['torch']}", mend)
     return ok("torch", f"torch {versions['torch']}")
 
 
@@ -103,7 +88,7 @@ def check_torch_import(failure: str) -> Finding:
 def check_own_packages(versions: Mapping[str, str]) -> Finding:
     """Whether the installed nxd packages have the same minor release."""
     own = {name: version for name, version in versions.items() if name.startswith(OWN)}
-    lines = {_numbers(version)[:2] for version in own.values()}
+    lines = {version_numbers(version)[:2] for version in own.values()}
     listed = ", ".join(f"{name} {version}" for name, version in own.items())
     if not own:
         return ok("nxd packages", "imported from a source tree, not installed as distributions")
@@ -118,8 +103,8 @@ def check_xla(versions: Mapping[str, str]) -> Finding:
     if name not in versions:
         return ok(name, "not installed; needed only for XLA and Neuron devices")
     found = f"torch-xla {versions[name]} with torch {torch_version or 'missing'}"
-    if _numbers(versions[name])[:2] != _numbers(torch_version)[:2]:
-        minor = ".".join(map(str, _numbers(versions[name])[:2]))
+    if version_numbers(versions[name])[:2] != version_numbers(torch_version)[:2]:
+        minor = ".".join(map(str, version_numbers(versions[name])[:2]))
         return wrong(name, found, f"both must have the same minor release: pip install 'torch=={minor}.*'")
     return ok(name, found)
 
@@ -135,7 +120,7 @@ def check_neuron(versions: Mapping[str, str], *, has_device: bool) -> Finding:
     if missing:
         found = f"a Neuron device, but no {' and '.join(missing)}"
         return wrong(name, found, f"install {' '.join(missing)} from {index}")
-    if _numbers(parts["torch-neuronx"])[:2] != _numbers(versions.get("torch", ""))[:2]:
+    if version_numbers(parts["torch-neuronx"])[:2] != version_numbers(versions.get("torch", ""))[:2]:
         found = f"{listed}, with torch {versions.get('torch', 'missing')}"
         return wrong(name, found, f"install the torch-neuronx that matches your torch's minor release from {index}")
     return ok(name, listed)
@@ -146,16 +131,11 @@ def check_transformers(versions: Mapping[str, str]) -> Finding:
     name, oldest = "transformers", ".".join(map(str, OLDEST_TRANSFORMERS))
     if name not in versions:
         return ok(name, "not installed; needed only for Hugging Face models")
-    if _numbers(versions[name]) < OLDEST_TRANSFORMERS:
+    if version_numbers(versions[name]) < OLDEST_TRANSFORMERS:
         return warning(
             name, f"transformers {versions[name]}", f"models are tested with {oldest} and newer: pip install -U {name}"
         )
     return ok(name, f"transformers {versions[name]}")
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: (2, 9, 1) for "2.9.1+cpu"."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def import_location() -> Path | None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from nxd_cli.installation import installed_versions, own_packages
 from nxd_cli.output import show_memory
 
 from nxd_doctor.installation import (
@@ -32,11 +33,9 @@ from nxd_doctor.installation import (
     check_xla,
     find_devices,
     import_location,
-    installed_versions,
     ok,
     other_owner,
     own_location,
-    own_packages,
     torch_import_failure,
     warning,
     wrong,

@@ -7,16 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_cli.command import UserError, add_nproc, parse, started_ranks
+from nxd_cli.command import UserError, add_nproc, make_parser, parse, started_ranks
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd run",
-        usage="nxd run [--nproc N] SCRIPT [ARGUMENT ...]",
-        description="Run a Python script like `python SCRIPT`, on several ranks of this machine if --nproc is given. "
+    parser = make_parser(
+        "run",
+        "Run a Python script like `python SCRIPT`, on several ranks of this machine if --nproc is given. "
         "If torch-xla is not installed, the script can still import it; its calls are carried out by "
         "torch.distributed. Under torchrun: torchrun ... -m nxd_cli run SCRIPT.",
+        usage="nxd run [--nproc N] SCRIPT [ARGUMENT ...]",
+        examples=["nxd run train.py", "nxd run --nproc 4 train.py --steps 100"],
+        exit_codes="those of SCRIPT; 1 a rank has failed; 2 user error",
     )
     add_nproc(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")

@@ -11,6 +11,7 @@ from nxd_cli.command import (
     add_nproc,
     import_named,
     leave_mesh,
+    make_parser,
     parse,
     reports_user_errors,
     started_ranks,
@@ -28,13 +29,18 @@ FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd parity",
-        usage="nxd parity [RECIPE | MODULE:FUNCTION | --hf FOLDER] [--nproc N] [--dtype D] [--KEY VALUE ...]",
-        description="Train a few steps in a layout and in one process, without dropout, and name the first tensor that "
+    parser = make_parser(
+        "parity",
+        "Train a few steps in a layout and in one process, without dropout, and name the first tensor that "
         "differs, in execution order: module outputs, loss, gradients, weights. The keys are those of nxd train; with "
         "--hf, those of the model's config.",
-        epilog="exit codes: 0 all agree, 2 user error, 3 something differs",
+        usage="nxd parity [RECIPE | MODULE:FUNCTION | --hf FOLDER] [--nproc N] [--dtype D] [--KEY VALUE ...]",
+        examples=[
+            "nxd parity recipe.toml --nproc 4 parallel.tensor_parallel_size=2",
+            "nxd parity --hf Qwen3-0.6B --nproc 2",
+            "nxd parity my_models:case --nproc 2 --dtype float32",
+        ],
+        exit_codes="0 all agree, 1 a rank has failed, 2 user error, 3 something differs",
     )
     parser.add_argument(
         "case",

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nxd_cli.command import UserError, parse, reports_user_errors
+from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
 
 MODEL_FLAGS = {
     "vocab_size": "rows of the embedding",
@@ -30,11 +30,16 @@ DTYPES = ("bfloat16", "float32")  # the recipe dtypes that devices list a speed 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd plan",
-        description="Try every layout of a model over a number of devices, without needing the devices. The model is a "
+    parser = make_parser(
+        "plan",
+        "Try every layout of a model over a number of devices, without needing the devices. The model is a "
         "Llama, or any causal language model of transformers that `nxd train` can train. Sizes, memory and messages "
         "come from the real layers; times are estimates for comparing layouts.",
+        examples=[
+            "nxd plan Qwen3-8B --device h100 --devices 16",
+            "nxd plan Qwen3-8B --device trn2 --devices 64 --sequence-length 8192 --recipe recipe.toml",
+            "nxd plan --device h100 --devices 8 --hidden-size 4096 --num-hidden-layers 32 --vocab-size 32000 --json",
+        ],
     )
     parser.add_argument(
         "model",

@@ -59,13 +59,23 @@ def device_type() -> str:
 
 def get_device() -> torch.device:
     """This process's device: the accelerator's device with the index `LOCAL_RANK`, or the only visible device; the XLA
-    device; or the CPU."""
+    device; or the CPU.
+
+    Raises:
+        RuntimeError: this host has fewer devices than ranks.
+    """
     kind = device_type()
     if kind == "xla":
         return torch.device(torch_xla_module().device())
     if kind == "cpu":
         return torch.device(kind)
-    index = 0 if torch.accelerator.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+    count = torch.accelerator.device_count()
+    index = 0 if count == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= count:
+        raise RuntimeError(
+            f"LOCAL_RANK={index}, but this host has {count} {kind} devices; start at most {count} ranks on it, or set "
+            "NXD_DEVICE=cpu"
+        )
     return torch.device(kind, index)
 
 

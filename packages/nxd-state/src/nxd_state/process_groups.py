@@ -87,7 +87,15 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
     store = launcher_store()
     if store is None:
         timeout = timeout or distributed_c10d.default_pg_timeout
-        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        try:
+            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            port = os.environ.get("MASTER_PORT")
+            raise ValueError(
+                f"MASTER_PORT={port} is taken on this host; set another one, the same on all ranks"
+            ) from error
         _launcher_stores[_launch()] = store
     start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"nxd_state/start_{start}", store)

@@ -30,7 +30,8 @@ from nxd_layers.hf import find_routers
 from nxd_lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import materialize
-from nxd_state import is_lazy_device, is_transformers_model, seed_model_parallel
+from nxd_state import compile_backend, is_lazy_device, is_transformers_model, seed_model_parallel
+from nxd_trace.compilers.builtin import INDUCTOR, has_cpp_compiler
 from torch import Tensor, nn
 
 from nxd_trainer.data import Tokenizer, load_tokenizer
@@ -68,6 +69,12 @@ def recipe_model(recipe: Recipe) -> ModelSpec:
         ValueError: there is no such model, it is too small for the tokenizer's ids or the sequences, or it cannot be
             trained this way.
     """
+    uses_inductor = recipe.train.compile and not is_lazy_device() and compile_backend() == INDUCTOR.name
+    if uses_inductor and not has_cpp_compiler():
+        raise ValueError(
+            "train.compile=true needs a C++ compiler, and neither g++ nor clang++ is on the PATH; install one, or "
+            "leave train.compile out"
+        )
     model = _recipe_model(recipe)
     if recipe.dpo.beta:
         return replace(model, make=with_dpo_loss(model.make, recipe), input_names=(*model.input_names, REFERENCE))
@@ -284,7 +291,22 @@ def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelSpec:
             )
         )
     dtype = DTYPES[recipe.train.dtype]
-    return transformers_spec(model_on_meta_of(description, dtype), description, dtype)
+    on_meta = model_on_meta_of(description, dtype)
+    _check_heads(on_meta, description)
+    return transformers_spec(on_meta, description, dtype)
+
+
+def _check_heads(model: nn.Module, description: ModelDescription) -> None:
+    """Raise ValueError if a transformers model has fewer query heads than key-value heads; only a step notices."""
+    if all(getattr(module, "num_key_value_groups", 1) for module in model.modules()):
+        return
+    config: Any = model.config
+    heads, pairs = config.num_attention_heads, config.num_key_value_heads
+    default = "" if "num_key_value_heads" in description.config else " (the default of transformers)"
+    raise ValueError(
+        f"{description.architecture} has num_attention_heads={heads} but num_key_value_heads={pairs}{default}; set "
+        f"model.config.num_key_value_heads to {heads} or a divisor of it"
+    )
 
 
 def _sizes(recipe: Recipe) -> dict[str, Any]:

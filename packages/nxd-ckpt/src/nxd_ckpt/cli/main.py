@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,14 +24,34 @@ from nxd_ckpt.errors import CheckpointError, printable
 from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 
 _EXIT_CODES = "exit codes: 0 success, 1 damaged (verify) or different (diff), 2 bad arguments or unreadable checkpoint"
-
-
+_EXAMPLES = {
+    "list": ["nxd-ckpt list run/checkpoints"],
+    "inspect": ["nxd-ckpt inspect run/checkpoints", "nxd-ckpt inspect run/checkpoints --tag step-00000100 --depth 2"],
+    "verify": ["nxd-ckpt verify run/checkpoints", "nxd-ckpt verify s3://bucket/run --tag step-00000100 --deep"],
+    "diff": [
+        "nxd-ckpt diff run/checkpoints other/checkpoints",
+        "nxd-ckpt diff run/checkpoints Qwen3-0.6B --include 'model.*' --rtol 1e-5",
+    ],
+    "page": ["nxd-ckpt page run/checkpoints -o page.html"],
+    "convert": [
+        "nxd-ckpt convert run/checkpoints exported --to hf --dtype bfloat16",
+        "nxd-ckpt convert run/checkpoints shards --to neuronx-v2 --tp 8 --sharding llama --target-tag step_100",
+    ],
+    "retain": [
+        "nxd-ckpt retain run/checkpoints --keep-last 3",
+        "nxd-ckpt retain run/checkpoints --keep-last 1 --keep-best 2 --metric loss",
+    ],
+    "gc": ["nxd-ckpt gc run/checkpoints --dry-run"],
+    "delete": ["nxd-ckpt delete run/checkpoints step-00000100"],
+    "pin": ["nxd-ckpt pin run/checkpoints step-00000100"],
+    "unpin": ["nxd-ckpt unpin run/checkpoints step-00000100"],
+}
 _EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
-    options = _make_parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\b")
@@ -77,11 +98,15 @@ def _one_line(message: str) -> str:
     return printable(" ".join(line.strip() for line in message.splitlines()))
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands; each one's `--help` ends with examples."""
     parser = argparse.ArgumentParser(
-        prog="nxd-ckpt", description="Inspect, verify, compare and convert checkpoints.", epilog=_EXIT_CODES
+        prog="nxd-ckpt",
+        description="Inspect, verify, compare and convert checkpoints.",
+        epilog=_end_of_help(_EXIT_CODES, [*_EXAMPLES["list"], *_EXAMPLES["verify"]]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"nxd-ckpt {_version()}")
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True)
     _add_list(commands)
     _add_inspect(commands)
@@ -91,16 +116,25 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_removal(commands)
     _add_upkeep(commands)
-    for command in commands.choices.values():
+    for name, command in commands.choices.items():
         command.add_argument("--json", action="store_true", help="print the result as JSON")
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.epilog = _end_of_help(command.epilog, _EXAMPLES[name])
     return parser
 
 
-def _version() -> str:
-    try:
-        return version("nxd-ckpt")
-    except PackageNotFoundError:
-        return "(running from source, not installed)"
+def _end_of_help(exit_codes: str | None, examples: Sequence[str]) -> str:
+    return "\n".join([*([exit_codes, ""] if exit_codes else []), "examples:", *(f"  {it}" for it in examples)])
+
+
+def _versions() -> str:
+    lines = []
+    for name in ("nxd-ckpt", "torch", "safetensors"):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} (running from source, not installed)")
+    return "\n".join([*lines, f"python {platform.python_version()}"])
 
 
 def _add_list(commands: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from nxd_cli.command import UserError, parse, reports_user_errors
+from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
 
 if TYPE_CHECKING:
     from nxd_elastic.chaos import DisturbancePlan
@@ -19,21 +19,18 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 
-_EXAMPLE = """\
-example:
-  nxd chaos --seed 1 --count 5 --output runs/x -- nxd train recipe.toml output=runs/x --nproc 4 --elastic 2:4 \\
-    checkpoint.memory_every=1 train.log_every=1
-"""
-
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd chaos",
-        usage="nxd chaos --output FOLDER [options] (--pid PID | -- COMMAND ...)",
-        description="Disturb random ranks of a run, and measure from its metrics: seconds from each lost rank to the "
+    parser = make_parser(
+        "chaos",
+        "Disturb random ranks of a run, and measure from its metrics: seconds from each lost rank to the "
         "next step, steps lost, goodput. The run should log every step (train.log_every=1). Linux only.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="nxd chaos --output FOLDER [options] (--pid PID | -- COMMAND ...)",
+        examples=[
+            "nxd chaos --output run --count 5 -- nxd train output=run --nproc 4 --elastic 2:4 train.log_every=1",
+            "nxd chaos --output run --pid 4711 --kinds kill,pause --every-steps 5:20",
+        ],
+        exit_codes="those of COMMAND; 0 with --pid; 2 user error",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the run's folder")
     parser.add_argument("--pid", type=int, help="the process that started the ranks of a running run")

@@ -103,8 +103,8 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
     if name and _is_own(parent, name):
         return Found(parent, name, "nxd")
     raise NothingSavedError(
-        f"there is no complete checkpoint in {root}; pass the folder that checkpoints were saved to, or call "
-        "has_checkpoint first"
+        f"there is no complete checkpoint in {root}; pass the folder that checkpoints were saved to, that of a run of "
+        "nxd train, or that of a Hugging Face model, with its config.json"
     )
 
 

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxd_cli.command import reports_user_errors
 
-from nxd_trainer.recipe import RUN_RECIPE_FILE
+from nxd_trainer.recipe import RUN_RECIPE_FILE, Recipe, recipe_keys
+from nxd_trainer.recipe.rules import show_value
 
 if TYPE_CHECKING:
     from nxd_trace.generation import Generator
 
     from nxd_trainer.compiled_generation import CompilableCheckpoint
+
+
+def add_recipe_keys(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each key of the recipe, for `--help` and completion; `take_settings` reads them before."""
+    for section, keys in groupby(recipe_keys().values(), key=lambda key: key.section):
+        meaning = (type(getattr(Recipe(), section)).__doc__ or "").splitlines()[0] if section else ""
+        group = parser.add_argument_group(f"[{section}]" if section else "top level", meaning)
+        for key in keys:
+            is_choice = "|" in key.type_name and "," not in key.type_name
+            group.add_argument(
+                f"--{key.name}",
+                nargs="?" if key.value_type is bool else None,
+                choices=key.type_name.split("|") if is_choice else None,
+                metavar=None if is_choice else key.type_name,
+                help=f"{key.description} (default: {show_value(key.default)})".replace("%", "%%"),
+            )
 
 
 def model_folder(text: str) -> Path:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_cli.command import parse, reports_user_errors
+from nxd_cli.command import make_parser, parse, reports_user_errors
 
 from nxd_trainer.cli.arguments import add_checkpoint
 from nxd_trainer.recipe.sections import DTYPE_NAMES
@@ -12,7 +12,14 @@ from nxd_trainer.recipe.sections import DTYPE_NAMES
 
 def import_hugging_face(arguments: Sequence[str]) -> int:
     """`nxd import`: make a checkpoint from a Hugging Face folder, and print its path."""
-    parser = argparse.ArgumentParser(prog="nxd import", description="Make a checkpoint from a Hugging Face folder.")
+    parser = make_parser(
+        "import",
+        "Make a checkpoint from a Hugging Face folder.",
+        examples=[
+            "nxd import Qwen3-0.6B checkpoints",
+            "nxd import Qwen3-0.6B checkpoints --tag base --dtype bfloat16",
+        ],
+    )
     parser.add_argument("folder", type=Path, help="Hugging Face folder with safetensors and config.json")
     parser.add_argument("checkpoints", type=Path, help="folder of checkpoints to write to")
     parser.add_argument("--tag", default="imported", help="name of the checkpoint (default: %(default)s)")
@@ -32,7 +39,15 @@ def import_hugging_face(arguments: Sequence[str]) -> int:
 
 def export(arguments: Sequence[str]) -> int:
     """`nxd export`: write a Hugging Face folder from a checkpoint, and print its files."""
-    parser = argparse.ArgumentParser(prog="nxd export", description="Write a Hugging Face folder from a checkpoint.")
+    parser = make_parser(
+        "export",
+        "Write a Hugging Face folder from a checkpoint.",
+        examples=[
+            "nxd export run exported",
+            "nxd export run exported --tag step-00000100 --dtype bfloat16",
+            "nxd export run exported --like Qwen3-0.6B",
+        ],
+    )
     add_checkpoint(parser)
     parser.add_argument("target", type=Path, help="folder to write")
     _add_dtype(parser)
@@ -70,8 +85,13 @@ def export(arguments: Sequence[str]) -> int:
 
 def upcycle(arguments: Sequence[str]) -> int:
     """`nxd upcycle`: make a mixture of experts from a dense Hugging Face folder, and print the path."""
-    parser = argparse.ArgumentParser(
-        prog="nxd upcycle", description="Make a mixture of experts from a dense Hugging Face model."
+    parser = make_parser(
+        "upcycle",
+        "Make a mixture of experts from a dense Hugging Face model.",
+        examples=[
+            "nxd upcycle Qwen3-0.6B Qwen3-8x0.6B --experts 8",
+            "nxd upcycle Qwen3-0.6B Qwen3-8x0.6B --experts 8 --top-k 1",
+        ],
     )
     parser.add_argument("dense", type=Path, help="folder of a Llama, Mistral, Qwen2 or Qwen3 with safetensors")
     parser.add_argument("target", type=Path, help="folder to write")

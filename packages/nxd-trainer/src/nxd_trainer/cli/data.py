@@ -4,25 +4,32 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_cli.command import UserError, parse, reports_user_errors, take_settings
+from nxd_cli.command import UserError, make_parser, parse, reports_user_errors, take_settings
 from nxd_cli.launch import is_launched
 from nxd_cli.output import printable
 
+from nxd_trainer.cli.arguments import add_recipe_keys
 from nxd_trainer.recipe import check_paths, load_recipe, recipe_switches
 
 FLAGS = ("svg", "help")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd data",
-        usage="nxd data [RECIPE] [--svg FILE] [--KEY VALUE | KEY=VALUE ...]",
-        description="Tokenize a recipe's data as nxd train does, and show the first samples with the tokens that the "
+    parser = make_parser(
+        "data",
+        "Tokenize a recipe's data as nxd train does, and show the first samples with the tokens that the "
         "loss counts, the document lengths, the savings from packing, and probable mistakes. Takes the same keys as "
         "nxd train.",
+        usage="nxd data [RECIPE] [--svg FILE] [--KEY VALUE | KEY=VALUE ...]",
+        examples=[
+            "nxd data recipe.toml",
+            "nxd data --data.path books --data.sequence_length 512",
+            "nxd data --model.path Qwen3-0.6B --data.path chats.jsonl --data.chat --svg data.svg",
+        ],
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the output as a picture")
+    add_recipe_keys(parser)
     return parser
 
 

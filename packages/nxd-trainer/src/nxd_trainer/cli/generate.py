@@ -11,6 +11,7 @@ from nxd_cli.command import (
     add_nproc,
     check_own_process,
     leave_mesh,
+    make_parser,
     parse,
     reports_user_errors,
     started_ranks,
@@ -42,7 +43,15 @@ Write = Callable[[list[int], OnToken], object]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nxd generate", description="Generate text with a model, or chat with it.")
+    parser = make_parser(
+        "generate",
+        "Generate text with a model, or chat with it.",
+        examples=[
+            "nxd generate run --prompt 'import '",
+            "nxd generate Qwen3-0.6B --chat --prompt 'What is a mesh?'",
+            "nxd generate run --nproc 2 --temperature 0.8 --max-new-tokens 50",
+        ],
+    )
     add_model(parser)
     parser.add_argument("--prompt", help=f"text to continue (default: {_PROMPT!r}); with --chat, to answer")
     parser.add_argument(

@@ -4,18 +4,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_cli.command import parse, reports_user_errors
+from nxd_cli.command import make_parser, parse, reports_user_errors
 from nxd_cli.output import printable
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd report",
-        description="Write the report of a run into its folder: one HTML file with the curves of loss, throughput, "
+    parser = make_parser(
+        "report",
+        "Write the report of a run into its folder: one HTML file with the curves of loss, throughput, "
         "gradient norm, learning rate and memory, the pipeline's timeline, the loads of experts, memory by kind, "
         "messages by axis, the data, warnings, checkpoints, the environment and the recipe. It loads nothing from the "
         "network.",
-        epilog="examples: nxd report runs/nxd; nxd report runs/nxd --watch",
+        examples=["nxd report runs/nxd", "nxd report runs/nxd --watch"],
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of nxd train")
     parser.add_argument(

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from nxd_cli.command import check_own_process, parse, reports_user_errors
+from nxd_cli.command import check_own_process, make_parser, parse, reports_user_errors
 
 from nxd_trainer.cli.arguments import add_model, compile_model, open_compilable
 
@@ -14,7 +14,17 @@ EXIT_WORKERS_FAILED = 4  # uvicorn uses 3 for an address that it cannot listen o
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nxd serve", description="Serve a model over the OpenAI completions API.")
+    parser = make_parser(
+        "serve",
+        "Serve a model over the OpenAI completions API.",
+        examples=[
+            "nxd serve run",
+            "nxd serve Qwen3-0.6B --nproc 2 --port 8080 --max-length 2048",
+            "nxd serve Qwen3-0.6B --adapter run --batch-size 16",
+        ],
+        exit_codes="0 ended by a signal, 2 user error, 3 the address cannot be listened on, "
+        f"{EXIT_WORKERS_FAILED} its workers died too often",
+    )
     add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="0: any free port (default: %(default)s)")

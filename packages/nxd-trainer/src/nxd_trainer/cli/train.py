@@ -11,6 +11,7 @@ from nxd_cli.command import (
     add_nproc,
     check_nproc,
     leave_mesh,
+    make_parser,
     parse,
     reports_user_errors,
     started_ranks,
@@ -18,7 +19,8 @@ from nxd_cli.command import (
 )
 from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID, advice_on_ranks, is_launched, own_threads
 
-from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, recipe_switches, render_recipe_help
+from nxd_trainer.cli.arguments import add_recipe_keys
+from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, recipe_switches
 
 if TYPE_CHECKING:
     from nxd_trainer.training import StopRequest, TrainResult
@@ -28,12 +30,16 @@ FLAGS = ("nproc", "elastic", "elastic-layouts", "elastic-grace", "elastic-silenc
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="nxd train",
+    parser = make_parser(
+        "train",
+        "Train a language model on text. Every key of the recipe is a flag, as in --train.steps 100.",
         usage="nxd train [RECIPE] [--nproc N] [--elastic MIN:MAX] [--KEY VALUE | KEY=VALUE ...]",
-        description="Train a language model on text. Every key of the recipe is a flag, as in --train.steps 100.",
-        epilog=render_recipe_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=[
+            "nxd train",
+            "nxd train recipe.toml --nproc 2 --parallel.tensor_parallel_size 2",
+            "nxd train --model.path Qwen3-0.6B --data.path chats.jsonl --data.chat --lora.rank 16 --output run",
+        ],
+        exit_codes="0 the run has ended, 1 a rank has failed, 2 user error, 143 stopped by a signal and saved",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     add_nproc(parser)
@@ -60,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         default=10.0,
         help="how long a rank may send no heartbeat before it counts as lost (default: %(default)g)",
     )
+    add_recipe_keys(parser)
     return parser
 
 

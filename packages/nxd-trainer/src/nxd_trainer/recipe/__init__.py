@@ -13,7 +13,7 @@ from nxd_trainer.recipe.files import (
     recipe_keys,
     recipe_switches,
     recipe_to_dict,
-    render_recipe_help,
+    render_draft,
     save_recipe,
 )
 from nxd_trainer.recipe.sections import Recipe
@@ -25,6 +25,7 @@ __all__ = [
     "load_recipe",
     "recipe_from_dict",
     "recipe_to_dict",
+    "render_draft",
     "save_recipe",
     "read_run_recipe",
     "RUN_RECIPE_FILE",
@@ -36,5 +37,4 @@ __all__ = [
     # describing
     "recipe_keys",
     "recipe_switches",
-    "render_recipe_help",
 ]

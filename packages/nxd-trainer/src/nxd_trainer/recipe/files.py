@@ -18,7 +18,7 @@ import yaml
 from nxd_engine.options import Key, Schema, keys_of
 
 from nxd_trainer.recipe.checks import RecipeError
-from nxd_trainer.recipe.rules import consistency_mistakes, show_value
+from nxd_trainer.recipe.rules import consistency_mistakes
 from nxd_trainer.recipe.sections import Recipe
 
 RUN_RECIPE_FILE = "recipe.toml"  # the recipe of a run, in its output folder
@@ -122,6 +122,21 @@ def read_run_recipe(folder: Path) -> Recipe:
     return replace(recipe_from_dict(_read_file(file), origin=f"recipe {file}"), output=folder)
 
 
+def render_draft(given: Mapping[str, object], suggested: Mapping[str, object]) -> str:
+    """Return the text of a TOML recipe to edit: keys that are given, and suggested ones behind a `#`.
+
+    Each key has its meaning as a comment. Both are values by full names, in the order of `recipe_keys`.
+    """
+    lines: list[str] = []
+    for section in ("", *_section_types()):
+        shown = [key for key in recipe_keys().values() if key.section == section and key.name in {*given, *suggested}]
+        lines += ["", f"[{section}]"] if section and shown else []
+        for key in shown:
+            line = _toml_line(key.field, given.get(key.name, suggested.get(key.name)), key.name)
+            lines.append(line if key.name in given else f"# {line}")
+    return "\n".join(lines) + "\n"
+
+
 def recipe_keys() -> dict[str, Key]:
     """Return every key of a recipe by its full name ("train.steps", "output"), in section order."""
     return _schema().keys
@@ -130,23 +145,6 @@ def recipe_keys() -> dict[str, Key]:
 def recipe_switches() -> list[str]:
     """Return the names of the boolean keys."""
     return [name for name, key in recipe_keys().items() if key.value_type is bool]
-
-
-def render_recipe_help() -> str:
-    """Describe all keys, section by section, with type, default and meaning.
-
-    Returns plain text of at most 130 columns, for an argparse epilog with RawDescriptionHelpFormatter.
-    """
-    lines: list[str] = []
-    section: str | None = None
-    for key in recipe_keys().values():
-        if key.section != section:
-            section = key.section
-            meaning = (_section_types()[section].__doc__ or "").splitlines()[0] if section else ""
-            lines += ["", f"[{section}]  {meaning}" if section else "top level"]
-        lines.append(f"  {key.name} ({key.type_name}, default {show_value(key.default)})")
-        lines.append(f"      {key.description}")
-    return "\n".join(lines[1:])
 
 
 _SUFFIXES = (".toml", ".yaml", ".yml", ".json")
@@ -183,6 +181,8 @@ def _read_file(file: Path) -> Mapping[str, object]:
         inside = sorted(it.name for it in file.iterdir() if it.suffix in _SUFFIXES)
         instead = f"give {file / inside[0]}" if len(inside) == 1 else "give a recipe file"
         raise RecipeError(origin, [f"is a folder; {instead}, or pass a model folder as model.path={file}"])
+    if not file.exists():
+        raise RecipeError(origin, [f"does not exist; `nxd init {file}` writes one"])
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,242 @@
+"""`nxd init`: writes a recipe to edit, from the answers to four questions."""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
+from nxd_cli.installation import num_accelerators
+from nxd_state.degrees import SIZES, ParallelDegrees
+
+from nxd_trainer.recipe import check_layout, check_paths, recipe_from_dict, render_draft
+
+T = TypeVar("T")
+Keys = dict[str, Any]  # values by the names of recipe keys
+
+TINY: Keys = {
+    "model.hidden_size": 64,
+    "model.intermediate_size": 192,
+    "model.num_hidden_layers": 2,
+    "model.num_attention_heads": 4,
+    "model.num_key_value_heads": 2,
+    "data.sequence_length": 128,
+}
+SMALL: Keys = {
+    "model.hidden_size": 256,
+    "model.intermediate_size": 768,
+    "model.num_hidden_layers": 4,
+    "model.num_attention_heads": 8,
+    "model.num_key_value_heads": 4,
+    "data.sequence_length": 256,
+}
+MODELS = {"tiny": TINY, "small": SMALL}
+STANDARD_LIBRARY = "stdlib"
+# Keys that the recipe shows behind a "#", with a value to try.
+SUGGESTED: Keys = {
+    "parallel.zero1": True,
+    "parallel.activation_checkpointing": "full",
+    "data.evaluation_path": "held_out",
+    "train.gradient_accumulation_steps": 2,
+    "train.autocast": "bfloat16",
+    "train.compile": True,
+    "optimizer.schedule": "cosine",
+    "lora.rank": 16,
+    "checkpoint.keep": 3,
+    "checkpoint.background": True,
+}
+
+_HEAD = """\
+# Keys behind a `#` are not set; their values are suggestions. `nxd train --help` lists all keys.
+"""
+
+
+class Length(NamedTuple):
+    """How long a run takes: optimizer steps, or else epochs."""
+
+    steps: int
+    epochs: float | None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(
+        "init",
+        "Write a recipe of nxd train that can run as it is, with a comment for each key. Questions are asked in a "
+        "terminal only, and only about flags that are not given.",
+        examples=[
+            "nxd init",
+            "nxd init chats.toml --model Qwen3-0.6B --data chats.jsonl --layout tp=2 --length '3 epochs'",
+            "nxd init --model tiny --data books --layout 1 --length 100",
+        ],
+    )
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=Path("recipe.toml"), metavar="FILE", help="(default: recipe.toml)"
+    )
+    parser.add_argument(
+        "--model", help=f"folder of a Hugging Face model, or {' or '.join(MODELS)}: a Llama with random weights"
+    )
+    parser.add_argument(
+        "--data", help=f"file or folder to train on, or {STANDARD_LIBRARY}: the sources of Python's standard library"
+    )
+    parser.add_argument(
+        "--layout", help="number of ranks, each with a copy of the model, or degrees such as tp=2,pp=2,dp=2"
+    )
+    parser.add_argument("--length", help="number of steps, or of epochs: '3 epochs'")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Ask, write the recipe, and print the next commands."""
+    options = parse(_parser(), arguments)
+    if options.file.suffix != ".toml":
+        raise UserError(f"{options.file} must end in .toml")
+    if options.file.exists():
+        raise UserError(f"{options.file} exists; give another name, or remove it")
+    ranks = str(max(1, num_accelerators()))
+    model = _answer(options.model, f"Model: a Hugging Face folder, {' or '.join(MODELS)}", "tiny", model_keys)
+    base = model.get("model.path")
+    data = _answer(options.data, "Data: a file or a folder", STANDARD_LIBRARY, lambda text: data_keys(text, base))
+    degrees, dp = _answer(options.layout, "Layout: number of ranks, or degrees such as tp=2,dp=2", ranks, parse_layout)
+    length = _answer(options.length, "Length: steps, or epochs such as '3 epochs'", "100", parse_length)
+
+    given = {**_training_keys(length, dp), **model, **data, "output": f"runs/{options.file.stem}"}
+    given |= {f"parallel.{SIZES[axis]}": getattr(degrees, axis) for axis in ("tp", "pp")}
+    given |= {f"parallel.{name}": getattr(degrees, axis) for axis, name in SIZES.items() if getattr(degrees, axis) > 1}
+    num_ranks = degrees.model_ranks * dp
+    reports_user_errors(lambda: _check(given, dp))
+    name = shlex.quote(str(options.file))
+    train = f"nxd train {name}" + (f" --nproc {num_ranks}" if num_ranks > 1 else "")
+    draft = render_draft(given, SUGGESTED | ({"data.packing": True} if "data.chat" in given else {}))
+    reports_user_errors(lambda: _write_new(options.file, f"# {train}\n{_HEAD}\n{draft}"))
+    print(f"wrote {options.file}\nnext:\n  nxd data {name}  # shows what it trains on\n  {train}")
+    return 0
+
+
+def _answer(flag: str | None, question: str, default: str, read: Callable[[str], T]) -> T:
+    """Return the value of a flag, or of an answer in the terminal, which is asked for until it is valid."""
+    if flag is not None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return reports_user_errors(lambda: read(default if flag is None else flag))
+    while True:
+        try:
+            return read(input(f"{question} [{default}]: ").strip() or default)
+        except EOFError:
+            raise UserError("no answer; give --model, --data, --layout and --length instead") from None
+        except ValueError as error:
+            print(error)
+
+
+def model_keys(text: str) -> Keys:
+    """Return the keys that choose a model.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if text in MODELS and not Path(text).exists():
+        return MODELS[text]
+    check_paths(recipe_from_dict({}, [f"model.path={text}"]))
+    config = Path(text) / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{text} has no config.json; give the folder of a model, or {' or '.join(MODELS)}")
+    found = re.search(r'"max_position_embeddings":\s*(\d{1,9})\b', config.read_text(encoding="utf-8"))
+    return {"model.path": text, "data.sequence_length": min(512, int(found[1]) if found else 512), "optimizer.lr": 1e-5}
+
+
+def data_keys(text: str, model: str | None) -> Keys:
+    """Return the keys that read a file or folder, as its first row tells.
+
+    Args:
+        text: the file or folder, or `STANDARD_LIBRARY`.
+        model: the folder of the model, whose chat template conversations need.
+
+    Raises:
+        ValueError: it does not exist, or its rows have no column that nxd train could read.
+    """
+    if text == STANDARD_LIBRARY and not Path(text).exists():
+        return {}
+    check_paths(recipe_from_dict({}, [f"data.path={text}"]))
+    row = _first_row(Path(text))
+    if row is None:
+        return {"data.path": text}
+    if row.keys() & {"messages", "conversations", "prompt", "chosen"}:
+        if model is None:
+            raise ValueError(f"{text} holds conversations, which need a model with a chat template; pass its folder")
+        return {"data.path": text} | ({"dpo.beta": 0.1} if "chosen" in row else {"data.chat": True})
+    columns = [name for name, value in row.items() if isinstance(value, str)]
+    if not columns:
+        raise ValueError(f"{text} has no column of text or conversations, but {', '.join(row)}")
+    return {"data.path": text, "data.column": "text" if "text" in columns else columns[0]}
+
+
+def _first_row(path: Path) -> Keys | None:
+    """The first row of a file, or of the first file of a folder, that holds rows; None for plain text."""
+    from nxd_trainer.data.sources import TABLE_SUFFIXES, find_tables  # noqa: PLC0415 - it loads numpy
+    from nxd_trainer.data.tables import read_rows  # noqa: PLC0415
+
+    tables = [path] if path.is_file() and path.suffix in TABLE_SUFFIXES else []
+    if path.is_dir():
+        inside = {it.suffix for it in islice(path.rglob("*"), 10_000)}
+        tables = [file for _, file in find_tables(path)] if inside & set(TABLE_SUFFIXES) else []
+    return next((dict(row) for file in tables for _, row in read_rows(file)), None)
+
+
+def parse_layout(text: str) -> tuple[ParallelDegrees, int]:
+    """Return the degrees of one replica, and the number of replicas, of "4" or "tp=2,dp=2".
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    parts = [part.strip() for part in (f"dp={text.strip()}" if text.strip().isdecimal() else text).split(",")]
+    replicas = [part.removeprefix("dp=") for part in parts if part.startswith("dp=")]
+    if not all(it.isdecimal() and int(it) > 0 for it in replicas):
+        raise ValueError(f"{text!r} is not a layout; write a number of ranks, or degrees such as tp=2,pp=2,dp=2")
+    model = ",".join(part for part in parts if not part.startswith("dp="))
+    return ParallelDegrees.parse(model) if model else ParallelDegrees(), prod(map(int, replicas))
+
+
+def parse_length(text: str) -> Length:
+    """Return the length of "100" or "3 epochs".
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    number, _, unit = text.strip().partition(" ")
+    if unit.strip() in ("epoch", "epochs"):
+        try:
+            return Length(0, float(number))
+        except ValueError:
+            pass
+    elif unit.strip() in ("", "steps", "step") and number.isdecimal() and int(number):
+        return Length(int(number), None)
+    raise ValueError(f"{text!r} is not a length; write a number of steps, or epochs such as '3 epochs'")
+
+
+def _training_keys(length: Length, dp: int) -> Keys:
+    """The keys of the training loop: a batch that the replicas divide, and a warm-up that fits the length."""
+    duration = {"train.steps": length.steps} if length.epochs is None else {"train.epochs": length.epochs}
+    short = 0 < length.steps < 100
+    return {
+        **duration,
+        "train.global_batch_size": -(-16 // dp) * dp,
+        "train.log_every": 1 if short else 10,
+        "train.eval_every": max(1, length.steps // 2) if short else 50,
+        "optimizer.lr": 1e-3,
+        "optimizer.warmup_steps": length.steps // 10 if short else 10,
+        "checkpoint.save_every": 100,
+    }
+
+
+def _check(given: Keys, dp: int) -> None:
+    recipe = recipe_from_dict(given)
+    check_paths(recipe)
+    check_layout(recipe, dp)
+
+
+def _write_new(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("x", encoding="utf-8") as stream:
+        stream.write(text)
