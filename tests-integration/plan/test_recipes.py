@@ -1,6 +1,7 @@
 """The recipe that a plan writes trains the model that was planned."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,3 +52,22 @@ def test_recipe_of_a_plan_makes_the_model_that_was_planned(tmp_path, model_type,
     }
     assert of_the_plan.parallel.pipeline_parallel_size == 2
     assert (of_the_plan.parallel.zero1, of_the_plan.parallel.activation_checkpointing) == (True, "full")
+
+
+def test_recipe_of_a_plan_lists_the_keys_to_set_as_comments(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    job = TrainingJob(planned_model(tmp_path), find_device("cpu"), 2, 32, 8, torch.float32)
+    [planned] = make_plan(job, FixedDegrees(1, 2, False, True, 2, "full"), top=1).best
+    file = save_recipe(recipe(job, planned.layout), tmp_path / "it.toml")
+    as_written = load_recipe(file)
+
+    instruction, *lines = file.read_text().splitlines()
+    file.write_text("\n".join(line.removeprefix("# ") for line in lines))
+
+    assert instruction.startswith("# Before the run")
+    completed = load_recipe(file)
+    assert as_written.output != completed.output == Path("/shared/runs/first")
+    assert as_written.data.path is None
+    assert completed.data.path == Path("/shared/texts")
+    assert (completed.train, completed.optimizer) == (as_written.train, as_written.optimizer)
+    assert completed.checkpoint == as_written.checkpoint

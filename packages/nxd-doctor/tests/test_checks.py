@@ -23,6 +23,7 @@ from nxd_doctor.machine import (
     check_clock,
     check_collective,
     check_environment,
+    check_locked_memory,
     check_loopback,
     check_open_files,
     check_rendezvous,
@@ -71,13 +72,18 @@ CHECKS = {
     "cuda without nccl": (check_devices(Devices("cuda", "", ("H200",), 0, ("gloo",))), "wrong", "NXD_DEVICE=cpu"),
     "cuda": (check_devices(Devices("cuda", "", ("H200",) * 8, 0, ("gloo", "nccl"))), "ok", ""),
     "idle neuron": (check_devices(Devices("cpu", "", (), 16, ("gloo",))), "warning", "torch-neuronx"),
-    "few files": (check_open_files(256, 1 << 20), "wrong", "ulimit -n 65536"),
+    "few files": (check_open_files(256, 1 << 20), "wrong", "ulimit -n 4096"),
+    "few files at most": (check_open_files(256, 256), "wrong", "hard limit must be at least 4096"),
     "some files": (check_open_files(1024, UNLIMITED), "warning", "ulimit -n 4096"),
     "many files": (check_open_files(UNLIMITED, UNLIMITED), "ok", ""),
     "container's shared memory": (check_shared_memory(63 << 20), "wrong", "--shm-size"),
     "little shared memory": (check_shared_memory(512 << 20), "warning", "--shm-size"),
     "no shared memory": (check_shared_memory(None), "warning", "mount"),
     "much shared memory": (check_shared_memory(16 * GIB), "ok", ""),
+    "locked memory without RDMA": (check_locked_memory(64 << 10, 64 << 10, []), "ok", ""),
+    "locked memory of a login": (check_locked_memory(64 << 10, UNLIMITED, ["mlx5_0"]), "warning", "ulimit -l"),
+    "locked memory of a container": (check_locked_memory(64 << 10, 64 << 10, ["mlx5_0"]), "warning", "IPC_LOCK"),
+    "all memory locked": (check_locked_memory(UNLIMITED, UNLIMITED, ["mlx5_0"]), "ok", ""),
     "time": (check_clock(1.8e9, (1.0, 1.1)), "ok", ""),
     "time before us": (check_clock(0.0, (1.0, 1.1)), "wrong", "set-ntp"),
     "time runs back": (check_clock(1.8e9, (2.0, 1.0)), "wrong", "restart"),
@@ -144,7 +150,7 @@ def test_folder_is_tried_and_left_as_it_was(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
 
-    assert check_writable_folder(tmp_path / "new" / "checkpoints", free=100 * GIB).status == "ok"
+    assert check_writable_folder(tmp_path / "checkpoints", free=100 * GIB).status == "ok"
     assert check_writable_folder(tmp_path, free=GIB).status == "warning"
     assert check_writable_folder(file).found == f"{file} is not a folder"
     assert sorted(tmp_path.iterdir()) == [file]
@@ -157,6 +163,19 @@ def test_folder_that_cannot_be_made_or_is_none_of_this_host_is_not_called_good(t
     assert check_writable_folder(dangling / "run").found == f"{dangling} is not a folder"
     assert "name too long" in check_writable_folder(tmp_path / ("a" * 300)).found
     assert check_writable_folder("s3://bucket/run").mend == "try it: nxd-ckpt list s3://bucket/run"
+
+
+def test_folder_whose_parent_does_not_exist_is_wrong(tmp_path):
+    finding = check_writable_folder(tmp_path / "unmounted" / "run")
+
+    assert (finding.status, finding.found) == ("wrong", f"{tmp_path / 'unmounted'} does not exist")
+    assert f"mkdir -p {tmp_path / 'unmounted'}" in finding.mend
+
+
+def test_variables_of_the_ranks_are_listed():
+    [finding] = check_environment({"RANK": "3", "MASTER_ADDR": "node1"})
+
+    assert finding.found == "RANK=3, MASTER_ADDR=node1"
 
 
 def test_folder_of_a_server_whose_clock_is_off_is_a_warning(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """Checks that this machine is ready to train: runs all checks, earlier ones explaining failures of later ones.
 
 `installation` checks installed packages; this module checks the host: environment variables, limits of open files and
-shared memory, the clock, ports, a checkpoint folder, and a collective on two ranks.
+shared and locked memory, the clock, ports, a checkpoint folder, and a collective on two ranks.
 """
 
 import os
@@ -69,6 +69,7 @@ def examine(
     yield from check_environment(os.environ)
     yield check_open_files(*open_files_limits())
     yield check_shared_memory(free_shared_memory())
+    yield check_locked_memory(*resource.getrlimit(resource.RLIMIT_MEMLOCK), rdma_devices())
     yield check_clock(*read_clock())
     yield check_rendezvous(os.environ)
     yield check_loopback()
@@ -90,7 +91,10 @@ SURPRISES = {
     "NEURON_CC_FLAGS": "these flags change the compiled code and which cached graphs are found",
     "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel; unset it to train",
 }
-READ_HERE = ("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "NXD_SHM", "NXD_TIMEOUT", "PJRT_DEVICE")
+READ_HERE = (
+    *("NXD_DEVICE", "NXD_CPU_MODE", "NXD_LOG_LEVEL", "NXD_SHM", "NXD_TIMEOUT", "NXD_DEBUG_COLLECTIVES", "PJRT_DEVICE"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),  # `nxd` sets them for tasks of Slurm
+)
 
 
 def check_environment(environment: Mapping[str, str]) -> list[Finding]:
@@ -114,6 +118,7 @@ def check_environment(environment: Mapping[str, str]) -> list[Finding]:
 
 FEWEST_FILES, ENOUGH_FILES = 1024, 4096
 SHARED_MEMORY = Path("/dev/shm")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 LEAST_SHARED_MEMORY, ENOUGH_SHARED_MEMORY = 64 << 20, 1 << 30
 
 
@@ -128,7 +133,13 @@ def check_open_files(soft: int, hard: int) -> Finding:
     found = f"{_count(soft)} (hard limit {_count(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
         return ok(name, found)
-    mend = f"ulimit -n {ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)}, before the job starts"
+    if hard == resource.RLIM_INFINITY or hard >= ENOUGH_FILES:
+        mend = f"ulimit -n {ENOUGH_FILES}, before the job starts"
+    else:
+        mend = (
+            f"the hard limit must be at least {ENOUGH_FILES}, and only root can raise it: LimitNOFILE= in the systemd "
+            "unit that starts the job (slurmd, the container runtime); nofile in /etc/security/limits.conf for logins"
+        )
     if soft < FEWEST_FILES:
         return wrong(name, found, mend)
     return warning(name, f"{found}; jobs with hundreds of ranks need {ENOUGH_FILES}", mend)
@@ -151,6 +162,33 @@ def check_shared_memory(free: int | None) -> Finding:
     if free < ENOUGH_SHARED_MEMORY:
         return warning(name, found, mend)
     return ok(name, found)
+
+
+def rdma_devices() -> list[str]:
+    """The names of the host's RDMA devices: InfiniBand, RoCE or EFA."""
+    return sorted(os.listdir(RDMA_DEVICES)) if RDMA_DEVICES.is_dir() else []
+
+
+def check_locked_memory(soft: int, hard: int, devices: list[str]) -> Finding:
+    """Whether NCCL can lock the buffers that an RDMA device reads and writes.
+
+    Args:
+        soft: the soft limit of locked memory, in bytes.
+        hard: the hard limit.
+        devices: the names of the host's RDMA devices.
+    """
+    name = "locked memory"
+    found = f"{_bytes(soft)} (hard limit {_bytes(hard)}), {', '.join(devices) or 'no RDMA device'}"
+    if not devices or soft == resource.RLIM_INFINITY:
+        return ok(name, found)
+    if hard == resource.RLIM_INFINITY:
+        return warning(name, found, "ulimit -l unlimited, before the job starts")
+    mend = "set LimitMEMLOCK=infinity in the systemd unit that starts the job, or give the container IPC_LOCK"
+    return warning(name, found, mend)
+
+
+def _bytes(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else show_memory(limit)
 
 
 def _count(limit: int) -> str:
@@ -248,7 +286,7 @@ def check_writable_folder(folder: str | Path, free: int | None = None) -> Findin
     """Check a folder by writing, flushing, renaming and removing a file in it.
 
     Args:
-        folder: the folder; it need not exist yet if it can be created. The URL of an object store is not checked.
+        folder: the folder, or one to create in an existing folder. The URL of an object store is not checked.
         free: free bytes on its disk; measured if None.
     """
     name = f"folder {folder}"
@@ -256,11 +294,11 @@ def check_writable_folder(folder: str | Path, free: int | None = None) -> Findin
         return warning(name, "is in an object store, which is not checked", f"try it: nxd-ckpt list {folder}")
     path = Path(folder).absolute()
     place = next(it for it in (path, *path.parents) if os.path.lexists(it))
-    if not place.is_dir():
-        return wrong(name, f"{place} is not a folder", "choose a folder")
+    if not place.is_dir() or place not in (path, path.parent):
+        return _without_parent(name, path, place)
     try:
         with tempfile.TemporaryDirectory(prefix=".nxd-doctor-", dir=place) as trial:
-            Path(trial, path.relative_to(place)).mkdir(parents=True, exist_ok=True)
+            Path(trial, path.relative_to(place)).mkdir(exist_ok=True)
             first, second = Path(trial, "first"), Path(trial, "second")
             with first.open("wb") as file:
                 file.write(b"written by nxd doctor")
@@ -273,11 +311,20 @@ def check_writable_folder(folder: str | Path, free: int | None = None) -> Findin
     if abs(skew) > MOST_SKEW_SECONDS:
         found = f"its file server's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this host's"
         return warning(name, found, "synchronize both with a time server: timedatectl set-ntp true")
-    found = f"writable, {show_memory(free)} free"
+    mount = next(it for it in (place, *place.parents) if it.is_mount())
+    found = f"writable, {show_memory(free)} free in the file system at {mount}"
     if free < ENOUGH_BYTES:
         mend = "free some space: a checkpoint needs up to 16 bytes per parameter, and the previous one stays until then"
         return warning(name, found, mend)
     return ok(name, found)
+
+
+def _without_parent(name: str, path: Path, place: Path) -> Finding:
+    """The finding for a path below `place`, which exists, that cannot be created or probably should not be."""
+    if not place.is_dir():
+        return wrong(name, f"{place} is not a folder", "choose a folder")
+    mend = f"mount its file system if it has one of its own; otherwise mkdir -p {path.parent}"
+    return wrong(name, f"{path.parent} does not exist", mend)
 
 
 TIMEOUT_SECONDS = 120.0

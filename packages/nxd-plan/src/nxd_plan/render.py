@@ -188,6 +188,17 @@ def _planned(planned: PlannedLayout) -> dict[str, Any]:
 
 
 Recipe = dict[str, dict[str, Any]]  # by section and key
+# Keys that a plan knows nothing about, as comments of its .toml, by section; "" is the top level.
+NOT_PLANNED = {
+    "": ('output = "/shared/runs/first"  # a folder that all hosts see; unset: runs/nxd',),
+    "data": (
+        'path = "/shared/texts"  # unset: the sources of Python\'s standard library',
+        'tokenizer = "/shared/tokenizer.json"  # unset: that of model.path, else a token per byte',
+    ),
+    "train": ("steps = 300",),
+    "optimizer": ("lr = 1e-3", "warmup_steps = 20"),
+    "checkpoint": ("save_every = 100", "keep = 3"),
+}
 
 
 def config_call(job: TrainingJob, layout: Layout) -> str:
@@ -259,6 +270,8 @@ def recipe(job: TrainingJob, layout: Layout) -> Recipe:
 def save_recipe(content: Recipe, file: str | Path) -> Path:
     """Write a recipe without the keys left to their defaults, and return its file.
 
+    A .toml file also lists, as comments, the keys to set before the run.
+
     Raises:
         ValueError: the file's name ends in neither .toml nor .json.
         OSError: the file cannot be written.
@@ -267,5 +280,15 @@ def save_recipe(content: Recipe, file: str | Path) -> Path:
     said = {name: {key: it for key, it in keys.items() if it is not None} for name, keys in content.items()}
     if file.suffix not in (".toml", ".json"):
         raise ValueError(f"{file} must end in .toml or .json")
-    file.write_text(tomli_w.dumps(said) if file.suffix == ".toml" else json.dumps(said, indent=2), encoding="utf-8")
+    file.write_text(_as_toml(said) if file.suffix == ".toml" else json.dumps(said, indent=2), encoding="utf-8")
     return file
+
+
+def _as_toml(content: Recipe) -> str:
+    """Return a recipe, with the keys that are not planned as comments."""
+    parts = ["# Before the run, set the keys in comments; the values shown are examples or defaults."]
+    parts += [f"# {line}" for line in NOT_PLANNED[""]]
+    for name in dict.fromkeys((*content, *(section for section in NOT_PLANNED if section))):
+        header, _, keys = tomli_w.dumps({name: content.get(name, {})}).partition("\n")
+        parts += ["", header, *(f"# {line}" for line in NOT_PLANNED.get(name, ())), *keys.splitlines()]
+    return "\n".join(parts) + "\n"
