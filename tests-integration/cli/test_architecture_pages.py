@@ -1,0 +1,49 @@
+"""The commands that the site's page of an architecture shows run, on a small model of that architecture."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from nxd_testing import deadline
+from pages import run_page
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools/site"))
+from architectures import architecture_pages
+
+CHATS = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "the cat sat"}]}\n'
+SHORT = " train.steps=1 train.global_batch_size=2 data.sequence_length=32"
+
+
+@pytest.fixture(scope="module")
+def commands_of():
+    pages = architecture_pages()
+
+    def commands(name):
+        (block,) = re.findall(r"```sh\n(.*?)```", pages[f"reference/architectures/{name}.md"], flags=re.DOTALL)
+        train, generate, serve, plan = block.splitlines()
+        return {"train": train + SHORT, "generate": generate, "serve": f"{serve} --help", "plan": plan}
+
+    return commands
+
+
+def run_commands(commands, model, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/model").symlink_to(model)
+    page = tmp_path / "page.md"
+    page.write_text(f'```json title="chats.jsonl"\n{CHATS * 4}```\n\n```sh\n' + "\n".join(commands) + "\n```\n")
+    run_page(page, tmp_path / "folder", timeout=deadline(300))
+
+
+@pytest.mark.parametrize(("name", "family"), [("llama", "Llama")])
+def test_plan_of_an_architecture_page_accepts_its_model(commands_of, make_chat_model, tmp_path, name, family):
+    run_commands([commands_of(name)["plan"]], make_chat_model(family), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "family"), [("llama", "Llama"), ("qwen3", "Qwen3"), ("mistral", "Mistral"), ("phi3", "Phi3")]
+)
+def test_commands_of_an_architecture_page_run(commands_of, make_chat_model, tmp_path, name, family):
+    run_commands(commands_of(name).values(), make_chat_model(family), tmp_path)
