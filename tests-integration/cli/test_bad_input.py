@@ -105,7 +105,7 @@ def test_train_takes_a_folder_for_no_recipe_and_names_the_one_in_it(capsys, tmp_
     [
         (["generate", "run", "--promt", "x"], 2, "unrecognized arguments: --promt x; did you mean --prompt?"),
         (["serve", "run", "--zzz"], 2, "unrecognized arguments: --zzz; `nxd serve --help` lists the flags"),
-        (["--version"], 0, "nxd "),
+        (["--version"], 0, "nxd-cli "),
     ],
 )
 def test_flags_that_the_parser_ends_at(capsys, arguments, code, said):

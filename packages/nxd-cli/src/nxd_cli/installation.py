@@ -63,15 +63,15 @@ def describe_devices() -> str:
 
 def num_accelerators() -> int:
     """The number of NVIDIA GPUs, or else of Neuron devices."""
-    return len(_device_files("nvidia")) or len(_device_files("neuron"))
+    return len(_device_files(r"nvidia\d+")) or len(_device_files(r"neuron\d+"))
 
 
-def _device_files(kind: str) -> list[Path]:
-    return sorted(it for it in Path("/dev").glob(f"{kind}[0-9]*") if it.name[len(kind) :].isdecimal())
+def _device_files(pattern: str) -> list[Path]:
+    return [it for it in Path("/dev").glob("n*") if re.fullmatch(pattern, it.name)]
 
 
 def _nvidia_gpus() -> str:
-    count = len(_device_files("nvidia"))
+    count = len(_device_files(r"nvidia\d+"))
     described = (_model_of_gpu(it) for it in Path("/proc/driver/nvidia/gpus").glob("*/information"))
     names = sorted({name for name in described if name})
     return f"{count} x {' or '.join(names) or 'NVIDIA GPU'}" if count else ""
@@ -86,5 +86,5 @@ def _model_of_gpu(information: Path) -> str:
 
 
 def _neuron_devices() -> str:
-    count = len(_device_files("neuron"))
+    count = len(_device_files(r"neuron\d+"))
     return f"{count} Neuron device{'' if count == 1 else 's'}" if count else ""

@@ -1,5 +1,6 @@
-"""Records of an imaginary run."""
+"""Records of an imaginary run, and a stand-in for a package that is not installed."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -23,3 +24,14 @@ def record() -> Callable[..., StepRecord]:
         return StepRecord(**{**values, **changes})
 
     return make
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`without("tensorboard")`: importing that package fails until the test ends."""
+
+    def remove(package: str) -> None:
+        for module in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+            monkeypatch.setitem(sys.modules, module, None)
+
+    return remove

@@ -30,8 +30,8 @@ def test_lines_that_a_logger_drops_on_other_ranks_are_not_recorded_there(tmp_pat
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         with RunLog(tmp_path, rank):
-            get_logger("nxd_trainer").warning("said by rank 0")
-            get_logger("nxd_trainer", rank0_only=False).warning("said by all")
+            get_logger("test_run_log").warning("said by rank 0")
+            get_logger("test_run_log", rank0_only=False).warning("said by all")
 
     assert {it.message: it.ranks for it in count_warnings(read_events(tmp_path))} == {
         "said by rank 0": [0],
