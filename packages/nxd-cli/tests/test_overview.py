@@ -68,6 +68,30 @@ def test_unfinished_run_is_offered_to_resume(tmp_path):
     assert meaning == "resume the run in runs/a, at step 4 of 10"
 
 
+@pytest.mark.parametrize(
+    ("environment", "flag"),
+    [
+        ({"ranks": 8, "launcher": "nxd --nproc"}, " --nproc 8"),
+        ({"ranks": 8, "launcher": "torchrun"}, " --nproc 4"),
+        (7, " --nproc 4"),
+    ],
+)
+def test_run_is_resumed_on_the_ranks_that_it_had(tmp_path, environment, flag):
+    write_run(tmp_path / "run", step=4)
+    (tmp_path / "run" / "events.jsonl").write_text(
+        json.dumps({"event": "start", "environment": environment}) + '\n{"event": "warning"}\n{"ev'
+    )
+
+    assert commands_in(tmp_path)[0] == f"nxd train run/recipe.toml{flag}"
+
+
+def test_finished_run_of_conversations_is_offered_to_chat(tmp_path):
+    write_run(tmp_path / "run", step=10)
+    (tmp_path / "run" / "recipe.toml").write_text(f"{RECIPE}[data]\nchat = true\n")
+
+    assert commands_in(tmp_path)[0] == "nxd generate run --chat"
+
+
 def test_finished_run_is_offered_to_generate_and_report(tmp_path):
     write_run(tmp_path / "run", step=10)
 

@@ -54,12 +54,14 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     run = max(_runs_below(folder), key=_last_change, default=None)
     if run is not None:
         (step, steps), shown = _progress(run), shlex.quote(str(run.relative_to(folder)))
+        recipe_of_run = _read(run / "recipe.toml")
         if step < steps:
-            file = run / "recipe.toml"
+            file = shlex.quote(str((run / "recipe.toml").relative_to(folder)))
             meaning = f"resume the run in {shown}, at step {step} of {steps}"
-            commands.append((f"nxd train {shlex.quote(str(file.relative_to(folder)))}{_ranks(_read(file))}", meaning))
+            commands.append((f"nxd train {file}{_last_ranks(run) or _ranks(recipe_of_run)}", meaning))
         else:
-            commands.append((f"nxd generate {shown}", f"generate text with the model of {shown}"))
+            chat = " --chat" if _section(recipe_of_run, "data").get("chat") is True else ""
+            commands.append((f"nxd generate {shown}{chat}", f"generate text with the model of {shown}"))
         commands.append((f"nxd report {shown}", "write a page about the run"))
     recipe = next(_recipes_in(folder), None)
     if recipe is not None:
@@ -102,6 +104,23 @@ def _step_in(line: bytes) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # a line that is only half written
         return None
+
+
+def _last_ranks(run: Path) -> str:
+    """The flag that started the ranks of a run last; empty if it is not known, or another launcher did."""
+    try:
+        lines = (run / "events.jsonl").read_bytes().splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+            if event["event"] == "start":
+                environment = event["environment"]
+                return f" --nproc {int(environment['ranks'])}" if environment["launcher"] == "nxd --nproc" else ""
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # half a line, or not the trainer's
+            continue
+    return ""
 
 
 def _ranks(recipe: Mapping[str, Any]) -> str:

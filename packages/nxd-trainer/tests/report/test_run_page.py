@@ -44,6 +44,30 @@ def test_page_has_curves_starts_and_recipe_and_loads_nothing(tmp_path, record):
         ElementTree.fromstring(chart)
 
 
+@pytest.mark.parametrize(
+    ("launcher", "recipe", "train", "generate"),
+    [
+        ("nxd --nproc", "", "recipe.toml --nproc 2 train.steps=N", "checkpoints --prompt"),
+        ("torchrun", "[train]\nepochs = 2\n", "recipe.toml train.epochs=N", "checkpoints --prompt"),
+        (
+            "none",
+            '[data]\nchat = true\npath = "c.jsonl"\ntokenizer = "t"\n',
+            "recipe.toml train.steps=N",
+            "checkpoints --chat --prompt",
+        ),
+    ],
+)
+def test_commands_to_continue_fit_the_run(tmp_path, record, launcher, recipe, train, generate):
+    write_run(tmp_path, [record(1)], recipe=f'output = "run"\n{recipe}')
+    with RunLog(tmp_path, 0) as log:
+        log.write("start", environment={"ranks": 2, "launcher": launcher})
+
+    text = render_run_page(tmp_path)
+
+    assert f"/{train}<" in text
+    assert f"/{generate} TEXT<" in text
+
+
 def test_text_of_the_folder_is_escaped(tmp_path, record):
     write_run(tmp_path, [record(1)], recipe='output = "<script>alert(1)</script>"\n')
 
