@@ -105,7 +105,7 @@ def open_neuronx(
     else:
         folder = _v2_folder(folder, tag)
         contents = _read_v2(folder, with_optimizer=parameter_names is not None)
-        user_content = _trusted_user_content(folder) if trust_user_content else _plain_user_content(folder)
+        user_content = _user_content(folder, trust=True) if trust_user_content else _plain_user_content(folder)
     local = [
         LocalTensor(name, rank, tensor) for rank, state in contents.model.items() for name, tensor in _tensors(state)
     ]
@@ -146,11 +146,11 @@ def read_user_content(path: "str | os.PathLike[str]", tag: str, *, trust: bool =
         CheckpointError: it is damaged, or holds more than plain values without `trust`.
     """
     folder = os.path.join(path, check_tag(tag))
-    if trust:
-        return _trusted_user_content(folder)
     try:
-        return load_torch_file(os.path.join(folder, USER_CONTENT)) if _has_user_content(folder) else None
+        return _user_content(folder, trust=trust)
     except CheckpointError as error:
+        if trust:
+            raise
         raise CheckpointError(f"{error}; if you wrote it, pass trust=True, which lets it run any code") from error
 
 
@@ -207,17 +207,16 @@ def _read_v1(folder: str) -> _Contents:
     return _Contents(model=model, optimizer=optimizer, dcp_optimizer=None, scheduler=None)
 
 
-def _has_user_content(folder: str) -> bool:
-    return os.path.isfile(os.path.join(folder, USER_CONTENT))
-
-
-def _trusted_user_content(folder: str) -> Any:
-    return load_trusted_torch_file(os.path.join(folder, USER_CONTENT)) if _has_user_content(folder) else None
+def _user_content(folder: str, *, trust: bool) -> Any:
+    path = os.path.join(folder, USER_CONTENT)
+    if not os.path.isfile(path):
+        return None
+    return load_trusted_torch_file(path) if trust else load_torch_file(path)
 
 
 def _plain_user_content(folder: str) -> Any:
     try:
-        return load_torch_file(os.path.join(folder, USER_CONTENT)) if _has_user_content(folder) else None
+        return _user_content(folder, trust=False)
     except CheckpointError as error:
         warnings.warn(
             f"leaving out {USER_CONTENT}: {error}; if you wrote it, pass trust_user_content=True "
