@@ -210,8 +210,7 @@ def _parse(value_type: Any, bounds: Mapping[str, float], value: object) -> Any: 
     if value_type is Any or (origin is Literal and isinstance(value, str) and value in parts):
         return value
     if origin in (Union, UnionType):  # the first for `Literal[...] | None`
-        is_none = value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null", ""))
-        return None if is_none else _parse(_without_none(parts), bounds, value)
+        return None if is_none(value) else _parse(_without_none(parts), bounds, value)
     if origin is tuple:
         return _parse_tuple(parts, bounds, value)
     if origin is Mapping:
@@ -249,6 +248,11 @@ def _can_be_written(value: object) -> bool:
     if isinstance(value, list):
         return all(map(_can_be_written, value))
     return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_none(value: object) -> bool:
+    """Whether a value leaves an optional key unset: None, or what a command line writes for it."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null", ""))
 
 
 def literal(value: object) -> object:

@@ -404,6 +404,8 @@ def test_evaluation_file_gives_the_held_out_loss_where_nothing_is_held_out(needs
 
 
 def test_steps_of_epochs_are_counted_later():
-    recipe = load_recipe(overrides=["train.epochs=0.5", "train.stop_after=1000"])
+    decay = ["optimizer.schedule=warmup_stable_decay", "optimizer.num_decay_steps=500"]
+
+    recipe = load_recipe(overrides=["train.epochs=0.5", "train.stop_after=1000", *decay])
 
     assert (recipe.train.epochs, recipe.train.stop_after) == (0.5, 1000)

@@ -81,6 +81,34 @@ def test_override_beats_the_file_and_the_last_one_wins(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "overrides", "length"),
+    [
+        ({"steps": 7}, ["train.epochs=2"], (300, 2)),
+        ({"epochs": 2}, ["train.steps=7"], (7, None)),
+        ({"steps": 7, "epochs": 2}, ["train.steps=9"], (9, None)),
+        ({"steps": 7}, ["train.epochs=none"], (7, None)),
+        ({"epochs": 2}, ["train.epochs=none"], (300, None)),
+    ],
+)
+def test_length_on_the_command_line_replaces_that_of_the_file(content, overrides, length):
+    recipe = recipe_from_dict({"train": content}, overrides)
+
+    assert (recipe.train.steps, recipe.train.epochs) == length
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides"), [({"steps": 7, "epochs": 2}, []), ({"steps": 5}, ["train.steps=7", "train.epochs=2"])]
+)
+def test_two_lengths_of_one_source_are_refused(content, overrides):
+    (mistake,) = mistakes_of(*overrides, train=content)
+
+    assert mistake == (
+        "train.steps=7 and train.epochs=2 both give the length of the run; drop train.steps to train for 2 epochs, or "
+        "train.epochs to train for 7 steps"
+    )
+
+
+@pytest.mark.parametrize(
     ("override", "table"),
     [
         ("model.config.head_dim=64", {"head_dim": 64}),

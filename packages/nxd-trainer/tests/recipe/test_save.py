@@ -28,7 +28,7 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("overrides", [[], CHANGED], ids=["defaults", "changed"])
+@pytest.mark.parametrize("overrides", [[], CHANGED, ["train.epochs=2"]], ids=["defaults", "changed", "epochs"])
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
 def test_saved_recipe_loads_back_equal(tmp_path, suffix, overrides):
     recipe = load_recipe(overrides=overrides)
@@ -38,7 +38,7 @@ def test_saved_recipe_loads_back_equal(tmp_path, suffix, overrides):
     assert load_recipe(file) == recipe
 
 
-@pytest.mark.parametrize("overrides", [[], CHANGED], ids=["defaults", "changed"])
+@pytest.mark.parametrize("overrides", [[], CHANGED, ["train.epochs=2"]], ids=["defaults", "changed", "epochs"])
 def test_recipe_to_dict_is_plain_json_and_comes_back_equal(overrides):
     recipe = load_recipe(overrides=overrides)
 

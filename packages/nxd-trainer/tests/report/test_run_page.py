@@ -48,7 +48,7 @@ def test_page_has_curves_starts_and_recipe_and_loads_nothing(tmp_path, record):
     ("launcher", "recipe", "train", "generate"),
     [
         ("nxd --nproc", "", "recipe.toml --nproc 2 train.steps=N", "checkpoints --prompt"),
-        ("torchrun", "[train]\nepochs = 2\n", "recipe.toml train.epochs=N", "checkpoints --prompt"),
+        ("torchrun", "", "recipe.toml train.steps=N", "checkpoints --prompt"),
         (
             "none",
             '[data]\nchat = true\npath = "c.jsonl"\ntokenizer = "t"\n',

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
-from nxd_engine.options import Key, Schema, keys_of
+from nxd_engine.options import Key, Schema, is_none, keys_of
 
 from nxd_trainer.recipe.checks import RecipeError
 from nxd_trainer.recipe.rules import consistency_mistakes
@@ -23,6 +23,7 @@ from nxd_trainer.recipe.sections import Recipe
 
 RUN_RECIPE_FILE = "recipe.toml"  # the recipe of a run, in its output folder
 IMPORTED_KEYS = frozenset({"model.factory", "optimizer.factory", "pipeline.layer_class"})
+_LENGTHS = ("train.steps", "train.epochs")
 
 
 def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
@@ -58,6 +59,8 @@ def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -
 def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (), *, origin: str = "recipe") -> Recipe:
     """Make a recipe from nested sections (`{"train": {"steps": 100}, "output": "runs/a"}`) and overrides.
 
+    An override of `train.steps` or `train.epochs` replaces the length in `content`, whichever of the two gives it there.
+
     Args:
         content: sections and top-level keys; missing keys keep their defaults.
         overrides: as for `load_recipe`.
@@ -67,7 +70,7 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
         RecipeError: a ValueError with one line for each mistake.
     """
     mistakes: list[str] = []
-    given = _schema().flatten(content, mistakes) | _split_overrides(overrides, mistakes)
+    given = _overridden(_schema().flatten(content, mistakes), _split_overrides(overrides, mistakes), mistakes)
     values = _schema().read(given, mistakes)
     arguments = _schema().nest(values)
     recipe = Recipe(**arguments | {name: cls(**arguments[name]) for name, cls in _section_types().items()})
@@ -82,7 +85,7 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     """Convert a recipe to nested plain values (str, int, float, bool, list, dict), which `recipe_from_dict` reads.
 
-    Unset keys (None) are omitted.
+    Unset keys (None) are omitted, and so is `train.steps` if `train.epochs` is set.
     """
     values: dict[str, object] = {}
     for key in recipe_keys().values():
@@ -90,6 +93,8 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
         if value is not None:
             value = value.as_posix() if isinstance(value, Path) else value
             values[key.name] = list(value) if isinstance(value, tuple) else value
+    if recipe.train.epochs is not None:
+        del values["train.steps"]
     return _schema().nest(values)
 
 
@@ -220,6 +225,22 @@ def _split_overrides(overrides: Iterable[str], mistakes: list[str]) -> dict[str,
         else:
             given[name] = text.strip()
     return given
+
+
+def _overridden(
+    content: Mapping[str, object], overrides: Mapping[str, object], mistakes: list[str]
+) -> dict[str, object]:
+    """Put overrides on top of a file's keys. Each of the two may give one length, and that of the overrides counts."""
+    lengths = [name for name in _LENGTHS if not is_none(overrides.get(name))]
+    kept = {name: value for name, value in content.items() if not lengths or name not in _LENGTHS}
+    for source in (kept, overrides):
+        steps, epochs = (source.get(name) for name in _LENGTHS)
+        if not is_none(steps) and not is_none(epochs):
+            mistakes.append(
+                f"train.steps={steps} and train.epochs={epochs} both give the length of the run; drop train.steps to "
+                f"train for {epochs} epochs, or train.epochs to train for {steps} steps"
+            )
+    return {**kept, **overrides}
 
 
 def _to_toml(recipe: Recipe) -> str:

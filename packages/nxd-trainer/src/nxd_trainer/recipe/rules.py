@@ -34,7 +34,10 @@ class Mistake(NamedTuple):
 
 
 def consistency_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """Yield a mistake for each broken rule that does not depend on the layout."""
+    """Yield a mistake for each broken rule that does not depend on the layout.
+
+    Rules about the number of steps wait until the steps of `train.epochs` have been counted.
+    """
     yield from _model_mistakes(recipe)
     limits = [("data.sequence_length", "model.max_position_embeddings")] if recipe.model.has_these_sizes else []
     if recipe.train.stop_after is not None and recipe.train.epochs is None:
@@ -233,7 +236,7 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             text = f"is for optimizer.schedule={schedule}, not {options.schedule}; leave it out"
             yield _mistake(recipe, f"optimizer.{name}", text, "optimizer.schedule")
     warmup, decay, steps = options.warmup_steps, options.num_decay_steps, recipe.train.steps
-    if decay is not None and warmup + decay > steps:
+    if decay is not None and recipe.train.epochs is None and warmup + decay > steps:
         text = f"plus optimizer.num_decay_steps={decay} is more than train.steps={steps}; lower one of them"
         yield _mistake(recipe, "optimizer.warmup_steps", text, "optimizer.num_decay_steps", "train.steps")
 

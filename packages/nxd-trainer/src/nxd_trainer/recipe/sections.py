@@ -200,8 +200,12 @@ class DataSection:
 class TrainSection:
     """Length, batch size, precision and intervals of the training loop."""
 
-    steps: int = option(300, "optimizer steps of the whole run", at_least=1)
-    epochs: float | None = option(None, "passes over the training data, instead of steps", above=0)
+    steps: int = option(300, "optimizer steps of the whole run, unless epochs is given", at_least=1)
+    epochs: float | None = option(
+        None,
+        "passes over the training data, instead of steps; on the command line either replaces the length in the file",
+        above=0,
+    )
     stop_after: int | None = option(
         None, "stop this invocation after this step, to be resumed later; unset: run to the end", at_least=1
     )

@@ -215,7 +215,6 @@ def _checkpoint_row(info: CheckpointInfo) -> tuple[str, ...]:
 
 
 def _next_commands(recipe: Recipe, events: Sequence[Event]) -> str:
-    length = "train.steps" if recipe.train.epochs is None else "train.epochs"
     ranks = _num_ranks_of_nxd(events)
     nproc = f" --nproc {ranks}" if ranks > 1 else ""
     chat = " --chat" if recipe.data.chat else ""
@@ -223,7 +222,7 @@ def _next_commands(recipe: Recipe, events: Sequence[Event]) -> str:
         shlex.quote(str(path)) for path in (recipe.checkpoint_folder, recipe.output / RUN_RECIPE_FILE)
     )
     commands = [
-        ("continue for longer", f"nxd train {recipe_file}{nproc} {length}=N"),
+        ("continue for longer", f"nxd train {recipe_file}{nproc} train.steps=N"),
         ("generate text", f"nxd generate {checkpoints}{chat} --prompt TEXT"),
         ("answer requests", f"nxd serve {checkpoints}"),
         ("write a Hugging Face folder", f"nxd export {checkpoints} exported"),

@@ -40,7 +40,8 @@ from nxd_trainer.data import (
 )
 from nxd_trainer.data.sources import TABLE_SUFFIXES
 from nxd_trainer.from_recipe import tokenizer_of
-from nxd_trainer.recipe import Recipe
+from nxd_trainer.recipe import Recipe, RecipeError
+from nxd_trainer.recipe.rules import consistency_mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,18 +214,16 @@ def _opened_stream(recipe: Recipe, evaluation: Source | None) -> RunData:
 
 
 def with_counted_steps(recipe: Recipe, train: Sequences) -> Recipe:
-    """Return the recipe with `train.steps` computed from `train.epochs`, if that is set.
+    """Return the recipe with the `train.steps` of its `train.epochs`, instead of these, if they are set.
 
     Raises:
-        ValueError: `train.stop_after` is more than these steps.
+        RecipeError: these steps do not fit other keys, such as `train.stop_after`.
     """
     options = recipe.train
     if options.epochs is None:
         return recipe
     steps = max(1, math.ceil(options.epochs * len(train) / options.global_batch_size))
-    if options.stop_after is not None and options.stop_after > steps:
-        raise ValueError(
-            f"train.stop_after={options.stop_after} is more than the {steps} steps of train.epochs={options.epochs:g}; "
-            "lower it or raise train.epochs"
-        )
-    return replace(recipe, train=replace(options, steps=steps))
+    counted = replace(recipe, train=replace(options, steps=steps, epochs=None))
+    if mistakes := [it.text for it in consistency_mistakes(counted)]:
+        raise RecipeError(f"recipe with train.epochs={options.epochs:g}, which is {steps} steps of this data", mistakes)
+    return counted
