@@ -59,7 +59,7 @@ def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -
 def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (), *, origin: str = "recipe") -> Recipe:
     """Make a recipe from nested sections (`{"train": {"steps": 100}, "output": "runs/a"}`) and overrides.
 
-    An override of `train.steps` or `train.epochs` replaces the length in `content`, whichever of the two gives it there.
+    An override of `train.steps` or `train.epochs` replaces the length in `content`, whichever of the two it has.
 
     Args:
         content: sections and top-level keys; missing keys keep their defaults.
