@@ -7,7 +7,17 @@ import shutil
 import pytest
 import torch
 import xxhash
-from nxd_ckpt import CheckpointError, Shard, ShardedTensor, list_checkpoints, load, manifest_text, open_checkpoint, save
+from nxd_ckpt import (
+    CheckpointError,
+    MismatchError,
+    Shard,
+    ShardedTensor,
+    list_checkpoints,
+    load,
+    manifest_text,
+    open_checkpoint,
+    save,
+)
 from nxd_ckpt.manifest_text import decode, encode
 from nxd_ckpt.testing import outcomes_on_threads
 
@@ -58,6 +68,22 @@ def test_load_differences_are_listed_all_at_once_and_on_every_rank(root):
         "  (pass strict=False to leave these out)",
     ]
     assert not any(tensor.any() for wanted in into for tensor in wanted.values())
+
+
+def test_load_many_differing_names_are_counted_by_their_first_part(tmp_path):
+    parts = ("bias", "gate", "scale", "shift", "weight")
+    save(tmp_path, "t", {f"model.{part}": torch.ones(2) for part in parts} | {"optimizer/step": torch.ones(1)})
+
+    with pytest.raises(MismatchError) as caught:
+        load(tmp_path, into={f"net.{part}": torch.zeros(2) for part in parts})
+
+    assert str(caught.value).splitlines()[1:] == [
+        "  5 tensors 'net.*', such as 'net.bias' torch.float32 [2], were requested but are not in the checkpoint",
+        "  5 tensors 'model.*', such as 'model.bias' torch.float32 [2] as [0:2], "
+        "are in the checkpoint but were not requested",
+        "  'optimizer/step' torch.float32 [1] as [0:1] is in the checkpoint but was not requested",
+        "  (pass strict=False to leave these out)",
+    ]
 
 
 def test_load_without_strict_still_refuses_missing_names(root):

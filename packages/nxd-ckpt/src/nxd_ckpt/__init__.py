@@ -8,7 +8,7 @@ from nxd_ckpt.asynchronous.handle import AsyncSave
 from nxd_ckpt.asynchronous.saving import async_save, end_async_saves
 from nxd_ckpt.catalog import CheckpointInfo, latest, list_checkpoints
 from nxd_ckpt.coordinator import Coordinator
-from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.errors import CheckpointError, MismatchError
 from nxd_ckpt.loading import LoadedObjects, load
 from nxd_ckpt.reader import Checkpoint, CheckpointPart, TensorInfo, open_checkpoint
 from nxd_ckpt.retention import delete, gc, pin, retain, unpin
@@ -46,4 +46,5 @@ __all__ = [
     "Garbage",
     # when it goes wrong
     "CheckpointError",
+    "MismatchError",
 ]

@@ -7,6 +7,10 @@ class CheckpointError(RuntimeError):
     user_can_mend = True  # command lines show its message without a traceback
 
 
+class MismatchError(CheckpointError):
+    """A checkpoint is intact but does not match the request, so falling back to an older one would not help."""
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's type and first line, to report to other ranks. File names in it may not be valid Unicode."""
     text = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")

@@ -4,8 +4,9 @@ All ranks first check everything and agree that it succeeded; only then is any d
 """
 
 import os
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ from nxd_ckpt.coordinator import (
     on_every_rank,
     on_rank_zero,
 )
-from nxd_ckpt.errors import CheckpointError, RanksLostError
+from nxd_ckpt.errors import CheckpointError, MismatchError, RanksLostError
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
@@ -31,6 +32,11 @@ from nxd_ckpt.state_walk import flatten_state
 from nxd_ckpt.stores import check_processes, check_tag, open_store, process_of
 from nxd_ckpt.tensor_bytes import is_non_overlapping
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, Stored, TrainingState, read_values
+
+_NOT_REQUESTED = ("is in the checkpoint but was not requested", "are in the checkpoint but were not requested")
+_NOT_STORED = ("was requested but is not in the checkpoint", "were requested but are not in the checkpoint")
+_FIRST_PART = re.compile(r"^([^./]*[./]).*", re.DOTALL)  # of a name such as model.norm.weight or optimizer/step
+_LISTED = 4  # tensors of the same first part that an error lists one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +105,11 @@ def load(
 
     Raises:
         ValueError: a rank's arguments are invalid or differ from those of the others.
-        CheckpointError: there is no such checkpoint, it does not match `into` (one error lists all differences of
-            name, shape and dtype), or files are missing, damaged or unreadable. All ranks raise with the same text.
-            Without `tag` and `fallback`, also if the manifest of any checkpoint is damaged: it may be the newest.
-            Only an error while reading, after all checks, can leave destinations partially filled.
+        MismatchError: a CheckpointError: the checkpoint does not match `into`. One error tells all differences of
+            name, shape and dtype; of many names that begin alike, their number and the first.
+        CheckpointError: there is no such checkpoint, or files are missing, damaged or unreadable. All ranks raise with
+            the same text. Without `tag` and `fallback`, also if the manifest of any checkpoint is damaged: it may be
+            the newest. Only an error while reading, after all checks, can leave destinations partially filled.
     """
     timeout = default_timeout() if timeout is None else timeout
     coordinator = coordinator_for(process_group, timeout)
@@ -158,16 +165,12 @@ def _load(
     for found in reversed(newest_last):
         try:
             return load_tag(found), skipped
-        except (_MismatchError, RanksLostError):
+        except (MismatchError, RanksLostError):
             raise
         except CheckpointError as error:
             skipped.append(str(error))
     listed = "".join(f"\n  {problem}" for problem in skipped) or " there are none"
     raise CheckpointError(f"no checkpoint in {store.location} could be loaded:{listed}")
-
-
-class _MismatchError(CheckpointError):
-    """The checkpoint is intact but does not match the request, so falling back to an older one would not help."""
 
 
 def _load_tag(
@@ -305,15 +308,13 @@ def _check_fit(
     if options.strict:
         known = {name for _, names, _, _ in views for name in names}
         unexpected = [name for name in checkpoint.tensors if name not in known]
-        problems.extend(
-            f"{name!r} {_layout(checkpoint, name)} is in the checkpoint but was not requested" for name in unexpected
-        )
+        problems += _by_prefix(unexpected, lambda name: _layout(checkpoint, name), _NOT_REQUESTED)
         of_no_rank = [path for path in views[0][3] if all(path in left for _, _, _, left in views)]
         problems.extend(f"the value {path!r} is in the checkpoint but was not requested" for path in of_no_rank)
         if unexpected or of_no_rank:
             problems.append("(pass strict=False to leave these out)")
     if problems:
-        raise _MismatchError(f"{doing} failed: the checkpoint does not match the request\n  " + "\n  ".join(problems))
+        raise MismatchError(f"{doing} failed: the checkpoint does not match the request\n  " + "\n  ".join(problems))
 
 
 def _view_from(message: Any) -> tuple[str, list[str], list[str], list[str]]:
@@ -323,19 +324,38 @@ def _view_from(message: Any) -> tuple[str, list[str], list[str], list[str]]:
 
 
 def _differences(checkpoint: Checkpoint, wanted: Mapping[str, ShardedTensor], *, convert_dtype: bool) -> list[str]:
-    found = []
+    def asked(name: str) -> str:
+        return f"{wanted[name].dtype} {list(wanted[name].global_shape)}"
+
+    found = _by_prefix([name for name in wanted if name not in checkpoint.tensors], asked, _NOT_STORED)
     for name, tensor in wanted.items():
         info = checkpoint.tensors.get(name)
-        asked = f"{tensor.dtype} {list(tensor.global_shape)}"
-        if info is None:
-            found.append(f"{name!r} {asked} was requested but is not in the checkpoint")
-        elif tensor.global_shape != info.global_shape or (tensor.dtype != info.dtype and not convert_dtype):
+        if info is not None and (
+            tensor.global_shape != info.global_shape or (tensor.dtype != info.dtype and not convert_dtype)
+        ):
             held = ", ".join(str(shard.box) for shard in tensor.shards) or "none of it"
-            found.append(f"{name!r} is {_layout(checkpoint, name)}; requested: {asked} as {held}")
+            found.append(f"{name!r} is {_layout(checkpoint, name)}; requested: {asked(name)} as {held}")
     hint = "(pass convert_dtype=True to convert)"
     if any(tensor.dtype != checkpoint.tensors[n].dtype for n, tensor in wanted.items() if n in checkpoint.tensors):
         found += [] if convert_dtype else [hint]
     return found
+
+
+def _by_prefix(names: Iterable[str], describe: Callable[[str], str], problem: tuple[str, str]) -> list[str]:
+    """Return a line for each tensor, or one for many whose names begin alike.
+
+    `problem` says what is wrong with one tensor and with several.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_FIRST_PART.sub(r"\1*", name), []).append(name)
+    lines = []
+    for pattern, group in groups.items():
+        if len(group) > _LISTED:
+            lines.append(f"{len(group)} tensors {pattern!r}, such as {group[0]!r} {describe(group[0])}, {problem[1]}")
+        else:
+            lines += [f"{name!r} {describe(name)} {problem[0]}" for name in group]
+    return lines
 
 
 def _layout(checkpoint: Checkpoint, name: str) -> str:
