@@ -114,6 +114,20 @@ def test_modes_moves_and_functions_reach_the_model(llama_config):
     assert seen[-1] is wrapped.local_module()
 
 
+def test_mode_is_that_of_the_modules_that_are_listed(llama_config):
+    wrapped, _ = make(llama_config)
+    assert wrapped.training
+
+    wrapped.eval()
+    assert not wrapped.training
+    for _, module in wrapped.named_modules():  # as Lightning restores the modes after a validation
+        module.training = True
+
+    assert wrapped.training
+    wrapped.training = False
+    assert not wrapped.local_module().training
+
+
 def test_parts_are_found_by_the_names_that_are_listed(llama_config):
     wrapped, _ = make(llama_config)
 

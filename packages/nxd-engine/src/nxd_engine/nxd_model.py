@@ -275,9 +275,18 @@ class NxDModel(nn.Module):
         self.pipeline.load_local_state_dict(state_dict, strict=strict)
         return _IncompatibleKeys(sorted(missing), [])
 
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode: that of its own module, as `named_modules` lists no other."""
+        return self._stages[0].training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        for stage in self.__dict__.get("_stages", ()):  # nn.Module's constructor sets it before there are stages
+            stage.training = mode
+
     def train(self, mode: bool = True) -> Self:
         """Put the model's modules on this rank in training mode, or with False in evaluation mode."""
-        self.training = mode
         for stage in self._stages:
             stage.train(mode)
         return self
