@@ -301,6 +301,33 @@ def test_inspect_and_diff_take_other_formats(run, run_json, root, tmp_path):
     assert run("diff", root, tmp_path / "hf")[0] == 0
 
 
+def test_inspect_of_neuronx_without_a_sharding_shows_shapes_of_rank_files(run, run_json, root, tmp_path):
+    sharding = tmp_path / "rules.json"
+    sharding.write_text('{"*.q_proj.weight": {"dim": 0}}')
+    to = ("--to", "neuronx-v2", "--target-tag", "t", "--tp", 2, "--sharding", sharding)
+    assert run("convert", root, tmp_path / "v2", *to)[0] == 0
+
+    code, out, _ = run("inspect", tmp_path / "v2")
+
+    assert code == 0
+    assert "shapes: in each rank's file; --sharding llama, or a JSON file, shows those of whole tensors" in out
+    assert re.search(r"q_proj.weight +float32 +\[4, 8\]", out)
+    whole = run_json("inspect", tmp_path / "v2", "--sharding", sharding)[1]
+    assert whole["tensors"]["model.layers.0.q_proj.weight"]["shape"] == [8, 8]
+    assert "shapes" not in whole
+
+
+def test_commands_take_the_folder_of_a_run(run, root, tmp_path):
+    root.rename(tmp_path / "checkpoints")
+    (tmp_path / "recipe.toml").touch()
+
+    assert run("verify", tmp_path)[:2] == run("verify", tmp_path / "checkpoints")[:2]
+    assert run("list", tmp_path)[1].count("step-") == 2
+    assert run("diff", tmp_path, tmp_path / "checkpoints")[0] == 0
+    assert run("delete", tmp_path, "step-1")[0] == 0
+    assert [it.tag for it in list_checkpoints(tmp_path / "checkpoints")] == ["step-2"]
+
+
 def test_foreign_formats_behind_a_url_are_read(run, run_json, root, tmp_path):
     pytest.importorskip("fsspec")
     run("convert", root, tmp_path / "hf", "--to", "hf")

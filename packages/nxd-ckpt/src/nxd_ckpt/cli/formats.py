@@ -20,6 +20,8 @@ from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
 SourceKind = Literal["nxd", "hf", "dcp", "neuronx"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 
+CHECKPOINTS_OF_RUN = "checkpoints"  # in the output folder of `nxd train`
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -79,6 +81,18 @@ def boxes_to_read(info: TensorInfo, *, whole: bool) -> Iterable[Box]:
     """Return boxes that cover a tensor, of 16 MiB each unless it has to be read whole."""
     shape = info.global_shape
     return [Box.whole(shape)] if whole else blocks_of(shape, row_major_strides(shape), info.dtype.itemsize)
+
+
+def checkpoints_of(path: str) -> str:
+    """Return the folder of checkpoints if this is the output folder of a run, otherwise the path itself."""
+    inside = os.path.join(path, CHECKPOINTS_OF_RUN)
+    if is_remote(path) or not os.path.isdir(inside):
+        return path
+    try:
+        _detect(path, None)
+    except (CheckpointError, OSError):
+        return inside
+    return path
 
 
 def root_and_tag(path: str, tag: str | None) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from nxd_ckpt.catalog import list_checkpoints
@@ -23,10 +23,12 @@ Node = dict[str, Any]
 def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
     """Describe one checkpoint; tree levels below `depth` are summarized.
 
+    Of a NeuronX checkpoint without a sharding, the shapes are those in the ranks' files.
+
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    with opened(place) as found:
+    with opened(place if place.sharding is not None else replace(place, sharding={})) as found:
         tensors = describe_tensors(found)
         about = describe_checkpoint(found.checkpoint) if found.checkpoint else {}
         total = sum(entry["bytes"] for entry in tensors.values())
@@ -34,6 +36,8 @@ def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
         objects = found.source.objects
         if isinstance(objects, dict):
             data["objects"] = sorted(objects)
+        if found.kind == "neuronx" and place.sharding is None:
+            data["shapes"] = "in each rank's file; --sharding llama, or a JSON file, shows those of whole tensors"
     head = [
         f"{key}: {printable(shown(value))}"
         for key, value in data.items()

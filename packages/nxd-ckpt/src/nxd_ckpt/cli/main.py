@@ -15,7 +15,7 @@ from typing import Any
 
 from nxd_ckpt.cli.conversion import DTYPES, TARGET_KINDS, Target, convert
 from nxd_ckpt.cli.difference import diff
-from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, read_parameter_names, read_sharding, read_stages
+from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, checkpoints_of, read_parameter_names, read_sharding, read_stages
 from nxd_ckpt.cli.inspection import inspect_checkpoint, list_folder
 from nxd_ckpt.cli.page import write_page
 from nxd_ckpt.cli.report import EXIT_TROUBLE, Report, check_folder, human_size, table
@@ -139,7 +139,7 @@ def _versions() -> str:
 
 def _add_list(commands: Any) -> None:
     parser = commands.add_parser("list", help="list the complete checkpoints in a folder, oldest first")
-    parser.add_argument("path", help="folder of checkpoints, or a URL")
+    parser.add_argument("path", type=checkpoints_of, help="folder of checkpoints or of a run, or a URL")
     parser.set_defaults(run=lambda options: list_folder(options.path))
 
 
@@ -159,7 +159,9 @@ def _add_verify(commands: Any) -> None:
         description="Checks the manifest's digest, that every element of every tensor is stored, and the file sizes.",
         epilog="exit codes: 0 good, 1 damaged, 2 the checkpoint could not be checked",
     )
-    parser.add_argument("path", help="folder of checkpoints, one checkpoint's folder, or a URL")
+    parser.add_argument(
+        "path", type=checkpoints_of, help="folder of checkpoints or of a run, one checkpoint's folder, or a URL"
+    )
     parser.add_argument("--tag", help="checkpoint to verify; default: the newest")
     parser.add_argument("--deep", action="store_true", help="read all data and verify its checksums")
     parser.set_defaults(run=lambda options: verify(options.path, options.tag, deep=options.deep))
@@ -169,8 +171,10 @@ def _add_diff(commands: Any) -> None:
     parser = commands.add_parser(
         "diff", help="compare two checkpoints", epilog="exit codes: 0 equal, 1 different, 2 error"
     )
-    parser.add_argument("first", help="folder of checkpoints, or one checkpoint of any format")
-    parser.add_argument("second", help="same as for first")
+    parser.add_argument(
+        "first", type=checkpoints_of, help="folder of checkpoints or of a run, or one checkpoint of any format"
+    )
+    parser.add_argument("second", type=checkpoints_of, help="same as for first")
     parser.add_argument("--first-tag", metavar="TAG", help="checkpoint in the first folder; default: the newest")
     parser.add_argument("--second-tag", metavar="TAG", help="checkpoint in the second folder; default: the newest")
     parser.add_argument("--rtol", type=_tolerance, help="relative tolerance; default without --atol: compare bits")
@@ -211,7 +215,7 @@ def _add_convert(commands: Any) -> None:
 
 def _add_upkeep(commands: Any) -> None:
     parser = commands.add_parser("gc", help="delete the remains of failed saves and deletions")
-    parser.add_argument("path", help="folder of checkpoints, or a URL")
+    parser.add_argument("path", type=checkpoints_of, help="folder of checkpoints or of a run, or a URL")
     parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
     parser.set_defaults(run=lambda options: _collect_garbage(options.path, dry_run=options.dry_run))
     for name, text, run in (
@@ -220,7 +224,7 @@ def _add_upkeep(commands: Any) -> None:
         ("unpin", "allow a pinned checkpoint to be deleted", partial(_set_pinned, to=False)),
     ):
         parser = commands.add_parser(name, help=text)
-        parser.add_argument("path", help="folder of checkpoints, or a URL")
+        parser.add_argument("path", type=checkpoints_of, help="folder of checkpoints or of a run, or a URL")
         parser.add_argument("tag", help="name of the checkpoint")
         parser.set_defaults(run=lambda options, run=run: run(options.path, options.tag))
 
@@ -231,7 +235,7 @@ def _add_removal(commands: Any) -> None:
         help="delete checkpoints that no rule keeps",
         description="Never deletes the newest checkpoint, pinned ones, or incomplete ones.",
     )
-    parser.add_argument("path", help="folder of checkpoints, or a URL")
+    parser.add_argument("path", type=checkpoints_of, help="folder of checkpoints or of a run, or a URL")
     parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="keep the N newest")
     parser.add_argument("--keep-every", type=int, metavar="N", help="keep those whose step is a multiple of N")
     parser.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N best by --metric")
@@ -242,7 +246,9 @@ def _add_removal(commands: Any) -> None:
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="folder of checkpoints, one checkpoint of any format, or a URL")
+    parser.add_argument(
+        "path", type=checkpoints_of, help="folder of checkpoints or of a run, one checkpoint of any format, or a URL"
+    )
     parser.add_argument("--tag", help="checkpoint to use; default: the newest")
     parser.add_argument("--from", dest="kind", choices=SOURCE_KINDS, help="its format; default: detected")
     _add_sharding(parser)
