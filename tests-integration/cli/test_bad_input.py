@@ -103,6 +103,8 @@ def test_train_takes_a_folder_for_no_recipe_and_names_the_one_in_it(capsys, tmp_
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
+        (["train", "--hlep"], 2, "unrecognized arguments: --hlep; did you mean --help?"),
+        (["train", "recipe.toml", "--nprocs", "2"], 2, "did you mean --nproc?"),
         (["generate", "run", "--promt", "x"], 2, "unrecognized arguments: --promt x; did you mean --prompt?"),
         (["serve", "run", "--zzz"], 2, "unrecognized arguments: --zzz; `nxd serve --help` lists the flags"),
         (["--version"], 0, "nxd-cli "),

@@ -1,6 +1,7 @@
 """When something goes wrong during a run: every rank ends, the cause is said first, and no checkpoint is broken."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -81,6 +82,7 @@ def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number,
     newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")
     assert newest is not None
     assert f"saved run/checkpoints/{newest.tag}" in errors
+    assert errors.endswith(f"to resume: {shlex.join(['nxd', 'train', *ranks, *long_run])}\n")
     checkpoint = nxd_ckpt.open_checkpoint(tmp_path / "run/checkpoints")
     assert checkpoint.read("model.norm.weight").shape == (32,)
     assert processes_with(marker) == []

@@ -33,6 +33,16 @@ def test_train_resumed_at_another_layout_goes_on_where_it_was(trained):
     assert "resumes from step-00000003" in second.stderr
 
 
+def test_finished_run_prints_the_next_commands_and_how_to_train_longer(trained, nxd_in):
+    folder, second = trained
+
+    again = nxd_in(folder.parent, "train", "run/recipe.toml")
+
+    assert "nxd generate run/checkpoints --prompt TEXT " in second.stdout.partition("\nnext:\n")[2]
+    assert "nothing to do: the run is at step 6 and ends at 6" in again.stderr
+    assert "add for example --train.steps 12\n" in again.stderr
+
+
 def test_train_pipeline_leaves_a_timeline_of_its_ranks(trained):
     folder, _ = trained
 

@@ -65,6 +65,7 @@ def test_recipe_of_a_plan_lists_the_keys_to_set_as_comments(tmp_path):
     file.write_text("\n".join(line.removeprefix("# ") for line in lines))
 
     assert instruction.startswith("# Before the run")
+    assert "[model]  # our own Llama with these sizes, because neither path nor type is set" in lines
     completed = load_recipe(file)
     assert as_written.output != completed.output == Path("/shared/runs/first")
     assert as_written.data.path is None

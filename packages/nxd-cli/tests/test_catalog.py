@@ -102,9 +102,18 @@ def test_command_that_is_interrupted_ends_with_130(other_package, tmp_path, caps
     assert capsys.readouterr().err == "nxd hello: interrupted\n"
 
 
-def test_version_lists_packages_torch_and_python(capsys):
+def test_help_of_a_command_is_also_asked_for_in_front_of_it(other_package, capsys):
+    assert main(["help", "hello"]) == 7
+    assert capsys.readouterr().out == "hello --help\n"
+    with pytest.raises(SystemExit):
+        main(["help"])
+    assert "says hello" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version_lists_packages_torch_and_python(capsys, flag):
     with pytest.raises(SystemExit) as end:
-        main(["--version"])
+        main([flag])
 
     lines = capsys.readouterr().out.splitlines()
     assert end.value.code == 0

@@ -147,7 +147,8 @@ def take_settings(
     """Split the arguments into those without the recipe's keys, and these keys as `key=value`.
 
     A key may be given as `--train.steps 100`, `--train.steps=100` or `train.steps=100`, and a boolean one also as
-    `--data.chat`. Unknown keys are kept: the recipe knows best which key was meant.
+    `--data.chat`. Unknown keys are kept, because the recipe knows best which key was meant; those spelled almost like a
+    flag stay with the arguments, for `parse` to name that flag.
     """
     remaining: list[str] = []
     settings: list[str] = []
@@ -157,6 +158,8 @@ def take_settings(
         name, equals, value = argument.removeprefix("--").partition("=")
         if argument.startswith("--") and name in flags and not equals and name != "help" and waiting:
             remaining += [argument, waiting.pop()]  # its value may look like a setting, as a layout does
+        elif argument.startswith("--") and name not in flags and get_close_matches(name, flags, 1, cutoff=0.7):
+            remaining.append(argument)
         elif argument.startswith("--") and name not in flags:
             if name in switches and not equals and (not waiting or waiting[-1].lower() not in _TRUE_OR_FALSE):
                 value = "true"

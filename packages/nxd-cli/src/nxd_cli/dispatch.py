@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     name, *rest = arguments or [""]
     try:
         command = _find(name, rest)
@@ -162,7 +164,7 @@ def _parser(installed: dict[str, EntryPoint]) -> argparse.ArgumentParser:
         epilog="examples:\n  nxd\n  nxd init\n  nxd train recipe.toml --nproc 2\n  nxd train --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=render_versions())
+    parser.add_argument("-V", "--version", action="version", version=render_versions())
     parser.add_argument(
         "--print-completion", choices=SHELLS, metavar="SHELL", help=f"print a completion script: {', '.join(SHELLS)}"
     )

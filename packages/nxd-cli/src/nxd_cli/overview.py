@@ -28,12 +28,12 @@ def render_overview(folder: Path, commands: Mapping[str, str], installed: Mappin
         commands: the summary of each command.
         installed: the commands that are installed.
     """
-    torch = installed_versions(["torch"]).get("torch")
+    torch, problem = installed_versions(["torch"]).get("torch"), torch_problem()
     lines = [
         f"torch {torch or 'is not installed'}, Python {platform.python_version()}",
         describe_devices(),
         *(_filled(f"{', '.join(names)} {version}") for version, names in _packages_by_version()),
-        *([torch_problem()] if torch_problem() else []),
+        *([problem] if problem else []),
         "",
         "commands:",
         *(_row(name, summary) for name, summary in commands.items()),
@@ -58,7 +58,7 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
         if step < steps:
             file = shlex.quote(str((run / "recipe.toml").relative_to(folder)))
             meaning = f"resume the run in {shown}, at step {step} of {steps}"
-            commands.append((f"nxd train {file}{_last_ranks(run) or _ranks(recipe_of_run)}", meaning))
+            commands.append((f"nxd train {file}{ranks_of_last_start(run) or _ranks(recipe_of_run)}", meaning))
         else:
             chat = " --chat" if _section(recipe_of_run, "data").get("chat") is True else ""
             commands.append((f"nxd generate {shown}{chat}", f"generate text with the model of {shown}"))
@@ -71,6 +71,26 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     else:
         commands.append(("nxd init", "write a recipe, from four questions"))
     return [*commands, ("nxd doctor", "check this machine")]
+
+
+def ranks_of_last_start(run: Path) -> str:
+    """Return the flag that started the ranks of a run last, such as " --nproc 4".
+
+    It is empty if that is not known, or nxd did not start them.
+    """
+    try:
+        lines = (run / "events.jsonl").read_bytes().splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+            if event["event"] == "start":
+                environment = event["environment"]
+                return f" --nproc {int(environment['ranks'])}" if environment["launcher"] == "nxd --nproc" else ""
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # half a line, or not the trainer's
+            continue
+    return ""
 
 
 def _recipes_in(folder: Path) -> Iterator[Path]:
@@ -104,23 +124,6 @@ def _step_in(line: bytes) -> int | None:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # a line that is only half written
         return None
-
-
-def _last_ranks(run: Path) -> str:
-    """The flag that started the ranks of a run last; empty if it is not known, or another launcher did."""
-    try:
-        lines = (run / "events.jsonl").read_bytes().splitlines()
-    except OSError:
-        return ""
-    for line in reversed(lines):
-        try:
-            event = json.loads(line)
-            if event["event"] == "start":
-                environment = event["environment"]
-                return f" --nproc {int(environment['ranks'])}" if environment["launcher"] == "nxd --nproc" else ""
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # half a line, or not the trainer's
-            continue
-    return ""
 
 
 def _ranks(recipe: Mapping[str, Any]) -> str:

@@ -290,5 +290,7 @@ def _as_toml(content: Recipe) -> str:
     parts += [f"# {line}" for line in NOT_PLANNED[""]]
     for name in dict.fromkeys((*content, *(section for section in NOT_PLANNED if section))):
         header, _, keys = tomli_w.dumps({name: content.get(name, {})}).partition("\n")
+        if name == "model" and not content[name].keys() & {"path", "type"}:
+            header += "  # our own Llama with these sizes, because neither path nor type is set"
         parts += ["", header, *(f"# {line}" for line in NOT_PLANNED.get(name, ())), *keys.splitlines()]
     return "\n".join(parts) + "\n"

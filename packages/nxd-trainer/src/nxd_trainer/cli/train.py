@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         reports_user_errors(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
     code = started_ranks(options.nproc, "train", arguments)
     if code is not None:
+        if code == EXIT_STOPPED:
+            print(f"nxd train: {_to_resume(arguments)}", file=sys.stderr)
         return code
 
     from nxd_ckpt import CheckpointError  # noqa: PLC0415
@@ -94,9 +97,9 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         if options.elastic:
-            return _run_elastic(recipe, options)
+            return _run_elastic(recipe, options, arguments)
         with StopRequest() as stop, own_threads():
-            return _exit_code(_train(recipe, stop))
+            return _exit_code(_train(recipe, stop), arguments)
     except RanksLostError as error:  # the rank that reports for its host may be the lost one
         raise PeerError(str(error)) from error
     except (CheckpointError, TrainingDiverged) as error:  # every rank raises the same
@@ -118,7 +121,7 @@ def _train(recipe: Recipe, stop: "StopRequest") -> "TrainResult":
     return run_training(*prepared, stop)
 
 
-def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
+def _run_elastic(recipe: Recipe, options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Return an exit code: its trainer's in the supervisor that the launcher started, the training's in a trainer."""
     from nxd_elastic.loop import check_launch  # noqa: PLC0415
     from nxd_elastic.supervisor import supervise  # noqa: PLC0415
@@ -143,7 +146,7 @@ def _run_elastic(recipe: Recipe, options: argparse.Namespace) -> int:
             result = train_elastically(elastic, pipe, stop, lambda: _set_timeout(recipe))
         except ValueError as error:
             raise UserError(str(error)) from error
-    return (EXIT_STOPPED if stop.signal_number else 0) if result is None else _exit_code(result)
+    return (EXIT_STOPPED if stop.signal_number else 0) if result is None else _exit_code(result, arguments)
 
 
 def _elastic_recipe(recipe: Recipe, options: argparse.Namespace) -> "ElasticRecipe":
@@ -160,11 +163,20 @@ def _set_timeout(recipe: Recipe) -> None:
         os.environ["NXD_TIMEOUT"] = str(recipe.parallel.timeout)  # checkpoints use it too
 
 
-def _exit_code(result: "TrainResult") -> int:
+def _exit_code(result: "TrainResult", arguments: Sequence[str]) -> int:
     if result.stopped and LAUNCHER_PID not in os.environ and os.environ.get("RANK", "0") == "0":
-        print(f"nxd train: stopped by a signal after step {result.step}, which is saved", file=sys.stderr, flush=True)
+        hint = "" if is_launched() else f"; {_to_resume(arguments)}"  # torchrun's command line is not known
+        print(
+            f"nxd train: stopped by a signal after step {result.step}, which is saved{hint}",
+            file=sys.stderr,
+            flush=True,
+        )
     leave_mesh()
     return EXIT_STOPPED if result.stopped else 0
+
+
+def _to_resume(arguments: Sequence[str]) -> str:
+    return f"to resume: {shlex.join(['nxd', 'train', *arguments])}"
 
 
 def _check_ranks(recipe: Recipe, nproc: int) -> None:

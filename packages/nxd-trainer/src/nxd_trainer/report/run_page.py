@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from nxd_ckpt import CheckpointError, CheckpointInfo, list_checkpoints
+from nxd_cli.overview import ranks_of_last_start
 from nxd_pipeline.timeline import bubble_report, read_trace
 
 from nxd_trainer.recipe import RUN_RECIPE_FILE, Recipe, read_run_recipe
@@ -19,7 +20,7 @@ from nxd_trainer.report import run_sections
 from nxd_trainer.report.charts import line_chart, smoothed, timeline_chart
 from nxd_trainer.report.metrics import StepRecord, read_run
 from nxd_trainer.report.progress import render_summary
-from nxd_trainer.report.run_log import Event, describe_status, last_event, read_events
+from nxd_trainer.report.run_log import describe_status, read_events
 from nxd_trainer.report.run_sections import table
 
 REPORT_FILE = "report.html"
@@ -96,7 +97,7 @@ def render_run_page(folder: Path) -> str:
         ("Warnings", lambda: run_sections.warnings_section(events)),
         ("Checkpoints", lambda: _checkpoints(recipe.checkpoint_folder)),
         ("Starts and ends", lambda: run_sections.starts_section(events, records)),
-        ("Continue", lambda: _next_commands(recipe, events)),
+        ("Continue", lambda: _next_commands(recipe)),
         ("Environment", lambda: run_sections.environment_section(events)),
         ("Recipe", lambda: f"<pre>{escape(recipe_text)}</pre>" if recipe_text else ""),
     ]
@@ -214,28 +215,22 @@ def _checkpoint_row(info: CheckpointInfo) -> tuple[str, ...]:
     )
 
 
-def _next_commands(recipe: Recipe, events: Sequence[Event]) -> str:
-    ranks = _num_ranks_of_nxd(events)
-    nproc = f" --nproc {ranks}" if ranks > 1 else ""
+def next_commands(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return what can be done with a run that has ended, and the command for each."""
     chat = " --chat" if recipe.data.chat else ""
     checkpoints, recipe_file = (
         shlex.quote(str(path)) for path in (recipe.checkpoint_folder, recipe.output / RUN_RECIPE_FILE)
     )
-    commands = [
-        ("continue for longer", f"nxd train {recipe_file}{nproc} train.steps=N"),
+    return [
+        ("continue for longer", f"nxd train {recipe_file}{ranks_of_last_start(recipe.output)} train.steps=N"),
         ("generate text", f"nxd generate {checkpoints}{chat} --prompt TEXT"),
         ("answer requests", f"nxd serve {checkpoints}"),
         ("write a Hugging Face folder", f"nxd export {checkpoints} exported"),
     ]
-    rows = "".join(f"<tr><td>{what}</td><td><code>{escape(command)}</code></td></tr>" for what, command in commands)
+
+
+def _next_commands(recipe: Recipe) -> str:
+    rows = "".join(
+        f"<tr><td>{what}</td><td><code>{escape(command)}</code></td></tr>" for what, command in next_commands(recipe)
+    )
     return f'<div class="wide"><table>{rows}</table></div>'
-
-
-def _num_ranks_of_nxd(events: Sequence[Event]) -> int:
-    """Return the number of ranks that `nxd train --nproc` started last; 1 if something else started them."""
-    start = last_event(events, "start")
-    environment = start.get("environment") if start else None
-    if not isinstance(environment, dict) or not str(environment.get("launcher")).startswith("nxd"):
-        return 1
-    ranks = environment.get("ranks")
-    return ranks if isinstance(ranks, int) else 1

@@ -36,7 +36,7 @@ from nxd_trainer.report import (
 )
 from nxd_trainer.report.metrics import read_run
 from nxd_trainer.report.run_log import remove_log
-from nxd_trainer.report.run_page import write_run_page
+from nxd_trainer.report.run_page import next_commands, write_run_page
 from nxd_trainer.training.diagnostics import Straggler, StragglerWatch, report_gradients
 from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.resuming import resume_from_memory, resume_run
@@ -184,6 +184,8 @@ def run_training(state: RunState, resumed: str | None, stop: StopSignal) -> Trai
             log.write("end", step=result.step, how="stopped" if result.stopped else "finished")
     if state.is_writer:
         _report(state, logger, metrics.file)
+        if not result.stopped:
+            print(_render_next(state.recipe))
     return result
 
 
@@ -376,7 +378,14 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     for warning in state.data.warnings:
         logger.warning(warning)
     if state.step >= state.recipe.last_step:
-        logger.info(f"nothing to do: the run is at step {state.step} and ends at {state.recipe.last_step}")
+        end, key = (
+            state.recipe.last_step,
+            "train.steps" if state.recipe.train.stop_after is None else "train.stop_after",
+        )
+        logger.info(
+            f"nothing to do: the run is at step {state.step} and ends at {end}; to train longer, add for example "
+            f"--{key} {2 * end}"
+        )
     if resumed and state.recipe.train.eval_every:
         held_out_loss = evaluate(state)  # shows that the run resumed correctly
         if held_out_loss is not None:
@@ -392,6 +401,12 @@ def _report(state: RunState, logger: logging.Logger, metrics_file: Path) -> None
         "timeline": recipe.pipeline.trace_file if recipe.parallel.pipeline_parallel_size > 1 else None,
     }
     print(render_summary(read_run(recipe.output), shown))
+
+
+def _render_next(recipe: Recipe) -> str:
+    commands = next_commands(recipe)
+    width = max(len(command) for _, command in commands)
+    return "\n".join(["next:", *(f"  {command:{width}}  # {what}" for what, command in commands)])
 
 
 def _written_report(folder: Path, logger: logging.Logger) -> Path | None:
