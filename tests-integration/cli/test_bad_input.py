@@ -126,7 +126,7 @@ def test_generate_without_checkpoint_says_so(capsys, monkeypatch, tmp_path):
 
     assert code == 2
     assert re.fullmatch(
-        r"nxd generate: there is no complete checkpoint in .*nowhere; pass .*\n", capsys.readouterr().err
+        r"nxd generate: nowhere does not exist; pass .* that of a Hugging Face model, .*\n", capsys.readouterr().err
     )
 
 

@@ -73,6 +73,24 @@ def test_chat_without_a_prompt_answers_each_line_with_what_was_said_before(folde
     assert answers == first + tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
 
 
+def test_text_without_a_length_ends_with_the_models_positions(make_chat_model, written, capsys):
+    short = make_chat_model("Qwen3", max_position_embeddings=24)
+
+    assert len(written(short, "--prompt", "the cat")) > len("the cat")
+    assert main(["generate", str(short), "--prompt", "the cat", "--max-new-tokens", "30"]) == 2
+    told = capsys.readouterr().err
+    room = int(re.search(r"more than the model's 24 positions .*\(--max-new-tokens (\d+)\)", told)[1])
+    assert written(short, "--prompt", "the cat", "--max-new-tokens", room) == written(short, "--prompt", "the cat")
+
+
+def test_missing_prompt_is_said(folder, written, capsys):
+    assert main(["generate", str(folder), *GREEDY]) == 0
+
+    shown = capsys.readouterr()
+    assert shown.out.startswith("def ")
+    assert "nxd generate: no --prompt is given; continuing 'def '" in shown.err
+
+
 @pytest.mark.slow
 def test_stop_text_ends_the_answer_before_it(folder, written):
     whole = written(folder, "--prompt", "the cat", *GREEDY)
@@ -246,7 +264,7 @@ def test_draft_model_writes_the_text_that_is_written_without_it(folder, make_cha
         ),
         ("vocabulary", r"the draft model \(Qwen3ForCausalLM\) has vocab_size=320, the model \d+; use a draft .*"),
         ("guesses", r"num_speculative_tokens=0 must be 1 or more with a draft model"),
-        ("nothing", r"there is no complete checkpoint in {draft}; pass .*"),
+        ("nothing", r"{draft} does not exist; pass .*"),
     ],
 )
 def test_draft_model_that_does_not_fit_is_refused_in_one_line(

@@ -74,7 +74,8 @@ def test_generate_ends_after_the_end_token(model):
         (PROMPT, {"temperature": -1.0}, "temperature=-1.0"),
         (PROMPT, {"temperature": float("nan")}, "temperature=nan"),
         (PROMPT, {"top_k": -1}, "top_k=-1"),
-        (PROMPT, {"max_new_tokens": 5000}, "more than the model's max_position_embeddings=4096; ask for 4093 or fewer"),
+        (PROMPT, {"max_new_tokens": 5000}, r"more than the model's 4096 positions .* use max_new_tokens=4093 "),
+        (torch.ones(4096, dtype=torch.int64), {}, "4096 prompt tokens plus 1 new ones .* give a shorter prompt"),
     ],
 )
 def test_generate_bad_arguments_are_named(model, prompt, options, message):

@@ -88,12 +88,7 @@ def generate(
     )
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty; give at least one token")
-    longest = _max_positions(model)
-    if longest is not None and prompt.numel() + max_new_tokens > longest:
-        raise ValueError(
-            f"{prompt.numel()} prompt tokens plus {max_new_tokens} new ones are more than the model's "
-            f"max_position_embeddings={longest}; ask for {max(0, longest - prompt.numel())} or fewer"
-        )
+    check_length(prompt.numel(), max_new_tokens, max_positions(model))
     # Every rank samples on the CPU with the same seed, so all ranks choose the same token.
     draws = torch.Generator().manual_seed(sampling.seed)
     logits_after = _next_logits(model)
@@ -109,7 +104,19 @@ def generate(
         tokens = torch.tensor([[token]], device=get_device())
 
 
-def _max_positions(model: Any) -> int | None:
+def check_length(prompt_tokens: int, max_new_tokens: int, longest: int | None) -> None:
+    """Raise ValueError if a prompt and its continuation are more tokens than the `longest` text of a model."""
+    if longest is None or prompt_tokens + max_new_tokens <= longest:
+        return
+    room = longest - prompt_tokens
+    raise ValueError(
+        f"{prompt_tokens} prompt tokens plus {max_new_tokens} new ones are more than the model's {longest} positions "
+        "(max_position_embeddings); "
+        + (f"use max_new_tokens={room} (--max-new-tokens {room})" if room > 0 else "give a shorter prompt")
+    )
+
+
+def max_positions(model: Any) -> int | None:
     """Return the number of positions that the model supports; None if its config does not say."""
     config = model.config.get_text_config() if is_transformers_model(model) else model.config
     found: int | None = getattr(config, "max_position_embeddings", None)

@@ -102,8 +102,9 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None) -> Found:
         return Found(parent, name, "v2")
     if name and _is_own(parent, name):
         return Found(parent, name, "nxd")
+    problem = f"there is no complete checkpoint in {root}" if os.path.exists(root) else f"{root} does not exist"
     raise NothingSavedError(
-        f"there is no complete checkpoint in {root}; pass the folder that checkpoints were saved to, that of a run of "
+        f"{problem}; pass the folder that checkpoints were saved to, that of a run of "
         "nxd train, or that of a Hugging Face model, with its config.json"
     )
 

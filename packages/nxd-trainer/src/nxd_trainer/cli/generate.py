@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _LENGTHS = 128  # compiled lengths are multiples of this, so that other prompts hit the program cache
 _LONGEST_TALK = 4096  # tokens of a compiled conversation, whose prompts are not known in advance
 _PROMPT = "def "
+_NEW_TOKENS = 200
 _SAMPLING = (
-    "max_new_tokens",
     "temperature",
     "top_k",
     "top_p",
@@ -60,7 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         help="answer with the model's chat template; without --prompt each line of standard input is a turn",
     )
     parser.add_argument("--system", help="with --chat: the system prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help=f"default: {_NEW_TOKENS}, or fewer if the model has no room"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: most likely token (default)")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0: all tokens (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="most likely tokens up to this total")
@@ -101,17 +103,19 @@ def main(arguments: Sequence[str]) -> int:
     import torch  # noqa: PLC0415
     from nxd_state import get_world_group, initialize_model_parallel  # noqa: PLC0415
 
-    from nxd_trainer.generate import generate, load_with_codec  # noqa: PLC0415
+    from nxd_trainer.generate import generate, load_with_codec, max_positions  # noqa: PLC0415
 
     sampling = _sampling(options)
     initialize_model_parallel(int(os.environ.get("WORLD_SIZE", "1")))
     model, codec = reports_user_errors(
         lambda: load_with_codec(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
     )
-    codec = codec.ending_at(options.stop)
+    codec, longest = codec.ending_at(options.stop), max_positions(model)
 
     def write(prompt: list[int], on_token: OnToken) -> None:
-        for token in generate(model, torch.tensor(prompt), stop_tokens=codec.end_tokens, **sampling):
+        num_new = _num_new_tokens(options, prompt, longest)
+        tokens = torch.tensor(prompt)
+        for token in generate(model, tokens, max_new_tokens=num_new, stop_tokens=codec.end_tokens, **sampling):
             on_token(token)
 
     with own_threads():
@@ -126,6 +130,7 @@ def _run_compiled(options: argparse.Namespace) -> int:
     from nxd_trace import start_fork_server  # noqa: PLC0415
 
     start_fork_server()  # loads its libraries while this process loads its own
+    from nxd_trainer.generate import check_length  # noqa: PLC0415
 
     sampling = _sampling(options)  # before the minutes that compiling may take
     checkpoint, draft, longest = open_compilable(options)
@@ -135,13 +140,20 @@ def _run_compiled(options: argparse.Namespace) -> int:
     if options.chat and options.prompt is None:
         length = min(_LONGEST_TALK, longest)
     else:
-        needed = len(_first_prompt(options, codec)) + options.max_new_tokens
+        prompt = _first_prompt(options, codec)
+        num_new = _num_new_tokens(options, prompt, longest)
+        reports_user_errors(lambda: check_length(len(prompt), num_new, longest))
+        needed = len(prompt) + num_new
         length = max(needed, min(-(-needed // _LENGTHS) * _LENGTHS, longest))
     generator = compile_model(options, checkpoint, draft, batch_size=1, max_length=length)
 
     def write(prompt: list[int], on_token: OnToken) -> None:
         generator.generate(
-            [prompt], stop_tokens=codec.end_tokens, on_token=lambda _, token: on_token(token), **sampling
+            [prompt],
+            max_new_tokens=_num_new_tokens(options, prompt, length),
+            stop_tokens=codec.end_tokens,
+            on_token=lambda _, token: on_token(token),
+            **sampling,
         )
 
     with generator:
@@ -153,14 +165,24 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     from nxd_trace.generation import SamplingSettings  # noqa: PLC0415
 
     sampling = {name: getattr(options, name) for name in _SAMPLING}
-    reports_user_errors(lambda: SamplingSettings(**sampling))
+    given = {} if options.max_new_tokens is None else {"max_new_tokens": options.max_new_tokens}
+    reports_user_errors(lambda: SamplingSettings(**sampling, **given))
     return sampling
+
+
+def _num_new_tokens(options: argparse.Namespace, prompt: list[int], longest: int | None) -> int:
+    """Return `--max-new-tokens`; without it the usual number, or as many as a text of `longest` tokens has room for."""
+    if options.max_new_tokens is not None:
+        return int(options.max_new_tokens)
+    return _NEW_TOKENS if longest is None else max(1, min(_NEW_TOKENS, longest - len(prompt)))
 
 
 def _write_texts(options: argparse.Namespace, codec: "TextCodec", write: Write, *, is_shown: bool) -> None:
     """Generate the requested texts, and show them as they are generated."""
     show = _show if is_shown else _show_nothing
     if not options.chat:
+        if options.prompt is None and is_shown:
+            print(f"nxd generate: no --prompt is given; continuing {_PROMPT!r}", file=sys.stderr, flush=True)
         show(_text_of(options))
         _write_text(_first_prompt(options, codec), options, codec, write, show)
         return
