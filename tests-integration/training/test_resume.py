@@ -1,6 +1,7 @@
 """Stopping and going on gives the run that never stopped: bitwise at the same layout, within rounding at another."""
 
 import resource
+import shutil
 
 import nxd_ckpt
 import pytest
@@ -250,9 +251,23 @@ def test_resume_on_other_text_of_the_same_length_is_refused(run_ranks, settings,
     (tmp_path / "other").mkdir()
     for file in text_folder.iterdir():
         (tmp_path / "other" / file.name).write_text(file.read_text().swapcase())
+    by_weights = r".*checkpoint\.initial_weights=\S+ starts a new run from these weights"
 
-    with pytest.raises(RuntimeError, match=r"data.digest is \w+, the checkpoint has \w+"):
+    with pytest.raises(RuntimeError, match=r"data\.path is \S+other, the checkpoint has \S+;?" + by_weights):
         at("one", run_ranks, settings, f"data.path={tmp_path / 'other'}")
+
+
+def test_resume_on_a_folder_that_has_changed_names_it(run_ranks, settings, text_folder, tmp_path):
+    text, same = tmp_path / "text", tmp_path / "same"
+    for folder in (text, same):
+        shutil.copytree(text_folder, folder)
+    settings = [*settings, f'data.sources={{"{text}": 1, "{same}": 1}}', "data.path=none"]
+    at("one", run_ranks, settings, "train.stop_after=2")
+    changed = next(text.iterdir())
+    changed.write_text(changed.read_text().swapcase())
+
+    with pytest.raises(RuntimeError, match=rf"belongs to another run: {text} or the tokenizer has changed since"):
+        at("one", run_ranks, settings)
 
 
 def test_resume_beside_a_damaged_checkpoint_is_refused(run_ranks, settings, tmp_path):

@@ -26,6 +26,7 @@ from nxd_state import all_gather_object, get_mesh, get_world_group, seed_model_p
 from torch import Tensor
 
 from nxd_trainer.recipe import Recipe, recipe_from_dict, recipe_keys, recipe_to_dict
+from nxd_trainer.recipe.rules import listed
 from nxd_trainer.training.initial_weights import load_base, load_first_weights, model_differences
 from nxd_trainer.training.run_state import EarlyStopping, RunState, on_first_rank_of_each_host
 from nxd_trainer.training.saving import average_tensors, describe_data, memory_url, own_rng_state
@@ -265,7 +266,11 @@ def _check_same_run(
 ) -> None:
     """Raise ValueError if the checkpoint has a different model, precision, text or adapters."""
     recipe, defaults = recipe_to_dict(state.recipe), recipe_to_dict(Recipe())
-    own: dict[str, dict[str, object]] = {"data": describe_data(state), "train": {"dtype": state.recipe.train.dtype}}
+    data = describe_data(state)
+    own: dict[str, dict[str, object]] = {
+        "data": {"held_out_fraction": data["held_out_fraction"]},
+        "train": {"dtype": state.recipe.train.dtype},
+    }
     theirs = {**content["recipe"], "data": content["data"]}
     for section in ("lora", "dpo"):
         theirs[section] = defaults[section] | theirs.get(section, {})  # older runs lack some of these keys
@@ -289,6 +294,8 @@ def _check_same_run(
         for name, value in values.items()
         if theirs[section].get(name) != value
     ]
+    if data["digest"] != content["data"].get("digest"):
+        differences += _data_differences(recipe["data"], data, content)
     other = description or ModelDescription({})
     if needs_initial and initial is not None and not _can_be_found(initial, state.description.initial):
         known = state.description.initial or "not in the place that the recipe names"
@@ -296,8 +303,25 @@ def _check_same_run(
     differences = model_differences(state.description, other, "the checkpoint has") + differences
     if differences:
         raise ValueError(
-            f"{where} belongs to another run: {'; '.join(differences)}. Restore that, or use another output folder"
+            f"{where} belongs to another run: {'; '.join(differences)}. Restore that, or use another output folder, "
+            f"where checkpoint.initial_weights={state.recipe.checkpoint_folder} starts a new run from these weights"
         )
+
+
+def _data_differences(recipe: Mapping[str, Any], data: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+    """Say why the tokens are not those of the checkpoint: by the keys that have changed, or else by the sources."""
+    before = content["recipe"].get("data", {})
+    keys = [key.field for key in recipe_keys().values() if key.section == "data" and rule_of(key.name) == "compared"]
+    changed = [
+        f"data.{name} is {recipe.get(name, 'unset')}, the checkpoint has {before.get(name, 'unset')}"
+        for name in keys
+        if name != "held_out_fraction" and recipe.get(name) != before.get(name)
+    ]
+    if changed:
+        return changed
+    known = content["data"].get("sources", {})
+    names = [name for name, digest in data["sources"].items() if known.get(name) != digest]
+    return [f"{listed(names, 'and') if names else 'the data'} or the tokenizer has changed since the checkpoint"]
 
 
 def _can_be_found(theirs: InitialWeights, own: InitialWeights | None) -> bool:

@@ -211,11 +211,12 @@ def run_contents(state: RunState, held_out_loss: float | None = None, *, stands_
     )
 
 
-def describe_data(state: RunState) -> dict[str, object]:
-    """Return the inputs that determine the run's tokens and their split."""
+def describe_data(state: RunState) -> dict[str, Any]:
+    """Return the inputs that determine the run's tokens and their split, and the digest of each source, to name it."""
     options = state.recipe.data
     fraction = 0.0 if options.evaluation_path is not None else options.held_out_fraction
-    return {"digest": state.data.digest, "held_out_fraction": fraction}
+    sources = {name: source.index.digest for name, source in state.data.sources.items()}
+    return {"digest": state.data.digest, "held_out_fraction": fraction, "sources": sources}
 
 
 def own_rng_state() -> dict[str, Tensor]:
