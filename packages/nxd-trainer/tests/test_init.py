@@ -31,9 +31,19 @@ def chat_model(folder):
 def test_init_without_terminal_writes_a_recipe_and_the_next_command(folder, capsys):
     assert main(["init"]) == 0
 
-    assert capsys.readouterr().out.splitlines()[-1] == "  nxd train recipe.toml"
+    assert capsys.readouterr().out.splitlines() == [
+        "wrote recipe.toml",
+        "  model   tiny, a Llama with random weights",
+        "  data    the sources of Python's standard library",
+        "  ranks   1",
+        "  length  100 steps",
+        "next:",
+        "  nxd data recipe.toml  # shows what it trains on",
+        "  nxd train recipe.toml",
+    ]
     recipe = load_recipe(folder / "recipe.toml")
     assert (recipe.model.hidden_size, recipe.train.steps, recipe.data.path) == (64, 100, None)
+    assert '[data]\n# path = "texts"  # file or folder; unset: ' in (folder / "recipe.toml").read_text()
 
 
 def test_recipe_of_init_trains(folder, capfd):
@@ -61,7 +71,9 @@ def test_layout_gives_degrees_ranks_and_a_batch_that_the_replicas_divide(folder,
     main(["init", "--layout", "tp=2,pp=2,dp=3"])
 
     recipe = load_recipe(folder / "recipe.toml")
-    assert "nxd train recipe.toml --nproc 12" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "\n  ranks   12 (tp=2, pp=2, dp=3)\n" in told
+    assert "nxd train recipe.toml --nproc 12" in told
     assert (recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size) == (2, 2)
     assert recipe.train.global_batch_size == 18
 
@@ -83,14 +95,14 @@ def test_rows_are_read_by_their_columns(folder, chat_model):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--model", "Qwen/Qwen3-0.6B"], "model.path=Qwen/Qwen3-0.6B does not exist"),
+        (["--model", "Qwen/Qwen3-0.6B"], "nxd init: Qwen/Qwen3-0.6B does not exist; give the folder of a model"),
         (["--model", "."], ". has no config.json; give the folder of a model, or tiny or small"),
-        (["--data", "nowhere"], "data.path=nowhere does not exist"),
+        (["--data", "nowhere"], "nxd init: nowhere does not exist; give a file or folder that does"),
         (["--data", "chats.jsonl"], "chats.jsonl holds conversations, which need a model with a chat template"),
         (["--data", "numbers.jsonl"], "numbers.jsonl has no column of text or conversations, but a"),
-        (["--layout", "tp:2"], "'tp:2' in the layout 'tp:2' is not a degree"),
+        (["--layout", "tp:2"], "'tp:2' is not a layout; write a number of ranks, or degrees of tp, pp, cp, ep and dp"),
         (["--layout", "dp=0"], "'dp=0' is not a layout; write a number of ranks"),
-        (["--layout", "tp=3"], "parallel.tensor_parallel_size=3 does not divide"),
+        (["--layout", "tp=3"], "the layout tp=3 does not fit: parallel.tensor_parallel_size=3 does not divide"),
         (["--length", "long"], "'long' is not a length; write a number of steps, or epochs"),
         (["--length", "0"], "'0' is not a length"),
         (["--length", "-1 epochs"], "train.epochs=-1.0 is not allowed"),
@@ -118,12 +130,14 @@ class Terminal(io.StringIO):
 
 def test_terminal_is_asked_until_an_answer_is_valid(folder, monkeypatch):
     shown = Terminal()
-    monkeypatch.setattr(sys, "stdin", Terminal("huge\ntiny\n\n2\n\n"))
+    monkeypatch.setattr(sys, "stdin", Terminal("huge\ntiny\n\ntp=3\n2\n\n"))
     monkeypatch.setattr(sys, "stdout", shown)
 
     assert main(["init"]) == 0
 
-    assert "model.path=huge does not exist" in shown.getvalue()
+    assert "[tiny]: huge does not exist; give the folder of a model" in shown.getvalue()
+    assert "the layout tp=3 does not fit: parallel.tensor_parallel_size=3 does not divide" in shown.getvalue()
+    assert "use 1, 2 or 4, or change those sizes" in shown.getvalue()
     assert "nxd train recipe.toml --nproc 2" in shown.getvalue()
 
 

@@ -98,10 +98,9 @@ class ParallelDegrees:
             name, _, value = part.partition("=")
             name = name.strip()
             if name not in SIZES or name in degrees or not value.strip().isdecimal() or int(value) < 1:
-                known = list(SIZES)
                 raise ValueError(
                     f"{part!r} in the layout {text!r} is not a degree; write it like tp=2,pp=2, "
-                    f"with degrees among {known}"
+                    f"with degrees among {', '.join(SIZES)}"
                 )
             degrees[name] = int(value)
         return cls(**degrees)

@@ -14,7 +14,7 @@ from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
 from nxd_cli.installation import num_accelerators
 from nxd_state.degrees import SIZES, ParallelDegrees
 
-from nxd_trainer.recipe import check_layout, check_paths, recipe_from_dict, render_draft
+from nxd_trainer.recipe import RecipeError, check_layout, check_paths, recipe_from_dict, render_draft
 
 T = TypeVar("T")
 Keys = dict[str, Any]  # values by the names of recipe keys
@@ -37,6 +37,7 @@ SMALL: Keys = {
 }
 MODELS = {"tiny": TINY, "small": SMALL}
 STANDARD_LIBRARY = "stdlib"
+_OF_PYTHON = "the sources of Python's standard library"
 # Keys that the recipe shows behind a "#", with a value to try.
 SUGGESTED: Keys = {
     "parallel.zero1": True,
@@ -80,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help=f"folder of a Hugging Face model, or {' or '.join(MODELS)}: a Llama with random weights"
     )
-    parser.add_argument(
-        "--data", help=f"file or folder to train on, or {STANDARD_LIBRARY}: the sources of Python's standard library"
-    )
+    parser.add_argument("--data", help=f"file or folder to train on, or {STANDARD_LIBRARY}: {_OF_PYTHON}")
     parser.add_argument(
         "--layout", help="number of ranks, each with a copy of the model, or degrees such as tp=2,pp=2,dp=2"
     )
@@ -101,20 +100,39 @@ def main(arguments: Sequence[str]) -> int:
     model = _answer(options.model, f"Model: a Hugging Face folder, {' or '.join(MODELS)}", "tiny", model_keys)
     base = model.get("model.path")
     data = _answer(options.data, "Data: a file or a folder", STANDARD_LIBRARY, lambda text: data_keys(text, base))
-    degrees, dp = _answer(options.layout, "Layout: number of ranks, or degrees such as tp=2,dp=2", ranks, parse_layout)
+    degrees, dp = _answer(
+        options.layout,
+        "Layout: number of ranks, or degrees such as tp=2,dp=2",
+        ranks,
+        lambda text: fitting_layout(text, {**model, **data}),
+    )
     length = _answer(options.length, "Length: steps, or epochs such as '3 epochs'", "100", parse_length)
 
-    given = {**_training_keys(length, dp), **model, **data, "output": f"runs/{options.file.stem}"}
-    given |= {f"parallel.{SIZES[axis]}": getattr(degrees, axis) for axis in ("tp", "pp")}
-    given |= {f"parallel.{name}": getattr(degrees, axis) for axis, name in SIZES.items() if getattr(degrees, axis) > 1}
+    given = {**_training_keys(length, dp), **model, **data, **_parallel_keys(degrees)}
+    given["output"] = f"runs/{options.file.stem}"
     num_ranks = degrees.model_ranks * dp
     reports_user_errors(lambda: _check(given, dp))
     name = shlex.quote(str(options.file))
     train = f"nxd train {name}" + (f" --nproc {num_ranks}" if num_ranks > 1 else "")
-    draft = render_draft(given, SUGGESTED | ({"data.packing": True} if "data.chat" in given else {}))
+    further: Keys = {"data.packing": True} if "data.chat" in given else {"data.path": "texts"}
+    draft = render_draft(given, SUGGESTED | further)
     reports_user_errors(lambda: _write_new(options.file, f"# {train}\n{_HEAD}\n{draft}"))
-    print(f"wrote {options.file}\nnext:\n  nxd data {name}  # shows what it trains on\n  {train}")
+    sizes = [f"{axis}={size}" for axis in SIZES if (size := getattr(degrees, axis)) > 1]
+    print(
+        f"wrote {options.file}",
+        f"  model   {_model_name(model)}",
+        f"  data    {data.get('data.path', _OF_PYTHON)}",
+        f"  ranks   {num_ranks}" + (f" ({', '.join([*sizes, f'dp={dp}'])})" if sizes else ""),
+        f"  length  {length.steps} steps" if length.epochs is None else f"  length  {length.epochs:g} epochs",
+        f"next:\n  nxd data {name}  # shows what it trains on\n  {train}",
+        sep="\n",
+    )
     return 0
+
+
+def _model_name(model: Keys) -> str:
+    named = [f"{name}, a Llama with random weights" for name, keys in MODELS.items() if keys == model]
+    return named[0] if named else str(model["model.path"])
 
 
 def _answer(flag: str | None, question: str, default: str, read: Callable[[str], T]) -> T:
@@ -138,12 +156,20 @@ def model_keys(text: str) -> Keys:
     """
     if text in MODELS and not Path(text).exists():
         return MODELS[text]
-    check_paths(recipe_from_dict({}, [f"model.path={text}"]))
+    _check_path("model.path", text)
     config = Path(text) / "config.json"
     if not config.is_file():
         raise ValueError(f"{text} has no config.json; give the folder of a model, or {' or '.join(MODELS)}")
     found = re.search(r'"max_position_embeddings":\s*(\d{1,9})\b', config.read_text(encoding="utf-8"))
     return {"model.path": text, "data.sequence_length": min(512, int(found[1]) if found else 512), "optimizer.lr": 1e-5}
+
+
+def _check_path(key: str, text: str) -> None:
+    """Raise ValueError, without the name of the recipe's key, if there is no such file or folder."""
+    try:
+        check_paths(recipe_from_dict({}, [f"{key}={text}"]))
+    except RecipeError as error:
+        raise ValueError("; ".join(it.removeprefix(f"{key}=") for it in error.mistakes)) from error
 
 
 def data_keys(text: str, model: str | None) -> Keys:
@@ -158,7 +184,7 @@ def data_keys(text: str, model: str | None) -> Keys:
     """
     if text == STANDARD_LIBRARY and not Path(text).exists():
         return {}
-    check_paths(recipe_from_dict({}, [f"data.path={text}"]))
+    _check_path("data.path", text)
     row = _first_row(Path(text))
     if row is None:
         return {"data.path": text}
@@ -190,12 +216,31 @@ def parse_layout(text: str) -> tuple[ParallelDegrees, int]:
     Raises:
         ValueError: the text has another form.
     """
+    form = "write a number of ranks, or degrees of tp, pp, cp, ep and dp (copies of the model), such as tp=2,dp=2"
     parts = [part.strip() for part in (f"dp={text.strip()}" if text.strip().isdecimal() else text).split(",")]
     replicas = [part.removeprefix("dp=") for part in parts if part.startswith("dp=")]
     if not all(it.isdecimal() and int(it) > 0 for it in replicas):
-        raise ValueError(f"{text!r} is not a layout; write a number of ranks, or degrees such as tp=2,pp=2,dp=2")
+        raise ValueError(f"{text!r} is not a layout; {form}")
     model = ",".join(part for part in parts if not part.startswith("dp="))
-    return ParallelDegrees.parse(model) if model else ParallelDegrees(), prod(map(int, replicas))
+    try:
+        degrees = ParallelDegrees.parse(model) if model else ParallelDegrees()
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a layout; {form}") from error
+    return degrees, prod(map(int, replicas))
+
+
+def fitting_layout(text: str, chosen: Keys) -> tuple[ParallelDegrees, int]:
+    """Return what `parse_layout` does, once it fits the keys of the model and the data.
+
+    Raises:
+        ValueError: it does not; the message names the degrees that would work.
+    """
+    degrees, dp = parse_layout(text)
+    try:
+        _check({**_training_keys(Length(1, None), dp), **chosen, **_parallel_keys(degrees)}, dp)
+    except RecipeError as error:
+        raise ValueError(f"the layout {text} does not fit: {'; '.join(error.mistakes)}") from error
+    return degrees, dp
 
 
 def parse_length(text: str) -> Length:
@@ -228,6 +273,12 @@ def _training_keys(length: Length, dp: int) -> Keys:
         "optimizer.warmup_steps": length.steps // 10 if short else 10,
         "checkpoint.save_every": 100,
     }
+
+
+def _parallel_keys(degrees: ParallelDegrees) -> Keys:
+    """The keys of the degrees: tensor and pipeline parallelism, to be edited, and others that are switched on."""
+    sizes = {axis: getattr(degrees, axis) for axis in SIZES}
+    return {f"parallel.{SIZES[axis]}": size for axis, size in sizes.items() if axis in ("tp", "pp") or size > 1}
 
 
 def _check(given: Keys, dp: int) -> None:
