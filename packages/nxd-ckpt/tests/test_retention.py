@@ -139,6 +139,34 @@ def test_retain_leaves_alone_what_another_process_has_changed_meanwhile(tmp_path
     assert steps(tmp_path) == ([3, 9] if meanwhile == "overwritten" else [3])
 
 
+@pytest.mark.parametrize("incremental", [False, True], ids=["full", "incremental"])
+def test_retain_while_a_save_is_at_work_keeps_the_newest_complete_ones_and_the_save_ends_well(
+    tmp_path, monkeypatch, incremental
+):
+    removed = []
+    fsync = os.fsync
+
+    def fsync_and_retain(fd):
+        if not removed:
+            removed.append(None)
+            removed[0] = retain(tmp_path, keep_last=1)
+        fsync(fd)
+
+    state = {"same": torch.ones(4), "w": torch.zeros(4)}
+    for step in (1, 2):
+        state["w"] += 1
+        save(tmp_path, f"step-{step}", state, step=step, incremental=incremental)
+    monkeypatch.setattr(os, "fsync", fsync_and_retain)
+    state["w"] += 1
+    save(tmp_path, "step-3", state, step=3, incremental=incremental)
+
+    assert removed == [["step-1"]]
+    assert steps(tmp_path) == [2, 3]
+    for step in (2, 3):
+        saved = open_checkpoint(tmp_path, f"step-{step}")
+        assert (saved.read("same").tolist(), saved.read("w").tolist()) == ([1.0] * 4, [float(step)] * 4)
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
