@@ -304,5 +304,5 @@ def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder
     )
 
     assert [level for level, line in lines if re.match(r"12 conversations of \d+ tokens, of which", line)] == ["INFO"]
-    assert [level for level, line in lines if "template has no {% generation %}" in line] == ["WARNING"]
+    assert [level for level, line in lines if "template has no {% generation %} marks" in line] == ["INFO"]
     assert [level for level, line in lines if re.match(r"\d conversations are longer than", line)] == ["WARNING"]

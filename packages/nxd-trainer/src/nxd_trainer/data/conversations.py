@@ -298,9 +298,12 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
     notes.append(
         f"{len(train):,} sequences to train on, {1 - seen / (len(train) * sequence_length):.1%} of them padding"
     )
-    warnings = []
     if not index.marks_answers:
-        warnings.append("the chat template has no {% generation %}: answers were found by the turns that it renders")
+        notes.append(
+            "the chat template has no {% generation %} marks, which is fine: the loss counts what it writes "
+            "for each turn of the assistant; `nxd data` shows these tokens"
+        )
+    warnings = []
     if index.num_with_special_token:
         warnings.append(
             f"{index.num_with_special_token:,} conversations spell a special token in their text, such as "
