@@ -59,6 +59,16 @@ def test_saved_toml_holds_every_set_key_with_its_meaning(tmp_path):
         assert f"  # {key.description}\n" in text
 
 
+@pytest.mark.parametrize("chosen", ["model.path=Qwen3-0.6B", "model.factory=my_models:make"])
+def test_sizes_of_our_llama_are_not_saved_with_a_model_that_has_its_own(tmp_path, chosen):
+    recipe = load_recipe(overrides=[chosen])
+
+    file = save_recipe(recipe, tmp_path / "recipe.json")
+
+    assert list(json.loads(file.read_text())["model"]) == [chosen.partition("=")[0].removeprefix("model.")]
+    assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
+
+
 def test_save_with_another_suffix_says_what_is_allowed(tmp_path):
     with pytest.raises(ValueError, match=r"suffix '\.txt'; expected \.toml or \.json"):
         save_recipe(Recipe(), tmp_path / "recipe.txt")

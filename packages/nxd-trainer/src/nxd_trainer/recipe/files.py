@@ -18,7 +18,7 @@ import yaml
 from nxd_engine.options import Key, Schema, is_none, keys_of
 
 from nxd_trainer.recipe.checks import RecipeError
-from nxd_trainer.recipe.rules import consistency_mistakes
+from nxd_trainer.recipe.rules import SIZES, consistency_mistakes
 from nxd_trainer.recipe.sections import Recipe
 
 RUN_RECIPE_FILE = "recipe.toml"  # the recipe of a run, in its output folder
@@ -85,16 +85,17 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     """Convert a recipe to nested plain values (str, int, float, bool, list, dict), which `recipe_from_dict` reads.
 
-    Unset keys (None) are omitted, and so is `train.steps` if `train.epochs` is set.
+    Keys without effect are omitted: unset ones (None), `train.steps` if `train.epochs` is set, and the sizes of our
+    Llama if the model has its own.
     """
+    unused = set() if recipe.train.epochs is None else {"train.steps"}
+    unused |= set() if recipe.model.has_these_sizes else {f"model.{size.name}" for size in SIZES}
     values: dict[str, object] = {}
     for key in recipe_keys().values():
         value = getattr(getattr(recipe, key.section) if key.section else recipe, key.field)
-        if value is not None:
+        if value is not None and key.name not in unused:
             value = value.as_posix() if isinstance(value, Path) else value
             values[key.name] = list(value) if isinstance(value, tuple) else value
-    if recipe.train.epochs is not None:
-        del values["train.steps"]
     return _schema().nest(values)
 
 
