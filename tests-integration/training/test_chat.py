@@ -15,6 +15,7 @@ from nxd_engine.logs import get_logger
 from nxd_parity import InFloat64
 from nxd_trainer.from_recipe import PACKED_TYPES
 from nxd_trainer.report import read_records
+from nxd_trainer.report.run_log import last_event, read_events
 from runs_by_hand import SIZES, byte_tokenizer, settings_of_own_llama, train_by_hand, train_in_float64
 from torch.nn import functional as F
 
@@ -287,7 +288,7 @@ def test_resume_with_other_sequences_is_refused(run_ranks, folder_of, settings, 
         run_ranks(train_in_float64, 1, [*settings, changes[change]])
 
 
-def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder_of, settings):
+def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder_of, settings, tmp_path):
     def lines_of(settings):
         lines, logger = [], get_logger("nxd_trainer")
         handler = logging.Handler()
@@ -306,3 +307,5 @@ def test_conversations_and_cuts_are_told_before_the_first_step(run_ranks, folder
     assert [level for level, line in lines if re.match(r"12 conversations of \d+ tokens, of which", line)] == ["INFO"]
     assert [level for level, line in lines if "template has no {% generation %} marks" in line] == ["INFO"]
     assert [level for level, line in lines if re.match(r"\d conversations are longer than", line)] == ["WARNING"]
+    [cut] = [found[1] for _, line in lines if (found := re.search(r"([\d,]+) tokens are cut off", line))]
+    assert last_event(read_events(tmp_path / "run"), "start")["data"]["truncated"] == int(cut.replace(",", "")) > 0

@@ -1,5 +1,8 @@
 """What a run does and leaves behind: its updates follow the recipe, and so do its checkpoints and its metrics."""
 
+import sys
+from pathlib import Path
+
 import nxd_ckpt
 import pytest
 import torch
@@ -7,7 +10,7 @@ from nxd_state import get_world_group, initialize_model_parallel
 from nxd_trainer.data.loader import TrainLoader
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import StepRecord, read_records
-from nxd_trainer.report.run_log import read_events
+from nxd_trainer.report.run_log import count_warnings, read_events
 from nxd_trainer.report.run_page import render_run_page
 from nxd_trainer.training import saving, train
 from nxd_trainer.training.run_state import RunState
@@ -48,6 +51,23 @@ def test_run_logs_its_memory_and_messages_once(run_ranks, settings, tmp_path, ze
     assert messages["axes"]["dp+cp"]["bytes"] == pytest.approx(weights, rel=0.05)
     assert (end["how"], end["step"]) == ("finished", 5)
     assert "cannot be shown" not in render_run_page(tmp_path / "run")
+
+
+def run_with_modules_of(folder: Path, settings: list[str]) -> None:
+    sys.path.insert(0, str(folder))
+    try:
+        run(settings)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_warnings_from_the_preparation_of_a_run_are_in_its_log(run_ranks, settings, tmp_path):
+    code = "import torch, warnings\nwarnings.warn('this optimizer is old')\nclass Old(torch.optim.SGD): pass\n"
+    (tmp_path / "old_optimizer.py").write_text(code)
+    run_ranks(run_with_modules_of, 2, tmp_path, [*settings, "train.steps=1", "optimizer.factory=old_optimizer:Old"])
+
+    [old] = [it for it in count_warnings(read_events(tmp_path / "run")) if it.message == "this optimizer is old"]
+    assert (old.count, old.ranks) == (2, [0, 1])
 
 
 def model_of(folder, step: int) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from nxd_cli.dispatch import main
 from nxd_trainer.report import MetricsLog, RunLog
 from nxd_trainer.report.live import sparkline, view
 from nxd_trainer.report.metrics import METRICS_FILE, FollowedRecords
+from nxd_trainer.report.run_log import read_events
 from rich.console import Console
 
 
@@ -45,29 +46,46 @@ def test_watch_waits_for_a_folder_that_does_not_exist_yet(tmp_path, record, caps
     assert stream.getvalue().splitlines()[-1] == "finished at step 1"
 
 
-@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("width", [50, 80, 140])
 def test_view_fits_the_terminal_and_shows_the_last_steps(tmp_path, record, width):
-    (tmp_path / "recipe.toml").write_text("[train]\nsteps = 400\n")
     records = [record(step, grad_norm=1.5, held_out_loss=2.0 if step % 5 == 0 else None) for step in range(1, 301)]
     console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True, legacy_windows=False)
     with RunLog(tmp_path, 0) as log:
-        log.add_warning("warning", "library", "a long story " * 30)
+        log.write("start", step=0, last_step=400)
+        for _ in range(2):
+            log.add_warning("warning", "library", "a long story " * 30)
 
-    console.print(view(tmp_path, records, "running", console))
+    console.print(view(tmp_path, records, read_events(tmp_path), console))
 
     lines = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue()).splitlines()
     assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines if re.match(r" *(\d+|step) ", line))
+    assert ("memory" in lines[-2 - 10]) == (width > 50)
     text = "\n".join(lines)
-    assert "300 of 400 steps" in text
+    assert "300 of 400 steps, ETA 0:50" in text
     assert re.search(r"^ *300 +0\.0333 +2\.0000 +12\.3k +1\.5", text, flags=re.MULTILINE)
-    assert "warning, 1 times: a long story" in text
+    assert "warning, 2 times: a long story" in text
     assert not re.search(r"^ *290 ", text, flags=re.MULTILINE)
+
+
+def test_view_of_a_low_terminal_keeps_the_last_steps_and_warnings(tmp_path, record):
+    console = Console(file=io.StringIO(), width=80, height=16)
+    with RunLog(tmp_path, 0) as log:
+        log.write("start", step=0, last_step=400)
+        log.add_warning("warning", "library", "a story")
+
+    console.print(view(tmp_path, [record(step) for step in range(1, 301)], read_events(tmp_path), console))
+
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 15  # one is for the cursor
+    assert re.match(r" *300 ", lines[-2])
+    assert lines[-1] == "warning: a story"
 
 
 def test_view_before_the_first_step_says_what_it_waits_for(tmp_path):
     console = Console(file=io.StringIO(), width=80)
 
-    console.print(view(tmp_path, [], "running", console))
+    console.print(view(tmp_path, [], [], console))
 
     assert "waiting for the first step of" in console.file.getvalue()
 

@@ -54,7 +54,6 @@ def test_endless_warnings_leave_a_small_log_and_the_hooks_are_removed(tmp_path):
 def test_counts_of_invocations_add_up(tmp_path):
     for _ in range(2):
         with RunLog(tmp_path, 0) as log:
-            log.write("start", step=0)
             for _ in range(3):
                 log.add_warning("warning", "library", "again")
 

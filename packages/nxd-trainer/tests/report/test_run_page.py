@@ -4,6 +4,8 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from nxd_ckpt import save
 from nxd_cli.dispatch import main
 from nxd_trainer.report import MetricsLog, RunLog
 from nxd_trainer.report.charts import line_chart
@@ -68,6 +70,16 @@ def test_commands_to_continue_fit_the_run(tmp_path, record, launcher, recipe, tr
     assert f"/{generate} TEXT<" in text
 
 
+def test_checkpoints_without_metrics_have_no_column_for_them(tmp_path, record):
+    write_run(tmp_path, [record(1)])
+    save(tmp_path / "checkpoints", "step-1", {"weight": torch.ones(2)})
+
+    text = render_run_page(tmp_path)
+
+    assert "<th>size</th>" in text
+    assert "<th>metrics</th>" not in text
+
+
 def test_text_of_the_folder_is_escaped(tmp_path, record):
     write_run(tmp_path, [record(1)], recipe='output = "<script>alert(1)</script>"\n')
 
@@ -97,6 +109,7 @@ START = {
         "counted_samples": 100,
         "masked": 0.25,
         "padding": 0.125,
+        "truncated": 12_345,
     },
 }
 MEMORY = {
@@ -124,6 +137,7 @@ def test_page_has_what_the_log_of_the_run_says(tmp_path, record):
     for shown in (
         "12.5% of the positions, counted on 100 samples",
         "25.0% of the tokens",
+        "12,345 tokens beyond data.sequence_length (10.0%)",
         "320 samples, 81.9k tokens, 2.00 epochs",
         "3 conversations are &lt;cut&gt; off",
         "activations and temporaries 512 MiB",

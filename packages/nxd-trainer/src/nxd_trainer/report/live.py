@@ -6,19 +6,19 @@ It reads the run's folder only, which may appear later, and ends when the run is
 import math
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
-from nxd_cli.output import printable, show_count, show_memory
+from nxd_cli.output import printable, show_count, show_duration, show_memory
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nxd_trainer.recipe import read_run_recipe
 from nxd_trainer.report.metrics import FollowedRecords, StepRecord
 from nxd_trainer.report.progress import describe, render_summary
-from nxd_trainer.report.run_log import count_warnings, describe_status, read_events
+from nxd_trainer.report.run_log import CountedWarning, Event, count_warnings, describe_status, last_event, read_events
 
 SECONDS_BETWEEN_LOOKS = 1.0
 LAST_STEPS, LAST_WARNINGS = 10, 3
@@ -64,33 +64,35 @@ def _print(console: Console, line: str) -> None:
 def _draw(folder: Path, followed: FollowedRecords, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            status, is_over = describe_status(read_events(folder))
-            live.update(view(folder, followed.poll(), status, console), refresh=True)
-            if is_over:
+            events = read_events(folder)
+            live.update(view(folder, followed.poll(), events, console), refresh=True)
+            if describe_status(events)[1]:
                 return
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
-def view(folder: Path, records: Sequence[StepRecord], status: str, console: Console) -> RenderableType:
+def view(folder: Path, records: Sequence[StepRecord], events: Sequence[Event], console: Console) -> RenderableType:
     """Return what the terminal shows: status, progress, curve of the loss, summary, last steps and warnings."""
+    status, is_over = describe_status(events)
     title = Text.assemble((printable(str(folder)), "bold"), "  ", printable(status), overflow="ellipsis", no_wrap=True)
     if not records:
         return Group(title, _waiting(folder, status))
     parts: list[RenderableType] = [title]
-    total = _last_step(folder)
-    if total:
-        bar = ProgressBar(total=total, completed=records[-1].step, width=min(40, console.width // 2))
+    total = (last_event(events, "start") or {}).get("last_step")
+    if isinstance(total, int):
+        eta = "" if is_over else f", ETA {show_duration(_seconds_left(records, total))}"
+        progress = f"{records[-1].step:,} of {total:,} steps{eta}"
+        width = max(1, min(40, console.width - len(progress) - 2))
         row = Table.grid(padding=(0, 1))
-        row.add_row(bar, f"{records[-1].step:,} of {total:,} steps")
+        row.add_row(ProgressBar(total=total, completed=records[-1].step, width=width), progress)
         parts.append(row)
     if not console.options.ascii_only:
         parts.append(Text(f"loss  {sparkline([it.loss for it in records], console.width - 8)}"))
-    parts += ["", Text(render_summary(records, {}), overflow="ellipsis", no_wrap=True), "", _steps(records)]
-    warnings = count_warnings(read_events(folder))
-    for it in warnings[-LAST_WARNINGS:]:
-        line = f"{it.level}, {it.count:,} times: {it.message}"
-        parts.append(Text(printable(line), "yellow", overflow="ellipsis", no_wrap=True))
-    return Group(*parts)
+    summary = render_summary(records, {})
+    parts += ["", Text(summary, overflow="ellipsis", no_wrap=True), ""]
+    warnings = [_warning(it) for it in count_warnings(events)[-LAST_WARNINGS:]]
+    room = console.height - len(parts) - summary.count("\n") - len(warnings) - 2  # the steps' head, and the cursor
+    return Group(*parts, _steps(records[-max(1, min(room, LAST_STEPS)) :], console.width), *warnings)
 
 
 def _waiting(folder: Path, status: str) -> str:
@@ -99,16 +101,21 @@ def _waiting(folder: Path, status: str) -> str:
     return f"waiting for the first step of {folder} ({status})"
 
 
-def _last_step(folder: Path) -> int | None:
-    try:
-        return read_run_recipe(folder).last_step
-    except (ValueError, OSError):  # not written yet, or of another version
-        return None
+def _warning(warning: CountedWarning) -> Text:
+    times = f", {warning.count:,} times" if warning.count > 1 else ""
+    text = printable(f"{warning.level}{times}: {warning.message}")
+    return Text(text, "yellow", overflow="ellipsis", no_wrap=True)
 
 
-def _steps(records: Sequence[StepRecord]) -> Table:
-    """Return the last steps as a table that fits 80 columns; a column that no step has is left out."""
-    shown = records[-LAST_STEPS:]
+def _seconds_left(records: Sequence[StepRecord], total: int) -> float:
+    """Return the seconds to the last step, at the mean speed since the run started or resumed."""
+    last = records[-1]
+    first = next((it.resumed_from for it in reversed(records) if it.resumed_from is not None), 0)
+    return last.seconds / max(1, last.step - first) * max(0, total - last.step)
+
+
+def _steps(shown: Sequence[StepRecord], width: int) -> Table:
+    """Return steps as a table; columns that no step has are left out, and the last ones if they do not fit."""
     columns = {
         "step": [f"{it.step:,}" for it in shown],
         "loss": [f"{it.loss:.4f}" for it in shown],
@@ -121,10 +128,12 @@ def _steps(records: Sequence[StepRecord]) -> Table:
         "memory": [show_memory(it.peak_memory_bytes) for it in shown],
     }
     filled = {name: cells for name, cells in columns.items() if any(cells)}
+    ends = accumulate(max(map(len, [name, *cells])) + len("  ") for name, cells in filled.items())
+    fitting = {name: filled[name] for name, end in zip(filled, ends, strict=True) if end - len("  ") <= width}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in filled:
+    for name in fitting:
         table.add_column(name, justify="right", no_wrap=True)
-    for row in zip(*filled.values(), strict=True):
+    for row in zip(*fitting.values(), strict=True):
         table.add_row(*row)
     return table
 

@@ -164,12 +164,13 @@ def render_summary(records: Sequence[StepRecord], files: Mapping[str, str | Path
         records: all records of the run, from `read_records`; may be empty.
         files: files by name; None for files that were not written.
     """
-    rows = [*_measures(records), *((name, str(path)) for name, path in files.items() if path is not None)]
+    rows = [*summary_rows(records), *((name, str(path)) for name, path in files.items() if path is not None)]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"  {name:{width}}  {value}" for name, value in rows)
 
 
-def _measures(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
+def summary_rows(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
+    """Return the names and values of a run's summary."""
     if not records:
         return [("steps", "none logged")]
     invocations = _split_invocations(records)

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +106,7 @@ class RunLog:
         self._stream: TextIO | None = None
         self._counts: Counter[tuple[str, str]] = Counter()
         self._seen: dict[tuple[str, str], dict[str, Any]] = {}
-        self._recording = _recorded_warnings(self)
+        self._recording = recorded_warnings(self.add_warning)
 
     def write(self, event: str, **content: Any) -> None:
         """Add an event with the current time."""
@@ -160,8 +160,12 @@ def _ends_a_line(file: Path) -> bool:
 
 
 @contextmanager
-def _recorded_warnings(log: RunLog) -> Iterator[None]:
-    """Pass Python's warnings, and log records of level WARNING or above of any logger, to a log as well."""
+def recorded_warnings(add: Callable[[str, str, str], None]) -> Iterator[None]:
+    """Pass Python's warnings, and log records of level WARNING or above of any logger, to a function as well.
+
+    Args:
+        add: called with the level, the source and the message, as `RunLog.add_warning`.
+    """
     make_record, show = logging.getLogRecordFactory(), warnings.showwarning
 
     def recording_factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -169,7 +173,7 @@ def _recorded_warnings(log: RunLog) -> Iterator[None]:
         if record.levelno >= logging.WARNING:
             with suppress(Exception):  # arguments that do not fit the message are reported by the logger's handler
                 if _is_shown(record):
-                    log.add_warning(record.levelname.lower(), record.name, record.getMessage())
+                    add(record.levelname.lower(), record.name, record.getMessage())
         return record
 
     def recording_show(
@@ -180,7 +184,7 @@ def _recorded_warnings(log: RunLog) -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        log.add_warning("warning", category.__name__, str(message))
+        add("warning", category.__name__, str(message))
         show(message, category, filename, lineno, file, line)
 
     logging.setLogRecordFactory(recording_factory)
@@ -217,21 +221,18 @@ class CountedWarning:
 def count_warnings(events: Sequence[Event]) -> list[CountedWarning]:
     """Return the different warnings among events, in the order of their first time."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    highest: dict[tuple[tuple[str, str], int, int], int] = {}  # a rank's count grows within an invocation
-    num_starts = 0
+    totals: Counter[tuple[str, str]] = Counter()
+    counted: Counter[tuple[tuple[str, str], int]] = Counter()  # the last count of a rank
     for event in events:
-        num_starts += event["event"] == "start"
         if event["event"] != "warning" or not isinstance(event.get("count"), int):
             continue
         level, source, message = (str(event.get(name, "")) for name in ("level", "source", "message"))
         key = (source, re.sub(r"\d+", "0", message))
         entry = found.setdefault(key, {"level": level, "source": source, "message": message, "ranks": set()})
         entry["ranks"].add(event["rank"])
-        place = (key, event["rank"], num_starts)
-        highest[place] = max(highest.get(place, 0), event["count"])
-    totals: Counter[tuple[str, str]] = Counter()
-    for (key, _, _), count in highest.items():
-        totals[key] += count
+        place, count = (key, event["rank"]), event["count"]
+        totals[key] += count - counted[place] if count > counted[place] else count  # each invocation counts from 1
+        counted[place] = count
     return [
         CountedWarning(it["level"], it["source"], it["message"], totals[key], sorted(it["ranks"]))
         for key, it in found.items()

@@ -19,7 +19,7 @@ from nxd_trainer.recipe import RUN_RECIPE_FILE, Recipe, read_run_recipe
 from nxd_trainer.report import run_sections
 from nxd_trainer.report.charts import line_chart, smoothed, timeline_chart
 from nxd_trainer.report.metrics import StepRecord, read_run
-from nxd_trainer.report.progress import render_summary
+from nxd_trainer.report.progress import summary_rows
 from nxd_trainer.report.run_log import describe_status, read_events
 from nxd_trainer.report.run_sections import table
 
@@ -37,6 +37,7 @@ svg text { font-size: 11px; fill: currentColor } svg .grid { stroke: currentColo
 svg .mark { stroke: currentColor; stroke-opacity: .5; stroke-dasharray: 4 3 } polyline { stroke-width: 1.5 }
 table { border-collapse: collapse } .wide { overflow-x: auto } td { overflow-wrap: break-word }
 td, th { padding: .1rem 1rem .1rem 0; text-align: left; vertical-align: top } th, td.number { white-space: nowrap }
+@media (max-width: 600px) { th { white-space: normal } td, th { padding-right: .6rem } }
 td.load, td.number { font-variant-numeric: tabular-nums } td.load { text-align: right; padding: .1rem .5rem }
 .lanes { display: flex; gap: .6rem; line-height: 26px; font-size: 13px; white-space: nowrap }
 svg.timeline { flex: 1; min-width: 0; cursor: grab; touch-action: pan-y }
@@ -86,7 +87,7 @@ def render_run_page(folder: Path) -> str:
     name = escape(folder.resolve().name)
     status, _ = describe_status(events)
     sections: list[tuple[str, Callable[[], str]]] = [
-        ("Summary", lambda: f"<pre>{escape(render_summary(records, {}))}</pre>"),
+        ("Summary", lambda: table((), summary_rows(records))),
         ("Curves", lambda: _curves(records)),
         ("Experts", lambda: _experts(records)),
         ("Pipeline", lambda: _timeline(recipe.pipeline.trace_file)),

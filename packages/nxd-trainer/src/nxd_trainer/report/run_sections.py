@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import compress
 from typing import Any
 
 from nxd_cli.output import show_count, show_memory
@@ -24,9 +25,11 @@ WORLD = "pp+dp+cp+tp"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of texts, which are escaped; an empty head is left out."""
-    top = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>" if head else ""
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    """Return a table of texts, which are escaped; an empty head and columns without texts are left out."""
+    rows = list(rows)
+    filled = [any(column) for column in zip(*rows, strict=True)]
+    top = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in compress(head, filled))}</tr>" if head else ""
+    body = "".join(f"<tr>{''.join(map(_cell, compress(row, filled)))}</tr>" for row in rows)
     return f'<div class="wide"><table>{top}{body}</table></div>'
 
 
@@ -55,6 +58,10 @@ def data_section(events: Sequence[Event], records: Sequence[StepRecord]) -> str:
         of = "" if data["counted_samples"] == data["samples"] else f", counted on {data['counted_samples']:,} samples"
         rows.append(("padding", f"{data['padding']:.1%} of the positions{of}"))
         rows.append(("masked", f"{data['masked']:.1%} of the tokens, which the loss does not count{of}"))
+    if "truncated" in data:
+        of_all = sum(it["tokens"] for it in data["sources"])
+        share = data["truncated"] / max(1, of_all)
+        rows.append(("cut off", f"{data['truncated']:,} tokens beyond data.sequence_length ({share:.1%})"))
     if data.get("packed"):
         rows.append(("packed", str(data["packed"])))
     rows.append(("held out", f"{data.get('held_out_samples', 0):,} samples"))

@@ -35,7 +35,7 @@ from nxd_trainer.report import (
     render_summary,
 )
 from nxd_trainer.report.metrics import read_run
-from nxd_trainer.report.run_log import remove_log
+from nxd_trainer.report.run_log import recorded_warnings, remove_log
 from nxd_trainer.report.run_page import next_commands, write_run_page
 from nxd_trainer.training.diagnostics import Straggler, StragglerWatch, report_gradients
 from nxd_trainer.training.initial_weights import load_reference
@@ -106,9 +106,12 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     Raises:
         ValueError: the recipe does not fit the ranks, the data or the checkpoint; the same error on every rank.
     """
-    state = build_run_state(recipe, output_lock=lock_output(recipe.output))
-    tag = resume_from_memory(state) or resume_run(state)
-    load_reference(state)
+    early_warnings: list[tuple[str, str, str]] = []
+    with recorded_warnings(lambda *warning: early_warnings.append(warning)):
+        state = build_run_state(recipe, output_lock=lock_output(recipe.output))
+        tag = resume_from_memory(state) or resume_run(state)
+        load_reference(state)
+    state.early_warnings = early_warnings
     _renew_in_order(state)
     state.trackers = run_or_raise_peer_error("opening the trackers", lambda: _trackers(state), error_type=ValueError)
     report_gradients(state)

@@ -22,6 +22,7 @@ from nxd_state.processes import Process
 from torch import Tensor
 
 from nxd_trainer.data import Conversations
+from nxd_trainer.data.conversations import cut_lengths
 from nxd_trainer.data.preferences import PairSequences
 from nxd_trainer.report import RunLog, peak_memory_bytes
 from nxd_trainer.training.run_state import RunState
@@ -59,10 +60,13 @@ MEASURED_STEP = 2  # of an invocation: the first creates the optimizer states
 
 @contextmanager
 def logged_run(state: RunState) -> Iterator[RunLog]:
-    """Keep the log of an invocation: its start, the warnings of each rank, and how it ends if it raises."""
+    """Keep the log of an invocation: its start, each rank's warnings since it was prepared, its end if it raises."""
     with RunLog(state.recipe.output, get_world_group().rank) as log:
         if state.is_writer:
-            log.write("start", step=state.step, process=_process(), environment=_environment(state), data=_data(state))
+            facts = {"process": _process(), "environment": _environment(state), "data": _data(state)}
+            log.write("start", step=state.step, last_step=state.recipe.last_step, **facts)
+        for warning in state.early_warnings:
+            log.add_warning(*warning)
         try:
             yield log
         except BaseException as error:
@@ -156,6 +160,10 @@ def _data(state: RunState) -> dict[str, Any]:
         "packed": "several conversations a sequence" if recipe.data.packing else None,
         "notes": [*data.notes, *data.warnings],
     }
+    chats = [source for source in data.sources.values() if isinstance(source, Conversations)]
+    if chats:
+        kept = sum(int(cut_lengths(chat, recipe.data.sequence_length)[1].sum()) for chat in chats)
+        facts["truncated"] = sum(chat.index.num_tokens for chat in chats) - kept
     if data.stream is not None:
         return facts | {"sources": [{"name": data.stream.name, "kind": "stream"}]}
     num_samples = len(data.train)

@@ -90,6 +90,8 @@ class RunState:
     # trackers that get the metrics besides their file, opened at the step that a run resumes from; only on the rank
     # that writes metrics
     trackers: Sequence[Tracker] = ()
+    # level, source and message of this rank's warnings while the run was prepared, for its log
+    early_warnings: Sequence[tuple[str, str, str]] = ()
 
     @property
     def is_writer(self) -> bool:
