@@ -1,4 +1,4 @@
-"""Keeps and deletes checkpoints: called by one process, never inside a save.
+"""Keeps and deletes checkpoints. One process at a time calls this; saves may be in progress, except for `gc`.
 
 Only complete checkpoints count. A checkpoint's manifest is deleted first, so an interrupted deletion leaves no partial
 checkpoint, only files that `gc` finds.
