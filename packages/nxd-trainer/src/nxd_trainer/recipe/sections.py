@@ -366,3 +366,8 @@ class Recipe:
     def last_step(self) -> int:
         """The step at which this invocation ends: `train.stop_after` if set, otherwise `train.steps`."""
         return self.train.steps if self.train.stop_after is None else self.train.stop_after
+
+    @property
+    def last_step_key(self) -> str:
+        """The key that `last_step` is from."""
+        return "train.steps" if self.train.stop_after is None else "train.stop_after"

@@ -381,13 +381,10 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
     for warning in state.data.warnings:
         logger.warning(warning)
     if state.step >= state.recipe.last_step:
-        end, key = (
-            state.recipe.last_step,
-            "train.steps" if state.recipe.train.stop_after is None else "train.stop_after",
-        )
+        end = state.recipe.last_step
         logger.info(
             f"nothing to do: the run is at step {state.step} and ends at {end}; to train longer, add for example "
-            f"--{key} {2 * end}"
+            f"--{state.recipe.last_step_key} {2 * end}"
         )
     if resumed and state.recipe.train.eval_every:
         held_out_loss = evaluate(state)  # shows that the run resumed correctly
