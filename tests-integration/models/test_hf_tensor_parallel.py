@@ -199,6 +199,17 @@ def test_models_on_two_ranks_equal_one_process(run_ranks):
     assert_equal_to_one_process(ON_TWO_RANKS, run_ranks(split_results, 2, 2, ON_TWO_RANKS, timeout=300))
 
 
+def test_rank_with_heads_of_zeros_alone_equals_one_process_and_takes_initial_values(run_ranks):
+    models = {"two groups of heads": Model("llama", {"attention_bias": True})}
+
+    def job():
+        results = split_results(3, models)
+        assert all(parallelize(make_config(it)) for it in models.values())
+        return results
+
+    assert_equal_to_one_process(models, run_ranks(job, 3))
+
+
 @pytest.mark.slow
 def test_models_on_four_ranks_equal_one_process(run_ranks):
     assert_equal_to_one_process(ON_FOUR_RANKS, run_ranks(split_results, 4, 4, ON_FOUR_RANKS, timeout=300))
@@ -540,7 +551,7 @@ def test_documented_call_recomputes_layers_of_a_model_that_keeps_a_cache(run_ran
         (Model("opt", OPT, SPLIT_SEQUENCE), "layers.0.fc1: its output stays sharded until another module"),
         (Model("bloom", BLOOM, SPLIT_SEQUENCE), "self_attention: it adds the residual itself"),
         (Model("olmo_hybrid", {}, SPLIT_SEQUENCE), "sequence_parallel=True is not supported for .*linear_attn"),
-        (Model("llama", {"intermediate_size": 47}), "2 shards do not divide dim 0"),
+        (Model("llama", {"intermediate_size": 49}), "not divide the 49 outputs of .*mlp.gate_proj; use 1 or 7"),
         (
             Model("granite_swa", {"num_attention_heads": 3, "num_key_value_heads": 3}),
             "sinks .* cannot be padded to 4 heads",

@@ -166,7 +166,7 @@ class Doubled(nn.Linear):
         (make_model, {"haed": "colwise"}, "'haed' in the plan matches no module or parameter of Model"),
         (make_model, None, "Model has no tensor-parallel plan; give one"),
         (make_model, {"layers.*": "colwise"}, "layers.0 is a FeedForward, where this style expects a torch.nn.Linear"),
-        (make_model, {"head": "colwise"}, "2 shards do not divide dim 0 of shape .11, 12."),
+        (make_model, {"head": "colwise"}, "=2 does not divide the 11 outputs of head; use 1 or 11"),
         (make_model, {"experts.gate_up_proj": "colwise"}, "holds two matrices, but 'colwise' shards it as one"),
         (make_model, {"router": "sequence_parallel"}, "pass sequence_parallel=True"),
         (make_model, {"router": "mla_kv_a_proj"}, "needs config.qk_rope_head_dim, which is None"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from nxd_state import allocate_meta_tensor, get_shard_spec, seed_of_module
+from nxd_state import ShardSpec, allocate_meta_tensor, get_shard_spec, seed_of_module
 from torch import nn
 
 from nxd_layers.embedding import ParallelEmbedding
@@ -125,7 +125,7 @@ def _fill_from_outside(model: Any, module: nn.Module) -> None:
 def _unsharded(module: nn.Module) -> nn.Module:
     """Return the module that this one has replaced, with full parameters; the module itself if it has no shards."""
     specs = {name: get_shard_spec(it) for name, it in module._parameters.items() if it is not None}
-    shapes = {name: spec.pieces[0].logical_shape for name, spec in specs.items() if spec is not None}
+    shapes = {name: _full_shape(module, name, spec) for name, spec in specs.items() if spec is not None}
     if not shapes:
         return module
     cls = _plain_class(module)
@@ -139,6 +139,15 @@ def _unsharded(module: nn.Module) -> nn.Module:
     }
     full.__dict__["_parameters"] = parameters
     return full
+
+
+def _full_shape(module: Any, name: str, spec: ShardSpec) -> tuple[int, ...]:
+    if spec.pieces:
+        return spec.pieces[0].logical_shape
+    # All padding on this rank, which only linears and embeddings can be.
+    if isinstance(module, ParallelEmbedding):
+        return module.num_embeddings, module.embedding_dim
+    return (module.out_features, module.in_features) if name == "weight" else (module.out_features,)
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:

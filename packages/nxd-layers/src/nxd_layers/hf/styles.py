@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from nxd_state import active_group
+from nxd_state.mesh import divisors
 from torch import Tensor, nn
 
 from nxd_layers.hf.layers import (
@@ -157,16 +158,33 @@ def replace_linear(target: Target, make: Callable[[nn.Linear], nn.Module]) -> Ap
 def shard(target: Target, dim: int, *, stride: int = 1) -> Apply:
     """Check whether a parameter can be sharded along `dim`, and return the function that does so."""
     target.check_is_parameter()
-    shard_spec_along(target.parent.get_parameter(target.name), dim, stride=stride)
+    full = target.parent.get_parameter(target.name)
+    _check_length(target, full.shape[dim] // stride, "rows" if dim == _rows_dim(target) else "columns")
+    shard_spec_along(full, dim, stride=stride)
     return lambda: shard_parameter(target.parent, target.name, dim, stride=stride)
+
+
+def _check_length(target: Target, length: int, parts: str) -> None:
+    """Raise a ValueError that names degrees that would work, unless the tensor-parallel degree divides a length."""
+    size = active_group("tp").size
+    if length % size:
+        degrees = divisors(length)
+        near = [max(it for it in degrees if it < size), *[it for it in degrees if it > size][:1]]
+        raise ValueError(
+            f"tensor_model_parallel_size={size} does not divide the {length} {parts} of {target.path}; "
+            f"use {' or '.join(map(str, near))}"
+        )
 
 
 def _column(target: Target, *, stride: int = 1) -> Apply:
     if target.is_parameter:
         return shard(target, _rows_dim(target), stride=stride)
     if is_conv1d(target.module):
-        shard_spec_along(target.module.get_parameter("weight"), 1, stride=stride)
+        weight = target.module.get_parameter("weight")
+        _check_length(target, weight.shape[1] // stride, "outputs")
+        shard_spec_along(weight, 1, stride=stride)
         return lambda: split_conv1d_outputs(target.module, stride=stride)
+    _check_length(target, target.of_class(nn.Linear).out_features // stride, "outputs")
     return replace_linear(target, partial(column_parallel, gather_output=False, stride=stride))
 
 
@@ -178,8 +196,9 @@ def _row(target: Target) -> Apply:
     if target.is_parameter:
         return shard(target, -1)
     if is_conv1d(target.module):
-        shard_spec_along(target.module.get_parameter("weight"), 0)
+        _check_length(target, target.module.get_parameter("weight").shape[0], "inputs")
         return lambda: split_conv1d_inputs(target.module)
+    _check_length(target, target.of_class(nn.Linear).in_features, "inputs")
     return replace_linear(target, partial(row_parallel, input_is_parallel=True))
 
 
