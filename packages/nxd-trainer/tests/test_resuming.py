@@ -3,7 +3,7 @@
 import pytest
 from nxd_trainer.recipe import load_recipe, recipe_to_dict
 from nxd_trainer.recipe.files import recipe_keys
-from nxd_trainer.training.resuming import changes_to_report, rule_of
+from nxd_trainer.training.resuming import changes_to_report, rate_change, rule_of
 
 RULES = {name: rule_of(name) for name in recipe_keys()}
 # Looked at when they were added; a new key of these sections must be looked at, too.
@@ -43,3 +43,14 @@ def test_same_recipe_tells_nothing_and_keys_of_later_versions_have_their_default
     del before["optimizer"]["schedule"], before["moe"]
 
     assert changes_to_report(load_recipe(None, ["output=elsewhere", "train.log_every=3"]), before) == []
+
+
+def test_longer_run_tells_how_its_schedule_changes_the_next_rate():
+    keys = ["optimizer.lr=0.01", "optimizer.warmup_steps=0", "optimizer.min_lr_ratio=0.1"]
+    finished = recipe_to_dict(load_recipe(None, [*keys, "train.steps=40"]))
+
+    line = rate_change(load_recipe(None, [*keys, "train.steps=60"]), finished, 40)
+
+    assert line is not None
+    assert line.startswith("the learning rate of step 41 is 3.3e-03 by the new length and schedule, and was 1.0e-03 by")
+    assert rate_change(load_recipe(None, [*keys, "train.steps=40", "train.global_batch_size=4"]), finished, 20) is None

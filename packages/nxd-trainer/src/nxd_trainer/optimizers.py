@@ -16,7 +16,9 @@ from nxd_state import get_device, has_fused_optimizers, is_lazy_device
 from torch import Tensor
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
+from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.recipe import Recipe
+from nxd_trainer.recipe.sections import OptimizerSection
 
 _TYPES: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "adafactor": Adafactor}
 
@@ -99,6 +101,27 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
             check_parameterwise(cls, arguments, advice=f"set parallel.pipeline_parallel_size=1, {or_use}")
     except ValueError as error:
         raise ValueError(f"{_named(recipe)}: {error}") from error
+
+
+def scheduled_rate(options: OptimizerSection, step: int, *, total_steps: int) -> float:
+    """Return the learning rate of one optimizer step of a run.
+
+    Args:
+        options: the recipe's section of the optimizer.
+        step: optimizer steps already taken.
+        total_steps: steps of the whole run.
+    """
+    return options.lr * lr_multiplier(
+        step,
+        total_steps=total_steps,
+        warmup_steps=options.warmup_steps,
+        min_lr_ratio=options.min_lr_ratio,
+        schedule=options.schedule,
+        num_decay_steps=options.num_decay_steps,
+        decay_type=options.decay_type,
+        num_cycles=options.num_cycles,
+        power=options.power,
+    )
 
 
 def learning_rate_on(device: torch.device, rate: float) -> float | Tensor:

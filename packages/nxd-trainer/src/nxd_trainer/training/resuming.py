@@ -4,7 +4,7 @@ A test checks that every key of a recipe has a rule, so that no change goes unre
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +25,10 @@ from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_state import all_gather_object, get_mesh, get_world_group, seed_model_parallel, set_rng_state
 from torch import Tensor
 
+from nxd_trainer.optimizers import scheduled_rate
 from nxd_trainer.recipe import Recipe, recipe_from_dict, recipe_keys, recipe_to_dict
 from nxd_trainer.recipe.rules import listed
+from nxd_trainer.recipe.sections import OptimizerSection
 from nxd_trainer.training.initial_weights import load_base, load_first_weights, model_differences
 from nxd_trainer.training.run_state import EarlyStopping, RunState, on_first_rank_of_each_host
 from nxd_trainer.training.saving import average_tensors, describe_data, memory_url, own_rng_state
@@ -94,6 +96,21 @@ def changes_to_report(recipe: Recipe, of_checkpoint: Mapping[str, Any]) -> list[
             before, now = value(of_checkpoint, section, field), value(own, section, field)
             lines += [f"{name} {before} -> {now}"] if before != now else []
     return lines
+
+
+def rate_change(recipe: Recipe, of_checkpoint: Mapping[str, Any], step: int) -> str | None:
+    """Return a line with the learning rate of a step by the recipe and by the checkpoint's; None if they are equal."""
+    known = {field.name for field in fields(OptimizerSection)}
+    options = {name: it for name, it in of_checkpoint.get("optimizer", {}).items() if name in known and it is not None}
+    steps = of_checkpoint.get("train", {}).get("steps", recipe.train.steps)
+    before = f"{scheduled_rate(OptimizerSection(**options), step, total_steps=steps):.1e}"
+    now = f"{scheduled_rate(recipe.optimizer, step, total_steps=recipe.train.steps):.1e}"
+    if before == now:
+        return None
+    return (
+        f"the learning rate of step {step + 1} is {now} by the new length and schedule, and was {before} by those of "
+        "the checkpoint (optimizer.schedule=constant keeps it at optimizer.lr)"
+    )
 
 
 def resume_run(state: RunState) -> str | None:
@@ -228,6 +245,8 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
     changes = changes_to_report(state.recipe, content["recipe"])
     if changes:
         _logger.warning(f"keys have changed since {where} was written: {'; '.join(changes)}")
+    if rates := rate_change(state.recipe, content["recipe"], checkpoint.step or 0):
+        _logger.warning(rates)
     load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
     if state.average is not None:
         state.average.restart()

@@ -30,8 +30,7 @@ from torch import Tensor
 from nxd_trainer.data import Batch, concatenate, held_out_batches
 from nxd_trainer.dpo import REFERENCE, model_of_reference, reference_log_probs
 from nxd_trainer.forward import autocast, model_inputs
-from nxd_trainer.lr_schedule import lr_multiplier
-from nxd_trainer.optimizers import learning_rate_on
+from nxd_trainer.optimizers import learning_rate_on, scheduled_rate
 from nxd_trainer.training.run_state import RunState
 from nxd_trainer.training.saving import diverged
 
@@ -115,18 +114,7 @@ def _skipped_steps(state: RunState) -> int:
 
 def learning_rate(state: RunState) -> float:
     """Return the learning rate of the next step; it depends only on the step, so there is no state to save."""
-    options = state.recipe.optimizer
-    return options.lr * lr_multiplier(
-        state.step,
-        total_steps=state.recipe.train.steps,
-        warmup_steps=options.warmup_steps,
-        min_lr_ratio=options.min_lr_ratio,
-        schedule=options.schedule,
-        num_decay_steps=options.num_decay_steps,
-        decay_type=options.decay_type,
-        num_cycles=options.num_cycles,
-        power=options.power,
-    )
+    return scheduled_rate(state.recipe.optimizer, state.step, total_steps=state.recipe.train.steps)
 
 
 @torch.no_grad()
