@@ -1,9 +1,9 @@
-"""A model that calls functions of nxd_layers between its layers is cut without naming them anywhere."""
+"""A model of parallel layers that calls functions of nxd_layers between them is cut without naming them anywhere."""
 
+import neuronx_distributed.parallel_layers
 import nxd_layers
 import pytest
 import torch
-from nxd_layers import ColumnParallelLinear, ParallelEmbedding
 from nxd_pipeline import NxDPPModel
 from nxd_state import active_group, initialize_model_parallel
 from torch import nn
@@ -17,11 +17,11 @@ class Layer(nn.Linear):
 
 
 class Model(nn.Module):
-    def __init__(self, loss):
+    def __init__(self, loss, embedding, column_linear):
         super().__init__()
-        self.table = ParallelEmbedding(VOCABULARY, WIDTH, dtype=torch.float64)
+        self.table = embedding(VOCABULARY, WIDTH, dtype=torch.float64)
         self.layers = nn.ModuleList(Layer(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4))
-        self.head = ColumnParallelLinear(WIDTH, VOCABULARY, bias=False, gather_output=False, dtype=torch.float64)
+        self.head = column_linear(WIDTH, VOCABULARY, bias=False, gather_output=False, dtype=torch.float64)
         self.loss = loss
 
     def forward(self, input_ids, labels):
@@ -34,10 +34,17 @@ class Model(nn.Module):
         return nxd_layers.parallel_cross_entropy(self.head(hidden), labels).mean()
 
 
-def train(loss, tp, pp):
+OF_NXD_LAYERS = (nxd_layers.ParallelEmbedding, nxd_layers.ColumnParallelLinear)
+OF_NEURONX = (
+    neuronx_distributed.parallel_layers.ParallelEmbedding,
+    neuronx_distributed.parallel_layers.ColumnParallelLinear,
+)
+
+
+def train(loss, tp, pp, classes=OF_NXD_LAYERS):
     initialize_model_parallel(tp, pp)
     torch.manual_seed(0)
-    pipeline = NxDPPModel(Model(loss), Layer, 2, auto_partition=True, broadcast_and_average_loss=True)
+    pipeline = NxDPPModel(Model(loss, *classes), Layer, 2, auto_partition=True, broadcast_and_average_loss=True)
     generator = torch.Generator().manual_seed(1)
     ids, labels = torch.randint(VOCABULARY, (2, 4, 6), generator=generator)
     value = pipeline.run_train(input_ids=ids, labels=labels)
@@ -59,3 +66,12 @@ def test_functions_in_a_cut_model_give_the_loss_and_gradients_of_one_process(run
     for value, _ in results:
         torch.testing.assert_close(value, expected, rtol=1e-10, atol=0)
     torch.testing.assert_close(sum(it for _, it in results), expected_squares, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
+def test_layers_of_neuronx_distributed_stay_whole_without_being_named(run_ranks, tp, pp):
+    expected = run_ranks(train, tp * pp, "parallel_cross_entropy", tp, pp)
+
+    results = run_ranks(train, tp * pp, "parallel_cross_entropy", tp, pp, OF_NEURONX)
+
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)

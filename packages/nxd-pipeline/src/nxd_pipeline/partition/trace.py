@@ -161,6 +161,9 @@ def _not_traced(module: nn.Module, error: Exception, failed_in: tuple[str, nn.Mo
 
 
 def _is_parallel_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer of nxd_layers with weights; its forward communicates and must stay whole."""
-    package = type(module).__module__.partition(".")[0]
-    return package == "nxd_layers" and any(True for _ in module.parameters(recurse=False))
+    """Whether a module is a layer of nxd_layers with weights, or of a class derived from one.
+
+    Its forward communicates and must stay whole.
+    """
+    is_layer = any(it.__module__.partition(".")[0] == "nxd_layers" for it in type(module).__mro__)
+    return is_layer and any(True for _ in module.parameters(recurse=False))
