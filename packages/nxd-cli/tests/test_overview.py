@@ -59,6 +59,12 @@ def test_recipe_is_offered_to_train_on_the_ranks_that_it_needs(tmp_path):
     assert commands_in(tmp_path)[:2] == ["nxd data 'my recipe.toml'", "nxd train 'my recipe.toml' --nproc 4"]
 
 
+def test_recipe_is_offered_to_train_on_the_ranks_that_its_first_line_names(tmp_path):
+    (tmp_path / "recipe.toml").write_text(f"# nxd train recipe.toml --nproc 8\n{RECIPE}")
+
+    assert commands_in(tmp_path)[1] == "nxd train recipe.toml --nproc 8"
+
+
 def test_unfinished_run_is_offered_to_resume(tmp_path):
     write_run(tmp_path / "runs" / "a", step=4)
 

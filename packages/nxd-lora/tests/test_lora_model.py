@@ -141,7 +141,7 @@ def test_targets_name_layers_exactly_by_their_end_or_by_whole_parts(targets, ada
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["up_pro"], "'up_pro' matches nothing; did you mean 'up_proj'"),
+        (["up_pro"], r"'up_pro' matches nothing \(did you mean 'up_proj'.*\?\)\. Layers that can be adapted"),
         (["proj"], "'proj' matches nothing.*can be adapted: embed_tokens, up_proj, down_proj"),
         (["norm", "x_proj"], "'norm' names only RMSNorm, which LoRA cannot adapt; 'x_proj' matches nothing"),
         ("up_proj", "the regular expression 'up_proj' matches no whole name"),

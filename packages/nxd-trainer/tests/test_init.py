@@ -46,6 +46,17 @@ def test_init_without_terminal_writes_a_recipe_and_the_next_command(folder, caps
     assert '[data]\n# path = "texts"  # file or folder; unset: ' in (folder / "recipe.toml").read_text()
 
 
+def test_model_and_rows_that_nobody_was_asked_about_are_hinted_at(folder, chat_model, capsys):
+    write_rows(folder / "my chats.jsonl", messages=[])
+
+    assert main(["init"]) == 0
+    assert main(["init", "other.toml", "--model", "tiny"]) == 0
+
+    told = capsys.readouterr().out
+    assert told.count("this folder holds model and my chats.jsonl; ") == 1
+    assert "\n  nxd init 'my chats.toml' --model model --data 'my chats.jsonl'\n" in told
+
+
 def test_recipe_of_init_trains(folder, capfd):
     (folder / "text.txt").write_text("to be or not to be\n" * 200)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import textwrap
@@ -67,7 +68,7 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     if recipe is not None:
         name = shlex.quote(recipe.name)
         commands.append((f"nxd data {name}", "show the data of the recipe"))
-        commands.append((f"nxd train {name}{_ranks(_read(recipe))}", "train"))
+        commands.append((f"nxd train {name}{_ranks_in_head(recipe) or _ranks(_read(recipe))}", "train"))
     else:
         commands.append(("nxd init", "write a recipe, from four questions"))
     return [*commands, ("nxd doctor", "check this machine")]
@@ -131,6 +132,13 @@ def _ranks(recipe: Mapping[str, Any]) -> str:
     sizes = [_section(recipe, "parallel").get(name, 1) for name in _SIZES]
     nproc = prod(it if isinstance(it, int) else 1 for it in sizes)
     return f" --nproc {nproc}" if nproc > 1 else ""
+
+
+def _ranks_in_head(recipe: Path) -> str:
+    """The flag in the command that `nxd init` writes above a recipe; empty if there is none."""
+    first_line = recipe.read_text(encoding="utf-8").partition("\n")[0]
+    found = re.fullmatch(r"# nxd train .*( --nproc [1-9]\d*)", first_line)
+    return found[1] if found else ""
 
 
 def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -128,7 +128,7 @@ def _why_nothing_matches(
         return f"the regular expression {target!r} matches no whole name, such as {names[0] if names else 'none'!r}"
     parts = sorted({part for name in [*names, *others] for part in [name, *name.split(".")] if part})
     near = difflib.get_close_matches(target, parts, n=3)
-    return f"{target!r} matches nothing" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+    return f"{target!r} matches nothing" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
 
 
 def _weights_by_name(module: nn.Module) -> dict[str, str]:

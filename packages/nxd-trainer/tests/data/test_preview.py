@@ -55,6 +55,13 @@ def test_samples_show_what_is_learned_of_them_and_where_documents_end(shown, cha
     assert "warning" not in output
 
 
+def test_first_held_out_sample_is_shown(shown, chat):
+    output = shown(*chat(["one", "two", "three", "four"]), "data.sequence_length=24", "data.held_out_fraction=0.5")
+
+    assert "held-out sample 1 of 2: " in output
+    assert "held-out sample" not in shown(*chat(["one"]), "data.sequence_length=24", "data.held_out_fraction=0")
+
+
 def test_learned_tokens_have_another_colour_on_a_terminal(chat, tmp_path):
     settings = [*chat(["yes"]), "data.sequence_length=24", "data.held_out_fraction=0", f"output={tmp_path / 'run'}"]
     recipe = load_recipe(None, settings)

@@ -22,7 +22,7 @@ def test_summary_of_a_resumed_run(tmp_path, record):
         "tokens": "122.9k",
         "time": "2:07",
         "speed": "12.3k tokens/s (median)",
-        "train loss": "1.0000 -> 0.5000, best 0.2500 at step 20",
+        "step loss": "1.0000 -> 0.5000, best 0.2500 at step 20",
         "held-out loss": "4.0000 -> 3.5000, best 3.5000 at step 30",
         "peak memory": "2.0 GiB",
         "metrics": str(tmp_path),
@@ -43,7 +43,7 @@ def test_summary_without_evaluation_has_no_held_out_loss(record):
 def test_summary_leaves_losses_that_are_not_finite_out_of_the_best(record):
     text = render_summary([record(1, loss=math.nan), record(2, loss=2.0), record(3, loss=math.inf)], {})
 
-    assert rows(text)["train loss"] == "nan -> inf, best 2.0000 at step 2"
+    assert rows(text)["step loss"] == "nan -> inf, best 2.0000 at step 2"
 
 
 def test_summary_of_nothing_says_so():

@@ -53,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     from nxd_trainer.report.data_preview import (  # noqa: PLC0415
         WARNING,
         packing_line,
+        show_held_out_sample,
         show_lengths,
         show_samples,
         special_tokens_line,
@@ -75,8 +76,11 @@ def main(arguments: Sequence[str]) -> int:
             told = special_tokens_line(source, tokenizer)
             warnings += [f"{name}: {told}"] if told else []
     console.rule(Text("the first samples", "bold"), align="left")
-    shown = data.train.answers if isinstance(data.train, PairSequences) else data.train
-    show_samples(console, shown, tokenizer, seed=recipe.train.seed)
+    training, held_out = (it.answers if isinstance(it, PairSequences) else it for it in (data.train, data.held_out))
+    show_samples(console, training, tokenizer, seed=recipe.train.seed)
+    if len(held_out):
+        console.rule(Text("to evaluate on", "bold"), align="left")
+        show_held_out_sample(console, held_out, tokenizer)
     console.rule(Text("the run", "bold"), align="left")
     epochs = recipe.train.steps * recipe.train.global_batch_size / len(data.train)
     console.print(

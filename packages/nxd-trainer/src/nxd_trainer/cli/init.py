@@ -15,6 +15,7 @@ from nxd_cli.installation import num_accelerators
 from nxd_state.degrees import SIZES, ParallelDegrees
 
 from nxd_trainer.recipe import RecipeError, check_layout, check_paths, recipe_from_dict, render_draft
+from nxd_trainer.recipe.sections import DataSection
 
 T = TypeVar("T")
 Keys = dict[str, Any]  # values by the names of recipe keys
@@ -48,7 +49,9 @@ SUGGESTED: Keys = {
     "train.compile": True,
     "optimizer.schedule": "cosine",
     "lora.rank": 16,
+    "lora.alpha": 32.0,
     "checkpoint.keep": 3,
+    "checkpoint.keep_best": 1,
     "checkpoint.background": True,
 }
 
@@ -125,9 +128,24 @@ def main(arguments: Sequence[str]) -> int:
         f"  ranks   {num_ranks}" + (f" ({', '.join([*sizes, f'dp={dp}'])})" if sizes else ""),
         f"  length  {length.steps} steps" if length.epochs is None else f"  length  {length.epochs:g} epochs",
         f"next:\n  nxd data {name}  # shows what it trains on\n  {train}",
+        *(_hint() if options.model is None and options.data is None and not _is_asked() else []),
         sep="\n",
     )
     return 0
+
+
+def _hint() -> list[str]:
+    """Name the flags if this folder holds a model and conversations that nobody was asked about."""
+    model = next((it.parent for it in sorted(Path().glob("*/config.json"))), None)
+    data = next(iter(sorted(Path().glob("*.jsonl"))), None)
+    if model is None or data is None:
+        return []
+    command = shlex.join(["nxd", "init", f"{data.stem}.toml", "--model", str(model), "--data", str(data)])
+    return [f"this folder holds {model} and {data}; for a recipe that trains the one on the other:\n  {command}"]
+
+
+def _is_asked() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _model_name(model: Keys) -> str:
@@ -137,7 +155,7 @@ def _model_name(model: Keys) -> str:
 
 def _answer(flag: str | None, question: str, default: str, read: Callable[[str], T]) -> T:
     """Return the value of a flag, or of an answer in the terminal, which is asked for until it is valid."""
-    if flag is not None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if flag is not None or not _is_asked():
         return reports_user_errors(lambda: read(default if flag is None else flag))
     while True:
         try:
@@ -272,6 +290,7 @@ def _training_keys(length: Length, dp: int) -> Keys:
         "optimizer.lr": 1e-3,
         "optimizer.warmup_steps": length.steps // 10 if short else 10,
         "checkpoint.save_every": 100,
+        "data.held_out_fraction": DataSection.held_out_fraction,
     }
 
 

@@ -203,7 +203,7 @@ class TrainSection:
     steps: int = option(300, "optimizer steps of the whole run, unless epochs is given", at_least=1)
     epochs: float | None = option(
         None,
-        "passes over the training data, instead of steps; on the command line either replaces the length in the file",
+        "length in passes over the training data, instead of steps; one on the command line replaces the file's length",
         above=0,
     )
     stop_after: int | None = option(

@@ -26,27 +26,39 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 
 def show_samples(console: Console, sequences: Sequences, tokenizer: Tokenizer, *, seed: int) -> None:
     """Print the first samples of a run, with the tokens that the loss counts in a different color."""
-    has_colors = console.color_system is not None
     console.print(
         Text("learned", LEARNED)
         + Text(" masked ", MASKED)
         + Text("document border", BORDER)
-        + Text("" if has_colors else f"; learned: {BRACKETS[0]}...{BRACKETS[1]}")
+        + Text("" if _has_colors(console) else f"; learned: {BRACKETS[0]}...{BRACKETS[1]}")
     )
     first = np.arange(min(NUM_SAMPLES, len(sequences)))
     for number, sample in enumerate(shuffled(first, len(sequences), seed=seed, epoch=0)):
-        inputs, labels, positions = (row[0] for row in sequences.rows(np.array([sample])))
-        learned, seen = sequences.count(np.array([sample]))
         console.print()
-        console.print(
-            f"sample {number + 1}: {seen} tokens, {learned} learned, {sequences.sequence_length - seen} padding",
-            style="bold",
-        )
-        starts = [*np.flatnonzero(positions[:seen] == 0).tolist(), seen]
-        for document, (start, end) in enumerate(pairwise(starts)):
-            if document:
-                console.print(Text(f"--- document {document + 1} ---", BORDER))
-            console.print(_document(inputs[start:end], labels[start:end], tokenizer, has_colors=has_colors))
+        _show_sample(console, f"sample {number + 1}", sequences, sample, tokenizer)
+
+
+def show_held_out_sample(console: Console, held_out: Sequences, tokenizer: Tokenizer) -> None:
+    """Print the first held-out sample, as `show_samples` does."""
+    _show_sample(console, f"held-out sample 1 of {len(held_out):,}", held_out, 0, tokenizer)
+
+
+def _show_sample(console: Console, title: str, sequences: Sequences, sample: int, tokenizer: Tokenizer) -> None:
+    inputs, labels, positions = (row[0] for row in sequences.rows(np.array([sample])))
+    learned, seen = sequences.count(np.array([sample]))
+    console.print(
+        f"{title}: {seen} tokens, {learned} learned, {sequences.sequence_length - seen} padding", style="bold"
+    )
+    starts = [*np.flatnonzero(positions[:seen] == 0).tolist(), seen]
+    for document, (start, end) in enumerate(pairwise(starts)):
+        if document:
+            console.print(Text(f"--- document {document + 1} ---", BORDER))
+        shown = _document(inputs[start:end], labels[start:end], tokenizer, has_colors=_has_colors(console))
+        console.print(shown)
+
+
+def _has_colors(console: Console) -> bool:
+    return console.color_system is not None
 
 
 def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: Tokenizer, *, has_colors: bool) -> Text:

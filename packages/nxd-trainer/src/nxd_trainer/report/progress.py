@@ -170,7 +170,7 @@ def render_summary(records: Sequence[StepRecord], files: Mapping[str, str | Path
 
 
 def summary_rows(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
-    """Return the names and values of a run's summary."""
+    """Return the names and values of a run's summary; "step loss" is that of single steps, not a mean over several."""
     if not records:
         return [("steps", "none logged")]
     invocations = _split_invocations(records)
@@ -182,7 +182,7 @@ def summary_rows(records: Sequence[StepRecord]) -> list[tuple[str, str]]:
         ("tokens", _show_tokens(records[-1])),
         ("time", show_duration(seconds)),
         ("speed", f"{show_count(median_high(it.tokens_per_second for it in records))} tokens/s (median)"),
-        ("train loss", _losses([(record.step, record.loss) for record in records])),
+        ("step loss", _losses([(record.step, record.loss) for record in records])),
     ]
     held_out = [(record.step, record.held_out_loss) for record in records if record.held_out_loss is not None]
     if held_out:

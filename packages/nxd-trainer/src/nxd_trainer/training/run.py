@@ -369,9 +369,13 @@ def _is_due(step: int, every: int) -> bool:
 def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> None:
     if state.is_writer:
         save_recipe(state.recipe, state.recipe.output / RUN_RECIPE_FILE)
-    count = sum(p.numel() for p in state.model.parameters())
+    count = sum(it.numel() for it in state.model.parameters())
+    trained = sum(it.numel() for it in state.model.parameters() if it.requires_grad)
+    of_adapter = f" ({trained:,} of them trained)" if trained < count else ""
     begins = f"resumes from {resumed}" if resumed else "begins"
-    logger.info(f"{state.layout} on {get_device().type}, {count:,} parameters on this rank; the run {begins}")
+    logger.info(
+        f"{state.layout} on {get_device().type}, {count:,} parameters on this rank{of_adapter}; the run {begins}"
+    )
     if is_cpu():
         logger.info(f"{torch.get_num_threads()} threads per rank; the environment variable OMP_NUM_THREADS changes it")
     if state.recipe.parallel.pipeline_parallel_size > 1:
