@@ -104,6 +104,29 @@ def test_lora_run_is_generated_from_and_exported_whatever_it_saves(run_of, writt
     assert text != written(base)
 
 
+def test_adapter_is_exported_for_peft(run_of, written, base, tmp_path, capsys):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    _, output = run_of("adapter")
+    folder = tmp_path / "adapter"
+
+    assert main(["export", str(output), str(folder), "--adapter"]) == 0
+
+    assert sorted(it.name for it in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    merged = exported(output, tmp_path / "merged")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    of_peft = peft.PeftModel.from_pretrained(model, folder).merge_and_unload().state_dict()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(of_peft[name], tensor, msg=name)
+    assert written(base, "--adapter", folder).startswith("on the mat")  # the end token is in the run's tokenizer
+
+    capsys.readouterr()
+    assert main(["export", str(output), str(folder), "--adapter"]) == 2
+    assert "already holds an adapter" in capsys.readouterr().err
+    assert main(["export", str(output), str(folder), "--adapter", "--ema"]) == 2
+    assert "leave out --like, --dtype and --ema" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_adapter_alone_is_merged_into_the_base_model_that_is_named(run_of, written, base, tmp_path):
     _, output = run_of("adapter")

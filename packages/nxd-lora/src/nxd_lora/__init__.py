@@ -14,6 +14,7 @@ from nxd_lora.peft_files import (
     read_peft_config,
     save_peft_adapter,
     write_adapter_config,
+    write_peft_files,
 )
 from nxd_lora.state import adapter_names, gather_adapter, load_adapter
 from nxd_lora.targets import ALL_LINEAR, TargetLayers, find_target_layers
@@ -41,6 +42,7 @@ __all__ = [
     "check_tensors",
     # Hugging Face PEFT's files
     "save_peft_adapter",
+    "write_peft_files",
     "load_peft_adapter",
     "read_peft_config",
     "write_adapter_config",

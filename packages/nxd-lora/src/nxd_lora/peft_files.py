@@ -57,6 +57,22 @@ def save_peft_adapter(
     _on_rank_zero(f"writing {folder}", lambda: _write(Path(folder), content, tensors))
 
 
+def write_peft_files(folder: str | os.PathLike[str], content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter that is not in a model, such as that of a checkpoint, so that PEFT loads it.
+
+    Args:
+        folder: the folder to write, created if necessary.
+        content: the adapter's description, from `adapter_config`; without `target_parameters`.
+        tensors: the adapter's whole tensors, by the unsharded model's names.
+
+    Raises:
+        FileExistsError: the folder already holds an adapter.
+    """
+    adapted = {name.rpartition(".")[0] for name in tensors if name.endswith(FACTOR_NAMES)}
+    named = {_peft_name(name, adapted): tensor.contiguous() for name, tensor in tensors.items()}
+    _write(Path(folder), content, named)
+
+
 def write_adapter_config(model: LoraModel, folder: str | os.PathLike[str]) -> None:
     """Write `adapter_config.json` alone. Called by all ranks; rank 0 writes.
 
@@ -173,7 +189,7 @@ def _peft_name(name: str, adapted: set[str]) -> str:
     return _PREFIX + name
 
 
-def _write(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _write(folder: Path, content: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     target = folder / TENSOR_FILE
     if target.exists():
         raise FileExistsError(f"{target} exists; remove it or choose another folder")
@@ -184,7 +200,7 @@ def _write(folder: Path, content: dict[str, Any], tensors: dict[str, Tensor]) ->
     unfinished.rename(target)
 
 
-def _write_config(folder: Path, content: dict[str, Any]) -> Path:
+def _write_config(folder: Path, content: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CONFIG_FILE
     file.write_text(json.dumps(content, indent=2) + "\n")

@@ -8,11 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from nxd_ckpt.interop import is_of_tokenizer, read_companions
+from nxd_ckpt.interop import from_checkpoint, is_of_tokenizer, read_companions
 from nxd_engine.checkpoints.find import open_own
-from nxd_engine.checkpoints.model_description import ModelDescription
+from nxd_engine.checkpoints.merged_weights import ModelTensors, ModelWeights
+from nxd_engine.checkpoints.model_description import (
+    ModelDescription,
+    adapter_in,
+    description_of,
+    holds_adapter_alone,
+)
 from nxd_engine.hugging_face.loading import read_model_config, stored_shapes
 from nxd_engine.hugging_face.saving import as_stored, write_folder
+from nxd_lora import write_peft_files
+from nxd_lora.peft_files import TENSOR_FILE
 
 from nxd_trainer.opened_model import open_checkpointed_model
 
@@ -66,6 +74,47 @@ def export_hugging_face(
         dtype=dtype,
         max_shard_size=max_shard_size,
     )
+    return Path(target)
+
+
+def export_adapter(folder: str | Path, target: str | Path, tag: str | None = None) -> Path:
+    """Write the LoRA adapter of a checkpoint as PEFT's files. Needs no process group.
+
+    Args:
+        folder: the folder of checkpoints.
+        target: the folder to write; created if missing.
+        tag: the checkpoint's name; the newest complete one if None.
+
+    Returns:
+        The target folder.
+
+    Raises:
+        ValueError: the target already holds an adapter; or the checkpoint holds no adapter, holds it beside its base
+            model, or has one of fused expert weights.
+        nxd_ckpt.CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    checkpoint = open_own(folder, tag)
+    where, content = f"checkpoint {checkpoint.tag!r}", adapter_in(checkpoint)
+    if content is None:
+        raise ValueError(f"{where} holds no LoRA adapter; leave --adapter out to export the model")
+    if not holds_adapter_alone(checkpoint):
+        raise ValueError(
+            f"{where} holds the adapter together with its base model (lora.save=both); resume the run with "
+            "lora.save=adapter for one more step, and export that, or leave --adapter out to export the merged model"
+        )
+    if content.get("target_parameters"):
+        raise ValueError(
+            f"{where} adapts fused expert weights (lora.target_parameters), which --adapter does not write; leave it "
+            "out to export the merged model, or call nxd_lora.save_peft_adapter"
+        )
+    if (Path(target) / TENSOR_FILE).exists():
+        raise ValueError(f"{target} already holds an adapter; give another folder")
+    initial = description_of(checkpoint).initial
+    base = None if initial is None or initial.tag is not None else initial.folder
+    stored = ModelWeights(ModelTensors(from_checkpoint(checkpoint)), {})
+    shapes = {name: info.global_shape for name, info in stored.tensors.items()}
+    tensors = {name: stored.read_box(name, [0] * len(shape), shape) for name, shape in shapes.items()}
+    write_peft_files(target, {**content, "base_model_name_or_path": base}, tensors)
     return Path(target)
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from nxd_cli.command import make_parser, parse, reports_user_errors
+from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
 
 from nxd_trainer.cli.arguments import add_checkpoint
 from nxd_trainer.recipe.sections import DTYPE_NAMES
@@ -46,6 +46,7 @@ def export(arguments: Sequence[str]) -> int:
             "nxd export run exported",
             "nxd export run exported --tag step-00000100 --dtype bfloat16",
             "nxd export run exported --like Qwen3-0.6B",
+            "nxd export run adapter --adapter",
         ],
     )
     add_checkpoint(parser)
@@ -61,10 +62,22 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--ema", action="store_true", help="write the moving average of the weights, from a run with train.ema_decay"
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the LoRA adapter alone, as PEFT's adapter_config.json and adapter_model.safetensors",
+    )
     _add_max_shard_size(parser)
     options = parse(parser, arguments)
-    from nxd_trainer.export import export_hugging_face  # noqa: PLC0415 - it loads torch
+    from nxd_trainer.export import export_adapter, export_hugging_face  # noqa: PLC0415 - it loads torch
     from nxd_trainer.forward import DTYPES  # noqa: PLC0415
+
+    if options.adapter:
+        if options.like is not None or options.dtype is not None or options.ema:
+            raise UserError("--adapter writes the adapter as it is stored; leave out --like, --dtype and --ema")
+        folder = reports_user_errors(lambda: export_adapter(options.checkpoints, options.target, options.tag))
+        print(f"wrote {folder / 'adapter_config.json'} and {folder / 'adapter_model.safetensors'}")
+        return 0
 
     target = reports_user_errors(
         lambda: export_hugging_face(
