@@ -1,6 +1,7 @@
 """The commands that the site's page of an architecture shows run, on a small model of that architecture."""
 
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -23,9 +24,21 @@ def commands_of():
     def commands(name):
         (block,) = re.findall(r"```sh\n(.*?)```", pages[f"reference/architectures/{name}.md"], flags=re.DOTALL)
         train, generate, serve, plan = block.splitlines()
-        return {"train": train + SHORT, "generate": generate, "serve": f"{serve} --help", "plan": plan}
+        return {"train": train + SHORT, "generate": generate, "serve": answered(serve), "plan": plan}
 
     return commands
+
+
+def answered(serve):
+    """The command in the background, and a request that it answers; the shell is to end it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    request = '{"model": "nxd", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'
+    return (
+        f"{serve} --port {port} --compiler export > server.log 2>&1 &\ntrap 'kill %1; wait' EXIT\n"
+        "curl --silent --show-error --fail --retry 300 --retry-delay 1 --retry-connrefused "
+        f"localhost:{port}/v1/chat/completions -H 'content-type: application/json' -d '{request}'"
+    )
 
 
 def run_commands(commands, model, tmp_path):
@@ -33,7 +46,7 @@ def run_commands(commands, model, tmp_path):
     (tmp_path / "folder/model").symlink_to(model)
     page = tmp_path / "page.md"
     page.write_text(f'```json title="chats.jsonl"\n{CHATS * 4}```\n\n```sh\n' + "\n".join(commands) + "\n```\n")
-    run_page(page, tmp_path / "folder", timeout=deadline(300))
+    run_page(page, tmp_path / "folder", timeout=deadline(600))
 
 
 @pytest.mark.parametrize(("name", "family"), [("llama", "Llama")])
@@ -43,7 +56,19 @@ def test_plan_of_an_architecture_page_accepts_its_model(commands_of, make_chat_m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "family"), [("llama", "Llama"), ("qwen3", "Qwen3"), ("mistral", "Mistral"), ("phi3", "Phi3")]
+    ("name", "family"),
+    [
+        ("gemma2", "Gemma2"),
+        ("llama", "Llama"),
+        ("mistral", "Mistral"),
+        ("mixtral", "Mixtral"),
+        ("olmo2", "Olmo2"),
+        ("phi3", "Phi3"),
+        ("qwen2", "Qwen2"),
+        ("qwen3", "Qwen3"),
+        ("qwen3_moe", "Qwen3Moe"),
+        ("smollm3", "SmolLM3"),
+    ],
 )
 def test_commands_of_an_architecture_page_run(commands_of, make_chat_model, tmp_path, name, family):
     run_commands(commands_of(name).values(), make_chat_model(family), tmp_path)
