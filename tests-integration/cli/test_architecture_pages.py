@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from nxd_plan import FixedDegrees, TrainingJob, find_device, make_plan, planned_model
 from nxd_testing import deadline
 from pages import run_page
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools/site"))
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("tools", "tools/site")]
 from architectures import architecture_pages
+from hf_survey.architectures import tiny_config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CHATS = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "the cat sat"}]}\n'
 SHORT = " train.steps=1 train.global_batch_size=2 data.sequence_length=32"
@@ -52,6 +55,24 @@ def run_commands(commands, model, tmp_path):
 @pytest.mark.parametrize(("name", "family"), [("llama", "Llama")])
 def test_plan_of_an_architecture_page_accepts_its_model(commands_of, make_chat_model, tmp_path, name, family):
     run_commands([commands_of(name)["plan"]], make_chat_model(family), tmp_path)
+
+
+@pytest.mark.slow
+def test_every_model_whose_page_has_a_plan_is_planned(tmp_path):
+    planned = [Path(page).stem for page, text in architecture_pages().items() if "nxd plan model" in text]
+    refused = {}
+    for name in planned:
+        config = tiny_config(name)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]]
+        (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+        try:
+            job = TrainingJob(planned_model(tmp_path), find_device("trn2"), 1, sequence_length=32, global_batch_size=8)
+            make_plan(job, FixedDegrees(1, 1, False, False, 1, "none"), top=1)
+        except ValueError as error:
+            refused[name] = str(error)
+
+    assert len(planned) > 100
+    assert not refused
 
 
 @pytest.mark.slow

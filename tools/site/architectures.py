@@ -21,6 +21,8 @@ SIZES = (
 )
 
 ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # their configs have is_decoder, which the models do not read
+# Planning needs one list of layers, which run on tensors without values.
+NOT_PLANNED = ("diffllama", "hrm_text")
 
 
 def architecture_pages() -> dict[str, str]:
@@ -60,11 +62,11 @@ def _page(name: str, layouts: dict[str, str]) -> str:
     if shown:
         lines += ["## Default sizes in transformers", "", "| size | value |", "| --- | --- |", *shown, ""]
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (values.get("is_decoder", True) or name in ALWAYS_DECODERS):
-        lines += [*_commands(layouts), ""]
+        lines += [*_commands(name, layouts), ""]
     return "\n".join(lines)
 
 
-def _commands(layouts: dict[str, str]) -> list[str]:
+def _commands(name: str, layouts: dict[str, str]) -> list[str]:
     """Return the section of commands, at TP 2 if the architecture trains so, else on one rank."""
     split = layouts.get("TP 2") == "pass"
     ranks, tp = (" --nproc 2 parallel.tensor_parallel_size=2", " --tensor-parallel-size 2") if split else ("", "")
@@ -77,6 +79,6 @@ def _commands(layouts: dict[str, str]) -> list[str]:
         f"nxd train model.path=model data.path=chats.jsonl data.chat=true output=run{ranks}",
         f"nxd generate run/checkpoints --chat --prompt Hello{tp}",
         f"nxd serve run/checkpoints{tp}",
-        "nxd plan model --device trn2 --devices 32",
+        *([] if name in NOT_PLANNED else ["nxd plan model --device trn2 --devices 32"]),
         "```",
     ]

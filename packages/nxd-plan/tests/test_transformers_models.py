@@ -92,6 +92,24 @@ def test_all_parameters_are_held_by_one_rank_and_shared_out_to_stages(model_of, 
     assert sum(memory.parameters for memory in cut.memories) == whole.memory.parameters
 
 
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("gemma2", {"head_dim": 32, "attn_logit_softcapping": 50.0}),  # computes attention with a mask
+        ("deepseek_v32", {**CONFIGS["deepseek_v3"], "index_n_heads": 2, "index_head_dim": 32, "index_topk": 8}),
+        ("gpt2", {"pad_token_id": 0}),  # looks for padding in its tokens
+        ("gemma4_text", {"head_dim": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512}),
+    ],
+)
+def test_model_is_planned_without_values_of_its_tokens(tmp_path, model_type, config):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **config}))
+    model = planned_model(tmp_path)
+
+    plan = make_plan(job(model, 1), FixedDegrees(1, 1, False, False, 1, "none"), top=1)
+
+    assert only(plan).memory.parameters == 4 * elements(model)
+
+
 def test_a_tied_embedding_is_held_by_both_ends_of_a_pipeline_and_its_gradient_is_sent(model_of):
     model = model_of("qwen3", tie_word_embeddings=True)
     cut = only(make_plan(job(model), FixedDegrees(1, 2, False, False, 1, "none"), top=1))

@@ -85,6 +85,7 @@ class TransformersModel:
         model: Any = self._described(dtype).make()
         _leave_layers(model, self.layers_path, first_of_kinds(self.layer_kinds))
         leave_out_masks(model)
+        _do_not_look_for_padding(model)
         use_static_shapes(model)
         if get_tensor_model_parallel_size() > 1 or splits_experts():
             parallelize(model, sequence_parallel=sequence_parallel, expert_parallel=splits_experts())
@@ -174,6 +175,13 @@ def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
     return type(layer), *((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
 
 
+def _do_not_look_for_padding(model: nn.Module) -> None:
+    """Leave out a warning for whose sake a model reads its tokens, which have no values here."""
+    for part in model.modules():
+        if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+            part.warn_if_padding_and_no_attention_mask = lambda *_: None  # type: ignore[assignment]
+
+
 def _leave_layers(model: Any, path: str, places: list[int]) -> None:
     """Keep only some of a model's layers, and only their entries in its config."""
     layers = model.get_submodule(path)
@@ -183,7 +191,8 @@ def _leave_layers(model: Any, path: str, places: list[int]) -> None:
     for key, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == len(layers):
             setattr(config, key, [value[place] for place in places])
-    config.num_hidden_layers = len(places)
+    if not getattr(config, "hidden_size_per_layer_input", 0):  # else an embedding holds a part for each layer
+        config.num_hidden_layers = len(places)
 
 
 def _makes(content: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nxd_layers.hf.transformers_models import find_no_documents_on_meta
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -26,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _ROTARY_FREQUENCIES = r"rotary_emb\.inv_freq$"
 _MOST_PARTS = 200_000  # modules and parameters of one model; experts of a layer share their tensors
-_SDPA_WITHOUT_MASK = "sdpa_without_mask"  # transformers makes no masks for an unknown attention
+_SDPA_WITHOUT_MASK = "sdpa_without_mask"
 
 
 @dataclass(frozen=True)
@@ -218,12 +219,20 @@ def _of_bounded_size() -> Iterator[None]:
 def leave_out_masks(model: Any) -> None:
     """Make a model with torch's attention pass "causal" instead of a mask, also for a sliding window.
 
-    Making a mask reads values, which a model on the meta device does not have.
+    Making a mask reads values, which a model on the meta device does not have. A model whose layers compute with the
+    mask, such as one with sparse attention, still gets it.
     """
-    from transformers import AttentionInterface  # noqa: PLC0415 - optional
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 - optional
 
+    find_no_documents_on_meta()
     if model.config._attn_implementation == "sdpa":
+        make_mask = AttentionMaskInterface()["sdpa"]
+
+        def mask_if_needed(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> torch.Tensor | None:
+            return None if allow_is_causal_skip else make_mask(*args, allow_is_causal_skip=False, **kwargs)
+
         AttentionInterface.register(_SDPA_WITHOUT_MASK, AttentionInterface()["sdpa"])
+        AttentionMaskInterface.register(_SDPA_WITHOUT_MASK, mask_if_needed)
         model.set_attn_implementation(_SDPA_WITHOUT_MASK)
 
 

@@ -55,9 +55,22 @@ def look_for_documents_by(look: Callable[[torch.Tensor], torch.Tensor]) -> None:
     theirs: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
 
     def find_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return theirs(position_ids) if has_dynamic_shapes(position_ids) else look(position_ids)
+        has_own_way = has_dynamic_shapes(position_ids) or position_ids.is_meta
+        return theirs(position_ids) if has_own_way else look(position_ids)
 
     _replace_search(find_documents, theirs)
+
+
+def find_no_documents_on_meta() -> None:
+    """Take each row for one document when masks are made on the meta device, whose positions have no values."""
+    from transformers import masking_utils  # noqa: PLC0415 - optional
+
+    theirs: Callable[[torch.Tensor], torch.Tensor | None] = masking_utils.find_packed_sequence_indices
+
+    def find_unless_meta(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if position_ids.is_meta else theirs(position_ids)
+
+    _replace_search(find_unless_meta, theirs)
 
 
 def intercept_document_search(is_taken_over: Callable[[], bool]) -> None:
