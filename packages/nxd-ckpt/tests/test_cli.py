@@ -494,6 +494,72 @@ def test_convert_to_neuronx_writes_the_model_alone(run_json, tmp_path):
     assert torch.load(file).keys() == {"w"}
 
 
+# Weights of a Llama that NeuronX Distributed fuses.
+
+GATE, UP = torch.randn(16, 4), torch.randn(16, 4)
+MLP = "model.layers.0.mlp."
+
+
+def write_fused_llama(folder: Path, tp: int) -> None:
+    """Write a v2 folder with each rank's part of gate above its part of up."""
+    (folder / "step_1" / "model").mkdir(parents=True)
+    for rank in range(tp):
+        fused = torch.cat([GATE.chunk(tp)[rank], UP.chunk(tp)[rank]])
+        state = {f"{MLP}gate_up_proj.weight": fused, f"{MLP}down_proj.weight": GATE.T.chunk(tp, 1)[rank].clone()}
+        torch.save(state, folder / "step_1" / "model" / f"dp_rank_00_tp_rank_0{rank}_pp_rank_00.pt")
+    for marker in ("checkpoint", "done"):
+        (folder / "step_1" / marker).touch()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("through_nxd", [False, True])
+def test_llama_with_fused_gate_and_up_becomes_that_of_hugging_face(run, tmp_path, tp, through_nxd):
+    write_fused_llama(tmp_path / "old", tp)
+    source = tmp_path / "old"
+    if through_nxd:
+        assert run("convert", source, tmp_path / "nxd", "--to", "nxd", "--target-tag", "a", *LLAMA)[0] == 0
+        source = tmp_path / "nxd"
+
+    code, _, err = run("convert", source, tmp_path / "hf", "--to", "hf", *LLAMA)
+
+    assert (code, err) == (0, "")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == {f"{MLP}{it}_proj.weight" for it in ("gate", "up", "down")}
+    assert torch.equal(found[f"{MLP}gate_proj.weight"], GATE)
+    assert torch.equal(found[f"{MLP}up_proj.weight"], UP)
+    assert torch.equal(found[f"{MLP}down_proj.weight"], GATE.T)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("model.layers.0.self_attn.qkv_proj.weight", (8, 4), "qkv_proj.weight holds queries, keys and values together"),
+        (f"{MLP}gate_up_proj.weight", (7, 4), r"gate_up_proj.weight \[7, 4\] is not a gate and an up"),
+    ],
+)
+def test_fused_weights_of_a_llama_that_cannot_be_split_are_refused(run, tmp_path, name, shape, message):
+    save(tmp_path / "runs", "a", {name: torch.ones(shape)})
+
+    code, _, err = run("convert", tmp_path / "runs", tmp_path / "hf", "--to", "hf", *LLAMA)
+
+    assert code == 2
+    assert re.search(message, err)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_convert_from_neuronx_shows_a_whole_shape_for_each_kind_of_rule(run, tmp_path):
+    write_fused_llama(tmp_path / "old", 2)
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"*gate_up_proj.weight": {"dim": 1}, "*down_proj.weight": {"dim": 1}}')
+
+    out = run("convert", tmp_path / "old", tmp_path / "a", "--to", "nxd", "--target-tag", "a", *LLAMA)[1]
+    wrong = run("convert", tmp_path / "old", tmp_path / "hf", "--to", "hf", "--sharding", rules)[1]
+
+    shapes = f"{MLP}gate_up_proj.weight [32, 4], dimension 0; {MLP}down_proj.weight [4, 16], dimension 1"
+    assert f"check the whole shapes: {shapes}. `nxd ckpt inspect` shows all\n" in out
+    assert f"check the whole shapes: {MLP}gate_up_proj.weight [16, 8], dimension 1. " in wrong
+
+
 def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):
     left = root / ".staging" / ("0" * 32)
     left.mkdir(parents=True)

@@ -1,6 +1,8 @@
 """Checkpoint commands that scripts import: the converter, and ZeRO-1 states."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from neuronx_distributed.optimizer import convert_zero_checkpoints
 from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverterBase
 from neuronx_distributed.scripts.yaml_converter import convert_yaml_to_json
 from neuronx_distributed.trainer.checkpoint import save_checkpoint
+from nxd_ckpt.cli import main as nxd_ckpt
+from nxd_ckpt.interop import open_hugging_face, read_whole
 from nxd_engine.checkpoints.legacy_heads import HeadOrder
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 16, 8, 2, 12, 4
@@ -71,6 +75,52 @@ def test_whole_weights_go_to_ranks_and_back_unchanged(converted, layout, xser):
     assert len(list((ranks / "model").glob("dp_rank_00_tp_rank_*_pp_rank_*.pt"))) > 0
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def to_hugging_face(source, target):
+    return nxd_ckpt(
+        ["convert", str(source), str(target), "--from", "neuronx", "--to", "hf", "--tag", "t", "--sharding", "llama"]
+    )
+
+
+def test_ranks_become_a_hugging_face_llama_on_the_command_line(converted, tmp_path, capsys):
+    converted("whole.pt", "old/t", "--convert_from_full_state", "--tp_size", "2")
+
+    code = to_hugging_face(tmp_path / "old", tmp_path / "hf")
+
+    assert (code, capsys.readouterr().err) == (0, "")
+    found, expected = open_hugging_face(tmp_path / "hf"), weights()
+    assert found.tensors.keys() == expected.keys()
+    assert all(torch.equal(read_whole(found, name), expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("layout", ["repeated heads", "blocked heads", "fused"])
+def test_ranks_with_fused_heads_are_told_the_converter(converted, tmp_path, capsys, layout):
+    converted("whole.pt", "old/t", "--convert_from_full_state", *LAYOUTS[layout])
+
+    code = to_hugging_face(tmp_path / "old", tmp_path / "hf")
+
+    assert code == 2
+    assert "CheckpointConverterBase" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_converter_run_as_a_module_says_which_lines_to_write_and_these_work(tmp_path):
+    torch.save(weights(), tmp_path / "whole.pt")
+    (tmp_path / "llama.json").write_text(json.dumps({"num_attention_heads": HEADS, "hidden_size": HEADS * HEAD}))
+    options = ["--input_dir", "whole.pt", "--output_dir", "ranks/t", "--hw_backend", "trn1", "--config", "llama.json"]
+
+    def python(*arguments):
+        command = [sys.executable, *arguments, *options, "--convert_from_full_state"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    told = python("-m", "neuronx_distributed.scripts.checkpoint_converter")
+    assert (told.returncode, told.stdout) == (2, "")
+    (tmp_path / "converter.py").write_text(told.stderr[told.stderr.index("from neuronx_distributed") :])
+    run = python("converter.py")
+
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "ranks" / "t" / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt").exists()
 
 
 class Layers(torch.nn.Module):

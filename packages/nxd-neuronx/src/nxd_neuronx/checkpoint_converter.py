@@ -31,6 +31,19 @@ from nxd_neuronx.pipeline_parts import create_partitions, stage_to_pipeline_para
 _COMMANDS = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
 _FULL_FILE = "checkpoint.pt"
 
+HOW_TO_RUN = """\
+neuronx_distributed.scripts.checkpoint_converter has a base class only. Write these lines to a file, such as
+converter.py, and run `python converter.py` with the same options; for names other than Llama's, set attributes of the
+class:
+
+from neuronx_distributed.scripts.checkpoint_converter import CheckpointConverterBase
+
+class Converter(CheckpointConverterBase):
+    pass
+
+converter = Converter()
+converter.run(converter.get_arg_parser().parse_args())"""
+
 # The whole tensors in each fused tensor of a rank, by the endings of their names.
 _FUSED = {
     "gate_up_proj.weight": ("gate_proj.weight", "up_proj.weight"),

@@ -23,7 +23,8 @@ from nxd_ckpt.interop import (
     write_neuronx,
     write_torch_dcp,
 )
-from nxd_ckpt.interop.neuronx import Sharding
+from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, split_gate_up
+from nxd_ckpt.interop.neuronx.sharding import sharding_of
 from nxd_ckpt.interop.source import Progress, TensorSource, num_bytes
 
 TargetKind = Literal["nxd", "hf", "dcp", "neuronx-v1", "neuronx-v2"]
@@ -49,7 +50,8 @@ class Target:
         dtype: dtype to convert floating-point tensors to.
         step: step number, for nxd.
         max_shard_size: largest size of a file, for hf.
-        sharding: how tensors are split over tensor-parallel ranks, for neuronx.
+        sharding: how tensors are split over tensor-parallel ranks, for neuronx; for hf, `LLAMA` also splits fused
+            weights into those of a Hugging Face Llama.
         tensor_parallel_size: number of tensor-parallel ranks, for neuronx.
         stages: pipeline rank by name pattern, for neuronx; names that match no pattern go to rank 0.
         xser: whether each tensor gets its own file, for neuronx.
@@ -78,19 +80,33 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
     with opened(place) as found:
         model_only = target.kind in ("hf", "neuronx-v1", "neuronx-v2") and not include
         left_out = _states_of_training(found.source.tensors) if model_only else []
-        source = Selection(found.source, tuple(include), tuple(exclude), frozenset(left_out))
+        source: TensorSource = Selection(found.source, tuple(include), tuple(exclude), frozenset(left_out))
+        if target.kind == "hf" and target.sharding is LLAMA:
+            source = split_gate_up(source)
         total = sum(num_bytes(info) for info in source.tensors.values())
         with progress_bar("convert", total) as advance:
             _write(source, target, found, advance)
     data = {"from": found.kind, "to": target.kind, "target": target.path, "num_tensors": len(source.tensors)}
     line = f"wrote {len(source.tensors)} tensors ({human_size(total)} as stored) to {target.path} as {target.kind}"
     lines = [line]
+    if found.kind == "neuronx":
+        lines += _whole_shapes(found.source, place.sharding or {})
     if left_out:
         lines.append(
             f"left out {len(left_out)} training tensors, such as {left_out[0]}, which are not part of the model; "
             "pass --include '*' to write them too"
         )
     return Report({**data, "bytes_read": total, "left_out": left_out}, lines)
+
+
+def _whole_shapes(source: TensorSource, sharding: Mapping[str, Sharding]) -> list[str]:
+    """Return a line with the shape of one tensor for each kind of rule, since files of ranks cannot contradict one."""
+    first: dict[Sharding, str] = {}
+    for name, info in source.tensors.items():
+        rule = sharding_of(name, sharding)
+        if isinstance(rule, Split) and rule.dim is not None:
+            first.setdefault(rule, f"{name} {list(info.global_shape)}, dimension {rule.dim}")
+    return [f"check the whole shapes: {'; '.join(first.values())}. `nxd ckpt inspect` shows all"] if first else []
 
 
 def _states_of_training(names: Collection[str]) -> list[str]:

@@ -256,7 +256,10 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 def _add_sharding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sharding", metavar="FILE", help='"llama", or a JSON file {pattern: {"dim": 0, "stride": 1}}, for neuronx'
+        "--sharding",
+        metavar="FILE",
+        help='"llama", or a JSON file {pattern: {"dim": 0, "stride": 1}}, for neuronx; '
+        '"llama" with --to hf also splits gate_up_proj',
     )
 
 

@@ -144,9 +144,11 @@ def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | 
     missing = sorted(made.keys() - source.tensors.keys())
     further = sorted(source.tensors.keys() - made.keys())
     if missing or further:
+        advice = "pass the config of this model"
+        if any(name.endswith(".gate_up_proj.weight") for name in further):
+            advice += ", or split a Llama's gate_up_proj by `nxd ckpt convert FOLDER OUT --to hf --sharding llama`"
         raise ValueError(
-            f"the model does not match its config: it lacks {missing[:5]} and also has {further[:5]}; pass the "
-            "config of this model"
+            f"the model does not match its config: it lacks {missing[:5]} and also has {further[:5]}; {advice}"
         )
     return RearrangedSource(source, inverse(made, shapes))
 

@@ -56,8 +56,10 @@ class _NeuronxCheckpoint:
             if known is not part and not same_bits(known.tensor, part.tensor):
                 raise CheckpointError(
                     f"{name!r} {part.box} differs between {known.rank} and {part.rank}: it is not the same on all "
-                    "ranks; declare in `sharding` how it is split. For fused or copied heads, which are not split "
-                    "evenly, give `Pieces`, or load them into the model that was saved"
+                    "ranks; declare in `sharding` how it is split. Fused or copied heads are not split evenly: load "
+                    "the folder into the model that was saved, or convert it with CheckpointConverterBase of "
+                    "neuronx_distributed.scripts.checkpoint_converter; in Python, nxd_ckpt.interop.neuronx.Pieces "
+                    "describes them"
                 )
         return [Shard(part.tensor, box.offsets) for box, part in first.items()]
 
@@ -118,8 +120,8 @@ def open_neuronx(
     elif parameter_names is not None:
         if not contents.optimizer:
             raise CheckpointError(
-                f"{folder} holds no optimizer state; load the model alone: leave out parameter_names, or optimizer= "
-                "of load_checkpoint"
+                f"{folder} holds no optimizer state; load the model alone: leave out optimizer= of load_checkpoint, "
+                "--parameter-names of nxd ckpt, or parameter_names= of open_neuronx"
             )
         parts |= placed_optimizer_tensors(contents.optimizer, local, sharding, degrees, parameter_names)
         objects["optimizer"] = {"param_groups": parameter_groups(contents.optimizer)}
