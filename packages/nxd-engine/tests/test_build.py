@@ -213,7 +213,9 @@ def test_sequence_parallel_config_of_a_model_that_is_not_is_refused_on_every_ran
     def run():
         config = neuronx_distributed_config(tensor_parallel_size=2, sequence_parallel=True)
         initialize_parallel_model(config, LlamaForCausalLM, llama_config, sequence_parallel=True)
-        with pytest.raises(ValueError, match="LlamaForCausalLM has no sequence-parallel layer"):
+        with pytest.raises(
+            ValueError, match=r"no sequence-parallel layer.*scatter the activations after the embedding"
+        ):
             initialize_parallel_model(config, LlamaForCausalLM, llama_config)
 
     run_ranks(run, 2)

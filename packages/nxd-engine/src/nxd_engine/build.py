@@ -207,7 +207,9 @@ def _check_sequence_parallel(module: nn.Module, config: Mapping[str, Any]) -> No
     if not has_layers and not any(map(is_sequence_parallel, module.parameters())):
         raise ValueError(
             f"sequence_parallel=True, but {type(module).__name__} has no sequence-parallel layer; build its layers "
-            "with sequence_parallel_enabled=True (LlamaForCausalLM: sequence_parallel=True), or set it to False"
+            "with sequence_parallel_enabled=True (LlamaForCausalLM: sequence_parallel=True), scatter the activations "
+            "after the embedding and gather them before the head, all of it or gradients are wrong (see Sequence "
+            "parallelism in docs/how-to/migrate-from-neuronx.md); or set sequence_parallel to False"
         )
 
 
