@@ -14,6 +14,7 @@ from nxd_trainer.report.run_log import count_warnings, read_events
 from nxd_trainer.report.run_page import render_run_page
 from nxd_trainer.training import saving, train
 from nxd_trainer.training.run_state import RunState
+from nxd_trainer.training.saving import describe_checkpoints
 
 pytestmark = pytest.mark.sample(5)  # each takes its time
 
@@ -160,6 +161,19 @@ def test_run_keeps_the_checkpoint_with_the_lowest_held_out_loss(run_ranks, setti
     best = min(losses, key=losses.__getitem__)
     assert best < 6  # or there would be nothing to choose from
     assert [info.step for info in nxd_ckpt.list_checkpoints(tmp_path / "run/checkpoints")] == [best, 6]
+
+
+def test_summary_says_that_the_best_checkpoint_was_not_kept(run_ranks, settings, tmp_path):
+    to_diverge = ["optimizer.lr=0.3", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
+    settings = [*settings, "train.steps=6", *to_diverge, "checkpoint.save_every=1", "checkpoint.keep=1"]
+    run_ranks(run, 1, [*settings, "train.eval_every=1"])
+
+    records = read_records(tmp_path / "run/metrics.jsonl")
+    best = min(records, key=lambda it: it.held_out_loss)
+    folder = tmp_path / "run/checkpoints"
+    told = describe_checkpoints(load_recipe(None, settings), records)
+    assert told.startswith(f"{folder}, without step {best.step}, the best: checkpoint.keep_best=1 keeps")
+    assert describe_checkpoints(load_recipe(None, settings), [it for it in records if it.step == 6]) == str(folder)
 
 
 def test_run_with_adapters_and_incremental_checkpoints_writes_frozen_weights_once(run_ranks, settings, tmp_path):

@@ -42,7 +42,7 @@ from nxd_trainer.training.initial_weights import load_reference
 from nxd_trainer.training.resuming import resume_from_memory, resume_run
 from nxd_trainer.training.run_facts import logged_run, measured_step
 from nxd_trainer.training.run_state import RunState, build_run_state
-from nxd_trainer.training.saving import MemorySaver, RunSaver, diverged
+from nxd_trainer.training.saving import MemorySaver, RunSaver, describe_checkpoints, diverged
 from nxd_trainer.training.step import CAN_WAIT, URGENT, FinishedStep, StepsInFlight, evaluate, take_step
 
 EXTRACTED_STEPS = 3  # the first creates the optimizer states, the second is like all others, the third confirms that
@@ -397,14 +397,14 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
 
 
 def _report(state: RunState, logger: logging.Logger, metrics_file: Path) -> None:
-    recipe = state.recipe
+    recipe, records = state.recipe, read_run(state.recipe.output)
     shown: dict[str, str | Path | None] = {
-        "checkpoints": recipe.checkpoint_folder,
+        "checkpoints": describe_checkpoints(recipe, records),
         "metrics": metrics_file,
         "report": _written_report(recipe.output, logger),
         "timeline": recipe.pipeline.trace_file if recipe.parallel.pipeline_parallel_size > 1 else None,
     }
-    print(render_summary(read_run(recipe.output), shown))
+    print(render_summary(records, shown))
 
 
 def _render_next(recipe: Recipe) -> str:

@@ -4,7 +4,8 @@ They use the functions behind `save_checkpoint`: the run's position is user cont
 tensors. Checkpoints in host memory have the same contents, are written often, and are lost when the job ends.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,28 @@ from nxd_state.parameter_marks import is_tied_copy
 from torch import Tensor
 
 from nxd_trainer.recipe import Recipe, recipe_to_dict
+from nxd_trainer.report import StepRecord
 from nxd_trainer.training.run_state import RunState
 
 
 class TrainingDiverged(RuntimeError):
     """The loss, a gradient or a weight is no longer a finite number."""
+
+
+def describe_checkpoints(recipe: Recipe, records: Iterable[StepRecord]) -> str:
+    """Return the folder of a run's checkpoints, and whether the one with the lowest held-out loss is missing."""
+    losses = [(it.held_out_loss, it.step) for it in records if it.held_out_loss is not None]
+    finite = [(loss, step) for loss, step in losses if math.isfinite(loss)]
+    try:
+        kept = {it.step for it in nxd_ckpt.list_checkpoints(recipe.checkpoint_folder)}
+    except CheckpointError:  # an older one is damaged, which is for the next run to report
+        return str(recipe.checkpoint_folder)
+    if not finite or min(finite)[1] in kept:
+        return str(recipe.checkpoint_folder)
+    return (
+        f"{recipe.checkpoint_folder}, without step {min(finite)[1]}, the best: checkpoint.keep_best=1 keeps the best "
+        "of those that checkpoint.save_every saves"
+    )
 
 
 class RunSaver:
