@@ -134,6 +134,16 @@ def test_mistake_is_one_line_and_nothing_is_written(folder, capsys, arguments, e
     assert not (folder / "recipe.toml").exists()
 
 
+def test_degree_that_does_not_divide_a_size_of_the_folder_is_refused(folder, capsys):
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"model_type": "llama", "intermediate_size": 128}')
+
+    assert main(["init", "--model", "model", "--layout", "tp=3"]) == 2
+    told = capsys.readouterr().err
+    assert "the layout tp=3 does not fit: tp=3 does not divide intermediate_size=128 of model; use 1, 2 or 4" in told
+    assert main(["init", "--model", "model", "--layout", "tp=4"]) == 0
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

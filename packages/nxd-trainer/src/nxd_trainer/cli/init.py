@@ -1,6 +1,7 @@
 """`nxd init`: writes a recipe to edit, from the answers to four questions."""
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -13,8 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
 from nxd_cli.installation import num_accelerators
 from nxd_state.degrees import SIZES, ParallelDegrees
+from nxd_state.mesh import divisors
 
 from nxd_trainer.recipe import RecipeError, check_layout, check_paths, recipe_from_dict, render_draft
+from nxd_trainer.recipe.rules import listed
 from nxd_trainer.recipe.sections import DataSection
 
 T = TypeVar("T")
@@ -37,6 +40,7 @@ SMALL: Keys = {
     "data.sequence_length": 256,
 }
 MODELS = {"tiny": TINY, "small": SMALL}
+_DENSE_MODELS = ("llama", "mistral", "qwen2", "qwen3")  # every layer has an MLP of this size, which is sharded
 STANDARD_LIBRARY = "stdlib"
 _OF_PYTHON = "the sources of Python's standard library"
 # Keys that the recipe shows behind a "#", with a value to try.
@@ -258,7 +262,24 @@ def fitting_layout(text: str, chosen: Keys) -> tuple[ParallelDegrees, int]:
         _check({**_training_keys(Length(1, None), dp), **chosen, **_parallel_keys(degrees)}, dp)
     except RecipeError as error:
         raise ValueError(f"the layout {text} does not fit: {'; '.join(error.mistakes)}") from error
+    size = _intermediate_size(Path(chosen["model.path"])) if "model.path" in chosen else 0
+    if size % degrees.tp:
+        near = listed(str(it) for it in divisors(size) if it <= 2 * degrees.tp)
+        raise ValueError(
+            f"the layout {text} does not fit: tp={degrees.tp} does not divide intermediate_size={size} of "
+            f"{chosen['model.path']}; use {near}"
+        )
     return degrees, dp
+
+
+def _intermediate_size(folder: Path) -> int:
+    """The size in a model's config that tensor-parallel ranks must divide; 0 if it is not known to be one."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return 0  # the run reports it
+    size = config.get("intermediate_size") if isinstance(config, dict) else None
+    return size if isinstance(size, int) and config.get("model_type") in _DENSE_MODELS else 0
 
 
 def parse_length(text: str) -> Length:
