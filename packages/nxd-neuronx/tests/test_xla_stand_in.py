@@ -188,6 +188,31 @@ def test_name_that_the_stand_in_lacks_is_an_error_that_lists_what_it_has(tmp_pat
     assert "the stand-in for torch_xla.runtime has no 'use_spmd'; it has device_type, " in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("import torch_xla.core.xla_env_vars", "torch_xla.core has no 'xla_env_vars'; it has xla_model. Use"),
+        ("from torch_xla.amp import autocast", "torch_xla has no 'amp'; it has __version__, core, debug, "),
+        ("from torch_xla import amp", "torch_xla has no 'amp'; it has __version__, core, debug, "),
+        ("from torch_xla.runtime import use_spmd", "torch_xla.runtime has no 'use_spmd'; it has device_type, "),
+        ("import torch_neuronx.distributed", "torch_neuronx has no 'distributed'; it has BucketModelConfig, "),
+    ],
+)
+def test_import_of_what_the_stand_in_lacks_is_an_error_that_lists_what_it_has(tmp_path, run_script, line, message):
+    (tmp_path / "other.py").write_text(
+        f"try:\n    {line}\nexcept ImportError:\n    print('guarded')\nimport sys; sys.stdout.flush()\n{line}\n"
+    )
+
+    result = run_script(script="other.py")
+
+    assert (result.returncode, result.stdout) == (1, "guarded\n")
+    assert (
+        f"ModuleNotFoundError: {line.split()[1].partition('.')[0].replace('_', '-')} is not installed" in result.stderr
+    )
+    assert f"the stand-in for {message}" in result.stderr
+    assert "only where torch-" in result.stderr
+
+
 def test_library_that_looks_for_a_tpu_learns_that_there_is_none(tmp_path, run_script):
     (tmp_path / "other.py").write_text(
         "from torch_xla.experimental import tpu\ntry:\n    tpu.version()\nexcept OSError as error:\n    print(error)\n"

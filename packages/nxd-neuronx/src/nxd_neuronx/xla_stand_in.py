@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from nxd_neuronx.neuron_stand_in import NEURON_MODULES, load_compiled
+from nxd_neuronx.stand_in_modules import modules_in_place
 
 T = TypeVar("T")
 Groups = Sequence[Sequence[int]]
@@ -58,11 +58,11 @@ def install() -> None:
     """
     prepare_workers(install)
     if importlib.util.find_spec("torch_neuronx") is None:
-        _put_in_place(NEURON_MODULES)
+        _installed.enter_context(modules_in_place(NEURON_MODULES))
         _replace(torch.jit, "load", load_compiled)
     if importlib.util.find_spec("torch_xla") is None:
         _tell_of_variables()
-        _put_in_place(_MODULES)
+        _installed.enter_context(modules_in_place(_MODULES))
         _replace(dist, "init_process_group", _init_process_group)
         _installed.enter_context(_DeviceNamedXla())
 
@@ -91,34 +91,6 @@ def _tell_of_variables() -> None:
             f"nxd run: {named}: no effect without torch-xla, tensors keep their dtypes; for bfloat16 use "
             "mixed_precision_config of neuronx_distributed_config, or a model in bfloat16",
             file=sys.stderr,
-        )
-
-
-def _put_in_place(modules: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, content in modules.items():
-        module = ModuleType(name, f"Stands in for `{name}`, see nxd_neuronx.xla_stand_in.")
-        module.__path__ = []  # a package, so that its submodules are found
-        module.__spec__ = ModuleSpec(name, None)  # no origin: not the library
-        module.__dict__.update(content)
-        module.__dict__["__getattr__"] = _Missing(name, content)
-        sys.modules[name] = module
-        _installed.callback(sys.modules.pop, name, None)
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], last, module)
-
-
-class _Missing:
-    """The `__getattr__` of a stand-in module: an error that lists the names that it has."""
-
-    def __init__(self, module: str, content: Mapping[str, Any]) -> None:
-        self._module = module
-        self._has = ", ".join(sorted(content))
-
-    def __call__(self, name: str) -> Any:
-        library = self._module.partition(".")[0].replace("_", "-")
-        raise AttributeError(
-            f"{library} is not installed, and the stand-in for {self._module} has no {name!r}; it has {self._has}"
         )
 
 
