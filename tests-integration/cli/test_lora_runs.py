@@ -1,6 +1,7 @@
 """What `nxd train` leaves with `[lora]` is taken by every command, in each mode of saving, wherever it lies by then."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -58,6 +59,7 @@ def run_of(base, nxd_in, tmp_path_factory):
             ]
             result = nxd_in(output, "train", *settings)
             assert result.returncode == 0, result.stderr
+            assert re.search(r" \d[\d,]+ parameters on this rank \(\d[\d,]+ of them trained\); ", result.stderr)
             made[save] = settings, output
         return made[save]
 

@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands; each one's `--help` ends with examples."""
     parser = argparse.ArgumentParser(
         prog="nxd-ckpt",
-        description="Inspect, verify, compare and convert checkpoints.",
+        description="Inspect, verify, compare and convert checkpoints. With nxd-cli installed, `nxd ckpt` is the same.",
         epilog=_end_of_help(_EXIT_CODES, [*_EXAMPLES["list"], *_EXAMPLES["verify"]]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
