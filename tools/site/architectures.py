@@ -21,8 +21,9 @@ SIZES = (
 )
 
 ALWAYS_DECODERS = ("gpt_neox", "gpt_neox_japanese")  # their configs have is_decoder, which the models do not read
-# Planning needs one list of layers, which run on tensors without values.
-NOT_PLANNED = ("diffllama", "hrm_text")
+NOT_TRAINED = ("whisper",)  # it computes its loss in its own way
+# Planning needs one list of layers that run on tensors without values and pass gradients to the embedding.
+NOT_PLANNED = ("diffllama", "hrm_text", "longcat_flash", "qwen4_exp_text")
 
 
 def architecture_pages() -> dict[str, str]:
@@ -61,7 +62,8 @@ def _page(name: str, layouts: dict[str, str]) -> str:
     shown = [f"| {label} | {value:,} |" for label, value in sizes.items() if isinstance(value, int)]
     if shown:
         lines += ["## Default sizes in transformers", "", "| size | value |", "| --- | --- |", *shown, ""]
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and (values.get("is_decoder", True) or name in ALWAYS_DECODERS):
+    is_decoder = values.get("is_decoder", True) or name in ALWAYS_DECODERS
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and is_decoder and name not in NOT_TRAINED:
         lines += [*_commands(name, layouts), ""]
     return "\n".join(lines)
 

@@ -110,6 +110,15 @@ def test_model_is_planned_without_values_of_its_tokens(tmp_path, model_type, con
     assert only(plan).memory.parameters == 4 * elements(model)
 
 
+def test_model_without_a_gradient_of_its_embedding_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES, "head_dim": 32}))
+    layer = "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer.forward"
+    monkeypatch.setattr(layer, lambda self, hidden, **_: hidden.detach().requires_grad_())
+
+    with pytest.raises(ValueError, match="backward of the embedding begins"):
+        make_plan(job(planned_model(tmp_path), 1), FixedDegrees(1, 1, False, False, 1, "none"), top=1)
+
+
 def test_a_tied_embedding_is_held_by_both_ends_of_a_pipeline_and_its_gradient_is_sent(model_of):
     model = model_of("qwen3", tie_word_embeddings=True)
     cut = only(make_plan(job(model), FixedDegrees(1, 2, False, False, 1, "none"), top=1))

@@ -239,6 +239,11 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
 
 
 def _part(segments: dict[str, WorkSegment], name: str) -> PartProfile:
+    if f"{name} backward" not in segments:
+        raise ValueError(
+            f"planning cannot tell where the backward of the {name} begins, because no gradient reaches what the model "
+            "passes to its first layer; choose the layout by hand"
+        )
     return PartProfile(_pass(segments[f"{name} forward"]), _pass(segments[f"{name} backward"]))
 
 
