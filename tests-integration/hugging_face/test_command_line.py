@@ -41,15 +41,18 @@ def test_import_and_export_give_the_folder_back(make_folder, tmp_path):
 def test_mistakes_are_one_line_without_a_traceback(make_folder, tmp_path):
     folder = make_folder("llama")
     nxd_ckpt.save(tmp_path / "checkpoints", "foreign", {"weight": torch.zeros(3)})
+    nxd_ckpt.save(tmp_path / "fused", "neuronx", {"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(4, 2)})
 
     no_folder = nxd("import", tmp_path / "nowhere", tmp_path / "checkpoints")
     of_what = nxd("export", tmp_path / "checkpoints", tmp_path / "exported")
     other = nxd("export", tmp_path / "checkpoints", tmp_path / "exported", "--like", folder)
+    fused = nxd("export", tmp_path / "fused", tmp_path / "exported", "--like", folder)
 
     for result, message in (
         (no_folder, "config.json does not exist"),
         (of_what, "does not say which model it holds; pass a folder of the same model"),
         (other, "the model does not match its config"),
+        (fused, "split a Llama's gate_up_proj by `nxd ckpt convert FOLDER OUT --to hf --sharding llama`"),
     ):
         assert result.returncode == 2
         assert message in result.stderr

@@ -173,6 +173,8 @@ def test_ranks_hold_repeated_heads_with_their_queries(converted):
     ranks = converted("whole.pt", "ranks", "--convert_from_full_state", *LAYOUTS["repeated heads"])
     whole, own = weights(), torch.load(ranks / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt")
 
+    fused = [name for name in own if name.endswith("gate_up_proj.weight")]
+    assert fused == [f"model.layers.{layer}.mlp.gate_up_proj.weight" for layer in range(LAYERS)]  # in the given order
     heads = whole["model.layers.0.self_attn.q_proj.weight"].view(HEADS, HEAD, HIDDEN)
     keys = whole["model.layers.0.self_attn.k_proj.weight"].view(KV_HEADS, HEAD, HIDDEN)
     # Copies are K0 K1 K0 K1: rank 2 has the second copy of K0, and of its queries 0..3 the second half.

@@ -122,7 +122,7 @@ class CheckpointConverterBase:
         """Convert a whole model's weights to rank files in `<output_dir>/model`, which `load_checkpoint` reads."""
         full_state = self.pre_process_full_state_before_tp_conversion(self.load_full_state(args), args)
         shapes = {name: tuple(tensor.shape) for name, tensor in full_state.items()}
-        rank_names = {self._rank_name(name, args) for name in full_state}
+        rank_names = dict.fromkeys(self._rank_name(name, args) for name in full_state)
         whole, tag = os.path.split(os.path.abspath(args.output_dir))
         stage_of = self._stages(full_state, args)
         write_neuronx(
