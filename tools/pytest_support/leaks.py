@@ -67,6 +67,8 @@ def left_behind(before: Observation, after: Observation) -> list[str]:
 
 
 def _changed(kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, Any]:
+    if kind == "child process":  # one that was there may have executed another program meanwhile
+        return {name: value for name, value in after.items() if name not in before}
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     if kind == "open descriptor" and changed:  # looked up where it matters: the tables are long
         accepted = _accepted_connections(set(after.values()))

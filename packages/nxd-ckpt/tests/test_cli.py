@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nxd_ckpt import Shard, ShardedTensor, list_checkpoints, open_checkpoint, save, stores
+from nxd_ckpt import PerRank, Shard, ShardedTensor, list_checkpoints, load, open_checkpoint, save, stores
 from nxd_ckpt.cli import main
 from nxd_ckpt.interop import as_extra, companions_in, read_companions
 from nxd_ckpt.testing import run_on_threads
@@ -179,6 +179,7 @@ def test_diff_names_what_differs(run, run_json, root):
     code, out, _ = run("diff", root / "step-1", root / "step-2")
 
     assert code == 1
+    assert out.splitlines()[0] == f"first: {root}/step-1, step-1; second: {root}/step-2, step-2"
     assert "model.layers.0.q_proj.weight: 63 of 64 elements differ, by at most 63.0" in out
     assert "1 of 2 common tensors are equal bit by bit" in out
     assert run_json("diff", root / "step-1", root / "step-2", "--exclude", "*q_proj*")[0] == 0
@@ -291,6 +292,44 @@ def test_convert_selects_and_changes_types(run_json, root, tmp_path):
     read = load_file(tmp_path / "hf" / "model.safetensors")
     assert list(read) == ["model.layers.0.q_proj.weight"]
     assert torch.equal(read["model.layers.0.q_proj.weight"], WEIGHT.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--step", 8]])
+def test_copy_by_convert_has_the_step_and_what_each_rank_saved_of_its_own(run, tmp_path, arguments):
+    def state(ranks):
+        return {"weight": torch.ones(4), "random": PerRank({"seed": 100 + ranks.rank}), "epoch": 3}
+
+    def write(ranks):
+        save(tmp_path / "runs", "a", state(ranks), step=7, rank_objects={"read": ranks.rank}, process_group=ranks)
+
+    def read(ranks):
+        into = {"weight": torch.zeros(4), "random": PerRank({"seed": 0}), "epoch": 0}
+        loaded = load(tmp_path / "copy", into=into, process_group=ranks)
+        return into["random"].value["seed"], into["epoch"], loaded.rank_objects["read"], loaded.step
+
+    run_on_threads(write, world_size=2)
+    to = ["--to", "nxd", "--target-tag", "b", *arguments]
+    assert run("convert", tmp_path / "runs", tmp_path / "copy", *to)[0] == 0
+
+    step = arguments[1] if arguments else 7
+    assert run_on_threads(read, world_size=2) == [(100, 3, 0, step), (101, 3, 1, step)]
+
+
+def test_convert_of_a_part_leaves_its_path_out_of_the_names(run, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    save(tmp_path / "runs", "a", {"net": model, "average": torch.nn.Linear(3, 3)})
+
+    code, out, _ = run("convert", tmp_path / "runs", tmp_path / "hf", "--to", "hf", "--part", "net")
+    whole = run("convert", tmp_path / "runs", tmp_path / "whole", "--to", "hf", "--include", "net.*")[1]
+    missing = run("convert", tmp_path / "runs", tmp_path / "none", "--to", "hf", "--part", "model")[2]
+
+    assert code == 0
+    assert "--part" not in out
+    written = load_file(tmp_path / "hf/model.safetensors")
+    assert sorted(written) == ["bias", "weight"]
+    assert torch.equal(written["weight"], model.weight)
+    assert "all names begin with net.; pass --part net to leave it out" in whole
+    assert "there are no tensors below 'model'; the tensors are below average, net" in missing
 
 
 def test_inspect_and_diff_take_other_formats(run, run_json, root, tmp_path):

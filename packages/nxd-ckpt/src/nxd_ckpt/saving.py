@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from nxd_ckpt.catalog import next_commit_time
 from nxd_ckpt.checksums import hashes_of
 from nxd_ckpt.coordinator import (
     Coordinator,
+    ThisProcess,
     abandoned_on_error,
     coordinator_for,
     gather_from_every_rank,
@@ -105,6 +107,29 @@ def save(
         wait_for_saves()
         task, sharded = prepare_save(path, state, options, coordinator, lambda: check_timeout(timeout))
         run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
+
+
+def save_for_ranks(
+    path: "str | os.PathLike[str]",
+    tag: str,
+    state: Mapping[str, Any],
+    rank_objects: Mapping[int, Any],
+    *,
+    objects: Any,
+    step: int | None,
+    overwrite: bool,
+    extra: Mapping[str, bytes] | None,
+) -> None:
+    """Save from this process alone what each of several ranks is to find as its `rank_objects`.
+
+    The other arguments and errors are those of `save`.
+    """
+    coordinator = ThisProcess()
+    options = SaveOptions(tag, step, overwrite, objects=objects, extra=extra)
+    wait_for_saves()
+    task, sharded = prepare_save(path, state, options, coordinator, lambda: None)
+    task = replace(task, all_rank_objects=rank_objects)
+    run_save(task, lambda: _write_tensors(task, tensors_of(sharded), coordinator.rank), coordinator)
 
 
 def run_save(task: SaveTask, write_tensors: Callable[[], Hashes], coordinator: Coordinator) -> None:

@@ -25,7 +25,7 @@ from nxd_ckpt.interop import (
 )
 from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, split_gate_up
 from nxd_ckpt.interop.neuronx.sharding import sharding_of
-from nxd_ckpt.interop.source import Progress, TensorSource, num_bytes
+from nxd_ckpt.interop.source import Part, Progress, TensorSource, num_bytes
 
 TargetKind = Literal["nxd", "hf", "dcp", "neuronx-v1", "neuronx-v2"]
 TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
@@ -48,7 +48,7 @@ class Target:
         kind: the format.
         tag: name of the checkpoint in the folder, for nxd and neuronx-v2.
         dtype: dtype to convert floating-point tensors to.
-        step: step number, for nxd.
+        step: step number, for nxd; default: that of the source.
         max_shard_size: largest size of a file, for hf.
         sharding: how tensors are split over tensor-parallel ranks, for neuronx; for hf, `LLAMA` also splits fused
             weights into those of a Hugging Face Llama.
@@ -69,8 +69,15 @@ class Target:
     xser: bool = False
 
 
-def convert(place: Place, target: Target, *, include: list[str], exclude: list[str]) -> Report:
+def convert(place: Place, target: Target, *, include: list[str], exclude: list[str], part: str | None = None) -> Report:
     """Convert one checkpoint, with one tensor in memory at a time.
+
+    Args:
+        place: where it is.
+        target: where and how to write it.
+        include: shell patterns of the tensors to write; none: all.
+        exclude: shell patterns of the tensors to leave out.
+        part: the path whose tensors are written, without the path in their names; None: all.
 
     Raises:
         ValueError: an option that the target format needs is missing, or the target already exists.
@@ -79,8 +86,9 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
     _check(target)
     with opened(place) as found:
         model_only = target.kind in ("hf", "neuronx-v1", "neuronx-v2") and not include
-        left_out = _states_of_training(found.source.tensors) if model_only else []
-        source: TensorSource = Selection(found.source, tuple(include), tuple(exclude), frozenset(left_out))
+        whole = found.source if part is None else Part(found.source, part)
+        left_out = _states_of_training(whole.tensors) if model_only else []
+        source: TensorSource = Selection(whole, tuple(include), tuple(exclude), frozenset(left_out))
         if target.kind == "hf" and target.sharding is LLAMA:
             source = split_gate_up(source)
         total = sum(num_bytes(info) for info in source.tensors.values())
@@ -96,6 +104,10 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
             f"left out {len(left_out)} training tensors, such as {left_out[0]}, which are not part of the model; "
             "pass --include '*' to write them too"
         )
+    keys = {name.split(".")[0] for name in source.tensors}
+    if target.kind == "hf" and len(keys) == 1:
+        (key,) = keys
+        lines.append(f"all names begin with {key}.; pass --part {key} to leave it out of the names")
     return Report({**data, "bytes_read": total, "left_out": left_out}, lines)
 
 
@@ -142,8 +154,16 @@ def _write(source: TensorSource, target: Target, found: Opened, progress: Progre
         write_torch_dcp(source, target.path, dtype=target.dtype, progress=progress)
     elif target.kind == "nxd":
         extra = _extra(found)
+        original = found.checkpoint
         save_source(
-            source, target.path, target.tag or "", dtype=target.dtype, step=target.step, extra=extra, progress=progress
+            source,
+            target.path,
+            target.tag or "",
+            dtype=target.dtype,
+            step=original.step if target.step is None and original is not None else target.step,
+            extra=extra,
+            rank_objects=None if original is None else original.rank_objects,
+            progress=progress,
         )
     else:
         write_neuronx(

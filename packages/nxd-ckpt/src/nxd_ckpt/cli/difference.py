@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nxd_ckpt.cli.formats import Place, boxes_to_read, opened
+from nxd_ckpt.cli.formats import Opened, Place, boxes_to_read, opened
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, progress_bar
 from nxd_ckpt.errors import printable
 from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_box, same_bits
@@ -43,12 +43,17 @@ def diff(
         "only_in_second": only_second,
         "different": differing,
     }
-    lines = [f"only in the first: {printable(name)}" for name in only_first]
+    lines = [f"first: {_named(first, a)}; second: {_named(second, b)}"]
+    lines += [f"only in the first: {printable(name)}" for name in only_first]
     lines += [f"only in the second: {printable(name)}" for name in only_second]
     lines += [f"{printable(name)}: {_describe(difference)}" for name, difference in differing.items()]
     how = "bit by bit" if tolerance is None else f"within rtol={tolerance[0]:g}, atol={tolerance[1]:g}"
     lines.append(f"{len(common) - len(differing)} of {len(common)} common tensors are equal {how}")
     return Report(data, lines, EXIT_GOOD if data["equal"] else EXIT_DIFFERENT)
+
+
+def _named(place: Place, found: Opened) -> str:
+    return printable(place.path) if found.checkpoint is None else f"{printable(place.path)}, {found.checkpoint.tag}"
 
 
 def _compare(

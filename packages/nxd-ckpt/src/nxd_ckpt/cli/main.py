@@ -35,6 +35,7 @@ _EXAMPLES = {
     "page": ["nxd-ckpt page run/checkpoints -o page.html"],
     "convert": [
         "nxd-ckpt convert run/checkpoints exported --to hf --dtype bfloat16",
+        "nxd-ckpt convert checkpoints exported --to hf --part model",
         "nxd-ckpt convert run/checkpoints shards --to neuronx-v2 --tp 8 --sharding llama --target-tag step_100",
     ],
     "retain": [
@@ -196,8 +197,11 @@ def _add_convert(commands: Any) -> None:
     _add_place(parser)
     parser.add_argument("target", help="folder to write to, or a URL for nxd")
     parser.add_argument("--to", required=True, choices=TARGET_KINDS, help="format to write")
+    parser.add_argument(
+        "--part", metavar="PATH", help="write the tensors below PATH, such as model, without it in names"
+    )
     parser.add_argument("--target-tag", metavar="TAG", help="name of the new checkpoint, for nxd and neuronx-v2")
-    parser.add_argument("--step", type=int, help="step of the new checkpoint, for nxd")
+    parser.add_argument("--step", type=int, help="step of the new checkpoint, for nxd (default: as the source)")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of floating-point tensors; default: as stored")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="largest file, for hf (default: 5GB)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="number of tensor-parallel ranks, for neuronx")
@@ -320,7 +324,7 @@ def _convert(options: argparse.Namespace) -> Report:
         stages=None if options.stages is None else read_stages(options.stages),
         xser=options.xser,
     )
-    return convert(place, target, include=options.include, exclude=options.exclude)
+    return convert(place, target, include=options.include, exclude=options.exclude, part=options.part)
 
 
 def _collect_garbage(path: str, *, dry_run: bool) -> Report:

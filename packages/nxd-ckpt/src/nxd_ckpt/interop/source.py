@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import torch
 
 from nxd_ckpt.boxes import Box, uncovered
-from nxd_ckpt.coordinator import ThisProcess
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import is_remote
 from nxd_ckpt.reader import Checkpoint, TensorInfo
-from nxd_ckpt.saving import save
+from nxd_ckpt.saving import save_for_ranks
 from nxd_ckpt.sharded_tensor import Shard, ShardedTensor
 from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE, OPAQUE
 
@@ -172,6 +171,49 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The tensors below a path, by their names without it: those of a model saved as `{"model": model}`.
+
+    Args:
+        source: the source of the tensors.
+        path: the path, such as "model".
+
+    Raises:
+        ValueError: there are no tensors below the path.
+    """
+
+    source: TensorSource
+    path: str
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            found = ", ".join(sorted({name.split(".")[0] for name in self.source.tensors}))
+            raise ValueError(f"there are no tensors below {self.path!r}; the tensors are below {found}")
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Dtype and shape of the tensors."""
+        prefix = f"{self.path}."
+        return {
+            name.removeprefix(prefix): info for name, info in self.source.tensors.items() if name.startswith(prefix)
+        }
+
+    @property
+    def objects(self) -> Any:
+        """All objects of the source."""
+        return self.source.objects
+
+    @property
+    def is_mapped(self) -> bool:
+        """As the source."""
+        return self.source.is_mapped
+
+    def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """As the source."""
+        return self.source.shards(f"{self.path}.{name}", box)
+
+
+@dataclass(frozen=True)
 class _CheckpointSource:
     checkpoint: Checkpoint
 
@@ -216,6 +258,7 @@ def save_source(
     step: int | None = None,
     overwrite: bool = False,
     extra: Mapping[str, bytes] | None = None,
+    rank_objects: Mapping[int, Any] | None = None,
     progress: Progress = ignore_progress,
 ) -> None:
     """Write a source as the checkpoint `tag`, with `source.objects` as its objects. Call it in one process.
@@ -228,6 +271,7 @@ def save_source(
     Args:
         source: the tensors to write.
         dtype: dtype to convert floating-point tensors to; default: as stored.
+        rank_objects: what each rank is to find as its `rank_objects`, by its number.
         progress: called after each tensor has been read.
 
     Raises:
@@ -251,15 +295,8 @@ def save_source(
                 shards = [Shard(shard.tensor.detach(), shard.offsets) for shard in found]
                 state[name] = ShardedTensor(info.global_shape, shards, info.dtype)
             progress(name, num_bytes(info))
-        save(
-            path,
-            tag,
-            state,
-            objects=source.objects,
-            step=step,
-            overwrite=overwrite,
-            extra=extra,
-            process_group=ThisProcess(),
+        save_for_ranks(
+            path, tag, state, rank_objects or {}, objects=source.objects, step=step, overwrite=overwrite, extra=extra
         )
 
 
