@@ -111,6 +111,27 @@ def test_inspect_shows_tree_shapes_sizes_and_writers(run, root):
     assert "2 tensors" in lines["model"]
 
 
+def test_inspect_and_list_show_what_else_a_checkpoint_holds(run, tmp_path):
+    def write(ranks):
+        state = {"weight": torch.ones(2), "random": PerRank({"seed": ranks.rank}), "epoch": 3, "names": ["a"] * 99}
+        save(
+            tmp_path,
+            "a",
+            state,
+            objects={"metrics": {"loss": 2.5}},
+            rank_objects={"read": ranks.rank},
+            process_group=ranks,
+        )
+
+    run_on_threads(write, world_size=2)
+    lines = run("inspect", tmp_path)[1].splitlines()
+
+    assert "values: epoch=3, names" in lines
+    assert "of_each_rank: read (2 ranks), random (2 ranks)" in lines
+    assert 'objects: metrics={"loss": 2.5}' in lines
+    assert run("list", tmp_path)[1].splitlines()[1].endswith("loss 2.5")
+
+
 def test_inspect_sums_up_what_is_deeper(run, root):
     _, out, _ = run("inspect", root, "--depth", 1)
 

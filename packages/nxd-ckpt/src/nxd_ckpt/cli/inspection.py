@@ -1,7 +1,9 @@
 """`nxd-ckpt inspect` shows a checkpoint's contents as a tree; `nxd-ckpt list` lists the checkpoints in a folder."""
 
+import json
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,7 +14,9 @@ from nxd_ckpt.cli.report import Report, check_folder, human_size, table
 from nxd_ckpt.errors import printable
 from nxd_ckpt.interop.source import num_bytes
 from nxd_ckpt.reader import Checkpoint
+from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, read_values
 
+LONGEST_VALUE = 60  # characters of a value that is shown
 _WRITER = re.compile(r".*-(\d+)-\d+\.safetensors")
 _SEPARATOR = re.compile(r"(?<=[./])")
 
@@ -35,7 +39,7 @@ def inspect_checkpoint(place: Place, *, depth: int | None) -> Report:
         data = {"kind": found.kind, **about, "num_tensors": len(tensors), "bytes": total, "tensors": tensors}
         objects = found.source.objects
         if isinstance(objects, dict):
-            data["objects"] = sorted(objects)
+            data["objects"] = [_described(name, objects[name]) for name in sorted(objects)]
         if found.kind == "neuronx" and place.sharding is None:
             data["shapes"] = "in each rank's file; --sharding llama, or a JSON file, shows those of whole tensors"
     head = [
@@ -60,13 +64,13 @@ def list_folder(path: str) -> Report:
     """
     check_folder(path)
     found = list_checkpoints(path)
-    rows: list[tuple[object, ...]] = [("TAG", "STEP", "COMMITTED (UTC)", "RANKS", "SIZE", "")]
+    rows: list[tuple[object, ...]] = [("TAG", "STEP", "COMMITTED (UTC)", "RANKS", "SIZE", "", "")]
     for info in found:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(info.committed_at))
         step = "-" if info.step is None else info.step
-        rows.append(
-            (info.tag, step, when, info.world_size, human_size(info.num_bytes), "pinned" if info.pinned else "")
-        )
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items())
+        pinned = "pinned" if info.pinned else ""
+        rows.append((info.tag, step, when, info.world_size, human_size(info.num_bytes), pinned, metrics))
     return Report([asdict(info) for info in found], table(rows) if found else [f"no complete checkpoint in {path}"])
 
 
@@ -81,9 +85,33 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "world_size": checkpoint.world_size,
         "mesh": checkpoint.mesh,
         "extra": checkpoint.extra,
+        "values": _values(checkpoint),
+        "of_each_rank": _of_each_rank(checkpoint),
         "files": dict(manifest.files),
         "references": dict(manifest.references),
     }
+
+
+def _values(checkpoint: Checkpoint) -> list[str]:
+    """Return the parts of a state that are not tensors, such as a scheduler's, with their value if it is short."""
+    if VALUES_FILE not in checkpoint.extra:
+        return []
+    return [_described(path, value) for path, value in read_values(checkpoint.read_extra(VALUES_FILE)).items()]
+
+
+def _of_each_rank(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of what ranks saved of their own, such as random states, with the number of ranks."""
+    count: Counter[str] = Counter()
+    for objects in checkpoint.rank_objects.values():
+        names = dict(objects) if isinstance(objects, dict) else {"rank_objects": objects}
+        of_state = names.pop(PER_RANK, {})
+        count.update([*names, *(of_state if isinstance(of_state, dict) else [])])
+    return [f"{name} ({ranks} ranks)" for name, ranks in count.items()]
+
+
+def _described(name: str, value: Any) -> str:
+    text = json.dumps(value)
+    return f"{name}={text}" if len(text) <= LONGEST_VALUE else name
 
 
 def describe_tensors(found: Opened) -> dict[str, dict[str, Any]]:
