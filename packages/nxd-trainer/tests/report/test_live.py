@@ -49,7 +49,8 @@ def test_watch_waits_for_a_folder_that_does_not_exist_yet(tmp_path, record, caps
 @pytest.mark.parametrize("width", [50, 80, 140])
 def test_view_fits_the_terminal_and_shows_the_last_steps(tmp_path, record, width):
     records = [record(step, grad_norm=1.5, held_out_loss=2.0 if step % 5 == 0 else None) for step in range(1, 301)]
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True, legacy_windows=False)
+    options = {"force_terminal": True, "no_color": True, "legacy_windows": False}
+    console = Console(file=io.StringIO(), width=width, height=40, **options)
     with RunLog(tmp_path, 0) as log:
         log.write("start", step=0, last_step=400)
         for _ in range(2):
