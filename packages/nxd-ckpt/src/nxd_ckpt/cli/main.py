@@ -19,7 +19,7 @@ from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, checkpoints_of, read_param
 from nxd_ckpt.cli.inspection import inspect_checkpoint, list_folder
 from nxd_ckpt.cli.page import write_page
 from nxd_ckpt.cli.report import EXIT_TROUBLE, Report, check_folder, human_size, table
-from nxd_ckpt.cli.verification import verify
+from nxd_ckpt.cli.verification import verify, verify_all
 from nxd_ckpt.errors import CheckpointError, printable
 from nxd_ckpt.retention import delete, gc, pin, retain, unpin
 
@@ -27,7 +27,7 @@ _EXIT_CODES = "exit codes: 0 success, 1 damaged (verify) or different (diff), 2 
 _EXAMPLES = {
     "list": ["nxd-ckpt list run/checkpoints"],
     "inspect": ["nxd-ckpt inspect run/checkpoints", "nxd-ckpt inspect run/checkpoints --tag step-00000100 --depth 2"],
-    "verify": ["nxd-ckpt verify run/checkpoints", "nxd-ckpt verify s3://bucket/run --tag step-00000100 --deep"],
+    "verify": ["nxd-ckpt verify run/checkpoints --all", "nxd-ckpt verify s3://bucket/run --tag step-00000100 --deep"],
     "diff": [
         "nxd-ckpt diff run/checkpoints other/checkpoints",
         "nxd-ckpt diff run/checkpoints Qwen3-0.6B --include 'model.*' --rtol 1e-5",
@@ -163,9 +163,17 @@ def _add_verify(commands: Any) -> None:
     parser.add_argument(
         "path", type=checkpoints_of, help="folder of checkpoints or of a run, one checkpoint's folder, or a URL"
     )
-    parser.add_argument("--tag", help="checkpoint to verify; default: the newest")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tag", help="checkpoint to verify; default: the newest")
+    which.add_argument("--all", action="store_true", help="verify every checkpoint of the folder")
     parser.add_argument("--deep", action="store_true", help="read all data and verify its checksums")
-    parser.set_defaults(run=lambda options: verify(options.path, options.tag, deep=options.deep))
+    parser.set_defaults(
+        run=lambda options: (
+            verify_all(options.path, deep=options.deep)
+            if options.all
+            else verify(options.path, options.tag, deep=options.deep)
+        )
+    )
 
 
 def _add_diff(commands: Any) -> None:

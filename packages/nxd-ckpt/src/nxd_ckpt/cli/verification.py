@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
+import warnings
 
 import torch
 
 from nxd_ckpt.boxes import Box
+from nxd_ckpt.catalog import complete_tags
 from nxd_ckpt.cli.formats import root_and_tag
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, human_size, progress_bar
 from nxd_ckpt.errors import CheckpointError
@@ -39,6 +41,26 @@ def verify(path: str, tag: str | None, *, deep: bool) -> Report:
     if deep and not problems:
         problems = _deep_problems(store, checkpoint)
     return _report(checkpoint.tag, sum(checkpoint.manifest.files.values()), problems, deep=deep)
+
+
+def verify_all(path: str, *, deep: bool) -> Report:
+    """Check every checkpoint of a folder, oldest first; those with a damaged manifest come last.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or one of them cannot be read at all.
+    """
+    store = open_store(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the damaged manifests that it warns of are reported below
+        ordered = complete_tags(store)
+    reports = [verify(path, tag, deep=deep) for tag in dict.fromkeys([*ordered, *store.tags()])]
+    if not reports:
+        raise CheckpointError(f"there is no complete checkpoint in {store.location}")
+    return Report(
+        [report.data for report in reports],
+        [line for report in reports for line in report.lines],
+        max(report.exit_code for report in reports),
+    )
 
 
 def _report(tag: str, num_bytes: int, problems: list[str], *, deep: bool) -> Report:
