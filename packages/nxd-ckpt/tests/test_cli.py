@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -189,6 +190,32 @@ def test_verify_deep_sees_a_flipped_bit(run_json, root, position):
     code, data = run_json("verify", root, "--deep")
     assert code == 1
     assert data_file(root, "step-2").name in data["problems"][0]
+
+
+def test_verify_all_checks_every_checkpoint_oldest_first(run, run_json, root):
+    code, out, _ = run("verify", root, "--all", "--deep")
+    assert code == 0
+    assert [line.split(":")[0] for line in out.splitlines()] == ["step-1", "step-2"]
+
+    flip_byte(data_file(root, "step-1"), -1)
+    (root / "step-2" / "manifest.json").write_bytes(b"{}")
+    save(root, "step-10", {"w": torch.ones(1)}, step=10)
+    code, data = run_json("verify", root, "--all", "--deep")
+    assert code == 1
+    assert [(of["tag"], of["good"]) for of in data] == [("step-1", False), ("step-10", True), ("step-2", False)]
+
+
+def test_verify_all_skips_a_checkpoint_that_is_deleted_meanwhile(run, root, monkeypatch):
+    def deleted_first(path, tag):
+        if tag == "step-1":
+            shutil.rmtree(root / tag)
+        return open_checkpoint(path, tag)
+
+    monkeypatch.setattr("nxd_ckpt.cli.verification.open_checkpoint", deleted_first)
+    code, out, _ = run("verify", root, "--all")
+
+    assert code == 0
+    assert out.startswith("step-2: good")
 
 
 def test_diff_of_equal_checkpoints_is_zero(run, root):
@@ -643,6 +670,7 @@ def test_gc_only_lists_with_dry_run_and_then_frees(run, run_json, root):
         (["inspect", "{root}", "--tag", "../x"], "tag"),
         (["verify", "{tmp}/nowhere"], "no complete checkpoint"),
         (["verify", "{root}", "--tag", "x"], "no checkpoint 'x'"),
+        (["verify", "{tmp}", "--all"], "there is no complete checkpoint in"),
         (["diff", "{root}", "{tmp}/nowhere"], "does not exist"),
         (["diff", "{root}", "{root}", "--include", "nothing"], "none of the 2 tensors remain"),
         (["convert", "{root}", "{tmp}/out", "--to", "nxd"], "needs --target-tag"),

@@ -53,7 +53,8 @@ def verify_all(path: str, *, deep: bool) -> Report:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the damaged manifests that it warns of are reported below
         ordered = complete_tags(store)
-    reports = [verify(path, tag, deep=deep) for tag in dict.fromkeys([*ordered, *store.tags()])]
+    tags = dict.fromkeys([*ordered, *store.tags()])
+    reports = [report for tag in tags if (report := _unless_deleted(store, tag, deep=deep)) is not None]
     if not reports:
         raise CheckpointError(f"there is no complete checkpoint in {store.location}")
     return Report(
@@ -61,6 +62,17 @@ def verify_all(path: str, *, deep: bool) -> Report:
         [line for report in reports for line in report.lines],
         max(report.exit_code for report in reports),
     )
+
+
+def _unless_deleted(store: Store, tag: str, *, deep: bool) -> Report | None:
+    """Verify a checkpoint; None if it was deleted meanwhile, as a run deletes old ones."""
+    try:
+        report = verify(store.location, tag, deep=deep)
+    except CheckpointError:
+        if tag in store.tags():
+            raise
+        return None
+    return report if report.exit_code == EXIT_GOOD or tag in store.tags() else None
 
 
 def _report(tag: str, num_bytes: int, problems: list[str], *, deep: bool) -> Report:

@@ -189,9 +189,9 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
     description = find_description(checkpoint)
     if description is None:
         raise ValueError(
-            f"{where} does not say which model it holds; pass a folder of the same model, with its config.json: "
-            "`nxd export --like FOLDER` writes one with these weights, and `nxd import` turns that into a checkpoint "
-            "that names its model"
+            f"{where} does not say which model it holds; pass a folder of the same model, with its config.json, to "
+            "`nxd export CHECKPOINT NEW_FOLDER --like FOLDER`. For a checkpoint that names its model, then run "
+            "`nxd import NEW_FOLDER NEW_CHECKPOINT`"
         )
     if description.factory is not None:
         raise ValueError(
