@@ -598,6 +598,17 @@ def write_fused_llama(folder: Path, tp: int) -> None:
         (folder / "step_1" / marker).touch()
 
 
+def test_fused_weight_in_a_hugging_face_folder_is_said_with_the_way_to_split_it(run, tmp_path):
+    save(tmp_path / "runs", "a", {f"{MLP}gate_up_proj.weight": torch.cat([GATE, UP]), "norm": GATE})
+
+    fused = run("convert", tmp_path / "runs", tmp_path / "fused", "--to", "hf")[1]
+    split = run("convert", tmp_path / "runs", tmp_path / "split", "--to", "hf", *LLAMA)[1]
+
+    assert f"{MLP}gate_up_proj.weight holds gate and up together" in fused
+    assert "pass --sharding llama" in fused
+    assert "gate and up together" not in split
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("through_nxd", [False, True])
 def test_llama_with_fused_gate_and_up_becomes_that_of_hugging_face(run, tmp_path, tp, through_nxd):

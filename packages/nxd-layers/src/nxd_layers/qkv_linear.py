@@ -13,6 +13,7 @@ import torch
 from nxd_state import (
     ShardSpec,
     fuse_along,
+    get_world_group,
     set_partition_attributes,
     set_shard_spec,
     shard_along,
@@ -119,12 +120,11 @@ class GQAQKVColumnParallelLinear(ShardedLinear):
         self.sequence_dimension = sequence_dimension or 0
         self.kv_size_multiplier, self.fuse_qkv = kv_size_multiplier, fuse_qkv
         self.num_key_value_heads = num_key_value_heads
-        if kv_size_multiplier > 1 and num_key_value_heads is None:
+        if kv_size_multiplier > 1 and num_key_value_heads is None and get_world_group().rank == 0:
             warnings.warn(
-                f"kv_size_multiplier={kv_size_multiplier} without num_key_value_heads takes the rows of k (and v) on "
-                "each rank for one head, which is right if the multiplier was chosen to reach exactly one head per "
-                "rank, or if pad_model follows; else pass num_key_value_heads, of the model, so that heads are copied "
-                "as wholes",
+                f"kv_size_multiplier={kv_size_multiplier} without num_key_value_heads is right if the model's "
+                f"key/value heads times {kv_size_multiplier} are the {self.tensor_parallel_size} tensor-parallel "
+                "ranks, or if pad_model follows; else pass num_key_value_heads of the model, or heads are cut apart",
                 stacklevel=2,
             )
         self.key_value_layout = _layout(

@@ -23,7 +23,7 @@ from nxd_ckpt.interop import (
     write_neuronx,
     write_torch_dcp,
 )
-from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, split_gate_up
+from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, is_gate_up, split_gate_up
 from nxd_ckpt.interop.neuronx.sharding import sharding_of
 from nxd_ckpt.interop.source import Part, Progress, TensorSource, num_bytes
 
@@ -103,6 +103,12 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
         lines.append(
             f"left out {len(left_out)} training tensors, such as {left_out[0]}, which are not part of the model; "
             "pass --include '*' to write them too"
+        )
+    fused = [name for name in source.tensors if is_gate_up(name)]
+    if target.kind == "hf" and fused:
+        lines.append(
+            f"{fused[0]} holds gate and up together, which transformers reads for a Phi-3 and not for a Llama; for a "
+            "Llama pass --sharding llama, which splits it into gate_proj and up_proj"
         )
     keys = {name.split(".")[0] for name in source.tensors}
     if target.kind == "hf" and len(keys) == 1:

@@ -191,7 +191,8 @@ def description_of(checkpoint: Checkpoint) -> ModelDescription:
         raise ValueError(
             f"{where} does not say which model it holds; pass a folder of the same model, with its config.json, to "
             "`nxd export CHECKPOINT NEW_FOLDER --like FOLDER`. For a checkpoint that names its model, then run "
-            "`nxd import NEW_FOLDER NEW_CHECKPOINT`"
+            "`nxd import NEW_FOLDER NEW_CHECKPOINT`. The Llama of a script for NeuronX Distributed becomes a folder by "
+            "`nxd ckpt convert CHECKPOINT NEW_FOLDER --to hf --sharding llama`"
         )
     if description.factory is not None:
         raise ValueError(

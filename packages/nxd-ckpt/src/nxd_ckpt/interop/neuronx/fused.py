@@ -22,6 +22,11 @@ class _Half(NamedTuple):
     box: Box
 
 
+def is_gate_up(name: str) -> bool:
+    """Whether a tensor's name is that of a gate and an up projection in one weight."""
+    return name.endswith(_FUSED)
+
+
 def split_gate_up(source: TensorSource) -> TensorSource:
     """Return a source that has `gate_proj` and `up_proj`, the halves of each `gate_up_proj`; other tensors stay.
 
@@ -39,7 +44,7 @@ def split_gate_up(source: TensorSource) -> TensorSource:
                 "--convert_to_full_state with the model's --config, and --qkv_linear, --fuse_qkv and the others as it "
                 "was trained"
             )
-        if name.endswith(_FUSED) and (len(info.global_shape) != 2 or info.global_shape[0] % 2):
+        if is_gate_up(name) and (len(info.global_shape) != 2 or info.global_shape[0] % 2):
             raise ValueError(
                 f"{name} {list(info.global_shape)} is not a gate and an up projection of the same size, one above the "
                 "other; leave it out with --exclude, or convert to another format"
@@ -62,7 +67,7 @@ class _Halves:
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         whole = self.source.tensors
-        kept = {name: info for name, info in whole.items() if not name.endswith(_FUSED)}
+        kept = {name: info for name, info in whole.items() if not is_gate_up(name)}
         return kept | {name: TensorInfo(whole[it.fused].dtype, it.box.shape) for name, it in self._halves.items()}
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
@@ -83,7 +88,7 @@ class _Halves:
     def _halves(self) -> Mapping[str, _Half]:
         halves = {}
         for name, info in self.source.tensors.items():
-            if name.endswith(_FUSED):
+            if is_gate_up(name):
                 rows, *rest = info.global_shape
                 for index, ending in enumerate(_HALVES):
                     box = Box((index * rows // 2, *[0] * len(rest)), (rows // 2, *rest))
