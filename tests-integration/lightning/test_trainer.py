@@ -301,10 +301,12 @@ def test_predictions_of_a_pipeline_are_those_of_one_process_on_every_rank(run_ra
         if pp > 1:
             with pytest.raises(TypeError, match="output cannot be sent to the other stages"):
                 module.output_of_last_stage([lambda: None])
-        return [it for batch in predictions for it in (batch if isinstance(batch, list) else [batch])]
+        return predictions if pp == 1 else [microbatch for batch in predictions for microbatch in batch]
 
     [whole] = run_ranks(predict, 1, 1, tmp_path)
     first, last = run_ranks(predict, 2, 2, tmp_path)
+
+    assert all(isinstance(batch, dict) for batch in whole)  # without a pipeline what the model returned
 
     for ranks_predictions in (first, last):
         assert len(ranks_predictions) == 4  # microbatches

@@ -264,9 +264,13 @@ class NeuronLTModule(_LightningModule):
         needs them, and returns the loss.
         """
         args, kwargs = _inputs(batch)
-        if self.nxd_config["pipeline_parallel_size"] == 1 or "labels" not in (self._input_names or ()):
+        stages = self.nxd_config["pipeline_parallel_size"]
+        if stages == 1 or "labels" not in (self._input_names or ()):
             kwargs.pop("labels", None)
-        return self.output_of_last_stage(self.model.run_eval(*args, **kwargs))
+        output = self.model.run_eval(*args, **kwargs)
+        if stages == 1 and isinstance(output, list) and len(output) == 1:
+            return output[0]  # of the only microbatch
+        return self.output_of_last_stage(output)
 
     # Steps that the Trainer would do in another order.
 
