@@ -70,6 +70,7 @@ class TestCommand:
         (record,) = remembered.iterdir()
         assert third == f"Models of type 'qwen3' are split by their own plan from now on: {record}"
 
+    @pytest.mark.slow
     def test_equal_within_a_wide_tolerance_is_not_remembered(self, folder_with, remembered):
         ended = nxd_parity(
             "--hf", folder_with(**LARGE), "--rtol", "0.5", "num_hidden_layers=1", 'layer_types=["full_attention"]'

@@ -222,8 +222,8 @@ class Replicas:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        pytest.param(1, of_the_day(ONE_RANK, 4), id="one rank"),
-        pytest.param(2, of_the_day(TWO_RANKS, 6), id="two ranks"),
+        pytest.param(1, of_the_day(ONE_RANK, 3), id="one rank"),
+        pytest.param(2, of_the_day(TWO_RANKS, 3), id="two ranks"),
         pytest.param(1, ONE_RANK, id="all on one rank", marks=pytest.mark.slow),
         pytest.param(2, TWO_RANKS, id="all on two ranks", marks=pytest.mark.slow),
         pytest.param(4, FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),

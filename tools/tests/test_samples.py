@@ -83,6 +83,7 @@ def test_quick_are_those_of_the_day_and_all_pairs(monkeypatch: pytest.MonkeyPatc
     assert numbers == {f"test_of_numbers[{number}]" for number in range(4)}
 
 
+@pytest.mark.slow
 def test_class_takes_from_what_its_tests_leave_and_all_come_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
     for day in DAYS_OF_ALL_FOUR:
@@ -93,5 +94,6 @@ def test_class_takes_from_what_its_tests_leave_and_all_come_up(monkeypatch: pyte
     assert set(seen) == {f"TestOfAClass::test_{test}[{letter}]" for test in ("first", "second") for letter in "ab"}
 
 
+@pytest.mark.slow
 def test_whoever_asks_for_slow_ones_too_has_all(tmp_path: Path) -> None:
     assert len(collected(tmp_path)) == 5 + 8 + 4 + 1

@@ -115,6 +115,7 @@ def test_question_to_an_earlier_process_of_a_rank_is_not_answered(run_ranks):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process")
+@pytest.mark.slow
 def test_rank_that_is_stopped_is_named_with_the_step_of_its_last_heartbeat(run_ranks):
     def stop_or_report() -> str:
         nxd_state.initialize_model_parallel(2)

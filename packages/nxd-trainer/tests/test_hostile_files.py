@@ -279,7 +279,7 @@ DATA = {
 }
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("case", DATA)
 def test_data_of_a_stranger_are_refused_in_one_line(folder, case):
     files, *settings = DATA[case]

@@ -6,7 +6,7 @@ import pytest
 from nxd_testing import deadline
 from pages import run_page
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, pytest.mark.slow]  # the session `smoke` runs it
 
 
 def test_readme_runs_and_prints_what_it_shows(tmp_path):

@@ -167,6 +167,7 @@ def test_deletion_power_loss_at_any_moment_leaves_the_others_whole(chain, tag, t
             assert values(tmp_path / f"{number}-{index}" / "root").keys() | {tag} == {"t", "u", "v"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tag", [NEW_TAG, OVERWRITE], ids=["new tag", "overwrite"])
 def test_incremental_save_power_loss_at_any_moment_leaves_old_or_new(old, tag, tmp_path):
     (tmp_path / "disk").mkdir()
