@@ -567,6 +567,19 @@ def test_convert_to_hugging_faces_format_writes_the_model_alone(run_json, tmp_pa
     assert everything["num_tensors"] == 2 + len(data["left_out"]) > 2
 
 
+def test_convert_between_torchs_format_and_ours_says_what_becomes_of_values(run, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    dcp.save({"model": model.state_dict(), "step": 20, "lr": 0.1}, checkpoint_id=tmp_path / "old", no_dist=True)
+    save(tmp_path / "runs", "a", {"model": model, "epoch": 3})
+
+    to_ours = run("convert", tmp_path / "old", tmp_path / "new", "--to", "nxd", "--target-tag", "a")[1]
+    to_torch = run("convert", tmp_path / "runs", tmp_path / "dcp", "--to", "dcp")[1]
+
+    assert "values that are no tensors, such as step, are kept as objects" in to_ours
+    assert [info.step for info in list_checkpoints(tmp_path / "new")] == [20]
+    assert "values that are no tensors, such as epoch, are not written" in to_torch
+
+
 def test_convert_to_neuronx_writes_the_model_alone(run_json, tmp_path):
     weights = {"w": torch.ones(4, 2)}
     save(tmp_path / "runs", "a", weights | {"optimizer/w/exp_avg": torch.ones(4, 2)})

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -226,7 +227,11 @@ def _checked(read: Callable[[], dict[str, Any]], state: TrainingState) -> dict[s
     """Return the values; all values in the request must exist."""
     values = read()
     if missing := [path for path in state.values if path not in values]:
-        raise CheckpointError(f"the value {missing[0]!r} was requested but is not in the checkpoint")
+        there = ", ".join([*islice(values, _LISTED), *(["..."] if len(values) > _LISTED else [])]) or "no values"
+        raise CheckpointError(
+            f"the value {missing[0]!r} was requested but is not in the checkpoint, which has {there}; leave it out of "
+            "what you load, and set it yourself"
+        )
     return values
 
 

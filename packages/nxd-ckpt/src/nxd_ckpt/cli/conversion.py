@@ -26,6 +26,7 @@ from nxd_ckpt.interop import (
 from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, is_gate_up, split_gate_up
 from nxd_ckpt.interop.neuronx.sharding import sharding_of
 from nxd_ckpt.interop.source import Part, Progress, TensorSource, num_bytes
+from nxd_ckpt.training_state import VALUES_FILE, read_values
 
 TargetKind = Literal["nxd", "hf", "dcp", "neuronx-v1", "neuronx-v2"]
 TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
@@ -110,6 +111,7 @@ def convert(place: Place, target: Target, *, include: list[str], exclude: list[s
             f"{fused[0]} holds gate and up together, which transformers reads for a Phi-3 and not for a Llama; for a "
             "Llama pass --sharding llama, which splits it into gate_proj and up_proj"
         )
+    lines += _values_left(found, target.kind)
     keys = {name.split(".")[0] for name in source.tensors}
     if target.kind == "hf" and len(keys) == 1:
         (key,) = keys
@@ -166,7 +168,7 @@ def _write(source: TensorSource, target: Target, found: Opened, progress: Progre
             target.path,
             target.tag or "",
             dtype=target.dtype,
-            step=original.step if target.step is None and original is not None else target.step,
+            step=_step_of(found) if target.step is None else target.step,
             extra=extra,
             rank_objects=None if original is None else original.rank_objects,
             progress=progress,
@@ -184,6 +186,29 @@ def _write(source: TensorSource, target: Target, found: Opened, progress: Progre
             dtype=target.dtype,
             progress=progress,
         )
+
+
+def _step_of(found: Opened) -> int | None:
+    """Return the step of an nxd checkpoint, or the value "step" of a dcp folder."""
+    if found.checkpoint is not None:
+        return found.checkpoint.step
+    step = found.source.objects.get("step") if isinstance(found.source.objects, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+
+
+def _values_left(found: Opened, kind: TargetKind) -> list[str]:
+    """Return a line about the values of a state, such as a scheduler's, between nxd's format and torch's."""
+    if kind == "dcp" and found.checkpoint is not None and VALUES_FILE in found.checkpoint.extra:
+        first = next(iter(read_values(found.checkpoint.read_extra(VALUES_FILE))), None)
+        if first is not None:
+            return [f"values that are no tensors, such as {first}, are not written; `inspect` shows them"]
+    if kind == "nxd" and found.kind == "dcp" and isinstance(found.source.objects, dict) and found.source.objects:
+        first = next(iter(found.source.objects))
+        return [
+            f"values that are no tensors, such as {first}, are kept as objects, which `load(into=...)` does not read; "
+            "see the page Convert checkpoints"
+        ]
+    return []
 
 
 def _companions(found: Opened) -> Mapping[str, bytes]:
