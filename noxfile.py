@@ -28,6 +28,8 @@ SOURCES = [argument for name in PYPROJECTS for argument in ("-e", f"./packages/{
 TEST_REQUIREMENTS = sorted(
     {text for pyproject in (ROOT_PYPROJECT, *PYPROJECTS.values()) for text in dependency_groups(pyproject, "test")}
 )
+TORCH = next(it for it in map(Requirement, PYPROJECTS["nxd-state"]["project"]["dependencies"]) if it.name == "torch")
+TORCH_MINORS = list(TORCH.specifier.filter(f"2.{minor}" for minor in range(100)))
 ANYWHERE = "not xla and not neuron and not gpu"
 QUICK = f"not slow and {ANYWHERE}"
 IN_PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
@@ -47,6 +49,14 @@ if "PIP_FIND_LINKS" in os.environ:  # uv does not read pip's variables, and sepa
 def tests(session: nox.Session) -> None:
     """All unit tests and the quick integration tests, on the sources as they stand, a process per core."""
     session.install(*SOURCES, *TEST_REQUIREMENTS)
+    session.run("pytest", "-m", QUICK, *(session.posargs or IN_PARALLEL))
+
+
+@nox.session
+@nox.parametrize("minor", [nox.param(minor, id=minor) for minor in TORCH_MINORS])
+def torch(session: nox.Session, minor: str) -> None:
+    """The quick tests with one minor version of torch: `nox -s "torch(2.9)"` (large downloads)."""
+    session.install(*SOURCES, *TEST_REQUIREMENTS, f"torch=={minor}.*")
     session.run("pytest", "-m", QUICK, *(session.posargs or IN_PARALLEL))
 
 

@@ -91,7 +91,7 @@ def test_command_with_a_torch_that_is_too_old_names_the_supported_releases(monke
 
     assert main(["hello"]) == 2
     assert capsys.readouterr().err == (
-        "nxd hello: torch 2.8.0+cu126 is too old; nxd needs torch 2.9 to 2.13: pip install 'torch>=2.9'\n"
+        "nxd hello: torch 2.8.0+cu126 is too old; nxd needs torch 2.9 to 2.15: pip install 'torch>=2.9'\n"
     )
 
 

@@ -39,8 +39,8 @@ GIB = 1 << 30
 CHECKS = {
     "no torch": (check_torch({}), "wrong", "pip install 'torch>="),
     "old torch": (check_torch({"torch": "2.1.2"}), "wrong", "pip install -U torch"),
-    "new torch": (check_torch({"torch": "2.13.0+cpu"}), "ok", ""),
-    "torch that is newer than tested": (check_torch({"torch": "2.15.0"}), "warning", "pip install 'torch==2."),
+    "new torch": (check_torch({"torch": "2.15.0+cpu"}), "ok", ""),
+    "torch that is newer than tested": (check_torch({"torch": "2.16.0"}), "warning", "pip install 'torch==2."),
     "torch without a version": (check_torch({"torch": "(unknown version)"}), "wrong", "pip install -U torch"),
     "torch that works": (check_torch_import(""), "ok", ""),
     "torch that lacks a library": (check_torch_import("OSError: libcudart"), "wrong", "--force-reinstall torch"),

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 OWN = "nxd-"  # prefix of these packages' names
-OLDEST_TORCH, NEWEST_TORCH = (2, 9), (2, 13)  # as in `dependencies` of the packages
+OLDEST_TORCH, NEWEST_TORCH = (2, 9), (2, 15)  # as in `dependencies` of the packages
 
 
 def own_packages() -> list[str]:

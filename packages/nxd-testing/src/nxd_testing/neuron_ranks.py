@@ -4,6 +4,7 @@ The process groups are gloo on the memory of the device's tensors. As in torch-n
 Python, replaces all backends, and does not accept CPU tensors.
 """
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ def _as_neuron_rank(fn: Callable[..., T], args: tuple[Any, ...]) -> T:
 def register_neuron_ranks() -> None:
     """Make `neuron` the accelerator of this process, with process groups of that name; see `register_neuron_device`."""
     register_neuron_device()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch's flight recorder takes no group written in Python
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, NeuronProcessGroup, devices=[NAME])
         for name, kernel in _IN_GRAPHS.items():

@@ -26,10 +26,13 @@ REDUCTIONS = tuple(_TWO)
 
 @functools.cache
 def check_reducible(dtype: torch.dtype, op: str) -> None:
-    """Raise torch's error for a dtype that it cannot add or compare, before anything is sent."""
+    """Raise a RuntimeError for a dtype that torch cannot add or compare, before anything is sent."""
     with torch.inference_mode(False), torch._C._DisableTorchDispatch():
         one = torch.ones(1, device="cpu").to(dtype)
-        combine([one, one, one], op)
+        try:
+            combine([one, one, one], op)
+        except (RuntimeError, TypeError) as error:
+            raise RuntimeError(f"op={op!r} is not defined for {dtype}: {error}") from error
 
 
 def combine(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
