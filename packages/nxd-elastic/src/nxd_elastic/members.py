@@ -194,7 +194,7 @@ class GenerationStore(dist.Store):
 
     def clone(self) -> "GenerationStore":
         """Return a store of the same keys with its own connection."""
-        made = GenerationStore(self._store.clone(), self._reason_to_end)  # type: ignore[attr-defined]
+        made = GenerationStore(self._store.clone(), self._reason_to_end)
         self._clones.append(made)  # torch keeps only its C++ half alive
         return made
 

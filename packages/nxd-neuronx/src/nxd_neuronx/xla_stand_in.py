@@ -208,7 +208,7 @@ def _process_group(groups: Groups | None) -> dist.ProcessGroup | None:
         return world
     key = (world, tuple(tuple(group) for group in groups))
     if key not in _made_groups:
-        made = [(group, dist.new_group(list(group))) for group in groups]
+        made: list[tuple[Sequence[int], Any]] = [(group, dist.new_group(list(group))) for group in groups]
         _made_groups[key] = next(process_group for group, process_group in made if dist.get_rank() in group)
     return _made_groups[key]
 

@@ -370,7 +370,7 @@ class _PlannedProcessGroup(dist.ProcessGroup):
     """The process group of ranks that do not run, which knows its size; unpickled in a running rank, the real one."""
 
     def __init__(self, axis: str, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # an overload that the stub lacks
+        super().__init__(rank, size)
         self._axis = axis
 
     def __reduce__(self) -> tuple[Callable[[str], dist.ProcessGroup | None], tuple[str]]:

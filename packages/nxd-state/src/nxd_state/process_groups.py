@@ -220,6 +220,7 @@ def _new_named_group(ranks: tuple[int, ...], name: Any, timeout: timedelta | Non
     state = distributed_c10d._world
     world = distributed_c10d._get_default_group()
     backend, store = state.pg_map[world]
+    process_group: Any
     process_group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()) if dist.get_rank() in ranks else None,
@@ -232,4 +233,5 @@ def _new_named_group(ranks: tuple[int, ...], name: Any, timeout: timedelta | Non
     )
     if process_group != dist.GroupMember.NON_GROUP_MEMBER:
         state.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
-    return process_group
+    made: dist.ProcessGroup = process_group
+    return made

@@ -110,7 +110,7 @@ class NeuronProcessGroup(dist.ProcessGroup):
     """A process group of the backend "neuron"; torch passes these arguments to a backend."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._name = ""
 

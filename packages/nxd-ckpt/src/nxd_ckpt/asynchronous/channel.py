@@ -34,7 +34,7 @@ class Channel:
         try:
             self._source = _store_of(coordinator, timeout, self)
             # A store handles one call at a time, and training's calls may take long; so this connection is separate.
-            own: dist.Store = self._source.clone()  # type: ignore[attr-defined]
+            own: dist.Store = self._source.clone()
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self.rank} of {self.world_size} cannot reach the store through which the ranks talk to one "

@@ -33,8 +33,8 @@ _LOCAL_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 # torch 2.13 gives these two a shorter name and warns about the one before.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class C10dTransport(MessageTransport):
@@ -99,9 +99,9 @@ class C10dTransport(MessageTransport):
         result = torch.empty_like(parts[0])
         process_group = self._group.process_group
         flat = (result.view(-1), parts.view(-1))  # a shape that every backend takes
-        work = _reduce_scatter_single(*flat, op=_REDUCE_OPS[op], group=process_group, async_op=True)
+        scattered = _reduce_scatter_single(*flat, op=_REDUCE_OPS[op], group=process_group, async_op=True)
         divide = (lambda reduced: reduced.div_(size)) if op == "avg" else None
-        return _result(Pending(result, work, finish=divide), async_op=async_op)
+        return _result(Pending(result, scattered, finish=divide), async_op=async_op)
 
     @torch.no_grad()
     def reduce_scatter_mean(
@@ -210,7 +210,8 @@ def _exchange(parts: Tensor, group: Group) -> tuple[Tensor, dist.Work]:
     """Send part i of the stack to rank i of the group; the bytes received lie in the same order."""
     sent = _as_bytes(parts)
     received = torch.empty_like(sent)
-    return received, dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
+    work: Any = dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
+    return received, work
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
