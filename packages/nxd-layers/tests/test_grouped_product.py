@@ -3,6 +3,9 @@
 import pytest
 import torch
 from nxd_layers.experts import ExpertMLPs
+from nxd_layers.experts.linear import grouped_product
+from nxd_testing import operations_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def products(mlps, tokens, expert):
@@ -58,3 +61,29 @@ def test_gradient_of_a_sum_which_is_expanded_is_taken():
     mlps.mlp_op.up_proj(torch.ones(6, 8), [3, 0, 2, 1]).sum().backward()
 
     assert mlps.mlp_op.up_proj.weight.grad.sum(dim=(1, 2)).tolist() == [3 * 8 * 16, 0, 2 * 8 * 16, 8 * 16]
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="from torch 2.10 on")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gpu_multiplies_by_all_experts_at_once(dtype, caplog):
+    if dtype != torch.bfloat16 and torch.__version__ < "2.15":
+        pytest.skip("from torch 2.15 on")
+    with FakeTensorMode():
+        tokens = torch.empty(12, 16, dtype=dtype, device="cuda")
+        weights = torch.empty(4, 16, 32, dtype=dtype, device="cuda")
+        seen = operations_of(lambda: grouped_product(tokens, weights, [3, 0, 5, 4]))
+
+    assert "aten::_grouped_mm" in seen
+    assert not {"aten::mm", "aten::cat"} & set(seen)
+    assert not caplog.records
+
+
+def test_gpu_that_loops_over_experts_says_so_and_what_would_be_faster(caplog):
+    with FakeTensorMode():
+        tokens, weights = torch.empty(12, 16, device="cuda"), torch.empty(4, 16, 7, device="cuda")
+        for _ in range(2):
+            grouped_product(tokens, weights, [3, 0, 5, 4])
+
+    (record,) = caplog.records
+    assert "products of 4 experts one after the other" in record.message
+    assert "[4, 16, 7]" in record.message

@@ -11,6 +11,7 @@ The choice: `NXD_DEVICE` if set (`NXD_CPU_MODE=1` is the older spelling of `NXD_
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxd_state.neuron_errors import device_errors
+
+_logger = logging.getLogger(__name__)
 
 ACCELERATORS = ("cuda", "neuron")
 DEVICE_TYPES = ("cpu", "xla", *ACCELERATORS)
@@ -119,6 +122,35 @@ def has_streams(what: DeviceLike = None) -> bool:
 def has_fused_optimizers(what: DeviceLike = None) -> bool:
     """Whether torch's optimizers have kernels for a device that update all parameters at once (`fused=True`)."""
     return _type_of(what) in ("cpu", "cuda")
+
+
+def has_fused_attention(what: DeviceLike = None) -> bool:
+    """Whether torch's memory-efficient and flex attention run on a device; on AMD's they have another layout."""
+    return _type_of(what) == "cuda" and torch.version.hip is None
+
+
+def has_flash_attention(what: DeviceLike = None) -> bool:
+    """Whether torch's flash attention runs on a device: it needs compute capability 8.0, of Ampere."""
+    return has_fused_attention(what) and _compute_capability(what) >= (8, 0)
+
+
+def has_grouped_product(dtype: torch.dtype, what: DeviceLike = None) -> bool:
+    """Whether a device has torch's grouped matrix product of a dtype."""
+    kind = _type_of(what)
+    if kind == "cuda" and torch.__version__ < "2.15":
+        return dtype == torch.bfloat16
+    return kind in ("cpu", "cuda") and dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def log_slow_path(what: str, device: torch.device) -> None:
+    """Log once that an accelerator computes something in a slow way. On the CPU it does nothing.
+
+    Args:
+        what: what is slow, why, and what would be faster.
+        device: where it is computed.
+    """
+    if device.type in ACCELERATORS:
+        _log_once(f"slow on {device.type}: {what}")
 
 
 def has_uneven_all_to_all(what: DeviceLike = None) -> bool:
@@ -257,6 +289,17 @@ def _type_of(what: DeviceLike) -> str:
     if isinstance(what, Tensor):
         return what.device.type
     return what if isinstance(what, str) else what.type
+
+
+def _compute_capability(what: DeviceLike) -> tuple[int, int]:
+    if not torch.cuda.is_available():
+        return (9, 0)  # fake tensors, to try out what a GPU would run
+    return torch.cuda.get_device_capability(what.device if isinstance(what, Tensor) else what)
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _logger.warning("%s", message)
 
 
 def _accelerator() -> str | None:

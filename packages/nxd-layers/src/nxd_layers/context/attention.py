@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from nxd_layers.context.attention_kernels import Scores
 from nxd_layers.context.block_attention import (
     Dropout,
-    Scores,
     accumulation_dtype,
     attend_block,
     attend_block_backward,

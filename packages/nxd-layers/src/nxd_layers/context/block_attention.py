@@ -9,9 +9,10 @@ gradients (Dao et al. 2022, "FlashAttention").
 from dataclasses import dataclass, replace
 
 import torch
-from nxd_state import active_group, broadcast, is_cpu
+from nxd_state import active_group, broadcast, log_slow_path
 from torch import Tensor
-from torch.nn import functional as F
+
+from nxd_layers.context.attention_kernels import AttentionKernel, Scores, kernel_for
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # of SplitMix64 (Steele et al. 2014), as signed numbers
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -93,19 +94,6 @@ def _shifted(numbers: Tensor, bits: int) -> Tensor:
 _MOST_SCORES = 1 << 24
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The definition of scores.
-
-    Attributes:
-        scale: scale of the products of queries and keys.
-        softcap: soft upper bound of the scores (Gemma Team 2024, "Gemma 2"); None for no bound.
-    """
-
-    scale: float
-    softcap: float | None = None
-
-
 def attend_block(
     query: Tensor,
     key: Tensor,
@@ -131,8 +119,9 @@ def attend_block(
         `[batch, heads, queries, value_head]`, and the logarithm of the sum of the exponentials of each query's scores,
         `[batch, heads, queries]`, in float32 or wider: -inf for a query without keys, whose output is zero.
     """
-    if dropout is None and _has_kernel(query, scores):
-        output, log_sum = _forward_by_kernel(query, key, value, scores, mask, causal)
+    kernel = _kernel(query, value, scores, mask, dropout)
+    if kernel is not None:
+        output, log_sum = kernel.forward(query, key, value, scores, mask, causal)
     else:
         rows = _rows_at_once(query, key)
         parts = [
@@ -141,7 +130,7 @@ def attend_block(
         ]
         output, log_sum = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
     if mask is not None:
-        log_sum = log_sum.masked_fill(~mask.any(dim=-1), -torch.inf)
+        log_sum = log_sum.where(mask.any(dim=-1), -torch.inf)
     return output, log_sum
 
 
@@ -163,8 +152,9 @@ def attend_block_backward(
     `grad` and `output` are the output's gradient and the output for all keys, and `log_sum` is the finite log-sum-exp
     over all keys.
     """
-    if dropout is None and _has_kernel(query, scores):
-        return _backward_by_kernel(grad, query, key, value, output, log_sum, scores, mask, causal)
+    kernel = _kernel(query, value, scores, mask, dropout)
+    if kernel is not None:
+        return kernel.backward(grad, query, key, value, output, log_sum, scores, mask, causal)
     rows = _rows_at_once(query, key)
     grad_keys = torch.zeros_like(key, dtype=log_sum.dtype)
     grad_values = torch.zeros_like(value, dtype=log_sum.dtype)
@@ -179,62 +169,22 @@ def attend_block_backward(
     return torch.cat(grad_queries, dim=2), grad_keys, grad_values
 
 
+def _kernel(
+    query: Tensor, value: Tensor, scores: Scores, mask: Tensor | None, dropout: Dropout | None
+) -> AttentionKernel | None:
+    """The kernel for a block; None if its scores are computed in memory, some rows at a time."""
+    kernel = None if dropout is not None else kernel_for(query, value, scores, masked=mask is not None)
+    if kernel is None:
+        why = "dropout of its weights" if dropout is not None else f"{query.dtype}"
+        log_slow_path(
+            f"attention over a cut sequence has no kernel for {why}; use bfloat16 and no dropout", query.device
+        )
+    return kernel
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums of weights: float32, or wider for wider inputs."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _has_kernel(query: Tensor, scores: Scores) -> bool:
-    return is_cpu(query) and scores.softcap is None
-
-
-def _forward_by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    size = max(query.shape[-1], value.shape[-1])  # the kernel has one for all
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(_widened(it, size) for it in (query, key, value)),
-        is_causal=causal,
-        attn_mask=_added(mask, query.dtype),
-        scale=scores.scale,
-    )
-    return output[..., : value.shape[-1]], log_sum
-
-
-def _backward_by_kernel(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum: Tensor,
-    scores: Scores,
-    mask: Tensor | None,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    size = max(query.shape[-1], value.shape[-1])
-    of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(_widened(it, size) for it in (grad, query, key, value, output)),
-        log_sum,
-        0.0,
-        causal,
-        attn_mask=_added(mask, query.dtype),
-        scale=scores.scale,
-    )
-    head = query.shape[-1]
-    return of_query[..., :head], of_key[..., :head], of_value[..., : value.shape[-1]]
-
-
-def _widened(tensor: Tensor, size: int) -> Tensor:
-    """The layout that the kernel needs: heads of one size with contiguous elements."""
-    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-    return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
-
-
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _rows_at_once(query: Tensor, key: Tensor) -> int:

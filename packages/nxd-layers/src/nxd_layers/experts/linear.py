@@ -7,6 +7,7 @@ experts padded to the same number of tokens is between the two or slower than bo
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -15,6 +16,9 @@ from nxd_state import (
     ShardSpec,
     active_group,
     get_shard_spec,
+    has_grouped_product,
+    log_slow_path,
+    send_to_device,
     set_partition_attributes,
     set_shard_spec,
     shard_along,
@@ -81,7 +85,6 @@ def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
     return ShardSpec((number, *spec.local_shape[1:]), tuple(pieces), axis="ep")
 
 
-_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUPED_ALIGNMENT = 16  # bytes: rows of other lengths are refused by torch
 
 
@@ -97,23 +100,28 @@ def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> T
         `[rows, out]`.
     """
     if _has_grouped_product(tokens, weights):
-        ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+        ends = send_to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), tokens.device)
         product: Tensor = F.grouped_mm(tokens.contiguous(), weights.contiguous(), offs=ends)
         if product.requires_grad:
             product.register_hook(Tensor.contiguous)  # its backward refuses expanded gradients, as those of a sum are
         return product
+    log_slow_path(
+        f"products of {len(weights)} experts one after the other: torch {torch.__version__} has no grouped product of "
+        f"{tokens.dtype} with weights {list(weights.shape)} in {weights.dtype}; use torch 2.10 or newer, bfloat16 and "
+        f"sizes that are multiples of {_GROUPED_ALIGNMENT // 2}",
+        tokens.device,
+    )
     parts = zip(tokens.split(list(counts)), weights, strict=True)
     return torch.cat([part @ weight for part, weight in parts if len(part)])
 
 
 def _has_grouped_product(tokens: Tensor, weights: Tensor) -> bool:
-    """Whether torch's grouped product supports these: not in float64 or under autocast, and only on the CPU."""
+    """Whether torch's grouped product supports these: not in float64 or under autocast."""
     return (
-        tokens.is_cpu
+        has_grouped_product(tokens.dtype, tokens)
         and tokens.dtype == weights.dtype
-        and tokens.dtype in _GROUPED_DTYPES
         and all(width * weights.itemsize % _GROUPED_ALIGNMENT == 0 for width in weights.shape[1:])
-        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled(tokens.device.type)
         and hasattr(F, "grouped_mm")
     )
 
