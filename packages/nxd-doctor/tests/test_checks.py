@@ -9,14 +9,17 @@ import pytest
 from nxd_cli.installation import installed_versions
 from nxd_doctor.installation import (
     Devices,
+    Kernels,
     check_devices,
     check_import_name,
+    check_kernels,
     check_neuron,
     check_own_packages,
     check_torch,
     check_torch_import,
     check_transformers,
     check_xla,
+    ok,
     torch_import_failure,
 )
 from nxd_doctor.machine import (
@@ -114,6 +117,28 @@ def test_check_judges_and_says_how_to_mend(name):
     assert mend in finding.mend
     assert bool(finding.mend) == (status != "ok")
     assert finding.found
+
+
+@pytest.mark.parametrize(
+    ("kernels", "found"),
+    [
+        (
+            Kernels("cuda", True, True, ("bfloat16",)),
+            "on cuda: attention of cut sequences by flash, memory-efficient, flex; products of experts grouped in "
+            "bfloat16",
+        ),
+        (
+            Kernels("cuda", False, True, ()),
+            "on cuda: attention of cut sequences by memory-efficient, flex; products of experts one by one",
+        ),
+        (
+            Kernels("neuron", False, False, ()),
+            "on neuron: attention of cut sequences by products of matrices; products of experts one by one",
+        ),
+    ],
+)
+def test_kernels_are_listed(kernels, found):
+    assert check_kernels(kernels) == ok("kernels", found)
 
 
 def test_failed_ranks_first_error_is_shown():

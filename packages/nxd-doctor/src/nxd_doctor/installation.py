@@ -238,3 +238,48 @@ def check_devices(devices: Devices) -> Finding:
         mend = "unset NXD_DEVICE and NXD_CPU_MODE, or install torch-xla and torch-neuronx for Neuron devices"
         return warning(name, f"{found}: {' and '.join(unused)} devices are not used", mend)
     return ok(name, f"{found}; backends {', '.join(devices.backends)}")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """torch's kernels for a device.
+
+    Attributes:
+        device: the device's type.
+        flash: whether flash attention runs.
+        fused: whether memory-efficient and flex attention run.
+        grouped: the dtypes of which it multiplies by all experts at once.
+    """
+
+    device: str
+    flash: bool
+    fused: bool
+    grouped: tuple[str, ...]
+
+
+def find_kernels() -> Kernels:
+    """Ask torch."""
+    import torch  # noqa: PLC0415
+    from nxd_state import (  # noqa: PLC0415
+        device_type,
+        has_flash_attention,
+        has_fused_attention,
+        has_grouped_product,
+        is_cpu,
+    )
+
+    kind = device_type()
+    dtypes = [it for it in (torch.bfloat16, torch.float16, torch.float32) if has_grouped_product(it, kind)]
+    names = tuple(str(it).removeprefix("torch.") for it in dtypes if hasattr(torch.nn.functional, "grouped_mm"))
+    return Kernels(kind, is_cpu(kind) or has_flash_attention(kind), has_fused_attention(kind), names)
+
+
+def check_kernels(kernels: Kernels) -> Finding:
+    """Which kernels compute attention of cut sequences, and the products of experts."""
+    attention = [name for name, there in (("flash", kernels.flash), ("memory-efficient, flex", kernels.fused)) if there]
+    experts = f"grouped in {', '.join(kernels.grouped)}" if kernels.grouped else "one by one"
+    found = (
+        f"on {kernels.device}: attention of cut sequences by {', '.join(attention) or 'products of matrices'}; "
+        f"products of experts {experts}"
+    )
+    return ok("kernels", found)

@@ -25,6 +25,7 @@ from nxd_doctor.installation import (
     Finding,
     check_devices,
     check_import_name,
+    check_kernels,
     check_neuron,
     check_own_packages,
     check_torch,
@@ -32,6 +33,7 @@ from nxd_doctor.installation import (
     check_transformers,
     check_xla,
     find_devices,
+    find_kernels,
     import_location,
     ok,
     other_owner,
@@ -64,6 +66,8 @@ def examine(
     if torch.status == import_of_torch.status == "ok":
         devices = find_devices()
         yield check_devices(devices)
+        if not devices.problem:
+            yield check_kernels(find_kernels())
         yield check_neuron(versions, has_device=devices.neuron > 0)
     yield check_transformers(versions)
     yield from check_environment(os.environ)
