@@ -526,6 +526,7 @@ def test_retain_and_delete_remove_checkpoints_by_the_rules(run, run_json, root):
     assert run("retain", root, "--keep-last", 0)[0] == 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 cannot copy pairs of four bits")
 def test_verify_deep_knows_how_headers_have_types_of_ours(run, tmp_path):
     pairs = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     save(tmp_path, "a", {"z": torch.ones(2, 3, dtype=torch.complex128), "pairs": pairs, "one": pairs[0]})

@@ -143,13 +143,18 @@ def expected_weight_and_losses():
     return model.weight.detach(), losses
 
 
+def own_lines(result):
+    """What a script printed; torch 2.9's gloo prints lines of its own."""
+    return [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]
+
+
 def test_script_for_torch_xla_trains_on_two_ranks_as_one_process_does(tmp_path, run_script):
     result = run_script("--nproc", "2")
 
     assert result.returncode == 0, result.stderr
     weight, losses = expected_weight_and_losses()
     torch.testing.assert_close(torch.load(tmp_path / "out.pt")["w"], weight)
-    lines = [line.split() for line in result.stdout.splitlines()]
+    lines = [line.split() for line in own_lines(result)]
     # Closures run when the step ends, after what the script prints in it.
     assert [line[:2] for line in lines] == [[word, str(step)] for step in range(3) for word in ("before", "step")]
     torch.testing.assert_close(
@@ -236,7 +241,7 @@ def test_script_of_one_rank_starts_torch_distributed_and_hears_of_variables_with
 
     result = run_script(script="other.py")
 
-    assert result.stdout == "1\n", result.stderr
+    assert own_lines(result) == ["1"], result.stderr
     for variable in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16"):
         assert result.stderr.count(f"{variable}=1: no effect without torch-xla") == 1
 

@@ -39,11 +39,9 @@ CODE_OF_DTYPE: dict[torch.dtype, str] = {
     torch.complex128: "C128",
 }
 
-# Dtypes of quantized models, which only newer versions of torch have.
-_NEWER = {"float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4"}
-
-
-CODE_OF_DTYPE |= {getattr(torch, name): code for name, code in _NEWER.items() if hasattr(torch, name)}
+CODE_OF_DTYPE[torch.float8_e8m0fnu] = "F8_E8M0"
+if torch.__version__ >= "2.10":  # torch 2.9 has the name, and cannot copy such a tensor
+    CODE_OF_DTYPE[torch.float4_e2m1fn_x2] = "F4"
 
 
 DTYPE_OF_CODE: dict[str, torch.dtype] = {code: dtype for dtype, code in CODE_OF_DTYPE.items()}

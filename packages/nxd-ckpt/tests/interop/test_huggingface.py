@@ -64,6 +64,7 @@ def test_several_files_obey_max_shard_size_and_the_index(tmp_path, every_dtype):
     assert all(torch.equal(read_whole(source, name), tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 cannot copy pairs of four bits")
 def test_scales_and_pairs_of_four_bits_pass_through_byte_by_byte(tmp_path, bits):
     raw = torch.arange(12, dtype=torch.uint8).reshape(2, 3, 2)
     tensors = {

@@ -18,6 +18,7 @@ from nxd_layers.context import (
 from nxd_layers.context import plan as plan_module
 from nxd_layers.context.block_attention import draw_dropout
 from nxd_state import all_gather, all_reduce, get_group, initialize_model_parallel
+from torch.utils._pytree import tree_map, tree_map_only
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -325,6 +326,13 @@ def attend_to_strided_inputs():
         torch.testing.assert_close(
             context_parallel_attention(strided, strided, strided, plan, transport=transport), expected
         )
+
+
+def test_plan_is_a_tree_in_which_tensors_may_become_anything():
+    plan = AttentionPlan(interval_mask(12, MaskRule()), SequenceCut(12, 2))
+
+    assert tree_map(lambda leaf: None, plan).mask.first is None
+    assert tree_map_only(torch.Tensor, lambda tensor: tensor.shape, plan).mask.first == (1, 12)
 
 
 def test_memory_order_of_inputs_does_not_matter(run_ranks):

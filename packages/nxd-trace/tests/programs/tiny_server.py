@@ -38,7 +38,8 @@ class TinyServer:
         self.log: list[str] = []
         try:
             self.log_until("Started server process")
-            said = json.loads(self.process.stdout.readline())
+            # torch 2.9's gloo prints a line of its own first.
+            said = json.loads(next(line for line in self.process.stdout if not line.startswith("[Gloo]")))
             self.workers: list[int] = said["workers"]
             self.folder = Path(said["folder"])
             self.port = int(re.search(r":(\d+) ", self.log_until("running on"))[1])

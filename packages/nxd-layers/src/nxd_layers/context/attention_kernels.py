@@ -309,15 +309,16 @@ def _compiled_flex_attention() -> Callable[..., Any]:
 def _score_mod(scores: Scores, mask: Tensor | None, causal: bool) -> Callable[..., Tensor]:
     """What flex attention does to each score."""
     softcap = scores.softcap
-    by_row = mask is not None and mask.shape[0] > 1
+    allowed = None if mask is None else mask.squeeze(1)
 
     def modified(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap
         if causal:
             score = torch.where(row >= column, score, -torch.inf)
-        if mask is not None:
-            score = torch.where(mask[batch if by_row else 0, 0, row, column], score, -torch.inf)
+        if allowed is not None:
+            reads = allowed[batch, row, column] if len(allowed) > 1 else allowed[0][row, column]
+            score = torch.where(reads, score, -torch.inf)
         return score
 
     return modified

@@ -60,7 +60,8 @@ class AttentionPlan:
     cut: SequenceCut
 
     def __post_init__(self) -> None:
-        if self.mask.length != self.cut.filled_length:
+        # A tree_map may put anything in the place of tensors; that of torch 2.9's activation checkpoints puts None.
+        if isinstance(self.mask.first, Tensor) and self.mask.length != self.cut.filled_length:
             object.__setattr__(self, "mask", self.mask.filled_to(self.cut.filled_length))
 
     @cached_property
