@@ -25,12 +25,16 @@ FENCE = re.compile(
     r"(?:^<!-- not run: (?P<reason>.+?) -->\n\n?)?^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<text>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
-# Commands of this environment, as functions: a program started as sys.executable has torch loaded already.
+# Commands of this environment, as functions: a program started as sys.executable has torch loaded already. torchrun
+# takes any free port, since other pages run at the same time; older versions of torch take port 29500 by themselves.
 PRELUDE = """set -emo pipefail
 python() { "$PAGE_PYTHON" "$@"; }
 nxd() { "$PAGE_PYTHON" -m nxd_cli "$@"; }
 nxd-ckpt() { "$PAGE_PYTHON" -m nxd_ckpt.cli "$@"; }
-torchrun() { "$PAGE_PYTHON" -m torch.distributed.run "$@"; }
+torchrun() {
+  case " $* " in *" --nnodes"* | *" --rdzv"* | *" --master"*) ;; *) set -- --standalone "$@" ;; esac
+  "$PAGE_PYTHON" -m torch.distributed.run "$@"
+}
 """
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:e[-+]?\d+)?")
 MACHINES_OWN = re.compile(

@@ -72,7 +72,7 @@ def test_exported_graph_is_the_same_on_all_ranks_and_gives_each_its_own_result(o
     assert (first, second) == ([0, 0], [1, 1])
 
 
-@pytest.mark.skipif(torch.__version__ < "2.10", reason="before, the compiler takes itself for an exporter")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before, the compiler takes itself for an exporter")
 def test_compiled_graph_is_the_same_on_all_ranks_and_gives_each_its_own_result(on_both_ranks):
     def job():
         graphs = []
