@@ -173,7 +173,9 @@ def test_inference_script_for_torch_neuronx_compiles_saves_loads_and_computes_th
     result = run_script(script="inference.py")
 
     assert result.returncode == 0, result.stderr
-    assert own_lines(result)[0].startswith("neuronxcc.nki.kernels.attention.attention_isa_kernel launches an NKI kernel")
+    assert own_lines(result)[0].startswith(
+        "neuronxcc.nki.kernels.attention.attention_isa_kernel launches an NKI kernel"
+    )
 
 
 def test_script_that_is_no_file_is_refused(run_script):
