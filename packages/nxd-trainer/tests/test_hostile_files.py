@@ -17,7 +17,7 @@ from nxd_state import initialize_model_parallel
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.recipe import RecipeError, load_recipe
-from nxd_trainer.training.run import lock_output
+from nxd_trainer.training.output_folder import open_output
 from nxd_trainer.training.run_data import open_data, prepare_data
 
 
@@ -350,7 +350,7 @@ def test_lock_of_an_output_folder_that_is_a_link_or_a_pipe_empties_nothing_and_d
     def lock_it(output):
         initialize_model_parallel()
         try:
-            lock_output(output)
+            open_output(output)
         except ValueError as error:
             return str(error)
 

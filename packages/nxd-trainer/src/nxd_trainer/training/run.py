@@ -2,22 +2,20 @@
 
 import logging
 import math
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
-from nxd_ckpt import files
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
 from nxd_engine.logs import get_logger
 from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_optim import NeuronZero1Optimizer
-from nxd_state import all_gather_object, get_device, get_world_group, is_cpu, is_lazy_device, step_boundary
+from nxd_state import get_device, is_cpu, is_lazy_device, step_boundary
 from nxd_state.neuron import extracting_graphs
 from torch import Tensor
 
@@ -39,6 +37,7 @@ from nxd_trainer.report.run_log import recorded_warnings, remove_log
 from nxd_trainer.report.run_page import next_commands, write_run_page
 from nxd_trainer.training.diagnostics import Straggler, StragglerWatch, report_gradients
 from nxd_trainer.training.initial_weights import load_reference
+from nxd_trainer.training.output_folder import open_output
 from nxd_trainer.training.resuming import resume_from_memory, resume_run
 from nxd_trainer.training.run_facts import logged_run, measured_step
 from nxd_trainer.training.run_state import RunState, build_run_state
@@ -108,7 +107,7 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     """
     early_warnings: list[tuple[str, str, str]] = []
     with recorded_warnings(lambda *warning: early_warnings.append(warning)):
-        state = build_run_state(recipe, output_lock=lock_output(recipe.output))
+        state = build_run_state(recipe, output_lock=open_output(recipe.output))
         tag = resume_from_memory(state) or resume_run(state)
         load_reference(state)
     state.early_warnings = early_warnings
@@ -116,31 +115,6 @@ def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
     state.trackers = run_or_raise_peer_error("opening the trackers", lambda: _trackers(state), error_type=ValueError)
     report_gradients(state)
     return state, tag
-
-
-def lock_output(folder: Path) -> IO[str] | None:
-    """Lock an output folder for as long as the returned file is open; only the first rank holds it.
-
-    The operating system releases the lock when the process ends, however it ends.
-
-    Raises:
-        ValueError: another run holds it; on every rank.
-    """
-    lock: IO[str] | None = None
-    problem = None
-    if get_world_group().rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = files.lock(str(folder / ".lock"))
-            lock = None if descriptor is None else os.fdopen(descriptor, "r+")
-        except BlockingIOError:
-            problem = f"another run is using {folder}; wait for it, or choose another output folder"
-        except OSError as error:
-            problem = f"output={folder} cannot be written: {error}"
-    problem = all_gather_object(problem, get_world_group())[0]
-    if problem is not None:
-        raise ValueError(problem)
-    return lock
 
 
 def train(recipe: Recipe) -> TrainResult:

@@ -1,0 +1,93 @@
+"""Runs over hosts with a network between them: the same losses as one process, and what goes wrong there."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("fresh_interpreter"),  # a fork of the test run's server would be in this machine's network
+]
+
+TRAIN = ["-m", "nxd_cli", "train"]
+
+
+def said_by(ended):
+    """What the programs of all hosts printed."""
+    return "\n".join(it.output for it in ended)
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def expected(tiny_in, tmp_path_factory):
+    """The losses of one process on the same data."""
+    folder = tmp_path_factory.mktemp("one")
+    subprocess.run([sys.executable, *TRAIN, *tiny_in(folder)], cwd=folder, check=True, capture_output=True)
+    return losses(folder / "run")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.tensor_parallel_size=2"],
+        ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"],
+    ],
+    ids=["TP within, DP between", "TP within, PP between"],
+)
+def test_training_on_two_hosts_equals_one_process(hosts, tiny_in, tmp_path, expected, layout):
+    ended = hosts(2).torchrun([*TRAIN, *tiny_in(tmp_path), *layout])
+
+    assert [it.returncode for it in ended] == [0, 0], said_by(ended)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+    assert (tmp_path / "run/checkpoints/step-00000006/manifest.json").exists()
+
+
+def test_hosts_meet_over_ipv6(hosts, tiny_in, tmp_path, expected):
+    ended = hosts(2).torchrun([*TRAIN, *tiny_in(tmp_path)], per_host=1, address="fd77::1")
+
+    assert [it.returncode for it in ended] == [0, 0], said_by(ended)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+
+
+def test_network_that_stops_for_seconds_only_delays_the_run(hosts, tiny_in, tmp_path, expected):
+    both = hosts(2)
+    ended, steps_before = threading.Event(), []
+
+    def unplug_after_the_first_step():
+        metrics = tmp_path / "run/metrics.jsonl"
+        while not ended.is_set() and not (metrics.exists() and losses(tmp_path / "run")):
+            ended.wait(0.01)
+        both.set_link(1, "down")
+        steps_before.append(len(losses(tmp_path / "run")))
+        ended.wait(3.0)
+        both.set_link(1, "up")
+
+    thread = threading.Thread(target=unplug_after_the_first_step)
+    thread.start()
+    try:
+        found = both.torchrun([*TRAIN, *tiny_in(tmp_path)], per_host=1)
+    finally:
+        ended.set()
+        thread.join()
+
+    assert [it.returncode for it in found] == [0, 0], said_by(found)
+    assert steps_before[0] < 6, "the run was over before the network stopped"
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+
+
+def test_folder_that_hosts_do_not_share_is_refused_before_the_first_step(hosts, tiny_in, tmp_path):
+    both = hosts(2)
+
+    ended = both.torchrun([*TRAIN, *tiny_in(tmp_path), f"output={both.local}/run"], per_host=1)
+
+    said = said_by(ended)
+    assert all(it.returncode != 0 for it in ended), said
+    assert "is not the same folder on all hosts" in said, said
+    assert "step 1" not in said
