@@ -130,6 +130,7 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
                 _ip("netns", "add", space)
                 cleanup.callback(_ip, "netns", "del", space)
                 _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+                cleanup.callback(_ip, "link", "del", cable)  # by itself it would go some time after the namespace
                 _ip("link", "set", cable, "master", bridge, "up")
                 for address in (f"10.77.0.{host + 1}/24", f"fd77::{host + 1}/64"):
                     _ip("-n", space, "addr", "add", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
