@@ -77,8 +77,11 @@ SMALL = {
 
 
 @pytest.fixture(scope="session")
-def make_chat_model(tmp_path_factory) -> Callable[..., Path]:
-    """`make_chat_model("Qwen3", **sizes)`: the folder of a small chat model of transformers, with random weights."""
+def save_chat_model(tmp_path_factory) -> Callable[..., Path]:
+    """`save_chat_model(name, configure)`: the folder of a chat model of transformers, with random weights.
+
+    `configure(vocab_size=..., eos_token_id=..., pad_token_id=None)` gives its config.
+    """
     transformers = pytest.importorskip("transformers")
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -92,18 +95,28 @@ def make_chat_model(tmp_path_factory) -> Callable[..., Path]:
     )
     tokenizer.train_from_iterator(["the cat sat on the mat", "the dog sat on the cat"], trainer)
 
-    def make(family: str = "Qwen3", chat_template: str | None = CHAT_TEMPLATE, **sizes: object) -> Path:
-        folder = tmp_path_factory.mktemp("model") / family
+    def save(name: str, configure: Callable[..., object], chat_template: str | None = CHAT_TEMPLATE) -> Path:
+        folder = tmp_path_factory.mktemp("model") / name
         fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
         fast.chat_template = chat_template
         fast.save_pretrained(folder)
-        config = getattr(transformers, f"{family}Config")(
-            **SMALL | {"vocab_size": len(fast), "eos_token_id": fast.eos_token_id, "pad_token_id": None} | sizes
-        )
+        config = configure(vocab_size=len(fast), eos_token_id=fast.eos_token_id, pad_token_id=None)
         torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         model.generation_config.pad_token_id = fast.eos_token_id
         model.save_pretrained(folder)
         return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def make_chat_model(save_chat_model) -> Callable[..., Path]:
+    """`make_chat_model("Qwen3", **sizes)`: the folder of a small chat model of transformers, with random weights."""
+    transformers = pytest.importorskip("transformers")
+
+    def make(family: str = "Qwen3", chat_template: str | None = CHAT_TEMPLATE, **sizes: object) -> Path:
+        config_class = getattr(transformers, f"{family}Config")
+        return save_chat_model(family, lambda **tokens: config_class(**SMALL | tokens | sizes), chat_template)
 
     return make
