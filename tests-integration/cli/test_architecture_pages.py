@@ -44,7 +44,9 @@ def make_model(save_chat_model):
         known = set(tiny_config(name).to_dict()) | set(tiny_config(name).attribute_map)
 
         def configure(**tokens):
-            changes = tokens | {"max_position_embeddings": 256, "use_cache": True}
+            # Texts are served up to the smallest window only.
+            longer = dict.fromkeys(("max_position_embeddings", "sliding_window", "attention_chunk_size"), 256)
+            changes = tokens | longer | {"use_cache": True}
             return tiny_config(name, **{key: value for key, value in changes.items() if key in known})
 
         return save_chat_model(name, configure)
@@ -59,7 +61,7 @@ def answered(serve):
     request = '{"model": "nxd", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'
     return (
         f"{serve} --port {port} --compiler export > server.log 2>&1 &\ntrap 'kill %1; wait' EXIT\n"
-        "curl --silent --show-error --fail --retry 300 --retry-delay 1 --retry-connrefused "
+        "curl --silent --show-error --fail-with-body --retry 300 --retry-delay 1 --retry-connrefused "
         f"localhost:{port}/v1/chat/completions -H 'content-type: application/json' -d '{request}'"
     )
 

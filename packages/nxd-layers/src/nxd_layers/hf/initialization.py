@@ -2,10 +2,12 @@
 
 A model of transformers initialises a plain module's own parameters in its `_init_weights(module)`. For a parallel
 layer a plain module is made temporarily and filled, and this rank keeps its shard: only one layer is full at a time.
-A function that supports parallel layers, and has them draw their own initial values, is called with them.
+A function that supports parallel layers, and has them draw their own initial values, is called with them. What
+`_init_weights` leaves to the constructors, such as routers of zeros, is taken from a module that is made anew.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from nxd_layers.hf.layers import plain_class_of, shard_of
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _DRAWING_LAYERS = (ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, GQAQKVColumnParallelLinear)
 
 
@@ -28,30 +31,43 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
     Args:
         model: a model of transformers.
         fill_plain: a function that fills the parameters and buffers of a plain module, without its submodules, as in
-            the unsharded model; the model's own `_init_weights` if None. It may instead call `reset_parameters` of
-            parallel layers. Experts that it leaves unset draw their own initial values.
+            the unsharded model; `model._init_weights` or None: as transformers does. It may instead call
+            `reset_parameters` of parallel layers. Experts that it leaves unset draw their own initial values.
 
     Returns:
         A function that fills the parameters and buffers of a module, without its submodules. With the same seed, these
         are shards of the same full tensors at any tensor-parallel degree.
     """
 
-    fill_full = fill_plain or model._init_weights
+    is_given = fill_plain is not None and fill_plain != model._init_weights
+    owners = dict(_modules_and_owners(model, model))
 
     @torch.no_grad()
     def fill(module: nn.Module) -> None:
+        owner = owners.get(module, model)
+        fill_full = fill_plain if fill_plain is not None and is_given else owner._init_weights
         if _drawn_by_its_own_method(module, fill_full):
             return
         full = _unsharded(module)
         fill_full(full)
         if _is_unset(module):
             _fill_from_outside(model, module)
+        if not is_given and not isinstance(module, ExpertLinear):
+            _fill_as_constructed(full, owner.config)
         if full is not module:
             _keep_parts(module, full)
         if isinstance(module, ExpertLinear) and _has_unset_values(module.weight):
             module.reset_parameters()
 
     return fill
+
+
+def _modules_and_owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Give each module with the innermost model of transformers that holds it, whose `_init_weights` knows it."""
+    owner = module if hasattr(module, "_init_weights") else owner
+    yield module, owner
+    for child in module.children():
+        yield from _modules_and_owners(child, owner)
 
 
 def initialize(model: Any) -> None:
@@ -120,6 +136,23 @@ def _fill_from_outside(model: Any, module: nn.Module) -> None:
     for outer in reversed([it for it in model.modules() if any(module is inner for inner in it.modules())]):
         if outer is not module and _is_unset(module):
             model._init_weights(outer)
+
+
+def _fill_as_constructed(module: nn.Module, config: Any) -> None:
+    """Give what is unset the values of a module that is made anew, if its constructor's arguments are known.
+
+    These are the config, and attributes of the same name, such as `layer_idx`.
+    """
+    unset = [name for name, it in (*module._parameters.items(), *module._buffers.items()) if _has_unset_values(it)]
+    known = vars(module) | {"config": config}
+    parameters = inspect.signature(type(module)).parameters.values()
+    required = [it.name for it in parameters if it.default is it.empty and it.kind not in _VARIADIC]
+    if not unset or not all(name in known for name in required):
+        return
+    with torch.device("cpu"):
+        made = type(module)(**{name: known[name] for name in required})
+    for name in unset:
+        getattr(module, name).copy_(getattr(made, name))
 
 
 def _unsharded(module: nn.Module) -> nn.Module:
