@@ -61,8 +61,10 @@ def answered(serve):
     request = '{"model": "nxd", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'
     return (
         f"{serve} --port {port} --compiler export > server.log 2>&1 &\ntrap 'kill %1; wait' EXIT\n"
-        "curl --silent --show-error --fail-with-body --retry 300 --retry-delay 1 --retry-connrefused "
-        f"localhost:{port}/v1/chat/completions -H 'content-type: application/json' -d '{request}'"
+        f"until curl --silent --output /dev/null localhost:{port}; do\n"
+        "kill -0 $! || { cat server.log; exit 1; }\nsleep 1\ndone\n"
+        f"curl --silent --show-error --fail-with-body localhost:{port}/v1/chat/completions "
+        f"-H 'content-type: application/json' -d '{request}'"
     )
 
 

@@ -8,6 +8,8 @@ A function that supports parallel layers, and has them draw their own initial va
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,34 +42,35 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
     """
 
     is_given = fill_plain is not None and fill_plain != model._init_weights
-    owners = dict(_modules_and_owners(model, model))
+    places = dict(_places(model, model))
+    tensors = [*model.parameters(), *model.buffers()]
 
     @torch.no_grad()
     def fill(module: nn.Module) -> None:
-        owner = owners.get(module, model)
-        fill_full = fill_plain if fill_plain is not None and is_given else owner._init_weights
-        if _drawn_by_its_own_method(module, fill_full):
+        place = places.get(module, _Place(module, model))
+        if fill_plain is None or not is_given:
+            full = _unsharded(module)
+            with _only(_own_tensors(full), tensors):
+                _fill_as_transformers(full, place)
+            if not isinstance(module, ExpertLinear):
+                _fill_as_constructed(full, place.owner.config)
+        elif _drawn_by_its_own_method(module, fill_plain):
             return
-        full = _unsharded(module)
-        fill_full(full)
-        if _is_unset(module):
-            _fill_from_outside(model, module)
-        if not is_given and not isinstance(module, ExpertLinear):
-            _fill_as_constructed(full, owner.config)
+        else:
+            full = _unsharded(module)
+            fill_plain(full)
+            unset = [it for it in full._buffers.values() if it is not None and _has_unset_values(it)]
+            if unset:
+                with _only(unset, tensors):
+                    _fill_as_transformers(full, place)
         if full is not module:
             _keep_parts(module, full)
         if isinstance(module, ExpertLinear) and _has_unset_values(module.weight):
             module.reset_parameters()
+        if not is_given and _is_tied_head(model, module):  # transformers gives it the values of the embedding
+            fill(model.get_input_embeddings())
 
     return fill
-
-
-def _modules_and_owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Give each module with the innermost model of transformers that holds it, whose `_init_weights` knows it."""
-    owner = module if hasattr(module, "_init_weights") else owner
-    yield module, owner
-    for child in module.children():
-        yield from _modules_and_owners(child, owner)
 
 
 def initialize(model: Any) -> None:
@@ -127,32 +130,80 @@ def _has_unset_values(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any())
 
 
-def _is_unset(module: nn.Module) -> bool:
-    return any(map(_has_unset_values, module._buffers.values()))
+def _is_tied_head(model: Any, module: nn.Module) -> bool:
+    if module is not model.get_output_embeddings():
+        return False
+    embedding = model.get_input_embeddings()
+    return embedding is not module and embedding.weight is getattr(module, "weight", None)
 
 
-def _fill_from_outside(model: Any, module: nn.Module) -> None:
-    """Let a model fill buffers that it sets from an outer module, such as the multipliers of Falcon-H1."""
-    for outer in reversed([it for it in model.modules() if any(module is inner for inner in it.modules())]):
-        if outer is not module and _is_unset(module):
-            model._init_weights(outer)
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [it for it in (*module._parameters.values(), *module._buffers.values()) if it is not None]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module is: the model of transformers whose `_init_weights` knows it, and the module around it."""
+
+    module: nn.Module
+    owner: Any
+    outer: "_Place | None" = None
+
+
+def _places(module: nn.Module, owner: Any, outer: _Place | None = None) -> Iterator[tuple[nn.Module, _Place]]:
+    place = _Place(module, module if hasattr(module, "_init_weights") else owner, outer)
+    yield module, place
+    for child in module.children():
+        yield from _places(child, place.owner, place)
+
+
+@contextmanager
+def _only(chosen: list[torch.Tensor], tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Let the functions by which transformers sets initial values pass over all tensors but the chosen ones."""
+    for tensor in tensors:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    for tensor in chosen:
+        tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            del tensor._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def _fill_as_transformers(full: nn.Module, place: _Place) -> None:
+    """Fill a module in its place: by itself, then by each module around it, such as a block that scales its output."""
+    place.owner._init_weights(full)
+    parent = place.outer
+    if parent is None:
+        return
+    name = next(name for name, child in parent.module.named_children() if child is place.module)
+    parent.module._modules[name] = full
+    try:
+        outer: _Place | None = parent
+        while outer is not None:
+            outer.owner._init_weights(outer.module)
+            outer = outer.outer
+    finally:
+        parent.module._modules[name] = place.module
 
 
 def _fill_as_constructed(module: nn.Module, config: Any) -> None:
     """Give what is unset the values of a module that is made anew, if its constructor's arguments are known.
 
-    These are the config, and attributes of the same name, such as `layer_idx`.
+    These are the config, the dtype, and attributes of the same name, such as `layer_idx`.
     """
-    unset = [name for name, it in (*module._parameters.items(), *module._buffers.items()) if _has_unset_values(it)]
-    known = vars(module) | {"config": config}
-    parameters = inspect.signature(type(module)).parameters.values()
-    required = [it.name for it in parameters if it.default is it.empty and it.kind not in _VARIADIC]
-    if not unset or not all(name in known for name in required):
+    tensors = {**module._parameters, **module._buffers}
+    unset = {name: it for name, it in tensors.items() if it is not None and _has_unset_values(it)}
+    if not unset:
         return
-    with torch.device("cpu"):
-        made = type(module)(**{name: known[name] for name in required})
-    for name in unset:
-        getattr(module, name).copy_(getattr(made, name))
+    known = vars(module) | {"config": config, "dtype": next(iter(unset.values())).dtype}
+    parameters = [it for it in inspect.signature(type(module)).parameters.values() if it.kind not in _VARIADIC]
+    wanted = [it.name for it in parameters if it.default is it.empty or it.name == "dtype"]
+    if all(name in known for name in wanted):
+        made = type(module)(**{name: known[name] for name in wanted})
+        for name, tensor in unset.items():
+            tensor.copy_(getattr(made, name))
 
 
 def _unsharded(module: nn.Module) -> nn.Module:
