@@ -7,6 +7,7 @@ their arguments and handled groups of one.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
@@ -70,7 +71,9 @@ class FunctionalTransport(Transport):
         return reduced / self._group.size if op == "avg" else reduced
 
     def _gathered(self, tensor: Tensor, dim: int) -> Tensor:
-        return funcol.wait_tensor(_all_gather_single(tensor.contiguous(), dim, _name(self._group)))
+        gathered = funcol.wait_tensor(_all_gather_single(tensor.contiguous(), 0, _name(self._group)))
+        # torch 2.12's own way along other dims calls a function that its compiler does not trace.
+        return torch.cat(gathered.chunk(self._group.size), dim) if dim else gathered
 
 
 def _split(tensor: Tensor, parts: int, dim: int) -> Tensor:
