@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -237,3 +238,42 @@ def test_load_of_what_is_no_folder_of_checkpoints_says_what_it_is(tmp_path, ther
     if there in ("dangling link", "file"):
         with pytest.raises(CheckpointError, match=f"{path} is (a link to nowhere, which is )?not a folder"):
             save_steps(path, 1)
+
+
+@pytest.mark.parametrize("damage", ["none", "of the newest manifest", "of the newest data"])
+def test_latest_and_load_with_fallback_resume_from_the_newest_that_can_be_read(tmp_path, damage):
+    save_steps(tmp_path, 1, 2, 3)
+    if damage == "of the newest manifest":
+        (tmp_path / "step-3" / "manifest.json").write_text("damaged")
+    elif damage == "of the newest data":
+        next((tmp_path / "step-3" / "data").iterdir()).write_bytes(b"damaged")
+    wanted = torch.zeros(4)
+
+    with nullcontext() if damage == "none" else pytest.warns(UserWarning, match="step-3"):
+        assert latest(tmp_path, fallback=True) is not None
+        loaded = load(tmp_path, into={"w": wanted}, fallback=True)
+
+    assert loaded.step == (3 if damage == "none" else 2)
+
+
+def test_latest_with_fallback_of_an_absent_folder_is_none(tmp_path):
+    assert latest(tmp_path / "absent", fallback=True) is None
+
+
+def test_latest_with_nothing_readable_is_an_error_so_that_no_run_starts_anew(tmp_path):
+    save_steps(tmp_path, 1)
+    (tmp_path / "step-1" / "manifest.json").write_text("damaged")
+
+    with (
+        pytest.warns(UserWarning, match=r"step-1/manifest.json is not an nxd-ckpt manifest"),
+        pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read: step-1; move them elsewhere"),
+    ):
+        latest(tmp_path, fallback=True)
+
+
+def test_latest_past_a_damaged_manifest_says_what_to_pass_to_it(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "step-2" / "manifest.json").write_text("damaged")
+
+    with pytest.raises(CheckpointError, match="pass fallback=True to skip it, or move it elsewhere"):
+        latest(tmp_path)

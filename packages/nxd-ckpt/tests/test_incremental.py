@@ -441,6 +441,19 @@ def test_damaged_manifest_keeps_what_it_still_speaks_of(tmp_path):
     check(tmp_path, 2)
 
 
+def test_delete_of_a_damaged_manifest_leaves_what_others_need(tmp_path):
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-2" / "manifest.json").write_text("damaged")
+    delete(tmp_path, "step-1")
+
+    delete(tmp_path, "step-2")
+
+    check(tmp_path, 3)
+    gc(tmp_path)
+    check(tmp_path, 3)
+    assert gc(tmp_path) == []
+
+
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_incremental_that_is_no_flag_is_refused(tmp_path, value):
     for call in (save, async_save):

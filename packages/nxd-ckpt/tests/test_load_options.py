@@ -27,7 +27,7 @@ def test_load_flipped_bit_is_noticed_by_all_ranks(tmp_path):
     assert isinstance(outcomes[0], CheckpointError)
     assert str(outcomes[0]) == str(outcomes[1])
     assert "failed on 2 of 2 ranks: data file" in str(outcomes[0])
-    assert "8000 bytes from byte 128 on do not match their checksum; use another checkpoint" in str(outcomes[0])
+    assert "8000 bytes from byte 128 on do not match their checksum; use another checkpoint: " in str(outcomes[0])
 
 
 @pytest.mark.parametrize("part", [slice(0, 10), slice(5, 6), slice(990, 1000)])

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from nxd_ckpt.arguments import check_flags
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import MANIFEST_NAME, Manifest, ManifestHead
 from nxd_ckpt.manifest_text import check_digest
@@ -59,13 +60,27 @@ def complete_tags(store: Store) -> list[str]:
     return [info.tag for info in _list(store)]
 
 
-def latest(path: "str | os.PathLike[str]") -> CheckpointInfo | None:
+def latest(path: "str | os.PathLike[str]", *, fallback: bool = False) -> CheckpointInfo | None:
     """Return the newest checkpoint in a folder, or None if the folder has no checkpoints.
 
+    Args:
+        path: the folder of checkpoints.
+        fallback: skip checkpoints whose manifest cannot be read, with a warning, as `load` does.
+
     Raises:
-        CheckpointError: a manifest is damaged or has an unknown version, so that checkpoint may be the newest.
+        CheckpointError: a manifest is damaged or has an unknown version, so that checkpoint may be the newest. With
+            `fallback`: there are checkpoints, but none of their manifests can be read.
     """
-    return _newest(open_store(path))
+    check_flags(fallback=fallback)
+    store = open_store(path)
+    if not fallback:
+        return _newest(store, "pass fallback=True to skip it, or move it elsewhere")
+    checkpoints = _list(store)
+    if not checkpoints and (unusable := store.tags()):
+        raise CheckpointError(
+            f"no checkpoint in {store.location} can be read: {', '.join(unusable)}; move them elsewhere to start anew"
+        )
+    return checkpoints[-1] if checkpoints else None
 
 
 def newest_readable(store: Store) -> tuple[str, Manifest] | None:
@@ -105,6 +120,20 @@ def read_head(store: Store, tag: str) -> ManifestHead:
         raise _is_not_there(store, tag) from None
 
 
+def check_exists(store: Store, tag: str) -> None:
+    """Check that there is a manifest, in whatever state.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        store.file_size(tag, MANIFEST_NAME)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _is_not_there(store, tag) from None
+    except (OSError, CheckpointError):  # it exists, but cannot be read
+        pass
+
+
 def _is_not_there(store: Store, tag: str) -> CheckpointError:
     there = ", ".join(store.tags()) or "none"
     return CheckpointError(f"there is no checkpoint {tag!r} in {store.location}; available: {there}{_instead(store)}")
@@ -140,19 +169,18 @@ def find_tag(store: Store, tag: str | None) -> str:
     """
     if tag is not None:
         return check_tag(tag)
-    newest = _newest(store)
+    newest = _newest(store, "pass the tag of another one, load with fallback=True, or move it elsewhere")
     if newest is None:
         raise CheckpointError(f"there is no complete checkpoint in {store.location}{_instead(store)}")
     return newest.tag
 
 
-def _newest(store: Store) -> CheckpointInfo | None:
+def _newest(store: Store, advice: str) -> CheckpointInfo | None:
     """Return the newest checkpoint. A damaged manifest is an error, since it might be the newest of all."""
     checkpoints, problems = _survey(store)
     if problems:
         raise CheckpointError(
-            f"cannot determine the newest checkpoint in {store.location}: {'; '.join(problems)}; pass the tag of "
-            "another one, move the damaged one elsewhere, or load with fallback=True"
+            f"cannot determine the newest checkpoint in {store.location}: {'; '.join(problems)}; {advice}"
         )
     return checkpoints[-1] if checkpoints else None
 

@@ -67,7 +67,7 @@ class BlockCheck:
         if not self._left and self._state.hexdigest() != self._expected:
             raise CheckpointError(
                 f"{self._num_bytes} bytes from byte {self._offset} on do not match their checksum; use another "
-                "checkpoint"
+                "checkpoint: pass its tag, or load with fallback=True"
             )
 
 

@@ -136,7 +136,7 @@ def check_digest(text: bytes, source: str) -> None:
     hashed = hashlib.sha256(text[: digest.start()] + _NO_DIGEST)
     hashed.update(memoryview(text)[digest.end() :])
     if hashed.hexdigest().encode() != digest[1]:
-        raise CheckpointError(f"{source} is damaged: its content does not match its digest; use another checkpoint")
+        raise CheckpointError(f"{source} is damaged: its content does not match its digest")
 
 
 def decode(text: bytes, source: str) -> Manifest:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Literal
 
 from nxd_ckpt.arguments import check_flags
-from nxd_ckpt.catalog import CheckpointInfo, list_checkpoints, read_head
+from nxd_ckpt.catalog import CheckpointInfo, check_exists, list_checkpoints, read_head
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest_text import check_digest
 from nxd_ckpt.stores import Garbage, Store, check_tag, open_store
@@ -22,14 +22,15 @@ DEAD_AFTER = 86_400.0
 
 
 def delete(path: "str | os.PathLike[str]", tag: str) -> None:
-    """Delete one checkpoint atomically, then free its space.
+    """Delete one checkpoint atomically, then free its space, even if it is the newest one or damaged.
 
     Raises:
         ValueError: the tag is not allowed.
-        CheckpointError: there is no such checkpoint, the folder is not a checkpoint, or it is pinned.
+        CheckpointError: there is no such checkpoint, the folder is not a checkpoint, it is pinned, or its manifest
+            cannot be read.
     """
     store = open_store(path)
-    read_head(store, check_tag(tag))
+    check_exists(store, check_tag(tag))
     if tag in store.pinned():
         raise CheckpointError(f"checkpoint {tag!r} in {store.location} is pinned; unpin it first")
     try:

@@ -21,7 +21,7 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import Coordinator, gather_from_every_rank, on_every_rank
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.incremental import CHUNK_BYTES, Base, Increment, find_increment
-from nxd_ckpt.manifest import extra_file_name
+from nxd_ckpt.manifest import MANIFEST_NAME, extra_file_name
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.objects import check_json, is_unicode
 from nxd_ckpt.optimizer_states import merged_groups
@@ -30,7 +30,7 @@ from nxd_ckpt.replicas import ReplicaHashes, check_replicas, hash_replicas
 from nxd_ckpt.safetensors_file import FileLayout, lay_out
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state, tensors_of
 from nxd_ckpt.state_walk import flatten_state
-from nxd_ckpt.stores import SaveTransaction, check_processes, check_tag, open_store, process_of
+from nxd_ckpt.stores import SaveTransaction, Store, check_processes, check_tag, open_store, process_of
 from nxd_ckpt.tensor_bytes import CODE_OF_DTYPE, DTYPE_OF_CODE
 from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, TrainingState, values_file
 
@@ -95,10 +95,11 @@ class _Request(NamedTuple):
     failed_saves: dict[str, str]
     process: str
     values_digest: str
+    is_taken: bool
 
 
 def _request_from(message: Any) -> _Request:
-    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process, values_digest = message
+    save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process, values_digest, is_taken = message
     tag, step, overwrite, compared, incremental = common
     expect(
         all_are(str, (save_id, tag, layout_digest, cached_plan, process, values_digest)),
@@ -106,7 +107,10 @@ def _request_from(message: Any) -> _Request:
     )
     expect(all_are(str, (*failed_saves, *failed_saves.values())), "failed saves that are not strings")
     common = (tag, step, overwrite, compared, incremental)
-    return _Request(save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process, values_digest)
+    expect(isinstance(is_taken, bool), f"is_taken {is_taken!r:.200}")
+    return _Request(
+        save_id, common, rank_objects, layout_digest, cached_plan, failed_saves, process, values_digest, is_taken
+    )
 
 
 def _descriptions_from(message: Any) -> dict[str, TensorDescription]:
@@ -170,7 +174,7 @@ def prepare_save(
 
     Raises:
         ValueError: a rank's arguments are invalid or do not match the others'; raised on every rank.
-        CheckpointError: an earlier background save failed on a rank and was never waited for.
+        CheckpointError: the tag is taken, or an earlier background save failed on a rank and was never waited for.
     """
     own, requests = _compare_arguments(path, state, options, coordinator, check)
     values, cached = _gather_details(requests, own, coordinator)
@@ -238,6 +242,7 @@ def _compare_arguments(
             values_digest=xxhash.xxh3_128_hexdigest(
                 json.dumps([list(values), [values[it] for it in sorted(groups)]]).encode()
             ),
+            is_taken=coordinator.rank == 0 and not given.overwrite and _is_taken(open_store(path), given.tag),
         )
 
     sent = gather_from_every_rank(coordinator, _CHECKING, check_arguments, error_type=ValueError)
@@ -245,7 +250,19 @@ def _compare_arguments(
     _check_earlier_saves(requests, key)
     _check_same_save(requests)
     check_processes(path, [request.process for request in requests])
+    if requests[0].is_taken:
+        where = f"{open_store(path).location}/{options.tag}"
+        raise CheckpointError(f"{where} exists; choose another tag or pass overwrite=True")
     return checked[0], requests
+
+
+def _is_taken(store: Store, tag: str) -> bool:
+    """Whether the store has a checkpoint with this tag; if it cannot be asked, the save's `begin` tells why."""
+    try:
+        store.file_size(tag, MANIFEST_NAME)
+    except (OSError, CheckpointError):
+        return False
+    return True
 
 
 def _own_state(state: Mapping[str, Any], options: SaveOptions, *, several_ranks: bool) -> _OwnState:

@@ -49,8 +49,8 @@ elif way == "fork":
     dist.barrier()  # rank 0 has the store, which rank 1 may still read
     dist.destroy_process_group()
 elif way == "failure":
-    save(root, "t", state)
-    async_save(root, "t", state)
+    (root / "folder").mkdir(parents=True)
+    async_save(root, "folder", state)
 else:
     save(root, "t", {"w": torch.ones(200_000)})
     async_save(root, "t", state, overwrite=True)

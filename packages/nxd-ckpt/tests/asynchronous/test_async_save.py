@@ -223,15 +223,32 @@ def test_async_save_to_a_store_in_this_process_equals_save():
 
 
 def failed_in_background(root, ranks):
-    """Tries to save over a checkpoint that is there."""
+    """Tries to save over a folder that is not a checkpoint."""
+    (root / "taken").mkdir(exist_ok=True)
     handle = async_save(root, "taken", {"w": torch.ones(10)}, process_group=ranks)
     handle.wait_until_done()
     return handle
 
 
-def test_async_save_failure_is_raised_by_wait_on_all_ranks_and_not_again(tmp_path):
+@pytest.mark.parametrize("call", [save, async_save])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_save_under_a_taken_tag_is_refused_in_the_call_on_all_ranks(tmp_path, call, damaged):
     save(tmp_path, "taken", {"w": torch.ones(1)})
+    if damaged:
+        (tmp_path / "taken" / "manifest.json").write_text("damaged")
 
+    def refused(ranks):
+        with pytest.raises(CheckpointError, match="taken exists; choose another tag or pass overwrite=True"):
+            call(tmp_path, "taken", {"w": torch.ones(10)}, process_group=ranks)
+        async_save(tmp_path, "next", {"w": torch.ones(1)}, process_group=ranks).wait()  # nothing is left to report
+        async_save(tmp_path, "taken", {"w": torch.ones(10)}, overwrite=True, process_group=ranks).wait()
+
+    run_on_threads(refused, 2)
+
+    assert open_checkpoint(tmp_path, "taken").read("w").numel() == 10
+
+
+def test_async_save_failure_is_raised_by_wait_on_all_ranks_and_not_again(tmp_path):
     def fail(ranks):
         handle = failed_in_background(tmp_path, ranks)
         with pytest.raises(CheckpointError) as error:
@@ -245,13 +262,11 @@ def test_async_save_failure_is_raised_by_wait_on_all_ranks_and_not_again(tmp_pat
     assert texts[0] == texts[1]
     assert texts[0].startswith("saving checkpoint 'taken' to ")
     assert "rank 0: " in texts[0]
-    assert "exists; choose another tag or pass overwrite=True" in texts[0]
+    assert "exists and is not a checkpoint" in texts[0]
 
 
 @pytest.mark.parametrize("next_save", [save, async_save])
 def test_async_save_failure_that_nobody_waited_for_is_raised_by_the_next_save_once(tmp_path, next_save):
-    save(tmp_path, "taken", {"w": torch.ones(1)})
-
     def fail(ranks):
         handle = failed_in_background(tmp_path, ranks)
         if ranks.rank == 1:
@@ -259,7 +274,7 @@ def test_async_save_failure_that_nobody_waited_for_is_raised_by_the_next_save_on
                 handle.wait()
         with pytest.raises(CheckpointError) as error:
             next_save(tmp_path, "b", {"w": torch.ones(1)}, process_group=ranks)
-        assert list_checkpoints(tmp_path)[-1].tag == "taken"
+        assert list_checkpoints(tmp_path) == []
         async_save(tmp_path, "c", {"w": torch.ones(1)}, process_group=ranks).wait(60)
         return str(error.value)
 

@@ -60,8 +60,8 @@ def test_program_that_never_heard_of_a_failure_prints_it_at_the_end(ended):
     _, returncode, (_, errors) = ended["failure"]
 
     assert returncode == 0
-    assert "nxd_ckpt: saving checkpoint 't' in the background has failed: " in errors
-    assert "exists; choose another tag or pass overwrite=True" in errors
+    assert "nxd_ckpt: saving checkpoint 'folder' in the background has failed: " in errors
+    assert "exists and is not a checkpoint" in errors
 
 
 def test_writer_process_does_not_run_the_main_module_again(ended):

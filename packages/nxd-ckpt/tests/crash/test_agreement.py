@@ -49,8 +49,9 @@ def outcomes_of(scenario, root, log, point):
 
     def rank_main(ranks):
         leave_out(point)
-        if scenario == "tag is taken":
-            save(root, "t", state_of(ranks.rank, 2), process_group=ranks)
+        if scenario == "folder is no checkpoint":
+            (root / "folder").mkdir(exist_ok=True)
+            save(root, "folder", state_of(ranks.rank, 2), process_group=ranks)
         elif scenario == "rank 1 cannot write":
             sabotage = Sabotage(frozenset([1]), errno.ENOSPC) if ranks.rank == 1 else None
             SystemCalls(ranks.rank, log, sabotage, only=("write",))
@@ -63,7 +64,7 @@ def outcomes_of(scenario, root, log, point):
 
 
 SCENARIOS = {
-    "tag is taken": r"(?s)CheckpointError: .*rank 0: .*t exists; choose another tag",
+    "folder is no checkpoint": r"(?s)CheckpointError: .*rank 0: .*folder exists and is not a checkpoint",
     "rank 1 cannot write": r"CheckpointError: .*failed on 1 of 2 ranks\n  rank 1: OSError: .*No space left",
     "rank 0 cannot commit": r"CheckpointError: .*failed on 1 of 2 ranks\n  rank 0: OSError: .*Input/output error",
 }

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from nxd_ckpt import CheckpointError, Shard, ShardedTensor, latest, load, open_checkpoint, save
+from nxd_ckpt import CheckpointError, Shard, ShardedTensor, delete, latest, load, open_checkpoint, save
 from nxd_ckpt.testing import run_on_threads
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
@@ -86,7 +86,7 @@ def test_newest_checkpoint_that_is_damaged_is_never_silently_the_older_one(root,
     if damage == "flipped bit":
         path.write_bytes(path.read_bytes()[:-1] + b" ")
     elif damage == "future version":
-        path.write_bytes(sign(json.loads(path.read_bytes()) | {"version": 3}))
+        path.write_bytes(sign(json.loads(path.read_bytes()) | {"version": 99}))
     else:
         path.unlink()
         {"named pipe": os.mkfifo, "folder": os.mkdir, "dangling link": lambda at: at.symlink_to("gone")}[damage](path)
@@ -98,6 +98,14 @@ def test_newest_checkpoint_that_is_damaged_is_never_silently_the_older_one(root,
     with pytest.warns(UserWarning, match=f"skipping an unusable checkpoint: {path}"):
         assert load(root, into={"w": wanted}, fallback=True).tag == "t"
     assert torch.equal(wanted, WHOLE)
+
+    if damage == "flipped bit":
+        delete(root, "newer")
+        assert latest(root).tag == "t"
+    else:  # another process or a newer version may be able to read it
+        with pytest.raises(CheckpointError, match=r"cannot be read|upgrade nxd-ckpt"):
+            delete(root, "newer")
+        assert os.path.lexists(path)
 
 
 def test_newest_checkpoint_of_a_folder_that_may_not_be_looked_into_is_an_error(root, monkeypatch):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from nxd_ckpt import CheckpointError, gc, list_checkpoints, load, open_checkpoint, save
+from nxd_ckpt import CheckpointError, delete, gc, list_checkpoints, load, open_checkpoint, save
 from nxd_ckpt.manifest import data_file_name
 from nxd_ckpt.stores import GROUP, ReadRange, open_store
 
@@ -138,13 +138,16 @@ def test_gc_takes_what_a_dead_save_left_once_it_is_old_enough(object_root):
     assert torch.equal(open_checkpoint(object_root, "u").read("w"), STATE["w"])
 
 
-def test_gc_leaves_the_files_under_a_damaged_manifest(object_root):
+def test_gc_leaves_the_files_under_a_damaged_manifest_and_delete_removes_them(object_root):
     save(object_root, "t", STATE)
     store = open_store(object_root)
     store.fs.pipe_file(store.key("t"), b"damaged")
 
     assert gc(object_root, dead_after=0) == []
     assert len(files(object_root)) == 1
+
+    delete(object_root, "t")
+    assert files(object_root) == []
 
 
 def test_gc_of_negative_seconds_is_refused(object_root):

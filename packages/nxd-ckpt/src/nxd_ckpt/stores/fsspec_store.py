@@ -21,7 +21,7 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
 from nxd_ckpt.stores.fsspec_save import FsspecSave, os_errors, protocols_of
 from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange
-from nxd_ckpt.stores.manifests import by_place, files_in_use, places_of, read_head
+from nxd_ckpt.stores.manifests import by_place, files_in_use, places_in, read_head
 
 _PINS_FOLDER = ".pins"
 _HOLDS_FOLDER = ".holds"
@@ -131,7 +131,9 @@ class FsspecStore:
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`: removes the manifest, then the files it listed that are not referenced elsewhere."""
-        places = places_of(read_head(self, tag), tag)
+        places = places_in(self, tag)
+        if places is None:
+            places = dict.fromkeys(self.files(tag), tag)
         with os_errors():
             self.fs.rm_file(self.key(tag))
         self.remove_unused(places)

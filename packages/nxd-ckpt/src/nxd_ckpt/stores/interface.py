@@ -139,10 +139,12 @@ class Store(Protocol):
     def delete(self, tag: str) -> None:
         """Delete a checkpoint atomically, manifest first; its space is free when this returns.
 
-        Data files that other checkpoints reference stay; files that only this one referenced are removed.
+        Data files that other checkpoints reference stay; files that only this one referenced are removed. With a
+        damaged manifest, files that it referenced in other checkpoints are left to `garbage`.
 
         Raises:
-            CheckpointError: its manifest is damaged.
+            FileNotFoundError: there is no checkpoint with this tag.
+            CheckpointError: its manifest cannot be read or is of a newer version.
         """
 
     def begin_save(self, tag: str, save_id: str, *, overwrite: bool) -> SaveTransaction:

@@ -124,6 +124,21 @@ def places_of(head: ManifestHead, tag: str) -> dict[str, str]:
     return {file: head.references.get(file, tag) for file in head.files}
 
 
+def places_in(store: Store, tag: str) -> dict[str, str] | None:
+    """Return the tag under which each file of a checkpoint is stored; None if its manifest is damaged.
+
+    Raises:
+        FileNotFoundError: there is no such manifest.
+        CheckpointError: it cannot be read, or it is of a newer version.
+    """
+    try:
+        return places_of(read_head(store, tag), tag)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError) or "upgrade" in str(error):
+            raise
+        return None
+
+
 def files_in_use(store: Store, places: Mapping[str, str]) -> set[str]:
     """Return the files that a save in progress holds or a checkpoint needs.
 

@@ -35,7 +35,7 @@ from nxd_ckpt.files import (
 )
 from nxd_ckpt.manifest import FILE_FOLDERS, MANIFEST_NAME, MAX_MANIFEST_BYTES, file_names_in, is_file_name
 from nxd_ckpt.stores.interface import Capabilities, Garbage, ReadRange
-from nxd_ckpt.stores.manifests import by_place, files_in_manifests, files_in_use, places_of, read_head
+from nxd_ckpt.stores.manifests import by_place, files_in_manifests, files_in_use, places_in, read_head
 
 _STAGING_FOLDER = ".staging"
 _TRASH_FOLDER = ".trash"
@@ -101,10 +101,15 @@ class PosixStore:
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`: the manifest is renamed, then unreferenced files are removed."""
-        places = places_of(read_head(self, tag), tag)
-        places |= dict.fromkeys(_data_files(os.path.join(self.location, tag)), tag)
+        folder = os.path.join(self.location, tag)
+        places = places_in(self, tag)
+        if places is None and (foreign := _foreign_file(folder)):
+            raise CheckpointError(
+                f"{self.where(tag)} is damaged, and nxd-ckpt did not write {foreign}; remove {folder} by hand"
+            )
+        places = (places or {}) | dict.fromkeys(_data_files(folder), tag)
         os.rename(self.where(tag), self.where(tag, _RETIRED_NAME))
-        sync_folder(os.path.join(self.location, tag))
+        sync_folder(folder)
         used = files_in_use(self, places)
         doomed = by_place(places.keys() - used, places)
         for place in {tag, *doomed}:
@@ -310,6 +315,12 @@ def _data_files(checkpoint: str) -> set[str]:
     folders = _file_folders(checkpoint)
     files = {f"{os.path.basename(folder)}/{name}" for folder in folders for name in os.listdir(folder)}
     return {file for file in files if is_file_name(file)}
+
+
+def _foreign_file(checkpoint: str) -> str:
+    """Return the path of a file in a checkpoint's folder that this package cannot have written; "" if there is none."""
+    own = {os.path.join(checkpoint, file) for file in (*_data_files(checkpoint), MANIFEST_NAME, _RETIRED_NAME)}
+    return next((path for path in _files_in(checkpoint) if path not in own), "")
 
 
 def _is_retired(checkpoint: str) -> bool:

@@ -151,7 +151,7 @@ class PeerStore:
 
     def delete(self, tag: str) -> None:
         """See `Store.delete`."""
-        decode(self.read_manifest(tag), self.where(tag))
+        self.file_size(tag, MANIFEST_NAME)
         listings = self.listings()
         for server, _ in listings:
             server.remove([f"{tag}/{MANIFEST_NAME}"])
