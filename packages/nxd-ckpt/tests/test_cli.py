@@ -215,7 +215,7 @@ def test_verify_all_skips_a_checkpoint_that_is_deleted_meanwhile(run, root, monk
     code, out, _ = run("verify", root, "--all")
 
     assert code == 0
-    assert out.startswith("step-2: good")
+    assert out.startswith("step-2: complete")
 
 
 def test_diff_of_equal_checkpoints_is_zero(run, root):
@@ -524,6 +524,50 @@ def test_retain_and_delete_remove_checkpoints_by_the_rules(run, run_json, root):
     assert run_json("delete", root, "step-2") == (0, {"removed": ["step-2"]})
     assert list_checkpoints(root) == []
     assert run("retain", root, "--keep-last", 0)[0] == 2
+
+
+def test_delete_says_what_is_the_newest_now(run, root):
+    assert run("delete", root, "step-2") == (0, "removed step-2; the newest is step-1\n", "")
+    assert run("delete", root, "step-1") == (0, "removed step-1; no checkpoint is left\n", "")
+
+
+def test_delete_removes_a_checkpoint_with_a_damaged_manifest(run, root):
+    (root / "step-2" / "manifest.json").write_text("damaged")
+
+    assert run("delete", root, "step-2") == (0, "removed step-2; the newest is step-1\n", "")
+    assert not (root / "step-2").exists()
+
+
+def test_delete_of_a_damaged_manifest_beside_foreign_files_is_refused(run, root):
+    (root / "site").mkdir()
+    (root / "site" / "manifest.json").write_text("{}")
+    (root / "site" / "index.html").write_text("five years")
+
+    code, _, err = run("delete", root, "site")
+
+    assert (code, "nxd-ckpt did not write" in err, "site by hand" in err) == (2, True, True)
+    assert (root / "site" / "index.html").exists()
+
+
+def test_verify_says_good_only_of_what_it_has_read(run, root):
+    assert run("verify", root)[1].startswith("step-2: complete, ")
+    assert run("verify", root)[1].endswith("; contents not read, use --deep\n")
+    assert run("verify", root, "--deep")[1].startswith("step-2: good, ")
+
+
+def test_diff_counts_names_that_begin_alike_instead_of_listing_them(run, run_json, tmp_path):
+    model = {f"model.{number}": torch.zeros(1) for number in range(9)}
+    save(tmp_path, "a", {"x": torch.zeros(1), **model})
+    save(tmp_path, "b", {"x": torch.zeros(1), "y": torch.zeros(1)})
+    tags = ("--first-tag", "a", "--second-tag", "b")
+
+    _, out, _ = run("diff", tmp_path, tmp_path, *tags)
+
+    assert out.splitlines()[1:3] == [
+        "only in the first: 9 tensors model.*, such as model.0, model.1",
+        "only in the second: y",
+    ]
+    assert run_json("diff", tmp_path, tmp_path, *tags)[1]["only_in_first"] == list(model)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 cannot copy pairs of four bits")

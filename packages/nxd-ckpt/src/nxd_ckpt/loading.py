@@ -4,7 +4,6 @@ All ranks first check everything and agree that it succeeded; only then is any d
 """
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from nxd_ckpt.coordinator import (
     on_every_rank,
     on_rank_zero,
 )
-from nxd_ckpt.errors import CheckpointError, MismatchError, RanksLostError
+from nxd_ckpt.errors import LISTED, CheckpointError, MismatchError, RanksLostError, by_prefix
 from nxd_ckpt.messages import all_are, expect, parsed
 from nxd_ckpt.reader import Checkpoint, open_checkpoint
 from nxd_ckpt.sharded_tensor import ShardedTensor, as_sharded_state
@@ -36,8 +35,6 @@ from nxd_ckpt.training_state import PER_RANK, VALUES_FILE, Stored, TrainingState
 
 _NOT_REQUESTED = ("is in the checkpoint but was not requested", "are in the checkpoint but were not requested")
 _NOT_STORED = ("was requested but is not in the checkpoint", "were requested but are not in the checkpoint")
-_FIRST_PART = re.compile(r"^([^./]*[./]).*", re.DOTALL)  # of a name such as model.norm.weight or optimizer/step
-_LISTED = 4  # tensors of the same first part that an error lists one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +224,7 @@ def _checked(read: Callable[[], dict[str, Any]], state: TrainingState) -> dict[s
     """Return the values; all values in the request must exist."""
     values = read()
     if missing := [path for path in state.values if path not in values]:
-        there = ", ".join([*islice(values, _LISTED), *(["..."] if len(values) > _LISTED else [])]) or "no values"
+        there = ", ".join([*islice(values, LISTED), *(["..."] if len(values) > LISTED else [])]) or "no values"
         raise CheckpointError(
             f"the value {missing[0]!r} was requested but is not in the checkpoint, which has {there}; leave it out of "
             "what you load, and set it yourself"
@@ -351,12 +348,9 @@ def _by_prefix(names: Iterable[str], describe: Callable[[str], str], problem: tu
 
     `problem` says what is wrong with one tensor and with several.
     """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_FIRST_PART.sub(r"\1*", name), []).append(name)
     lines = []
-    for pattern, group in groups.items():
-        if len(group) > _LISTED:
+    for pattern, group in by_prefix(names).items():
+        if len(group) > LISTED:
             lines.append(f"{len(group)} tensors {pattern!r}, such as {group[0]!r} {describe(group[0])}, {problem[1]}")
         else:
             lines += [f"{name!r} {describe(name)} {problem[0]}" for name in group]

@@ -8,7 +8,7 @@ import torch
 
 from nxd_ckpt.cli.formats import Opened, Place, boxes_to_read, opened
 from nxd_ckpt.cli.report import EXIT_DIFFERENT, EXIT_GOOD, Report, progress_bar
-from nxd_ckpt.errors import printable
+from nxd_ckpt.errors import LISTED, by_prefix, printable
 from nxd_ckpt.interop.source import Selection, TensorSource, num_bytes, read_box, same_bits
 
 
@@ -44,12 +44,23 @@ def diff(
         "different": differing,
     }
     lines = [f"first: {_named(first, a)}; second: {_named(second, b)}"]
-    lines += [f"only in the first: {printable(name)}" for name in only_first]
-    lines += [f"only in the second: {printable(name)}" for name in only_second]
+    lines += [*_only_in("first", only_first), *_only_in("second", only_second)]
     lines += [f"{printable(name)}: {_describe(difference)}" for name, difference in differing.items()]
     how = "bit by bit" if tolerance is None else f"within rtol={tolerance[0]:g}, atol={tolerance[1]:g}"
     lines.append(f"{len(common) - len(differing)} of {len(common)} common tensors are equal {how}")
     return Report(data, lines, EXIT_GOOD if data["equal"] else EXIT_DIFFERENT)
+
+
+def _only_in(side: str, names: list[str]) -> list[str]:
+    """Return a line for each name, or one for many that begin alike; `--json` has all of them."""
+    lines = []
+    for pattern, group in by_prefix(names).items():
+        if len(group) > LISTED:
+            some = ", ".join(group[:2])
+            lines.append(f"only in the {side}: {len(group)} tensors {printable(pattern)}, such as {printable(some)}")
+        else:
+            lines += [f"only in the {side}: {printable(name)}" for name in group]
+    return lines
 
 
 def _named(place: Place, found: Opened) -> str:

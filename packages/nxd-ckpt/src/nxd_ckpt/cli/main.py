@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from nxd_ckpt.catalog import list_checkpoints
 from nxd_ckpt.cli.conversion import DTYPES, TARGET_KINDS, Target, convert
 from nxd_ckpt.cli.difference import diff
 from nxd_ckpt.cli.formats import SOURCE_KINDS, Place, checkpoints_of, read_parameter_names, read_sharding, read_stages
@@ -158,7 +159,7 @@ def _add_verify(commands: Any) -> None:
         "verify",
         help="check that a checkpoint is complete and undamaged",
         description="Checks the manifest's digest, that every element of every tensor is stored, and the file sizes.",
-        epilog="exit codes: 0 good, 1 damaged, 2 the checkpoint could not be checked",
+        epilog="exit codes: 0 no damage found, 1 damaged, 2 the checkpoint could not be checked",
     )
     parser.add_argument(
         "path", type=checkpoints_of, help="folder of checkpoints or of a run, one checkpoint's folder, or a URL"
@@ -360,4 +361,7 @@ def _retain(path: str, **rules: Any) -> Report:
 def _delete(path: str, tag: str) -> Report:
     check_folder(path)
     delete(path, tag)
-    return Report({"removed": [tag]}, [f"removed {tag}"])
+    left = list_checkpoints(path)
+    return Report(
+        {"removed": [tag]}, [f"removed {tag}; {f'the newest is {left[-1].tag}' if left else 'no checkpoint is left'}"]
+    )

@@ -79,8 +79,8 @@ def _report(tag: str, num_bytes: int, problems: list[str], *, deep: bool) -> Rep
     data = {"tag": tag, "deep": deep, "good": not problems, "bytes": num_bytes, "problems": problems}
     if problems:
         return Report(data, [f"{tag}: damaged", *problems], EXIT_DIFFERENT)
-    how = "every byte matches its checksum" if deep else "all files are present; use --deep to check their content"
-    return Report(data, [f"{tag}: good, {human_size(num_bytes)}; {how}"], EXIT_GOOD)
+    state, how = ("good", "every byte matches its checksum") if deep else ("complete", "contents not read, use --deep")
+    return Report(data, [f"{tag}: {state}, {human_size(num_bytes)}; {how}"], EXIT_GOOD)
 
 
 def _shallow_problems(checkpoint: Checkpoint) -> list[str]:
