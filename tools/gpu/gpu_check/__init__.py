@@ -1,0 +1,1 @@
+"""What `tools/gpu/check.py` measures on a GPU, one module a part, and the ranks that share one device."""
