@@ -36,8 +36,12 @@ IN_PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
 BACKENDS = {
     "cpu": [],
     "xla": ["torch==2.9.1", "torch_xla==2.9.0", "jaxlib>=0.10,<0.11"],  # jaxlib runs a graph on several replicas
+    "cuda": [],
     "neuron": ["torch-neuronx", "neuronx-cc"],  # from AWS's index, which that machine's settings must name
 }
+MARKS = {"cpu": ANYWHERE, "xla": "xla", "cuda": "gpu", "neuron": "neuron"}
+DEVICES = {"xla": {"PJRT_DEVICE": "CPU"}, "cuda": {"NXD_DEVICE": "cuda"}, "neuron": {"PJRT_DEVICE": "NEURON"}}
+DEVICE_FILES = {"cuda": "/dev/nvidia0", "neuron": "/dev/neuron0"}
 
 os.environ.pop("PYTHONPATH", None)  # else a session could import sources that it did not install
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process of the tests compiles torch anew, for seconds
@@ -102,15 +106,12 @@ def smoke(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("backend", [nox.param(name, id=name) for name in BACKENDS])
 def integration(session: nox.Session, backend: str) -> None:
-    """What crosses packages, slow tests included: cpu runs all, xla and neuron the tests marked so."""
-    if backend == "neuron" and not Path("/dev/neuron0").exists():
-        session.skip("no Neuron device here (/dev/neuron0 does not exist)")
+    """What crosses packages, slow tests included: cpu runs all, the others the tests marked so, of every package."""
+    if backend in DEVICE_FILES and not Path(DEVICE_FILES[backend]).exists():
+        session.skip(f"no such device here ({DEVICE_FILES[backend]} does not exist)")
     session.install(*SOURCES, *TEST_REQUIREMENTS, *BACKENDS[backend])
-    if backend == "cpu":
-        session.run("pytest", "-m", ANYWHERE, *IN_PARALLEL, "tests-integration", "tools/tests", *session.posargs)
-    else:
-        env = {"PJRT_DEVICE": {"xla": "CPU", "neuron": "NEURON"}[backend]}
-        session.run("pytest", "-m", backend, *session.posargs, env=env)
+    arguments = [*IN_PARALLEL, "tests-integration", "tools/tests"] if backend == "cpu" else []
+    session.run("pytest", "-m", MARKS[backend], *arguments, *session.posargs, env=DEVICES.get(backend, {}))
 
 
 @nox.session

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+TOOLS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TOOLS), str(TOOLS / "gpu")]

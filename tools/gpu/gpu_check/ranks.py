@@ -27,10 +27,11 @@ def on_ranks(device: str, fn: Callable[..., T], num_ranks: int, *args: Any, time
         RankFailure: a rank raised, died or took too long.
     """
     backend = transport_of(device, num_ranks)
-    return run_on_ranks(_on_rank, num_ranks, backend, fn, args, timeout=timeout, env={"NXD_DEVICE": device})
+    return run_on_ranks(in_group, num_ranks, backend, fn, args, timeout=timeout, env={"NXD_DEVICE": device})
 
 
-def _on_rank(backend: str, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+def in_group(backend: str, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
+    """On a rank: exchange the pool's process group of the CPU by one of this backend, and call the function."""
     if backend != "gloo":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         set_current_device()

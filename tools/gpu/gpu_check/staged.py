@@ -3,6 +3,7 @@
 For checks of numbers only: each message waits for the device and is copied twice.
 """
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,7 @@ _METHODS = {
 
 def register_staged_groups(devices: list[str]) -> None:
     """Make "staged" a backend of torch.distributed for tensors of these types of devices."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch's flight recorder takes no group written in Python
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, StagedProcessGroup, devices=devices)
 
@@ -80,7 +82,7 @@ class StagedProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("cuda")]
+        return [torch.device(kind) for kind in ("cpu", "cuda")]
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the group."""

@@ -1,8 +1,8 @@
-"""Two optimizer steps of small Hugging Face models at each layout and dtype, beside plain PyTorch on the CPU in float64.
+"""Two optimizer steps of small Hugging Face models at each layout and dtype, and plain PyTorch's on the CPU.
 
-AdamW with an epsilon of 1 is nearly linear in the gradients, so the change of the weights shows how exact these are: its
-error is measured in the norm of all weights together. In bfloat16 the measure is what plain PyTorch's rounding does on
-the CPU. Initial adapters depend on the dtype, so those are compared in float64 only.
+AdamW with an epsilon of 1 is nearly linear in the gradients, so the change of the weights shows how exact these are:
+its error is measured in the norm of all weights together. In bfloat16 the measure is what plain PyTorch's rounding
+does on the CPU. Initial adapters depend on the dtype, so those are compared in float64 only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -161,9 +161,7 @@ def error_of(ranks: Sequence[Trained], expected: Trained) -> float:
     return max(float(((losses - wanted_losses) / wanted_losses).abs().max()), (difference / size) ** 0.5)
 
 
-def _compare(
-    device: str, model_type: str, layout: Layout, dtype: torch.dtype, bound: float, expected: Trained
-) -> Row:
+def _compare(device: str, model_type: str, layout: Layout, dtype: torch.dtype, bound: float, expected: Trained) -> Row:
     case = f"{model_type} {layout.name} {str(dtype).removeprefix('torch.')}"
     try:
         error = error_of(on_ranks(device, in_layout, layout.num_ranks, model_type, layout, dtype), expected)
