@@ -65,10 +65,7 @@ class BlockCheck:
         self._state.update(part)
         self._left -= len(part)
         if not self._left and self._state.hexdigest() != self._expected:
-            raise CheckpointError(
-                f"{self._num_bytes} bytes from byte {self._offset} on do not match their checksum; use another "
-                "checkpoint: pass its tag, or load with fallback=True"
-            )
+            raise CheckpointError(f"{self._num_bytes} bytes from byte {self._offset} on do not match their checksum")
 
 
 def num_blocks(num_bytes: int) -> int:

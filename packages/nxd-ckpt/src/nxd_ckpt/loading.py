@@ -157,7 +157,7 @@ def _load(
 
     if not options.fallback:
         found = on_rank_zero(coordinator, f"loading from {store.location}", lambda: find_tag(store, options.tag))
-        return load_tag(found), []
+        return _with_advice(lambda: load_tag(found)), []
     newest_last = on_rank_zero(coordinator, f"loading from {store.location}", lambda: complete_tags(store))
     skipped: list[str] = []
     for found in reversed(newest_last):
@@ -169,6 +169,19 @@ def _load(
             skipped.append(str(error))
     listed = "".join(f"\n  {problem}" for problem in skipped) or " there are none"
     raise CheckpointError(f"no checkpoint in {store.location} could be loaded:{listed}")
+
+
+def _with_advice(load_one: Callable[[], LoadedObjects]) -> LoadedObjects:
+    """Load without a fallback; an error on a file of the checkpoint says how to use another one."""
+    try:
+        return load_one()
+    except (MismatchError, RanksLostError):
+        raise
+    except CheckpointError as error:
+        if "data file " not in str(error):
+            raise
+        instead = "use another checkpoint: pass its tag, or fallback=True without a tag"
+        raise CheckpointError(f"{error}; {instead}") from error.__cause__
 
 
 def _load_tag(
