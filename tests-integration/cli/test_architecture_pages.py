@@ -31,7 +31,8 @@ def commands_of():
     def commands(name):
         (block,) = re.findall(r"```sh\n(.*?)```", pages[f"reference/architectures/{name}.md"], flags=re.DOTALL)
         shown = {line.split()[1]: line for line in block.splitlines()}  # by the word after nxd
-        return shown | {"train": shown["train"] + SHORT, "serve": answered(shown["serve"])}
+        serve = answered(shown["serve"]) if "serve" in shown else REFUSED
+        return shown | {"train": shown["train"] + SHORT, "serve": serve}
 
     return commands
 
@@ -46,7 +47,8 @@ def make_model(save_chat_model):
         def configure(**tokens):
             # Texts are served up to the smallest window only.
             longer = dict.fromkeys(("max_position_embeddings", "sliding_window", "attention_chunk_size"), 256)
-            changes = tokens | longer | {"use_cache": True}
+            tables = {key: tokens["vocab_size"] for key in known if "vocab_size" in key}
+            changes = tokens | tables | longer | {"use_cache": True}
             return tiny_config(name, **{key: value for key, value in changes.items() if key in known})
 
         return save_chat_model(name, configure)
@@ -66,6 +68,12 @@ def answered(serve):
         f"curl --silent --show-error --fail-with-body localhost:{port}/v1/chat/completions "
         f"-H 'content-type: application/json' -d '{request}'"
     )
+
+
+REFUSED = (
+    "if nxd serve run/checkpoints --compiler export 2> refusal.txt; then exit 1; fi\n"
+    "grep 'cannot be compiled' refusal.txt"
+)
 
 
 def run_commands(commands, model, tmp_path):

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 )
 
 from nxd_engine.hugging_face.folder import check_config, with_plain_floats
-from nxd_engine.hugging_face.rearrangement import Rearranged, concatenate, stack
+from nxd_engine.hugging_face.rearrangement import Rearranged, is_rearrangement, rearrange
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -130,17 +130,18 @@ class ReferenceModel:
 
     def _converted(self, target: str, rule: Any, found: dict[str, list[Rearranged]]) -> dict[str, Rearranged]:
         """Apply a rule to the tensors that its patterns match; return tensors by the model's names."""
+        first, *_ = patterns = rule.target_patterns
+        shapes = {pattern: self._shapes.get(target.replace(first, pattern), ()) for pattern in patterns}
         values: dict[str, list[Rearranged]] = found
         for operation in rule.operations:
-            kind = type(operation).__name__
-            if kind not in _OPERATIONS or any(getattr(operation, option, None) for option in _OPTIONS_NOT_KNOWN):
+            if not is_rearrangement(operation):
                 source = next(iter(found.values()))[0].parts[0].source
                 raise ValueError(
                     f"{target!r} is made from {source!r} by transformers' {operation}, which is not known to be a "
                     "rearrangement of tensors; load the folder with transformers, save it with "
                     "save_pretrained(..., save_original_format=False), and use the new folder"
                 )
-            values = _OPERATIONS[kind](operation, rule, values)
+            values = rearrange(operation, rule.source_patterns, shapes, values)
         full_name = target.replace("*.", "0.")
         prefix, _, suffix = next((full_name.partition(key) for key in values if key in full_name), ("", "", ""))
         return {prefix + key + suffix: tensors[0] for key, tensors in values.items()}
@@ -372,40 +373,3 @@ def _unknown_type(model_type: str) -> str:
 
 def _converts(rule: Any) -> bool:
     return hasattr(rule, "operations")
-
-
-Collected = dict[str, list[Rearranged]]
-
-
-def _stacked(operation: Any, rule: Any, values: Collected) -> Collected:
-    if len(values) == 1:
-        return {rule.target_patterns[0]: [stack(tensors, operation.dim) for tensors in values.values()]}
-    return {pattern: [stack(tensors, operation.dim)] for pattern, tensors in values.items()}
-
-
-def _concatenated(operation: Any, rule: Any, values: Collected) -> Collected:
-    ordered = [tensor for pattern in rule.source_patterns for tensor in values.get(pattern, [])]
-    return {rule.target_patterns[0]: [concatenate(ordered, operation.dim)]}
-
-
-def _chunked(operation: Any, rule: Any, values: Collected) -> Collected:
-    ((whole,),) = values.values()
-    size = whole.shape[operation.dim] // len(rule.target_patterns)
-    pieces = whole.split([size] * len(rule.target_patterns), operation.dim)
-    return {pattern: [piece] for pattern, piece in zip(rule.target_patterns, pieces, strict=True)}
-
-
-def _transposed(operation: Any, rule: Any, values: Collected) -> Collected:
-    ((key, (whole,)),) = values.items()
-    new_key = rule.target_patterns[0] if len(rule.target_patterns) == 1 else key
-    return {new_key: [whole.transposed(operation.dim0, operation.dim1)]}
-
-
-_OPERATIONS = {
-    "MergeModulelist": _stacked,
-    "Concatenate": _concatenated,
-    "Chunk": _chunked,
-    "Transpose": _transposed,
-}
-# Options of these operations that make them depend on more than the shapes of their inputs.
-_OPTIONS_NOT_KNOWN = ("check_dims", "num_shards_attribute")

@@ -202,3 +202,43 @@ def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...
 
 def _picked(values: tuple[Any, ...], indices: Sequence[int]) -> tuple[Any, ...]:
     return tuple(values[index] for index in indices)
+
+
+# Options of transformers' operations that make them depend on more than shapes.
+_OPTIONS_NOT_KNOWN = ("check_dims", "num_shards_attribute")
+_OPERATIONS = ("MergeModulelist", "Concatenate", "Chunk", "Split", "Transpose")
+
+
+def is_rearrangement(operation: Any) -> bool:
+    """Whether `rearrange` knows an operation of transformers' `core_model_loading`."""
+    options = (getattr(operation, option, None) for option in _OPTIONS_NOT_KNOWN)
+    return type(operation).__name__ in _OPERATIONS and not any(options)
+
+
+def rearrange(
+    operation: Any,
+    sources: Sequence[str],
+    targets: Mapping[str, tuple[int, ...]],
+    values: Mapping[str, list[Rearranged]],
+) -> dict[str, list[Rearranged]]:
+    """Apply an operation of transformers' `core_model_loading`.
+
+    Args:
+        operation: one that `is_rearrangement`.
+        sources: its rule's source patterns, in order.
+        targets: the shape of the model's tensor for each of its rule's target patterns.
+        values: the tensors of each pattern.
+    """
+    kind, first = type(operation).__name__, next(iter(targets))
+    if kind == "MergeModulelist":
+        stacked = {pattern: [stack(tensors, operation.dim)] for pattern, tensors in values.items()}
+        return stacked if len(values) > 1 else {first: next(iter(stacked.values()))}
+    if kind == "Concatenate":
+        ordered = [tensor for pattern in sources for tensor in values.get(pattern, [])]
+        return {first: [concatenate(ordered, operation.dim)]}
+    ((key, (whole,)),) = values.items()
+    if kind == "Transpose":
+        return {first if len(targets) == 1 else key: [whole.transposed(operation.dim0, operation.dim1)]}
+    equal = whole.shape[operation.dim] // len(targets)
+    sizes = [equal if kind == "Chunk" else shape[operation.dim] for shape in targets.values()]
+    return {pattern: [piece] for pattern, piece in zip(targets, whole.split(sizes, operation.dim), strict=True)}

@@ -131,13 +131,20 @@ class HuggingFaceDecoder(nn.Module):
         self.max_positions: int = min(config.max_position_embeddings, _smallest_window(config))
 
     def cache_layers(self) -> Sequence[CacheLayer]:
-        """Return what each layer stores, found by recording the forward of one token, which computes nothing."""
+        """Return what each layer stores, found by recording the forward of one token, which computes nothing.
+
+        Raises:
+            AttributeError, TypeError: the model keeps something else than keys and values.
+        """
         probe = _CacheProbe()
         device = next(self.model.parameters()).device
         token = torch.zeros(1, 1, dtype=torch.long, device=device)
         with torch.no_grad():
             torch.export.export(_ProbedDecoder(self, probe), (token,), strict=False)
-        return [probe.layers[index] for index in range(len(probe.layers))]
+        without = sorted(set(range(max(probe.stored, default=0) + 1)) - probe.stored.keys())
+        if without:
+            raise TypeError(f"layers {without} of the model keep no keys and values in its cache")
+        return [probe.stored[index] for index in sorted(probe.stored)]
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: "CacheView | _CacheProbe") -> Tensor:
         """Return the logits after the last column, `[batch, vocab]`, for `[batch, seq]` tokens."""
@@ -162,11 +169,11 @@ class _CacheProbe:
     """Stands in for a cache and records what each layer would store."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, CacheLayer] = {}
+        self.stored: dict[int, CacheLayer] = {}  # not `layers`, which caches of transformers have
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.layers[layer] = CacheLayer(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        self.stored[layer] = CacheLayer(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         return keys, values
 
     def __getattr__(self, name: str) -> Any:
