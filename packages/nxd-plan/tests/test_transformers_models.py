@@ -51,7 +51,7 @@ CONFIGS = {
 @pytest.fixture
 def model_of(tmp_path):
     def model_of(model_type, **further):
-        content = {"model_type": model_type, **SIZES, **CONFIGS[model_type], **further}
+        content = {"model_type": model_type, **SIZES, **CONFIGS.get(model_type, {}), **further}
         (tmp_path / "config.json").write_text(json.dumps(content))
         return planned_model(tmp_path)
 
@@ -172,6 +172,14 @@ def test_what_an_architecture_refuses_is_a_rejected_layout_with_its_reason(model
     assert plan.best
     assert [it.what for it in plan.rejected] == [rejected]
     assert reason in plan.rejected[0].reason
+
+
+def test_degree_at_which_a_model_does_not_run_is_rejected_and_the_others_are_planned(model_of):
+    plan = make_plan(
+        job(model_of("bloom", num_attention_heads=2), 4), FixedDegrees(pipeline_parallel_size=1, microbatch_size=1)
+    )
+    assert {it.layout.degrees.tp for it in plan.best} <= {1, 2}
+    assert any(it.what == "TP 4" and "does not run on meta tensors" in it.reason for it in plan.rejected)
 
 
 def test_a_model_that_looks_at_values_is_refused_with_a_reason(model_of, monkeypatch):

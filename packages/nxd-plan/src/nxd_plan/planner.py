@@ -202,11 +202,17 @@ def _try_layout(search: _Search, layout: Layout, stages: list[StageParts], profi
     except ValueError as error:
         search.rejected.append(Rejected(str(layout), str(error)))
         return
-    profile = profiler.profile(
-        sequence_parallel=degrees.sequence_parallel,
-        checkpointing=layout.checkpointing,
-        microbatch_size=layout.microbatch_size,
-    )
+    try:
+        profile = profiler.profile(
+            sequence_parallel=degrees.sequence_parallel,
+            checkpointing=layout.checkpointing,
+            microbatch_size=layout.microbatch_size,
+        )
+    except ValueError as error:
+        if degrees.tp == 1:  # the model runs in no layout
+            raise
+        search.rejected.append(Rejected(f"TP {degrees.tp}", str(error)))
+        return
     if degrees.cp > 1 and job.device.name in ON_XLA:
         try:
             check_heads(profile, degrees.cp)
