@@ -5,7 +5,7 @@ import torch
 from nxd_layers.experts import ExpertMLPs
 from nxd_layers.experts.linear import grouped_product
 from nxd_testing import operations_of
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 
 def products(mlps, tokens, expert):
@@ -49,7 +49,7 @@ def test_products_under_autocast_are_of_the_narrower_dtype():
     tokens, chosen = torch.randn(6, 8), torch.tensor([2, 0, 2, 3, 0, 0])
 
     with torch.autocast("cpu", torch.bfloat16):
-        inner = mlps.mlp_op.up_proj(tokens, [3, 0, 2, 1])
+        inner = mlps.mlp_op.up_proj(tokens, torch.tensor([3, 0, 2, 1]))
 
     assert inner.dtype == torch.bfloat16
     assert products(mlps, tokens, chosen).dtype == torch.float32
@@ -58,7 +58,7 @@ def test_products_under_autocast_are_of_the_narrower_dtype():
 def test_gradient_of_a_sum_which_is_expanded_is_taken():
     mlps = ExpertMLPs(4, 1, 8, 16, hidden_act="relu", glu_mlp=False)
 
-    mlps.mlp_op.up_proj(torch.ones(6, 8), [3, 0, 2, 1]).sum().backward()
+    mlps.mlp_op.up_proj(torch.ones(6, 8), torch.tensor([3, 0, 2, 1])).sum().backward()
 
     assert mlps.mlp_op.up_proj.weight.grad.sum(dim=(1, 2)).tolist() == [3 * 8 * 16, 0, 2 * 8 * 16, 8 * 16]
 
@@ -71,7 +71,8 @@ def test_gpu_multiplies_by_all_experts_at_once(dtype, caplog):
     with FakeTensorMode():
         tokens = torch.empty(12, 16, dtype=dtype, device="cuda")
         weights = torch.empty(4, 16, 32, dtype=dtype, device="cuda")
-        seen = operations_of(lambda: grouped_product(tokens, weights, [3, 0, 5, 4]))
+        counts = torch.empty(4, dtype=torch.int64, device="cuda")
+        seen = operations_of(lambda: grouped_product(tokens, weights, counts))
 
     assert "aten::_grouped_mm" in seen
     assert not {"aten::mm", "aten::cat"} & set(seen)
@@ -81,8 +82,10 @@ def test_gpu_multiplies_by_all_experts_at_once(dtype, caplog):
 def test_gpu_that_loops_over_experts_says_so_and_what_would_be_faster(caplog):
     with FakeTensorMode():
         tokens, weights = torch.empty(12, 16, device="cuda"), torch.empty(4, 16, 7, device="cuda")
+        counts = torch.empty(4, dtype=torch.int64, device="cuda")
         for _ in range(2):
-            grouped_product(tokens, weights, [3, 0, 5, 4])
+            with pytest.raises(DataDependentOutputException):  # a loop has to know them
+                grouped_product(tokens, weights, counts)
 
     (record,) = caplog.records
     assert "products of 4 experts one after the other" in record.message

@@ -90,7 +90,7 @@ def _grouped_error(device: torch.device, dtype: torch.dtype) -> float:
     grad = torch.randn(sum(TOKENS_OF_EXPERTS), INNER, generator=generator, dtype=torch.float64).to(dtype)
 
     ours = tokens.to(device).requires_grad_(), weights.to(device).requires_grad_()
-    product = grouped_product(*ours, TOKENS_OF_EXPERTS)
+    product = grouped_product(*ours, torch.tensor(TOKENS_OF_EXPERTS, device=device))
     grads = torch.autograd.grad(product, ours, grad.to(device))
 
     leaves = [it.double().requires_grad_() for it in (tokens, weights)]

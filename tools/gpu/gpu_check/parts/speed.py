@@ -120,11 +120,11 @@ def _products(device: torch.device) -> dict[str, Callable[[], object]]:
     rows, width, inner, experts = (65_536, 2048, 768, 64) if device.type == "cuda" else (512, 128, 64, 64)
     tokens = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
     weights = torch.randn(experts, width, inner, device=device, dtype=torch.bfloat16)
-    counts = [rows // experts] * experts
-    ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * (rows // experts)
+    counts = torch.full((experts,), rows // experts, device=device)
+    ends = counts.cumsum(dim=0, dtype=torch.int32)
 
     def loop() -> None:
-        torch.cat([part @ weight for part, weight in zip(tokens.split(counts), weights, strict=True)])
+        torch.cat([part @ weight for part, weight in zip(tokens.split(rows // experts), weights, strict=True)])
 
     return {
         "ours": lambda: grouped_product(tokens, weights, counts),

@@ -32,9 +32,12 @@ from torch.nn import functional as F
 from nxd_layers.experts.local_experts import (
     ComputeExperts,
     LocalExperts,
+    PairCounts,
+    counts_of_ranks,
     expected_pairs,
     find_local_experts,
     needs_static_shapes,
+    summed_counts,
 )
 from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
@@ -149,20 +152,18 @@ def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group:
     """
     if top_k_index.is_meta:
         return partial(_expected_all_to_all, top_k_index, experts_per_rank, group)
-    owners = top_k_index.div(experts_per_rank, rounding_mode="floor")
-    no_owner = (owners < 0) | (owners >= group.size)
-    is_sent = owners.new_zeros(len(owners), group.size + 1, dtype=torch.bool)
-    is_sent.scatter_(1, owners.masked_fill(no_owner, group.size), True)
-    by_rank = is_sent[:, : group.size].t()
-    tokens = by_rank.nonzero()[:, 1]
-    counts = by_rank.sum(dim=1)
-    received = all_to_all(counts, group, split_dim=0, concat_dim=0, async_op=True)
+    counts = counts_of_ranks(top_k_index, experts_per_rank, group.size)
+    sent = summed_counts(counts)
+    received = all_to_all(sent, group, split_dim=0, concat_dim=0, async_op=True)
 
     @torch.no_grad()
     def end() -> AllToAll:
-        send_counts, receive_counts = torch.stack((counts, received.wait())).tolist()  # the one wait for the device
+        to_ranks, from_ranks = torch.stack((sent, received.wait())).tolist()  # the one wait for the device
+        send_counts, receive_counts = [it[0] for it in to_ranks], [it[0] for it in from_ranks]
+        tokens = (counts.t() > 0).nonzero_static(size=sum(send_counts))[:, 1]
         index = all_to_all_v(top_k_index[tokens], group, send_counts=send_counts, receive_counts=receive_counts)
-        experts = find_local_experts(index, experts_per_rank, group)
+        own = PairCounts(sum(pairs for _, pairs, _ in from_ranks), max(most for *_, most in from_ranks))
+        experts = find_local_experts(index, experts_per_rank, group, own)
         return AllToAll(group, len(top_k_index), tokens, send_counts, receive_counts, experts)
 
     return end
@@ -182,10 +183,16 @@ def _expected_all_to_all(top_k_index: Tensor, experts_per_rank: int, group: Grou
 def all_gather_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group) -> AllGather:
     """Return the dispatch of tokens with experts `[tokens, k]`; with static shapes all ranks have as many tokens."""
     own = most = len(top_k_index)
+    counts = None
     if group.size > 1 and not (top_k_index.is_meta or needs_static_shapes(top_k_index)):
-        most = int(all_gather(torch.tensor([own], device=top_k_index.device), group, dim=0).max())
+        sums = summed_counts(counts_of_ranks(top_k_index, experts_per_rank, group.size))
+        sums[:, 0] = own
+        of_ranks = all_gather(sums.unsqueeze(0), group, dim=0).tolist()  # the one wait for the device
+        most = max(of_rank[0][0] for of_rank in of_ranks)
+        mine = [of_rank[group.rank] for of_rank in of_ranks]
+        counts = PairCounts(sum(pairs for _, pairs, _ in mine), max(largest for *_, largest in mine))
     index = _gathered(top_k_index, group, most, fill=-1)
-    return AllGather(group, own, most, find_local_experts(index, experts_per_rank, group))
+    return AllGather(group, own, most, find_local_experts(index, experts_per_rank, group, counts))
 
 
 @torch.no_grad()

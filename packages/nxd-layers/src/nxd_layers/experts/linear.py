@@ -5,9 +5,7 @@ product takes 0.5 to 0.9 of the time of a loop over experts; a batched product o
 experts padded to the same number of tokens is between the two or slower than both.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -18,7 +16,6 @@ from nxd_state import (
     get_shard_spec,
     has_grouped_product,
     log_slow_path,
-    send_to_device,
     set_partition_attributes,
     set_shard_spec,
     shard_along,
@@ -88,19 +85,20 @@ def spec_of_own_experts(spec: ShardSpec) -> ShardSpec:
 _GROUPED_ALIGNMENT = 16  # bytes: rows of other lengths are refused by torch
 
 
-def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_product(tokens: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Return each token times the weight of its expert; experts without tokens take no time.
 
     Args:
         tokens: `[rows, in]`, sorted by expert; at least one row.
         weights: `[experts, in, out]`.
-        counts: the number of tokens of each expert.
+        counts: `[experts]`, the number of tokens of each expert, on the device of the tokens; it is waited for only
+            where torch has no grouped product.
 
     Returns:
         `[rows, out]`.
     """
     if _has_grouped_product(tokens, weights):
-        ends = send_to_device(torch.tensor(list(accumulate(counts)), dtype=torch.int32), tokens.device)
+        ends = counts.cumsum(dim=0, dtype=torch.int32)
         product: Tensor = F.grouped_mm(tokens.contiguous(), weights.contiguous(), offs=ends)
         if product.requires_grad:
             product.register_hook(Tensor.contiguous)  # its backward refuses expanded gradients, as those of a sum are
@@ -111,7 +109,7 @@ def grouped_product(tokens: Tensor, weights: Tensor, counts: Sequence[int]) -> T
         f"sizes that are multiples of {_GROUPED_ALIGNMENT // 2}",
         tokens.device,
     )
-    parts = zip(tokens.split(list(counts)), weights, strict=True)
+    parts = zip(tokens.split(counts.tolist()), weights, strict=True)
     return torch.cat([part @ weight for part, weight in parts if len(part)])
 
 
@@ -196,7 +194,7 @@ class ExpertLinear(nn.Module):
                     part = whole[piece.logical.slices[1:]].to(self.weight.device, self.weight.dtype)
                     self.weight[piece.local.offset[0] + here][piece.local.slices[1:]] = part
 
-    def forward(self, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
+    def forward(self, tokens: Tensor, counts: Tensor | None) -> Tensor:
         """`[rows, in]`, the rows of this rank's experts one after the other, `counts` of each, to `[rows, out]`.
 
         Without counts each expert takes all rows: `[rows, in]` or `[experts, rows, in]` to `[experts, rows, out]`.

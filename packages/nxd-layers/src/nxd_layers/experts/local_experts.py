@@ -24,7 +24,8 @@ class Pairs:
         slots: `[pairs]`, the expert's place among the token's k experts.
         index: `[pairs]`, the index among the local experts.
         places: `[pairs]`, the expert's place among the token's local experts, counted from 0.
-        most: largest number of local experts of a token.
+        most: at least the largest number of local experts of a token; 0 if there are no pairs.
+        none: `[pairs]`, the pairs without an expert, whose index is that of some expert; None if there are none.
     """
 
     rows: Tensor
@@ -32,12 +33,18 @@ class Pairs:
     index: Tensor
     places: Tensor
     most: int
+    none: Tensor | None = None
 
     def weighted_sum(self, compute: ComputeExperts, tokens: Tensor, weights: Tensor) -> Tensor | None:
         """Return the weighted sum of each token's local experts, `[tokens, hidden]`; None without pairs."""
         if not self.most:
             return None
-        outputs = compute(tokens[self.rows], self.index.unsqueeze(1), weights[self.rows, self.slots].unsqueeze(1))
+        inputs, of_pairs = tokens[self.rows], weights[self.rows, self.slots].unsqueeze(1)
+        if self.none is not None:
+            of_pairs = of_pairs.masked_fill(self.none.unsqueeze(1), 0)
+            if tokens.dtype == torch.float16:  # it may overflow, and a weight of 0 would then give NaN
+                inputs = inputs.masked_fill(self.none.unsqueeze(1), 0)
+        outputs = compute(inputs, self.index.unsqueeze(1), of_pairs)
         # Not index_add, which adds in any order on some devices.
         apart = outputs.new_zeros(len(tokens) * self.most, outputs.shape[1])
         apart = apart.index_copy(0, self.rows * self.most + self.places, outputs)
@@ -62,14 +69,44 @@ class Slots:
 LocalExperts = Pairs | Slots
 
 
+@dataclass(frozen=True)
+class PairCounts:
+    """What a rank has to know of its pairs before it computes.
+
+    Attributes:
+        pairs: number of pairs of a token and one of the rank's experts.
+        most: largest number of the rank's experts that a token has.
+    """
+
+    pairs: int
+    most: int
+
+
+def counts_of_ranks(top_k_index: Tensor, experts_per_rank: int, num_ranks: int) -> Tensor:
+    """Count each rank's experts among those of each token, `[tokens, ranks]`, int64; no value is waited for."""
+    owners = top_k_index.div(experts_per_rank, rounding_mode="floor")
+    owners = owners.masked_fill((owners < 0) | (owners >= num_ranks), num_ranks)
+    counts = owners.new_zeros(len(owners), num_ranks + 1)
+    return counts.scatter_add_(1, owners, torch.ones_like(owners))[:, :num_ranks]
+
+
+def summed_counts(counts: Tensor) -> Tensor:
+    """Return the tokens, pairs and largest number of experts of a token for each rank, `[ranks, 3]`."""
+    most = counts.amax(dim=0) if len(counts) else counts.new_zeros(counts.shape[1])
+    return torch.stack((counts.count_nonzero(dim=0), counts.sum(dim=0), most), dim=1)
+
+
 @torch.no_grad()
-def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group) -> LocalExperts:
+def find_local_experts(
+    top_k_index: Tensor, experts_per_rank: int, group: Group, counts: PairCounts | None = None
+) -> LocalExperts:
     """Find this rank's experts among the tokens' experts.
 
     Args:
         top_k_index: `[tokens, k]`, indices among the experts of all ranks.
         experts_per_rank: number of experts on each rank, in the order of ranks.
         group: the ranks.
+        counts: the number of pairs that there are; if None and there are several ranks, the device is waited for.
     """
     if needs_static_shapes(top_k_index):
         own = group.rank_tensor(top_k_index) if group.size > 1 else 0  # data, so that all ranks record one graph
@@ -77,12 +114,27 @@ def find_local_experts(top_k_index: Tensor, experts_per_rank: int, group: Group)
         return Slots(of_own.masked_fill((of_own < 0) | (of_own >= experts_per_rank), experts_per_rank))
     if top_k_index.is_meta:
         return expected_pairs(top_k_index, top_k_index.numel() // group.size, experts_per_rank)
+    if group.size == 1:
+        return _all_pairs(top_k_index, experts_per_rank)
     local = top_k_index - group.rank * experts_per_rank
     is_here = (local >= 0) & (local < experts_per_rank)
-    rows, slots = is_here.nonzero(as_tuple=True)
-    numbers = is_here.cumsum(dim=1)
-    most = int(numbers.max()) if len(rows) else 0
-    return Pairs(rows, slots, local[rows, slots], numbers[rows, slots] - 1, most)
+    if counts is None:
+        own = summed_counts(is_here.sum(dim=1, keepdim=True))
+        _, *known = own[0].tolist()  # the one wait for the device
+        counts = PairCounts(*known)
+    rows, slots = is_here.nonzero_static(size=counts.pairs).unbind(dim=1)
+    places = is_here.cumsum(dim=1)[rows, slots] - 1
+    return Pairs(rows, slots, local[rows, slots], places, counts.most)
+
+
+def _all_pairs(top_k_index: Tensor, num_experts: int) -> Pairs:
+    """Return all pairs, those without an expert as well, so that nothing need be counted."""
+    tokens, top_k = top_k_index.shape
+    rows = torch.arange(tokens, device=top_k_index.device).repeat_interleave(top_k)
+    slots = torch.arange(top_k, device=top_k_index.device).repeat(tokens)
+    index = top_k_index.flatten()
+    none = (index < 0) | (index >= num_experts)
+    return Pairs(rows, slots, index.masked_fill(none, 0), slots, top_k if tokens else 0, none)
 
 
 def expected_pairs(top_k_index: Tensor, pairs: int, experts_per_rank: int) -> Pairs:

@@ -1,7 +1,7 @@
 """The feed-forward networks of experts, and the mixture-of-experts layer of a router and experts."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -85,7 +85,8 @@ class Experts(nn.Module):
         if needs_static_shapes(tokens):
             return self._sum_over_all(tokens, index, weights)
         order = index[:, 0].argsort(stable=True)
-        counts = torch.bincount(index[:, 0], minlength=len(self.down_proj.weight)).tolist()
+        counts = index.new_zeros(len(self.down_proj.weight))  # not bincount, which waits for the device
+        counts.index_add_(0, index[:, 0], torch.ones_like(index[:, 0]))
         outputs = self.down_proj(self._inner(tokens[order], counts), counts)
         return torch.zeros_like(tokens).index_copy(0, order, outputs) * weights
 
@@ -96,7 +97,7 @@ class Experts(nn.Module):
         outputs = self.down_proj(inner, None)  # [experts, rows, hidden]
         return (outputs * of_experts.t().unsqueeze(-1)).sum(dim=0)
 
-    def _inner(self, tokens: Tensor, counts: Sequence[int] | None) -> Tensor:
+    def _inner(self, tokens: Tensor, counts: Tensor | None) -> Tensor:
         if self.gate_up_proj is None:
             assert self.up_proj is not None  # one of them is there
             return self._activation(self.up_proj(tokens, counts))
