@@ -83,9 +83,7 @@ class ExpertFusedColumnParallelLinear(ExpertFusedLinear):
             init_method=init_method or default_linear_init,
         )
 
-    def forward(  # type: ignore[override]
-        self, input_: Tensor, expert_indices: Tensor | None = None, *_: Any
-    ) -> Tensor:
+    def forward(self, input_: Tensor, expert_indices: Tensor | None = None, *_: Any) -> Tensor:
         """`[experts/ep, ..., in]`, or `[1, ..., in]`, to `[experts/ep, ..., out/tp]`, of all experts or those given."""
         return self._outputs(copy_to_tensor_model_parallel_region(input_), expert_indices)
 
@@ -133,7 +131,7 @@ class ExpertFusedRowParallelLinear(ExpertFusedLinear):
         )
         self.reduce_output = reduce_output
 
-    def forward(self, input_: Tensor, expert_indices: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, input_: Tensor, expert_indices: Tensor | None = None) -> Tensor:
         """`[experts/ep, ..., in/tp]` to `[experts/ep, ..., out]`; a partial sum without `reduce_output`."""
         output = self._outputs(input_, expert_indices)
         return reduce_from_tensor_model_parallel_region(output) if self.reduce_output else output

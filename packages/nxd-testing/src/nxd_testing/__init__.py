@@ -7,7 +7,7 @@ Contains the pool of ranks, its pytest plugin, replicas that run XLA graphs on t
 from nxd_testing.failure import FailedRank, RankFailure, deadline
 from nxd_testing.logical import LogicalPiece, assemble_logical, logical_pieces
 from nxd_testing.neuron_ranks import register_neuron_ranks, run_on_neuron
-from nxd_testing.operations import collectives_of, operations_of, sent_dtypes_of
+from nxd_testing.operations import collectives_of, operations_of, reads_of, sent_dtypes_of
 from nxd_testing.pool import RankPool, run_on_ranks
 from nxd_testing.replicas import run_on_replicas
 from nxd_testing.torchrun import TorchrunResult, run_torchrun
@@ -29,4 +29,5 @@ __all__ = [
     "operations_of",
     "collectives_of",
     "sent_dtypes_of",
+    "reads_of",
 ]

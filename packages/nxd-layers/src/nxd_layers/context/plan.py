@@ -67,9 +67,23 @@ class AttentionPlan:
     @cached_property
     def blocks(self) -> list[list[Block]]:
         """The blocks of each rank."""
+        length = self.cut.chunk_length
+        chunks = [(start, start + length) for start in range(0, self.cut.filled_length, length)]
+        borders = {it.queries: [it] for it in self._borders(chunks)}
+        masked = [whole for whole in chunks if length > _MASKED_QUERIES and _is_masked(borders[whole][0])]
+        tiles = [
+            (start, min(start + _MASKED_QUERIES, stop))
+            for first, stop in masked
+            for start in range(first, stop, _MASKED_QUERIES)
+        ]
+        of_tiles = self._borders(tiles) if tiles else []
+        for first, stop in masked:
+            borders[first, stop] = [it for it in of_tiles if first <= it.queries[0] < stop]
         found: list[list[Block]] = [[] for _ in range(self.cut.size)]
-        for chunk in range(self.cut.num_chunks):
-            found[self.cut.rank_of(chunk)] += self._blocks_of(chunk)
+        for number, whole in enumerate(chunks):
+            for of_queries in borders[whole]:
+                for keys, kind in _pieces_of(of_queries):
+                    found[self.cut.rank_of(number)] += self._within_chunks(of_queries.queries, keys, kind)
         return found
 
     @cached_property
@@ -103,20 +117,6 @@ class AttentionPlan:
         needs = self.needs[destination]
         return [(chunk, needs[chunk]) for chunk in self.cut.chunks_of(source) if chunk in needs]
 
-    def _blocks_of(self, chunk: int) -> Iterator[Block]:
-        length = self.cut.chunk_length
-        whole = chunk * length, (chunk + 1) * length
-        pieces = _pieces_of(self._borders([whole])[0])
-        if any(kind == "masked" for _, kind in pieces) and length > _MASKED_QUERIES:
-            starts = range(whole[0], whole[1], _MASKED_QUERIES)
-            tiles = [(start, min(start + _MASKED_QUERIES, whole[1])) for start in starts]
-            for borders in self._borders(tiles):
-                for keys, kind in _pieces_of(borders):
-                    yield from self._within_chunks(borders.queries, keys, kind)
-        else:
-            for keys, kind in pieces:
-                yield from self._within_chunks(whole, keys, kind)
-
     def _within_chunks(self, queries: tuple[int, int], keys: tuple[int, int], kind: Kind) -> Iterator[Block]:
         length = self.cut.chunk_length
         for chunk in range(keys[0] // length, (keys[1] - 1) // length + 1):
@@ -124,6 +124,7 @@ class AttentionPlan:
             yield Block(queries, part, chunk, kind)
 
     def _borders(self, tiles: Sequence[tuple[int, int]]) -> list["_Borders"]:
+        """Return the borders of each tile of queries, first and end; it waits for the device once."""
         first, last = self.mask.first, self.mask.last
         is_empty = first > last
         least, most = first.masked_fill(is_empty, self.mask.length), last.masked_fill(is_empty, -1)
@@ -137,7 +138,7 @@ class AttentionPlan:
                 )
                 for start, stop in tiles
             ]
-        ).tolist()  # the one wait for the device
+        ).tolist()
         return [
             _Borders(tile, first=(n[0], n[3]), last=(n[1], n[4]), ends_at_query=bool(n[2]))
             for tile, n in zip(tiles, numbers, strict=True)
@@ -162,6 +163,10 @@ class _Borders:
     first: tuple[int, int]
     last: tuple[int, int]
     ends_at_query: bool
+
+
+def _is_masked(borders: "_Borders") -> bool:
+    return any(kind == "masked" for _, kind in _pieces_of(borders))
 
 
 def _pieces_of(borders: _Borders) -> list[tuple[tuple[int, int], Kind]]:
