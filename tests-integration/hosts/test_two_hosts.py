@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+from nxd_testing import deadline
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,6 +25,15 @@ def said_by(ended):
 def losses(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
+
+
+def wait_for(condition, process, seconds=180.0):
+    """Wait until a condition holds, or a process has ended."""
+    end = time.monotonic() + deadline(seconds)
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -47,6 +58,13 @@ def test_training_on_two_hosts_equals_one_process(hosts, tiny_in, tmp_path, expe
     assert [it.returncode for it in ended] == [0, 0], said_by(ended)
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
     assert (tmp_path / "run/checkpoints/step-00000006/manifest.json").exists()
+
+
+def test_training_on_four_hosts_equals_one_process(hosts, tiny_in, tmp_path, expected):
+    ended = hosts(4).torchrun([*TRAIN, *tiny_in(tmp_path), "parallel.pipeline_parallel_size=2"], per_host=1)
+
+    assert [it.returncode for it in ended] == [0] * 4, said_by(ended)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
 
 
 def test_hosts_meet_over_ipv6(hosts, tiny_in, tmp_path, expected):
@@ -82,6 +100,24 @@ def test_network_that_stops_for_seconds_only_delays_the_run(hosts, tiny_in, tmp_
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
 
 
+def test_elastic_run_goes_on_without_a_host_that_is_lost(hosts, tiny_in, tmp_path, expected):
+    both = hosts(2)
+    elastic = ["--elastic", "1:2", "--elastic-grace", "2", "checkpoint.memory_every=1", "checkpoint.memory_copies=1"]
+    meet = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meet, "--max-restarts", "100"]
+    command = [*torchrun, *TRAIN, *tiny_in(tmp_path), *elastic]
+    first, second = both.start(0, command), both.start(1, command)
+    metrics, last = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints/step-00000006/manifest.json"
+
+    wait_for(lambda: metrics.exists() and len(losses(tmp_path / "run")) >= 2, first)
+    second.kill()
+    wait_for(last.exists, first)  # and not for torchrun, which waits five minutes for the agent of the lost host
+
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+    layouts = [json.loads(line).get("layout") for line in metrics.read_text().splitlines()]
+    assert [it for it in layouts if it] == ["TP 1 x DP 2", "TP 1 x DP 1"], "the run was over before the host was lost"
+
+
 def test_folder_that_hosts_do_not_share_is_refused_before_the_first_step(hosts, tiny_in, tmp_path):
     both = hosts(2)
 
@@ -91,3 +127,25 @@ def test_folder_that_hosts_do_not_share_is_refused_before_the_first_step(hosts, 
     assert all(it.returncode != 0 for it in ended), said
     assert "is not the same folder on all hosts" in said, said
     assert "step 1" not in said
+
+
+def test_tasks_of_slurm_on_two_hosts_train_as_one_process(hosts, tiny_in, tmp_path, expected):
+    both = hosts(2)
+    command = [sys.executable, *TRAIN, *tiny_in(tmp_path), "parallel.tensor_parallel_size=2"]
+    for task in range(4):
+        both.start(
+            task // 2,
+            command,
+            {
+                "SLURM_JOB_ID": "1234",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_NODELIST": "host[0-1]",
+                "SLURM_PROCID": str(task),
+                "SLURM_LOCALID": str(task % 2),
+            },
+        )
+
+    ended = both.wait()
+
+    assert [it.returncode for it in ended] == [0] * 4, said_by(ended)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)

@@ -74,3 +74,13 @@ def test_start_with_a_master_port_that_is_taken_names_the_port(monkeypatch):
 
         with pytest.raises(ValueError, match=f"MASTER_PORT={port} is taken on this host; set another one"):
             nxd_state.initialize_mesh(nxd_state.ParallelDegrees())
+
+
+@pytest.mark.parametrize("host", ["no such host", "a" * 70])
+def test_start_with_a_master_address_that_no_name_server_knows_names_it(monkeypatch, host):
+    launch = {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": 29500, "LOCAL_RANK": 1}
+    for name, value in (launch | {"NXD_TIMEOUT": "0.1"}).items():
+        monkeypatch.setenv(name, str(value))
+
+    with pytest.raises(ValueError, match=f"MASTER_ADDR={host} has no address on this host: .*; set it to a name"):
+        nxd_state.initialize_model_parallel()

@@ -6,6 +6,8 @@
 import inspect
 import math
 import os
+import socket
+import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,7 @@ GROUP_AXES: tuple[tuple[str, ...], ...] = (
     *(("dp", "cp"), ("pp", "tp"), ("pp", "ep", "etp"), ("pp", "dp", "cp", "tp")),
 )
 _LONGEST_TIMEOUT = 1e9  # seconds; torch counts milliseconds in 64 bits, and adds to them
+_LONGEST_TO_RESOLVE = 60.0  # seconds; the name of a new pod may be known a little later than its neighbours run
 
 # Variables that torchrun, or another launcher, sets: the same values mean the same launch.
 _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
@@ -87,6 +90,7 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
     store = launcher_store()
     if store is None:
         timeout = timeout or distributed_c10d.default_pg_timeout
+        _wait_for_address(min(timeout.total_seconds(), _LONGEST_TO_RESOLVE))
         try:
             store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         except dist.DistNetworkError as error:
@@ -99,6 +103,25 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
         _launcher_stores[_launch()] = store
     start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"nxd_state/start_{start}", store)
+
+
+def _wait_for_address(seconds: float) -> None:
+    """Wait until the name of rank 0's host has an address here.
+
+    torch's own client would try for the whole timeout of collectives, in C++, where Python sees no signal.
+    """
+    host, end = os.environ.get("MASTER_ADDR", "localhost"), time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:  # the latter for labels that are too long
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"MASTER_ADDR={host} has no address on this host: {error}; set it to a name or address of the host "
+                    "of rank 0 that all hosts can reach"
+                ) from error
+        time.sleep(0.5)
 
 
 def world_barrier() -> None:
