@@ -241,7 +241,11 @@ def test_chunked_loss_under_checkpoint_and_compile_equals_the_plain(on_tp):
         )
         torch._dynamo.reset()
         compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
-        assert_all_close(loss_and_grads(compiled, hidden, head), expected)
+        if torch.__version__.startswith("2.11."):
+            with pytest.raises(Exception, match=r"torch 2\.11 compiles linear_cross_entropy to wrong gradients"):
+                compiled(hidden)
+        else:
+            assert_all_close(loss_and_grads(compiled, hidden, head), expected)
 
     on_tp(2, job)
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from nxd_layers.cross_entropy import LossDefinition, check_loss_arguments, logits_grad, token_losses
 from nxd_layers.linear import ColumnParallelLinear
-from nxd_layers.tracing import leaf_of_traces
+from nxd_layers.tracing import leaf_of_traces, mixes_up_saved_tensors
 
 Reduction = Literal["mean", "sum"]
 
@@ -164,7 +164,13 @@ def linear_cross_entropy(
     Raises:
         ValueError: as for `parallel_cross_entropy`; a head of fused matrices, with a LoRA adapter that is not merged,
             or with options that are not followed here, no such reduction, or a chunk_size below one.
+        NotImplementedError: torch 2.11 compiles it, which would give wrong gradients.
     """
+    if mixes_up_saved_tensors():
+        raise NotImplementedError(
+            "torch 2.11 compiles linear_cross_entropy to wrong gradients; use another version of torch, or the head "
+            "and parallel_cross_entropy"
+        )
     head.check_features(
         _HEAD_FEATURES,
         by="linear_cross_entropy",

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from nxd_layers.tracing import mixes_up_saved_tensors
+
 
 class _RMSNorm(Function):
     """Forward and backward with as few passes over the input as plain tensor operations allow.
@@ -43,6 +45,15 @@ class _RMSNorm(Function):
         mean_product = products.mv(weight.to(products.dtype)).view(inverse_rms.shape) / size
         grad_hidden = scaled.mul_(weight).addcmul_(wide, mean_product * inverse_rms.square(), value=-1)
         return grad_hidden.to(hidden.dtype), grad_weight, None
+
+
+def _normalised(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if mixes_up_saved_tensors():
+        wide = at_least_float32(hidden)
+        inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (wide * inverse_rms * weight).to(hidden.dtype)
+    normalised: Tensor = _RMSNorm.apply(hidden, weight, eps)
+    return normalised
 
 
 class RMSNorm(nn.Module):
@@ -92,10 +103,8 @@ class RMSNorm(nn.Module):
         """`[..., *normalized_shape]` to the same shape and dtype."""
         dims = len(self.normalized_shape)
         if dims == 1:
-            normalised: Tensor = _RMSNorm.apply(hidden, self.weight, self.eps)
-            return normalised
-        flat: Tensor = _RMSNorm.apply(hidden.flatten(-dims), self.weight.flatten(), self.eps)
-        return flat.view(hidden.shape)
+            return _normalised(hidden, self.weight, self.eps)
+        return _normalised(hidden.flatten(-dims), self.weight.flatten(), self.eps).view(hidden.shape)
 
     def extra_repr(self) -> str:
         """Size and eps."""

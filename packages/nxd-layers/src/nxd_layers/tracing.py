@@ -8,10 +8,22 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
 from torch import fx, nn
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+
+_IS_TORCH_2_11 = torch.__version__.startswith("2.11.")
+
+
+def mixes_up_saved_tensors() -> bool:
+    """Whether torch 2.11's compiler records, which gives the backward of some functions other tensors than they saved.
+
+    Their forward is right and their gradients are wrong, without an error. Other versions of torch are not concerned.
+    """
+    return _IS_TORCH_2_11 and torch.compiler.is_compiling()
 
 
 def is_traced(value: object) -> bool:
