@@ -47,11 +47,15 @@ def test_mistakes_are_one_line_without_a_traceback(make_folder, tmp_path):
     of_what = nxd("export", tmp_path / "checkpoints", tmp_path / "exported")
     other = nxd("export", tmp_path / "checkpoints", tmp_path / "exported", "--like", folder)
     fused = nxd("export", tmp_path / "fused", tmp_path / "exported", "--like", folder)
+    bare = tmp_path / "bare"
+    transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(bare)  # names no class
+    other_than_config = nxd("export", tmp_path / "checkpoints", tmp_path / "exported", "--like", bare)
 
     for result, message in (
         (no_folder, "config.json does not exist"),
         (of_what, "does not say which model it holds; pass a folder of the same model"),
         (other, "the model does not match its config"),
+        (other_than_config, "the model does not match its config"),
         (fused, "split a Llama's gate_up_proj by `nxd ckpt convert FOLDER OUT --to hf --sharding llama`"),
     ):
         assert result.returncode == 2

@@ -17,6 +17,7 @@ from nxd_engine.checkpoints.model_description import (
     description_of,
     holds_adapter_alone,
 )
+from nxd_engine.hugging_face.conversion import with_architecture
 from nxd_engine.hugging_face.loading import read_model_config, stored_shapes
 from nxd_engine.hugging_face.saving import as_stored, write_folder
 from nxd_lora import write_peft_files
@@ -63,7 +64,8 @@ def export_hugging_face(
     checkpoint = open_own(folder, tag)
     given = None
     if like is not None:
-        given = ModelDescription(read_model_config(like), folder=str(like), stored_shapes=_stored_shapes(like))
+        config = with_architecture(read_model_config(like))  # that of a config alone names no class
+        given = ModelDescription(config, folder=str(like), stored_shapes=_stored_shapes(like))
     opened = open_checkpointed_model(checkpoint, given, averaged=averaged)
     description = opened.description
     write_folder(
