@@ -64,11 +64,11 @@ class TestCommand:
         ended = nxd_parity("--hf", folder_with(**LARGE), "head_dim=16")
 
         assert ended.returncode == 0, ended.stderr
-        first, second, third = (line for line in ended.stdout.splitlines() if not line.startswith("[Gloo]"))
-        assert first == "TP 2 x DP 1 against one process, float64, 2 steps, tolerance 1e-10"
-        assert second.endswith("agree")
         (record,) = remembered.iterdir()
-        assert third == f"Models of type 'qwen3' are split by their own plan from now on: {record}"
+        lines = ended.stdout.splitlines()  # among those of gloo
+        assert "TP 2 x DP 1 against one process, float64, 2 steps, tolerance 1e-10" in lines
+        assert any(line.endswith("agree") for line in lines)
+        assert f"Models of type 'qwen3' are split by their own plan from now on: {record}" in lines
 
     @pytest.mark.slow
     def test_equal_within_a_wide_tolerance_is_not_remembered(self, folder_with, remembered):

@@ -1,5 +1,6 @@
 """Optimizer states of every class and dtype, with ZeRO-1 and without: what was loaded goes on as what was saved."""
 
+import nxd_ckpt
 import pytest
 import torch
 from nxd_ckpt import CheckpointError, open_checkpoint
@@ -12,6 +13,9 @@ from nxd_engine import (
     save_checkpoint,
 )
 from nxd_engine.checkpoints.merged_weights import ModelTensors
+from nxd_engine.checkpoints.optimizer_state import optimizer_state
+from nxd_engine.checkpoints.state import model_state
+from nxd_engine.unwrap import plain_model, plain_optimizer
 from torch import nn
 
 pytestmark = [pytest.mark.usefixtures("one_process"), pytest.mark.sample(8)]  # each takes its time
@@ -248,3 +252,18 @@ def test_extra_state_of_modules_reaches_set_extra_state(tmp_path, extra):
 
     found = next(it for it in model.modules() if isinstance(it, HasExtra)).extra
     assert repr(found) == repr(extra)
+
+
+@pytest.mark.parametrize("has_settings", [True, False])
+def test_states_without_settings_load_with_a_warning(tmp_path, caplog, has_settings):
+    model, optimizer = build(torch.optim.AdamW, lr=0.1)
+    step(model, optimizer)
+    if has_settings:
+        save_checkpoint(tmp_path, "a", model, optimizer)
+    else:  # as `nxd-ckpt convert` writes states of other libraries
+        states = model_state(model) | optimizer_state(plain_model(model), plain_optimizer(optimizer))
+        nxd_ckpt.save(tmp_path, "a", states)
+
+    load_checkpoint(tmp_path, "a", model=model, optimizer=optimizer)
+
+    assert ("the checkpoint holds no learning rate" in caplog.text) is not has_settings

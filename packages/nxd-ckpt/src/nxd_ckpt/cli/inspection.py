@@ -71,7 +71,8 @@ def list_folder(path: str) -> Report:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in info.metrics.items())
         pinned = "pinned" if info.pinned else ""
         rows.append((info.tag, step, when, info.world_size, human_size(info.num_bytes), pinned, metrics))
-    return Report([asdict(info) for info in found], table(rows) if found else [f"no complete checkpoint in {path}"])
+    nothing = f"no complete checkpoint of nxd-ckpt in {path}; nxd-ckpt inspect {path} says what else it holds"
+    return Report([asdict(info) for info in found], table(rows) if found else [nothing])
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -209,6 +209,11 @@ def _hand_over(values: _Values, unwrapped: UnwrappedObjects, scheduler: Any, *, 
         unwrapped.optimizer.load_state_dict(values.optimizer_dict)
     if unwrapped.optimizer is not None and values.settings is not None:
         apply_settings(values.settings, unwrapped.optimizer)
+    elif unwrapped.optimizer is not None and values.optimizer_dict is None:
+        _logger.warning(
+            "the checkpoint holds no learning rate and other settings of the optimizer: the first step takes those "
+            "with which it was made here"
+        )
     if unwrapped.optimizer is not None and values.optimizer_dict is None:
         settle_optimizer_state(unwrapped.optimizer, values.other_optimizer_state)
     if unwrapped.model is not None:
