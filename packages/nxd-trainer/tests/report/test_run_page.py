@@ -51,6 +51,12 @@ def test_page_has_curves_starts_and_recipe_and_loads_nothing(tmp_path, record):
         ("nxd --nproc", "", "recipe.toml --nproc 2 train.steps=N", "checkpoints --prompt"),
         ("torchrun", "[train]\nstop_after = 2\n", "recipe.toml train.stop_after=N", "checkpoints --prompt"),
         (
+            "torchrun",
+            "[parallel]\ntensor_parallel_size = 4\n",
+            "recipe.toml --nproc 4 train.steps=N",
+            "checkpoints --prompt",
+        ),
+        (
             "none",
             '[data]\nchat = true\npath = "c.jsonl"\ntokenizer = "t"\n',
             "recipe.toml train.steps=N",

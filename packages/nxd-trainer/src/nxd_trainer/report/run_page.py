@@ -222,11 +222,10 @@ def next_commands(recipe: Recipe) -> list[tuple[str, str]]:
     checkpoints, recipe_file = (
         shlex.quote(str(path)) for path in (recipe.checkpoint_folder, recipe.output / RUN_RECIPE_FILE)
     )
+    least = recipe.parallel.degrees.least_ranks
+    ranks = ranks_of_last_start(recipe.output) or (f" --nproc {least}" if least > 1 else "")
     return [
-        (
-            "continue for longer",
-            f"nxd train {recipe_file}{ranks_of_last_start(recipe.output)} {recipe.last_step_key}=N",
-        ),
+        ("continue for longer", f"nxd train {recipe_file}{ranks} {recipe.last_step_key}=N"),
         ("generate text", f"nxd generate {checkpoints}{chat} --prompt TEXT"),
         ("answer requests", f"nxd serve {checkpoints}"),
         ("write a Hugging Face folder", f"nxd export {checkpoints} exported"),
