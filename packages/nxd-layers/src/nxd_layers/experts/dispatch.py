@@ -162,8 +162,7 @@ def begin_all_to_all_dispatch(top_k_index: Tensor, experts_per_rank: int, group:
         send_counts, receive_counts = [it[0] for it in to_ranks], [it[0] for it in from_ranks]
         tokens = (counts.t() > 0).nonzero_static(size=sum(send_counts))[:, 1]
         index = all_to_all_v(top_k_index[tokens], group, send_counts=send_counts, receive_counts=receive_counts)
-        own = PairCounts(sum(pairs for _, pairs, _ in from_ranks), max(most for *_, most in from_ranks))
-        experts = find_local_experts(index, experts_per_rank, group, own)
+        experts = find_local_experts(index, experts_per_rank, group, PairCounts.of(from_ranks))
         return AllToAll(group, len(top_k_index), tokens, send_counts, receive_counts, experts)
 
     return end
@@ -189,8 +188,7 @@ def all_gather_dispatch(top_k_index: Tensor, experts_per_rank: int, group: Group
         sums[:, 0] = own
         of_ranks = all_gather(sums.unsqueeze(0), group, dim=0).tolist()  # the one wait for the device
         most = max(of_rank[0][0] for of_rank in of_ranks)
-        mine = [of_rank[group.rank] for of_rank in of_ranks]
-        counts = PairCounts(sum(pairs for _, pairs, _ in mine), max(largest for *_, largest in mine))
+        counts = PairCounts.of(of_rank[group.rank] for of_rank in of_ranks)
     index = _gathered(top_k_index, group, most, fill=-1)
     return AllGather(group, own, most, find_local_experts(index, experts_per_rank, group, counts))
 

@@ -1,7 +1,8 @@
 """The experts of this rank among the tokens' experts, and the weighted sum of their outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from nxd_state import Group, has_dynamic_shapes
@@ -81,6 +82,12 @@ class PairCounts:
     pairs: int
     most: int
 
+    @classmethod
+    def of(cls, sums: Iterable[Sequence[int]]) -> Self:
+        """Return the counts of a rank from its row of `summed_counts` on each rank that has tokens."""
+        _, pairs, most = zip(*sums, strict=True)
+        return cls(sum(pairs), max(most))
+
 
 def counts_of_ranks(top_k_index: Tensor, experts_per_rank: int, num_ranks: int) -> Tensor:
     """Count each rank's experts among those of each token, `[tokens, ranks]`, int64; no value is waited for."""
@@ -119,9 +126,8 @@ def find_local_experts(
     local = top_k_index - group.rank * experts_per_rank
     is_here = (local >= 0) & (local < experts_per_rank)
     if counts is None:
-        own = summed_counts(is_here.sum(dim=1, keepdim=True))
-        _, *known = own[0].tolist()  # the one wait for the device
-        counts = PairCounts(*known)
+        own_sums = summed_counts(is_here.sum(dim=1, keepdim=True))
+        counts = PairCounts.of(own_sums.tolist())  # the one wait for the device
     rows, slots = is_here.nonzero_static(size=counts.pairs).unbind(dim=1)
     places = is_here.cumsum(dim=1)[rows, slots] - 1
     return Pairs(rows, slots, local[rows, slots], places, counts.most)

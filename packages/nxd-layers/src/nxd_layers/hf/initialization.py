@@ -41,24 +41,24 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
         are shards of the same full tensors at any tensor-parallel degree.
     """
 
-    is_given = fill_plain is not None and fill_plain != model._init_weights
+    given = None if fill_plain == model._init_weights else fill_plain
     places = dict(_places(model, model))
     tensors = [*model.parameters(), *model.buffers()]
 
     @torch.no_grad()
     def fill(module: nn.Module) -> None:
         place = places.get(module, _Place(module, model))
-        if fill_plain is None or not is_given:
+        if given is None:
             full = _unsharded(module)
             with _only(_own_tensors(full), tensors):
                 _fill_as_transformers(full, place)
             if not isinstance(module, ExpertLinear):
                 _fill_as_constructed(full, place.owner.config)
-        elif _drawn_by_its_own_method(module, fill_plain):
+        elif _drawn_by_its_own_method(module, given):
             return
         else:
             full = _unsharded(module)
-            fill_plain(full)
+            given(full)
             unset = [it for it in full._buffers.values() if it is not None and _has_unset_values(it)]
             if unset:
                 with _only(unset, tensors):
@@ -67,7 +67,7 @@ def param_init_fn_of(model: Any, fill_plain: Callable[[nn.Module], Any] | None =
             _keep_parts(module, full)
         if isinstance(module, ExpertLinear) and _has_unset_values(module.weight):
             module.reset_parameters()
-        if not is_given and _is_tied_head(model, module):  # transformers gives it the values of the embedding
+        if given is None and _is_tied_head(model, module):  # transformers gives it the values of the embedding
             fill(model.get_input_embeddings())
 
     return fill
