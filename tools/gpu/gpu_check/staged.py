@@ -4,30 +4,16 @@ For checks of numbers only: each message waits for the device and is copied twic
 """
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from nxd_testing.gloo_group import GlooProcessGroup
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 NAME = "staged"
-
-# torch's name of each method: gloo's. torch 2.13 renamed those that end in "single".
-_METHODS = {
-    name: name
-    for name in (
-        *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "gather"),
-        *("_allgather_base", "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "scatter"),
-        *("send", "recv"),
-    )
-} | {
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "alltoall_base",
-}
 
 
 def register_staged_groups(devices: list[str]) -> None:
@@ -57,40 +43,14 @@ class StagedWork(dist._Work):
         return bool(self._work.is_completed())
 
 
-class StagedProcessGroup(dist.ProcessGroup):
-    """A process group of the backend "staged"; torch passes these arguments to a backend."""
+class StagedProcessGroup(GlooProcessGroup):
+    """A process group of the backend "staged"."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._name = ""
+    backend_name = NAME
+    device_kinds = ("cpu", "cuda")
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The name of the backend in `torch.distributed`."""
-        return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> Any:
-        """The name of the group in compiled graphs."""
-        return self._name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(kind) for kind in ("cpu", "cuda")]
-
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks of the group."""
-        return self._gloo.barrier()
-
-
-def _staged(name: str) -> Callable[..., StagedWork]:
-    def carry(self: StagedProcessGroup, *args: Any, **kwargs: Any) -> StagedWork:
+    def carry(self, method: str, args: Any, kwargs: Any) -> StagedWork:
+        """Let gloo work on copies, which come back when the work is waited for."""
         copies: list[tuple[Tensor, Tensor]] = []
 
         def to_host(value: Any) -> Any:
@@ -100,10 +60,4 @@ def _staged(name: str) -> Callable[..., StagedWork]:
             return copies[-1][1]
 
         args, kwargs = tree_map(to_host, (args, kwargs))
-        return StagedWork(getattr(self._gloo, name)(*args, **kwargs), copies if name != "send" else [])
-
-    return carry
-
-
-for _name, _name_of_gloo in _METHODS.items():
-    setattr(StagedProcessGroup, _name, _staged(_name_of_gloo))
+        return StagedWork(getattr(self.gloo, method)(*args, **kwargs), copies if method != "send" else [])

@@ -6,7 +6,6 @@ Python, replaces all backends, and does not accept CPU tensors.
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_map
 
+from nxd_testing.gloo_group import GlooProcessGroup
 from nxd_testing.neuron_device import NAME, REFUSED, on_host, register_neuron_device
 from nxd_testing.pool import shared_pool
 
@@ -78,24 +78,6 @@ _IN_GRAPHS = {
 }
 _REDUCTIONS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# torch's name: gloo's name. torch 2.13 renamed those that end in "single".
-_CARRIED = {
-    name: name
-    for name in (
-        *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced"),
-        *("_allgather_base", "reduce_scatter", "_reduce_scatter_base", "alltoall", "gather", "scatter", "send", "recv"),
-    )
-} | {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
-
-
-def _over_gloo(name: str) -> Callable[..., dist.Work]:
-    def carry(self: "NeuronProcessGroup", *args: Any, **kwargs: Any) -> dist.Work:
-        args, kwargs = tree_map(_memory, (args, kwargs))
-        work: dist.Work = getattr(self._gloo, name)(*args, **kwargs)
-        return work
-
-    return carry
-
 
 def _memory(value: Any) -> Any:
     if not isinstance(value, Tensor):
@@ -106,46 +88,29 @@ def _memory(value: Any) -> Any:
     return on_host(value)
 
 
-class NeuronProcessGroup(dist.ProcessGroup):
-    """A process group of the backend "neuron"; torch passes these arguments to a backend."""
+class NeuronProcessGroup(GlooProcessGroup):
+    """A process group of the backend "neuron"."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._name = ""
+    backend_name = NAME
+    device_kinds = (NAME,)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The name of the backend in `torch.distributed`."""
-        return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_name(self) -> Any:
-        """The name of the group in compiled graphs."""
-        return self._name
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(NAME)]
+    def carry(self, method: str, args: Any, kwargs: Any) -> dist.Work:
+        """Let gloo work on the memory of the device's tensors."""
+        args, kwargs = tree_map(_memory, (args, kwargs))
+        work: dist.Work = getattr(self.gloo, method)(*args, **kwargs)
+        return work
 
     def alltoall_base(self, output: Tensor, given: Tensor, output_sizes: Any, sizes: Any, *_: Any) -> Any:
         """Exchange chunks of equal size; raises a NotImplementedError if the sizes differ."""
         if len({*output_sizes, *sizes}) > 1:
             raise NotImplementedError(f"chunks of {list(sizes)}: {REFUSED['uneven all-to-all']}")
-        return self._gloo.alltoall_base(_memory(output), _memory(given), output_sizes, sizes)
+        return self.gloo.alltoall_base(_memory(output), _memory(given), output_sizes, sizes)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the world; raises a NotImplementedError for any other group."""
         if self.size() != dist.get_world_size():
             raise NotImplementedError(f"a barrier of {self.size()} ranks: {REFUSED['barriers of some ranks']}")
-        return self._gloo.barrier()
+        return super().barrier(opts)
 
 
 NeuronProcessGroup.all_to_all_single = NeuronProcessGroup.alltoall_base  # type: ignore[method-assign, assignment]
-for _name, _name_of_gloo in _CARRIED.items():
-    setattr(NeuronProcessGroup, _name, _over_gloo(_name_of_gloo))
