@@ -82,7 +82,6 @@ def distributions(name: str) -> set[str]:
     return found
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_adds_only_the_packages_own_modules_to_torchs(after_torch, package):
     added = top_level(after_torch[f"import {package}"]) - top_level(after_torch["pass"]) - set(sys.stdlib_module_names)

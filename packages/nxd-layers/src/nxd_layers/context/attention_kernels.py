@@ -20,7 +20,6 @@ import torch
 from nxd_state import has_flash_attention, has_fused_attention, is_cpu
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_FLASH_HEAD = 256
@@ -261,6 +260,8 @@ class FlexAttention:
         self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: Tensor | None, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel.forward`."""
+        from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415 - loads sympy
+
         output, aux = self._attend(
             query,
             key,
@@ -303,6 +304,8 @@ class FlexAttention:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - loads sympy
+
     return torch.compile(flex_attention, dynamic=False)
 
 
