@@ -3,6 +3,8 @@
 import copy
 import inspect
 import os
+import re
+import warnings
 
 import lightning
 import nxd_lightning
@@ -11,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import TorchCheckpointIO
-from nxd_engine import initialize_parallel_model
+from nxd_engine import CheckpointError, initialize_parallel_model
 from nxd_lightning import (
     NeuronCheckpointIO,
     NeuronLTModule,
@@ -53,14 +55,14 @@ def linear(**changes):
     return Fitting(torch.nn.Linear, {}, torch.optim.SGD, **arguments)
 
 
-def fit(module, folder, **changes):
+def fit(module, folder, batches=2, ckpt_path=None, **changes):
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
     trainer = lightning.Trainer(
         **{"accelerator": "cpu", "devices": 1, "strategy": NeuronXLAStrategy(), "default_root_dir": folder}
         | options
         | changes
     )
-    trainer.fit(module, DataLoader(torch.ones(4, 2), batch_size=2))
+    trainer.fit(module, DataLoader(torch.ones(2 * batches, 2), batch_size=2), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -152,6 +154,21 @@ class TwoOptimizers(Fitting):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class ModelOfInit(Fitting):
+    def __init__(self):
+        super().__init__(nxd_config={}, opt_cls=torch.optim.SGD, manual_opt=False)
+        self.model = torch.nn.Linear(2, 2)
+
+
+class ModelElsewhere(Fitting):
+    def __init__(self):
+        super().__init__(nxd_config={}, opt_cls=torch.optim.SGD, manual_opt=False)
+        self.network = torch.nn.Linear(2, 2)
+
+    def setup(self, stage=None):
+        pass
+
+
 class Plain(lightning.LightningModule):
     def training_step(self, batch, batch_idx):
         return batch.mean()
@@ -177,11 +194,13 @@ class Plain(lightning.LightningModule):
             lambda: TwoOptimizers(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, 2), manual_opt=False),
             {},
             ValueError,
-            "return one optimizer of initialize_parallel_optimizer",
+            r"return one optimizer of nxd\.initialize_parallel_optimizer\(self\.nxd_config",
         ),
+        (ModelOfInit, {}, TypeError, "self.model is a Linear, which nxd has not split.*model_fn instead of setting"),
+        (ModelElsewhere, {}, TypeError, "there is no self.model, which nxd has not split.*make it in setup"),
         (Plain, {}, TypeError, "Plain is not a NeuronLTModule"),
     ],
-    ids=["strategy", "clipping", "fits", "accumulation", "optimizer", "module"],
+    ids=["strategy", "clipping", "fits", "accumulation", "optimizer", "model", "no-model", "module"],
 )
 def test_trainer_that_does_not_fit_the_module_is_refused(tmp_path, module, options, error, message):
     options = copy.deepcopy(options)  # a strategy keeps its run
@@ -190,6 +209,46 @@ def test_trainer_that_does_not_fit_the_module_is_refused(tmp_path, module, optio
         return
     with pytest.raises(error, match=message):
         fit(module(), tmp_path, **options)
+
+
+def test_step_of_ones_own_that_nothing_steps_is_warned_of_early_and_at_the_end(tmp_path):
+    module = linear(manual_opt=True)
+    steps = rf"{type(module).__name__}.training_step has run (\d+) batches, and nothing has stepped the optimizer.*"
+
+    with pytest.warns(UserWarning, match=steps + "Pass manual_opt=False") as warned:
+        fit(module, tmp_path, max_epochs=6)
+
+    counts = [found.group(1) for it in warned if (found := re.match(steps, str(it.message)))]
+    assert counts == ["12"]
+
+    with pytest.warns(UserWarning, match=steps) as warned:
+        fit(linear(manual_opt=True), tmp_path, batches=11)
+
+    counts = [found.group(1) for it in warned if (found := re.match(steps, str(it.message)))]
+    assert counts == ["10", "11"]
+
+
+def test_step_of_ones_own_that_steps_is_not_warned_of(tmp_path):
+    class Stepping(Fitting):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(Stepping(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, 2), opt_kwargs={"lr": 0.1}), tmp_path)
+
+    assert not [it for it in warned if "stepped" in str(it.message)]
+
+
+def test_file_of_a_plain_trainer_is_refused_with_the_way_to_begin_from_it(tmp_path):
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6"}, tmp_path / "plain.ckpt")
+
+    with pytest.raises(
+        CheckpointError, match=r"plain\.ckpt is a file, as a plain Trainer writes.*in your model_fn, load"
+    ):
+        fit(linear(), tmp_path, ckpt_path=tmp_path / "plain.ckpt")
 
 
 def test_automatic_optimisation_of_an_own_step_is_that_of_plain_torch(tmp_path):

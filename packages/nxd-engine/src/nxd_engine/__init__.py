@@ -1,5 +1,7 @@
 """The documented training API: a config, and a model, optimizer and checkpoints that follow it."""
 
+from nxd_ckpt import CheckpointError
+
 from nxd_engine.build import initialize_parallel_model
 from nxd_engine.checkpoints.find import delete_checkpoint, has_checkpoint
 from nxd_engine.checkpoints.load import checkpoint_parts, load_checkpoint
@@ -22,4 +24,5 @@ __all__ = [
     "has_checkpoint",
     "delete_checkpoint",
     "finalize_checkpoint",
+    "CheckpointError",
 ]

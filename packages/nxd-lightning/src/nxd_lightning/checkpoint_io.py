@@ -10,7 +10,14 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from nxd_engine import checkpoint_parts, delete_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
+from nxd_engine import (
+    CheckpointError,
+    checkpoint_parts,
+    delete_checkpoint,
+    has_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from torch import Tensor, nn
 
 from nxd_lightning.lightning_package import CheckpointIOBase, lightning
@@ -78,7 +85,16 @@ class NeuronCheckpointIO(CheckpointIOBase):
         Raises:
             CheckpointError: on all ranks: there is no checkpoint, or it is damaged.
         """
-        checkpoint_parts(_resolved(path))  # raises if there is none: Lightning loads the requested one
+        try:
+            checkpoint_parts(_resolved(path))  # raises if there is none: Lightning loads the requested one
+        except CheckpointError as error:
+            if not os.path.isfile(_resolved(path)):
+                raise
+            raise CheckpointError(
+                f"{path} is a file, as a plain Trainer writes, and a checkpoint here is a folder; begin from its "
+                "weights: in your model_fn, load "
+                'torch.load(path, weights_only=True)["state_dict"] into the model before you return it'
+            ) from error
         content = load_checkpoint(_resolved(path))
         if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
             return copy.deepcopy(_NOTHING_OF_LIGHTNING)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from nxd_engine import NxDOptimizer, complete_config, ensure_model_parallel
+from nxd_engine import complete_config, ensure_model_parallel
 from nxd_state import (
     ParallelDegrees,
     all_gather,
@@ -25,6 +25,7 @@ from nxd_state.degrees import SIZES
 from torch import Tensor
 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
+from nxd_lightning.checks import check_model, check_optimizers, check_trainer, warn_if_nothing_stepped
 from nxd_lightning.lightning_package import (
     ON_XLA,
     SPELLING,
@@ -33,11 +34,9 @@ from nxd_lightning.lightning_package import (
     RankLauncher,
     StrategyBase,
     advice,
-    check_spelling,
     fabric,
     lightning,
 )
-from nxd_lightning.module import NeuronLTModule
 from nxd_lightning.precision import let_optimizer_scale
 
 _TrainerFn: Any = lightning("trainer.states").TrainerFn
@@ -193,7 +192,7 @@ class NeuronXLAStrategy(StrategyBase):
                 f'accelerator="{get_device().type}", or set NXD_DEVICE={self.root_device.type}'
             )
         _rank_zero_only.rank = world.rank
-        _check_trainer(self.lightning_module.trainer)
+        check_trainer(self.lightning_module.trainer)
         for logger in self.lightning_module.trainer.loggers:
             if hasattr(logger, "choose_writer"):
                 writer = 0 if getattr(logger, "log_rank0", False) else self.logging_rank
@@ -203,14 +202,16 @@ class NeuronXLAStrategy(StrategyBase):
         """Move the module to its device and create optimizers. Called by all ranks.
 
         Raises:
+            TypeError: the module's model is not split over the ranks.
             ValueError: there are several optimizers, one is not made for the mesh, or the loss would be scaled on XLA.
         """
+        check_model(trainer.lightning_module)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if trainer.state.fn == _TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            _check_optimizers(self.optimizers)
+            check_optimizers(self.optimizers)
             let_optimizer_scale(self.precision_plugin, self.optimizers)
         self.setup_precision_plugin()
 
@@ -226,6 +227,17 @@ class NeuronXLAStrategy(StrategyBase):
 
     def configure_ddp(self) -> None:
         """Do nothing: the optimizer averages gradients over the replicas."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Warn early in a run of a `training_step` that never steps the optimizer."""
+        if batch_idx == 10 * self.lightning_module.grad_accum_steps:
+            warn_if_nothing_stepped(self.lightning_module, batches=batch_idx)
+
+    def on_train_end(self) -> None:
+        """Warn after a run in which nothing stepped the optimizer."""
+        warn_if_nothing_stepped(
+            self.lightning_module, batches=self.lightning_module.trainer.fit_loop.total_batch_idx + 1
+        )
 
     def on_exception(self, exception: BaseException) -> None:
         """Kill the ranks that this process started; they may be waiting for it."""
@@ -391,28 +403,3 @@ def _devices_of_launched_ranks() -> list[torch.device] | None:
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     device = get_device()
     return [device if is_cpu(device) else torch.device(device.type, index) for index in range(count)] or None
-
-
-def _check_trainer(trainer: Any) -> None:
-    """Refuse settings that would fail silently, or on one rank."""
-    for part in (*trainer.callbacks, *trainer.loggers):
-        check_spelling(part)
-    if not isinstance(trainer.lightning_module, NeuronLTModule):
-        raise TypeError(
-            f"{type(trainer.lightning_module).__name__} is not a NeuronLTModule, and NeuronXLAStrategy needs its model "
-            "and optimizer; inherit from NeuronLTModule, or pass the Trainer one of Lightning's own strategies"
-        )
-    if trainer.gradient_clip_val is not None:
-        raise ValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would clip each rank's part separately; set "
-            'nxd_config["optimizer_config"]["max_grad_norm"] instead, which the optimizer uses'
-        )
-
-
-def _check_optimizers(optimizers: list[Any]) -> None:
-    if len(optimizers) > 1 or not all(isinstance(optimizer, NxDOptimizer) for optimizer in optimizers):
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise ValueError(
-            f"configure_optimizers returned {kinds}; return one optimizer of initialize_parallel_optimizer, which "
-            "averages gradients over the ranks"
-        )
