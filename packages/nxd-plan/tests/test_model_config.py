@@ -1,13 +1,14 @@
 """Sizes come from a Hugging Face config.json, from numbers, or both; what does not make a model is named."""
 
 import json
+from pathlib import Path
 
 import nxd_ckpt
 import pytest
 import torch
 from nxd_engine import save_checkpoint
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
-from nxd_plan import OwnLlama, TransformersModel, planned_model
+from nxd_plan import OwnLlama, TransformersModel, planned_model, read_recipe, recipes
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,3 +145,12 @@ def test_a_checkpoint_of_what_is_no_language_model_is_refused(tmp_path):
 def test_numbers_that_the_architecture_does_not_have_are_named(write):
     with pytest.raises(ValueError, match=r"hiden_size is not a key of Qwen3Config; did you mean hidden_size"):
         planned_model(write({**QWEN3, "model_type": "qwen3"}), {"hiden_size": 32})
+
+
+def test_a_recipe_without_the_package_that_reads_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(recipes, "entry_points", lambda group: [])
+
+    with pytest.raises(
+        ValueError, match=r"run\.toml is a recipe, and planning one needs nxd-trainer: pip install nxd-trai"
+    ):
+        read_recipe(Path("run.toml"))

@@ -8,7 +8,8 @@ from nxd_plan.layout import FixedDegrees, Layout, Rejected, TrainingJob
 from nxd_plan.memory import RankMemory
 from nxd_plan.model import OwnLlama, PlannedModel
 from nxd_plan.planner import Plan, PlannedLayout, TooLarge, make_plan
-from nxd_plan.render import config_call, recipe, save_recipe
+from nxd_plan.recipes import PlannedRecipe, read_recipe, recipe, save_recipe, train_command
+from nxd_plan.render import config_call
 from nxd_plan.step_time import Communication, StepTime
 from nxd_plan.transformers_model import TransformersModel, planned_model
 
@@ -37,4 +38,8 @@ __all__ = [
     "config_call",
     "recipe",
     "save_recipe",
+    # planning a recipe
+    "read_recipe",
+    "PlannedRecipe",
+    "train_command",
 ]

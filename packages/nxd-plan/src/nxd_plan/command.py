@@ -3,12 +3,16 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
 
+if TYPE_CHECKING:
+    from nxd_plan import FixedDegrees, PlannedRecipe, TrainingJob
+
+JOB_FLAGS = ("sequence_length", "global_batch_size", "dtype", "schedule")
 MODEL_FLAGS = {
     "vocab_size": "rows of the embedding",
     "hidden_size": "width of the residual stream",
@@ -38,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         examples=[
             "nxd plan Qwen3-8B --device h100 --devices 16",
             "nxd plan Qwen3-8B --device trn2 --devices 64 --sequence-length 8192 --recipe recipe.toml",
+            "nxd plan recipe.toml --device h100 --devices 32",
             "nxd plan --device h100 --devices 8 --hidden-size 4096 --num-hidden-layers 32 --vocab-size 32000 --json",
         ],
     )
@@ -46,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         type=Path,
         metavar="MODEL",
-        help="a Hugging Face config.json, its folder, or a checkpoint folder",
+        help="a Hugging Face config.json, its folder, a checkpoint folder, or a recipe of nxd train (.toml, .yaml), "
+        "whose keys count as if given as flags",
     )
     job = parser.add_argument_group("the job")
     job.add_argument(
@@ -54,13 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     job.add_argument("--devices", required=True, type=int, metavar="N", help="number of devices, one rank on each")
     job.add_argument(
-        "--sequence-length", type=int, metavar="N", help="tokens per sequence (default: 4096, or the model's limit)"
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="tokens per sequence (default: the recipe's, or 4096, or the model's limit)",
     )
     job.add_argument(
-        "--global-batch-size", type=int, default=1024, metavar="N", help="sequences per step (default: 1024)"
+        "--global-batch-size", type=int, metavar="N", help="sequences per step (default: the recipe's, or 1024)"
     )
-    job.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights (default: bfloat16)")
-    job.add_argument("--schedule", default="1f1b", help="pipeline schedule, as named in nxd-pipeline (default: 1f1b)")
+    job.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the recipe's, or bfloat16)")
+    job.add_argument("--schedule", help="pipeline schedule, as named in nxd-pipeline (default: the recipe's, or 1f1b)")
     _add_degrees(parser)
     model = parser.add_argument_group("the model, instead of a config.json or overriding its values")
     for name, text in MODEL_FLAGS.items():
@@ -108,6 +117,7 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
     degrees.add_argument(
         "--microbatch-size", type=int, metavar="N", help="sequences per microbatch (default: try 1, 2, 4 and 8)"
     )
+    degrees.add_argument("--num-microbatches", type=int, metavar="N", help="microbatches per replica and step")
     degrees.add_argument("--checkpointing", choices=("none", "full"), help="recompute layers in backward")
 
 
@@ -118,7 +128,7 @@ def _flag(name: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Plan, and show the fastest layouts with the config of the first."""
     options = parse(_parser(), arguments)
-    from nxd_plan import config_call, make_plan, recipe, save_recipe  # noqa: PLC0415
+    from nxd_plan import config_call, make_plan, recipe, save_recipe, train_command  # noqa: PLC0415
     from nxd_plan.planner import activation_modes  # noqa: PLC0415
     from nxd_plan.render import (  # noqa: PLC0415
         explain_no_fit,
@@ -128,7 +138,9 @@ def main(arguments: Sequence[str]) -> int:
         render_table,
     )
 
-    job, fixed = reports_user_errors(lambda: _job(options)), reports_user_errors(lambda: _degrees(options))
+    planned = reports_user_errors(lambda: _recipe(options))
+    job = reports_user_errors(lambda: _job(options, planned))
+    fixed = reports_user_errors(lambda: _degrees(options, planned))
     plan = reports_user_errors(lambda: make_plan(job, fixed, top=options.top))
     if options.json:
         print(plan_as_json(plan))
@@ -140,7 +152,12 @@ def main(arguments: Sequence[str]) -> int:
     if not options.json:
         print(render_table(plan))
         print(f"\nthe fastest: {render_detail(first, activation_modes(job, first.layout))}")
-        print(f"\n{config_call(job, first.layout)}")
+        if planned is None:
+            print(f"\n{config_call(job, first.layout)}")
+        else:
+            print(f"\non {job.num_devices} ranks: {train_command(options.model, planned, job, first.layout)}")
+            if planned.not_counted:
+                print(f"not counted: {', '.join(planned.not_counted)}")
     if options.recipe is not None:
         written = reports_user_errors(lambda: save_recipe(recipe(job, first.layout), options.recipe))
         told = f"\nwrote {written}: nxd train {written} on {job.num_devices} ranks"
@@ -148,7 +165,29 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _job(options: argparse.Namespace) -> Any:
+def _recipe(options: argparse.Namespace) -> "PlannedRecipe | None":
+    """Return the recipe that takes the place of a model; None if it is none.
+
+    Raises:
+        ValueError: it has mistakes, or flags are given that a recipe takes the place of.
+    """
+    from nxd_plan import read_recipe  # noqa: PLC0415
+    from nxd_plan.recipes import SUFFIXES  # noqa: PLC0415
+
+    if options.model is None or options.model.suffix not in SUFFIXES:
+        return None
+    sizes = [_flag(name) for name in MODEL_FLAGS if getattr(options, name) is not None]
+    if sizes:
+        raise ValueError(f"{', '.join(sizes)} cannot change the model of {options.model}; set the size in the recipe")
+    if options.recipe is not None:
+        raise ValueError(
+            f"--recipe {options.recipe} writes a new recipe, and {options.model} is one; leave --recipe out and use "
+            "the command that the plan prints"
+        )
+    return read_recipe(options.model)
+
+
+def _job(options: argparse.Namespace, planned: "PlannedRecipe | None") -> "TrainingJob":
     import torch  # noqa: PLC0415
 
     from nxd_plan import TrainingJob, find_device, planned_model  # noqa: PLC0415
@@ -158,22 +197,21 @@ def _job(options: argparse.Namespace) -> Any:
         for name, (field, unit, _) in DEVICE_FLAGS.items()
     }
     device = find_device(options.device, **numbers, devices_per_host=options.devices_per_host)
-    model = planned_model(options.model, {name: getattr(options, name) for name in MODEL_FLAGS})
-    return TrainingJob(
-        model=model,
-        device=device,
-        num_devices=options.devices,
-        sequence_length=min(4096, model.max_positions or 4096)
-        if options.sequence_length is None
-        else options.sequence_length,
-        global_batch_size=options.global_batch_size,
-        dtype=getattr(torch, options.dtype),
-        schedule=options.schedule,
-    )
+    if planned is None:
+        model = planned_model(options.model, {name: getattr(options, name) for name in MODEL_FLAGS})
+        settings: dict[str, Any] = {"sequence_length": min(4096, model.max_positions or 4096)}
+    else:
+        model = planned.model
+        settings = {name: getattr(planned, name) for name in JOB_FLAGS}
+    given = {name: value for name in JOB_FLAGS if (value := getattr(options, name)) is not None}
+    if "dtype" in given:
+        given["dtype"] = getattr(torch, options.dtype)
+    return TrainingJob(model=model, device=device, num_devices=options.devices, **settings | given)
 
 
-def _degrees(options: argparse.Namespace) -> Any:
+def _degrees(options: argparse.Namespace, planned: "PlannedRecipe | None") -> "FixedDegrees":
     from nxd_plan import FixedDegrees  # noqa: PLC0415
 
-    given = {field.name: getattr(options, field.name) for field in fields(FixedDegrees)}
-    return FixedDegrees(**{name: YES_NO.get(value, value) for name, value in given.items()})
+    flags = {field.name: getattr(options, field.name) for field in fields(FixedDegrees)}
+    given = {name: YES_NO.get(value, value) for name, value in flags.items() if value is not None}
+    return replace(FixedDegrees() if planned is None else planned.fixed, **given)

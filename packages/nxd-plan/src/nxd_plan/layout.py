@@ -78,6 +78,7 @@ class FixedDegrees:
         context_parallel_size: ranks that each sequence is split over.
         expert_parallel_size: ranks that the experts of a layer are distributed over.
         expert_tensor_parallel_size: ranks that split each expert: `tensor_parallel_size`, or 1.
+        num_microbatches: microbatches per replica and step.
 
     Raises:
         ValueError: a size is not positive, the kind of checkpointing is unknown, sequence parallelism is requested
@@ -93,9 +94,10 @@ class FixedDegrees:
     context_parallel_size: int | None = None
     expert_parallel_size: int | None = None
     expert_tensor_parallel_size: int | None = None
+    num_microbatches: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (it.name for it in fields(self) if it.name.endswith("_size")):
+        for name in (it.name for it in fields(self) if it.name.endswith(("_size", "_microbatches"))):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"{name}={size} must be 1 or more; leave it out to let the planner choose")
@@ -213,12 +215,11 @@ def layouts_on(
         )
         return
     per_replica = job.global_batch_size // degrees.dp
-    sizes = MICROBATCH_SIZES if fixed.microbatch_size is None else (fixed.microbatch_size,)
-    fitting = [size for size in sizes if size > 0 and per_replica % size == 0]
+    fitting = _microbatch_sizes(fixed, per_replica)
     if not fitting:
-        yield Rejected(
-            what, f"microbatch_size={fixed.microbatch_size} does not divide the {per_replica} sequences of a replica"
-        )
+        given = {name: getattr(fixed, name) for name in ("microbatch_size", "num_microbatches")}
+        asked = " and ".join(f"{name}={size}" for name, size in given.items() if size is not None)
+        yield Rejected(what, f"{asked} does not divide the {per_replica} sequences of a replica")
     for sequence_parallel in choices:
         if sequence_parallel and local_length(job.sequence_length, degrees) % degrees.tp:
             yield Rejected(
@@ -235,6 +236,15 @@ def layouts_on(
                         per_replica // microbatch_size,
                         checkpointing,
                     )
+
+
+def _microbatch_sizes(fixed: FixedDegrees, per_replica: int) -> list[int]:
+    """Return the sizes to try, ascending: those that divide a replica's sequences."""
+    sizes: Sequence[int] = MICROBATCH_SIZES if fixed.microbatch_size is None else (fixed.microbatch_size,)
+    if fixed.num_microbatches is not None:
+        wanted, rest = divmod(per_replica, fixed.num_microbatches)
+        sizes = (wanted,) if not rest and fixed.microbatch_size in (None, wanted) else ()
+    return [size for size in sizes if per_replica % size == 0]
 
 
 def _zero1_choices(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[bool]:

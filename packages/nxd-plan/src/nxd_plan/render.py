@@ -1,6 +1,6 @@
-"""Renders a plan: as text (ranked table, details of the fastest layout, advice if none fits), as JSON, or to run it.
+"""Renders a plan: as text (ranked table, details of the fastest layout, advice if none fits), as JSON, or as code.
 
-To run a layout there is a `neuronx_distributed_config(...)` call, and a recipe for `nxd train`.
+The code is a `neuronx_distributed_config(...)` call; `recipes` writes a layout as a recipe for `nxd train`.
 """
 
 import inspect
@@ -8,10 +8,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import tomli_w
 from nxd_cli.output import show_memory, show_seconds
 from nxd_engine.config import complete_config
 from nxd_engine.training_config import training_config
@@ -187,20 +185,6 @@ def _planned(planned: PlannedLayout) -> dict[str, Any]:
     }
 
 
-Recipe = dict[str, dict[str, Any]]  # by section and key
-# Keys that a plan knows nothing about, as comments of its .toml, by section; "" is the top level.
-NOT_PLANNED = {
-    "": ('output = "/shared/runs/first"  # a folder that all hosts see; unset: runs/nxd',),
-    "data": (
-        'path = "/shared/texts"  # unset: the sources of Python\'s standard library',
-        'tokenizer = "/shared/tokenizer.json"  # unset: that of model.path, else a token per byte',
-    ),
-    "train": ("steps = 300",),
-    "optimizer": ("lr = 1e-3", "warmup_steps = 20"),
-    "checkpoint": ("save_every = 100", "keep = 3"),
-}
-
-
 def config_call(job: TrainingJob, layout: Layout) -> str:
     """Return Python that creates the model in this layout; it needs imports of `nxd`, `torch` and the model."""
     parallel = layout.degrees.sequence_parallel
@@ -242,55 +226,3 @@ def _as_python(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_as_python, value))}]"
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def recipe(job: TrainingJob, layout: Layout) -> Recipe:
-    """Return the recipe of a run in this layout; the number of ranks is given when it starts.
-
-    Raises:
-        ValueError: a recipe cannot name the model.
-    """
-    return {
-        "model": job.model.recipe_section(),
-        "parallel": {
-            **layout.degrees.as_config(),
-            "zero1": layout.degrees.zero1,
-            "activation_checkpointing": layout.checkpointing,
-        },
-        "pipeline": {"schedule": job.schedule},
-        "data": {"sequence_length": job.sequence_length},
-        "train": {
-            "global_batch_size": job.global_batch_size,
-            "gradient_accumulation_steps": layout.num_microbatches,
-            "dtype": job.dtype_name,
-        },
-    }
-
-
-def save_recipe(content: Recipe, file: str | Path) -> Path:
-    """Write a recipe without the keys left to their defaults, and return its file.
-
-    A .toml file also lists, as comments, the keys to set before the run.
-
-    Raises:
-        ValueError: the file's name ends in neither .toml nor .json.
-        OSError: the file cannot be written.
-    """
-    file = Path(file)
-    said = {name: {key: it for key, it in keys.items() if it is not None} for name, keys in content.items()}
-    if file.suffix not in (".toml", ".json"):
-        raise ValueError(f"{file} must end in .toml or .json")
-    file.write_text(_as_toml(said) if file.suffix == ".toml" else json.dumps(said, indent=2), encoding="utf-8")
-    return file
-
-
-def _as_toml(content: Recipe) -> str:
-    """Return a recipe, with the keys that are not planned as comments."""
-    parts = ["# Before the run, set the keys in comments; the values shown are examples or defaults."]
-    parts += [f"# {line}" for line in NOT_PLANNED[""]]
-    for name in dict.fromkeys((*content, *(section for section in NOT_PLANNED if section))):
-        header, _, keys = tomli_w.dumps({name: content.get(name, {})}).partition("\n")
-        if name == "model" and not content[name].keys() & {"path", "type"}:
-            header += "  # our own Llama with these sizes, because neither path nor type is set"
-        parts += ["", header, *(f"# {line}" for line in NOT_PLANNED.get(name, ())), *keys.splitlines()]
-    return "\n".join(parts) + "\n"

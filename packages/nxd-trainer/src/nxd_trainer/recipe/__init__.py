@@ -7,6 +7,7 @@ saved beside the run. The model, the data and the loop interpret the keys.
 from nxd_trainer.recipe.checks import RecipeError, check_layout, check_paths, padded_vocab_size
 from nxd_trainer.recipe.files import (
     RUN_RECIPE_FILE,
+    given_keys,
     load_recipe,
     read_run_recipe,
     recipe_from_dict,
@@ -23,6 +24,7 @@ __all__ = [
     "Recipe",
     # reading and writing
     "load_recipe",
+    "given_keys",
     "recipe_from_dict",
     "recipe_to_dict",
     "render_draft",

@@ -56,6 +56,15 @@ def load_recipe(file: str | Path | None = None, overrides: Iterable[str] = ()) -
     return recipe_from_dict(content, overrides, origin="recipe" if file is None else f"recipe {file}")
 
 
+def given_keys(file: Path) -> frozenset[str]:
+    """Return the keys that a recipe file sets, such as "train.steps".
+
+    Raises:
+        RecipeError: the file cannot be read.
+    """
+    return frozenset(_schema().flatten(_read_file(file), []))
+
+
 def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (), *, origin: str = "recipe") -> Recipe:
     """Make a recipe from nested sections (`{"train": {"steps": 100}, "output": "runs/a"}`) and overrides.
 

@@ -1,0 +1,73 @@
+"""What `nxd plan` needs to know of a recipe."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nxd_engine.training_config import ModelSpec
+from nxd_plan import FixedDegrees, PlannedModel, PlannedRecipe, planned_model
+
+from nxd_trainer.forward import DTYPES
+from nxd_trainer.from_recipe import recipe_model
+from nxd_trainer.recipe import Recipe, given_keys, load_recipe, recipe_to_dict
+
+PLANNED_CHECKPOINTING = ("none", "full")
+DEGREES = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"),
+    *("expert_tensor_parallel_size", "sequence_parallel", "zero1"),
+)
+
+
+def recipe_to_plan(file: Path) -> PlannedRecipe:
+    """Return the job of a recipe; the degrees that the file sets are fixed, and `nxd plan` tries the others.
+
+    Raises:
+        ValueError: the recipe has mistakes, or its model cannot be planned.
+    """
+    recipe, given = load_recipe(file), given_keys(file)
+    parallel, checkpointing = recipe.parallel, recipe.parallel.activation_checkpointing
+    fixed = {name: getattr(parallel, name) for name in DEGREES if f"parallel.{name}" in given}
+    if "train.gradient_accumulation_steps" in given:
+        fixed["num_microbatches"] = recipe.train.gradient_accumulation_steps
+    if "parallel.activation_checkpointing" in given and checkpointing in PLANNED_CHECKPOINTING:
+        fixed["checkpointing"] = checkpointing
+    return PlannedRecipe(
+        model=_model(recipe, recipe_model(recipe)),
+        sequence_length=recipe.data.sequence_length,
+        global_batch_size=recipe.train.global_batch_size,
+        dtype=DTYPES[recipe.train.dtype],
+        schedule=recipe.pipeline.schedule,
+        fixed=FixedDegrees(**fixed),
+        content=recipe_to_dict(recipe),
+        not_counted=tuple(_not_counted(recipe)),
+    )
+
+
+def _model(recipe: Recipe, spec: ModelSpec) -> PlannedModel:
+    """Return the model as it is planned from a folder, or with the vocabulary of the recipe's tokenizer."""
+    if recipe.model.factory is not None:
+        raise ValueError(
+            f"model.factory={recipe.model.factory} cannot be planned, since a plan needs a model without memory; plan "
+            "a model of its sizes by model.type or model.path"
+        )
+    if recipe.model.path is not None:
+        return planned_model(recipe.model.path, recipe.model.config)
+    return planned_model(None, spec.description.config)
+
+
+def _not_counted(recipe: Recipe) -> Iterator[str]:
+    """Yield the keys whose effect on memory and time a plan does not know."""
+    checkpointing = recipe.parallel.activation_checkpointing
+    if checkpointing not in PLANNED_CHECKPOINTING:
+        yield f"parallel.activation_checkpointing={checkpointing}"
+    if recipe.parallel.activation_offload:
+        yield "parallel.activation_offload=true"
+    if recipe.lora.rank:
+        yield f"lora.rank={recipe.lora.rank}"
+    if recipe.dpo.beta:
+        yield f"dpo.beta={recipe.dpo.beta}"
+    if recipe.train.ema_decay:
+        yield f"train.ema_decay={recipe.train.ema_decay}"
+    if recipe.train.autocast != "none":
+        yield f"train.autocast={recipe.train.autocast}"
+    if recipe.optimizer.factory is not None or recipe.optimizer.type != "adamw":
+        yield f"optimizer={recipe.optimizer.factory or recipe.optimizer.type} (AdamW is planned)"

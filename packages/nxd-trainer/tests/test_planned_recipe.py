@@ -1,0 +1,100 @@
+"""`nxd plan` of a recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+from nxd_cli import main
+from nxd_trainer.planned_recipe import recipe_to_plan
+
+RECIPE = """
+[model]
+hidden_size = 64
+intermediate_size = 96
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+
+[data]
+sequence_length = 128
+
+[train]
+global_batch_size = 32
+"""
+DEVICES = ["--device", "h100", "--devices", "4"]
+
+
+@pytest.fixture(autouse=True)
+def recipe(tmp_path, monkeypatch) -> Path:
+    """A small recipe, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    file = Path("recipe.toml")
+    file.write_text(RECIPE)
+    return file
+
+
+def planned(capsys, *arguments: str) -> list[dict]:
+    assert main(["plan", "recipe.toml", *DEVICES, "--json", *arguments]) == 0
+    return [found["layout"] for found in json.loads(capsys.readouterr().out)["best"]]
+
+
+def test_sizes_batch_and_vocabulary_are_the_recipes_and_unset_degrees_are_tried(capsys, recipe):
+    found = recipe_to_plan(recipe)
+
+    assert (found.model.config.hidden_size, found.model.config.vocab_size) == (64, 320)  # a token per byte, rounded up
+    assert (found.sequence_length, found.global_batch_size, str(found.dtype)) == (128, 32, "torch.float32")
+    assert {layout["tensor_parallel_size"] for layout in planned(capsys, "--top", "100")} == {1, 2, 4}
+
+
+def test_degrees_that_the_recipe_sets_are_fixed_and_flags_replace_them(capsys, recipe):
+    recipe.write_text(RECIPE + "gradient_accumulation_steps = 8\n[parallel]\ntensor_parallel_size = 2\nzero1 = false\n")
+    layouts = planned(capsys, "--top", "100")
+
+    assert {(it["tensor_parallel_size"], it["zero1"], it["num_microbatches"]) for it in layouts} == {(2, False, 8)}
+    assert {it["microbatch_size"] for it in layouts} == {2, 4}  # at DP 2, and at PP 2 x DP 1
+    assert {it["tensor_parallel_size"] for it in planned(capsys, "--tensor-parallel-size", "1")} == {1}
+
+
+def test_the_command_to_train_has_the_keys_that_differ(capsys, recipe):
+    recipe.write_text(RECIPE + "[parallel]\ntensor_parallel_size = 2\npipeline_parallel_size = 2\nzero1 = false\n")
+
+    assert main(["plan", "recipe.toml", *DEVICES, "--microbatch-size", "4", "--sequence-length", "64"]) == 0
+
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "nxd train" in line]
+    assert line.startswith("on 4 ranks: nxd train recipe.toml ")
+    assert {"data.sequence_length=64", "train.gradient_accumulation_steps=8"} <= set(line.split())
+    assert not [key for key in line.split() if key.startswith(("parallel.tensor", "parallel.pipeline", "model."))]
+
+
+def test_what_the_plan_does_not_count_is_named(capsys, recipe):
+    recipe.write_text(
+        RECIPE + "ema_decay = 0.9\n[lora]\nrank = 4\n[parallel]\nactivation_checkpointing = 'selective'\n"
+    )
+
+    assert main(["plan", "recipe.toml", *DEVICES]) == 0
+
+    said = "not counted: parallel.activation_checkpointing=selective, lora.rank=4, train.ema_decay=0.9\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden-size", "32"], "--hidden-size cannot change the model of recipe.toml; set the size in the recipe"),
+        (["--recipe", "new.toml"], "recipe.toml is one; leave --recipe out"),
+        (["--num-microbatches", "3"], "num_microbatches=3 does not divide the"),
+        (["--devices", "0"], "num_devices=0 must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_mistake(capsys, arguments, message):
+    assert main(["plan", "recipe.toml", *DEVICES, *arguments]) == 2
+
+    assert message in capsys.readouterr().err
+
+
+def test_mistakes_of_the_recipe_are_told(capsys, recipe):
+    recipe.write_text("[model]\nhidden_sise = 3\n")
+
+    assert main(["plan", "recipe.toml", *DEVICES]) == 2
+
+    assert "did you mean model.hidden_size" in capsys.readouterr().err
