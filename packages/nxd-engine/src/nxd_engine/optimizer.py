@@ -1,6 +1,7 @@
 """`NxDOptimizer`: an ordinary optimizer whose step reduces and clips gradients as the mesh requires."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -136,7 +137,24 @@ class NxDOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:  # behind copies and pickles
         raise TypeError("an NxDOptimizer is bound to its parameters and ranks; copy its state_dict() instead")
 
-    def __getattr__(self, name: str) -> Any:  # param_groups, state, defaults, hooks ...
+    # Properties and not __getattr__: Lightning asks by a protocol, which from Python 3.12 on looks at the class alone.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's default settings."""
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state, by parameter."""
+        return self.optimizer.state
+
+    def __getattr__(self, name: str) -> Any:  # hooks ...
         if name == "optimizer":  # not set yet, as in a copy
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -15,6 +15,7 @@ import importlib.machinery
 import io
 import pickle
 import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -143,6 +144,8 @@ def _workers_can_import(module_name: str, file: str | None) -> bool:
     """
     if file is None:  # built in, or a namespace
         return module_name != "__main__"
+    if module_name.partition(".")[0] in sys.stdlib_module_names and file.startswith(sysconfig.get_path("stdlib")):
+        return True  # collections.abc is a file of another name from Python 3.13 on
     search_path: list[str] | None = None
     parts = module_name.split(".")
     for end in range(1, len(parts) + 1):
