@@ -59,8 +59,9 @@ def test_generate_compiled_writes_the_same_text(checkpoints, nxd):
     compiled = nxd("generate", str(checkpoints), *GREEDY, "--compiled", "--compiler", "export", "--nproc", "2")
 
     assert compiled.returncode == 0, compiled.stderr
-    assert len(compiled.stdout) > len("the quick\n")
-    assert compiled.stdout == plain.stdout[plain.stdout.index("the quick") :]
+    written = "".join(line for line in compiled.stdout.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
+    assert len(written) > len("the quick\n")
+    assert written == plain.stdout[plain.stdout.index("the quick") :]
 
 
 @pytest.mark.slow

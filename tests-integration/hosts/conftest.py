@@ -56,7 +56,7 @@ class Hosts:
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start a program on a host, in the shared folder."""
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        enter = ["sh", "-ec", ENTER, "sh", f"host{host}", str(self.folder / "hosts.txt"), str(self.local)]
+        enter = ["sh", "-ec", ENTER, "sh", f"host{host}", str(self.names(host)), str(self.local)]
         process = subprocess.Popen(
             ["ip", "netns", "exec", f"{self.prefix}{host}", *namespaces, *enter, *command],
             cwd=self.folder,
@@ -69,12 +69,22 @@ class Hosts:
         self.running.append(process)
         return process
 
-    def torchrun(self, arguments: Sequence[str], *, per_host: int = 2, address: str = "host0") -> list[Ended]:
-        """Run a command by torchrun on all hosts, which meet at an address of the first, and wait for it."""
+    def names(self, host: int) -> Path:
+        """The file that is /etc/hosts on a host."""
+        return self.folder / f"names-of-host{host}.txt"
+
+    def torchrun(
+        self, arguments: Sequence[str], *, per_host: int = 2, address: str = "host0", on_last: Sequence[str] = ()
+    ) -> list[Ended]:
+        """Run a command by torchrun on all hosts, which meet at an address of the first, and wait for it.
+
+        On the last host the command `on_last` starts torchrun.
+        """
         for host in range(self.count):
+            around = on_last if host == self.count - 1 else ()
             place = ["--nnodes", str(self.count), "--node-rank", str(host), "--nproc-per-node", str(per_host)]
             meet = ["--master-addr", address, "--master-port", "29500"]
-            self.start(host, [sys.executable, "-m", "torch.distributed.run", *place, *meet, *arguments])
+            self.start(host, [*around, sys.executable, "-m", "torch.distributed.run", *place, *meet, *arguments])
         return self.wait()
 
     def wait(self, seconds: float = 180.0) -> list[Ended]:
@@ -84,6 +94,11 @@ class Hosts:
             for process in self.running:
                 output, _ = process.communicate(timeout=deadline(seconds))
                 ended.append(Ended(process.returncode, output))
+        except subprocess.TimeoutExpired:
+            for process in self.running:
+                process.kill()
+            said = "\n".join(process.communicate()[0] for process in self.running[len(ended) :])
+            pytest.fail(f"not all hosts have ended within {deadline(seconds):.0f} s; these printed:\n{said}")
         finally:
             self.end()
         return ended
@@ -137,9 +152,10 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
                 for device in ("eth0", "lo"):
                     _ip("-n", space, "link", "set", device, "up")
                 names.append(f"10.77.0.{host + 1} host{host}")
-            (tmp_path / "hosts.txt").write_text("\n".join(names) + "\n")
             local = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
             made = Hosts(prefix, count, tmp_path, local)
+            for host in range(count):
+                made.names(host).write_text("\n".join(names) + "\n")
             cleanup.callback(made.end)
             return made
 

@@ -1,6 +1,7 @@
 """Runs over hosts with a network between them: the same losses as one process, and what goes wrong there."""
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -148,4 +149,39 @@ def test_tasks_of_slurm_on_two_hosts_train_as_one_process(hosts, tiny_in, tmp_pa
     ended = both.wait()
 
     assert [it.returncode for it in ended] == [0] * 4, said_by(ended)
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "address"),
+    [
+        (["127.0.0.1 localhost", "127.0.0.1 localhost"], "10.77.0.1"),
+        (["127.0.1.1 host0", "127.0.1.1 host1\n10.77.0.1 host0"], "host0"),
+        (["127.0.1.1 host0", "127.0.1.1 host1"], "fd77::1"),
+    ],
+    ids=["no address", "loopback, as on Debian", "over IPv6"],
+)
+def test_hosts_whose_own_names_lead_nowhere_train_as_one_process(hosts, tiny_in, tmp_path, expected, names, address):
+    both = hosts(2)
+    for host, text in enumerate(names):
+        both.names(host).write_text(f"{text}\n")
+
+    ended = both.torchrun([*TRAIN, *tiny_in(tmp_path)], per_host=1, address=address)
+
+    assert [it.returncode for it in ended] == [0, 0], said_by(ended)
+    assert said_by(ended).count("gloo listens on eth0, since the address of this host's own name, host") == 2
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)
+
+
+def test_hosts_whose_clocks_are_an_hour_apart_train_save_and_resume(hosts, tiny_in, tmp_path, expected):
+    faketime = shutil.which("faketime")
+    if faketime is None:
+        pytest.skip("needs the command faketime")
+    both = hosts(2)
+    command = [*TRAIN, *tiny_in(tmp_path), "checkpoint.save_every=2"]
+
+    for steps in (["train.stop_after=4"], []):
+        ended = both.torchrun([*command, *steps], per_host=1, on_last=[faketime, "-m", "-f", "+1h"])
+        assert [it.returncode for it in ended] == [0, 0], said_by(ended)
+
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-4)

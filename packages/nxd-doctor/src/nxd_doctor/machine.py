@@ -254,6 +254,7 @@ def check_rendezvous(environment: Mapping[str, str]) -> Finding:
 def check_loopback() -> Finding:
     """Whether a process can listen on this host and another one can connect to it."""
     name = "ports"
+    host = socket.gethostname()
     mend = "allow processes on this host to connect to 127.0.0.1 (firewall, sandbox, network namespace)"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -263,10 +264,12 @@ def check_loopback() -> Finding:
     except OSError as error:
         return wrong(name, f"a connection to 127.0.0.1 failed: {error}", mend)
     try:
-        socket.getaddrinfo(socket.gethostname(), None)
+        socket.getaddrinfo(host, None)
     except OSError as error:
-        found = f"the host's own name {socket.gethostname()} has no address: {error}"
-        return wrong(name, found, f"add it to /etc/hosts: 127.0.0.1 {socket.gethostname()}")
+        found = f"the host's own name {host} has no address: {error}"
+        return wrong(
+            name, found, f"add it to /etc/hosts, with the address by which other hosts reach it: ADDRESS {host}"
+        )
     return ok(name, "processes on this host can connect")
 
 

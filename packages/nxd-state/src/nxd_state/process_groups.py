@@ -6,8 +6,6 @@
 import inspect
 import math
 import os
-import socket
-import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from nxd_state.device import backend_of_device, get_device, is_lazy_device, set_current_device
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
+from nxd_state.network import choose_interface, wait_for_address
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     *(("tp",), ("dp",), ("pp",), ("cp",), ("ep",), ("etp",), ("dp_exp",)),
@@ -72,6 +71,7 @@ def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | Non
         store = dist.HashStore()
     elif store is None:
         store = _fresh_store(rank, world_size, timeout)
+        choose_interface()
     groups = distributed_c10d._world.group_count
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -90,7 +90,7 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
     store = launcher_store()
     if store is None:
         timeout = timeout or distributed_c10d.default_pg_timeout
-        _wait_for_address(min(timeout.total_seconds(), _LONGEST_TO_RESOLVE))
+        wait_for_address(min(timeout.total_seconds(), _LONGEST_TO_RESOLVE))
         try:
             store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         except dist.DistNetworkError as error:
@@ -103,25 +103,6 @@ def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.
         _launcher_stores[_launch()] = store
     start = store.add(f"nxd_state/starts_of_rank_{rank}", 1)
     return dist.PrefixStore(f"nxd_state/start_{start}", store)
-
-
-def _wait_for_address(seconds: float) -> None:
-    """Wait until the name of rank 0's host has an address here.
-
-    torch's own client would try for the whole timeout of collectives, in C++, where Python sees no signal.
-    """
-    host, end = os.environ.get("MASTER_ADDR", "localhost"), time.monotonic() + seconds
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except (OSError, UnicodeError) as error:  # the latter for labels that are too long
-            if time.monotonic() > end:
-                raise ValueError(
-                    f"MASTER_ADDR={host} has no address on this host: {error}; set it to a name or address of the host "
-                    "of rank 0 that all hosts can reach"
-                ) from error
-        time.sleep(0.5)
 
 
 def world_barrier() -> None:
