@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import TorchCheckpointIO
-from nxd_engine import CheckpointError, initialize_parallel_model
+from nxd_engine import CheckpointError, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_lightning import (
     NeuronCheckpointIO,
     NeuronLTModule,
@@ -194,7 +194,7 @@ class Plain(lightning.LightningModule):
             lambda: TwoOptimizers(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, 2), manual_opt=False),
             {},
             ValueError,
-            r"return one optimizer of nxd\.initialize_parallel_optimizer\(self\.nxd_config",
+            r"return one optimizer of nxd_engine\.initialize_parallel_optimizer\(self\.nxd_config",
         ),
         (ModelOfInit, {}, TypeError, "self.model is a Linear, which nxd has not split.*model_fn instead of setting"),
         (ModelElsewhere, {}, TypeError, "there is no self.model, which nxd has not split.*make it in setup"),
@@ -216,16 +216,44 @@ def test_step_of_ones_own_that_nothing_steps_is_warned_of_early_and_at_the_end(t
     steps = rf"{type(module).__name__}.training_step has run (\d+) batches, and nothing has stepped the optimizer.*"
 
     with pytest.warns(UserWarning, match=steps + "Pass manual_opt=False") as warned:
-        fit(module, tmp_path, max_epochs=6)
+        fit(module, tmp_path, max_epochs=4)
 
     counts = [found.group(1) for it in warned if (found := re.match(steps, str(it.message)))]
-    assert counts == ["12"]
+    assert counts == ["8"]
 
     with pytest.warns(UserWarning, match=steps) as warned:
         fit(linear(manual_opt=True), tmp_path, batches=11)
 
     counts = [found.group(1) for it in warned if (found := re.match(steps, str(it.message)))]
     assert counts == ["10", "11"]
+
+
+def test_epochs_without_a_step_are_not_repeated_for_ever(tmp_path):
+    steps = "has run 10 batches, and nothing has stepped .* max_steps is never reached"
+
+    with pytest.raises(RuntimeError, match=steps):
+        fit(linear(manual_opt=True), tmp_path, max_epochs=-1, max_steps=3)
+
+
+def test_optimizer_class_is_needed_by_the_default_configure_optimizers_only(tmp_path):
+    class WithOptimizer(Fitting):
+        def configure_optimizers(self):
+            return initialize_parallel_optimizer(self.nxd_config, torch.optim.SGD, self.parameters(), lr=0.1)
+
+    arguments = {"nxd_config": {}, "model_args": (2, 2), "manual_opt": False}
+
+    assert fit(WithOptimizer(torch.nn.Linear, **arguments), tmp_path).global_step == 2
+    with pytest.raises(ValueError, match="opt_cls is missing: pass an optimizer class, or override configure_opt"):
+        fit(Fitting(torch.nn.Linear, **arguments), tmp_path)
+
+
+def test_module_that_only_changed_its_base_class_says_what_to_give():
+    class Moved(NeuronLTModule):
+        def __init__(self):
+            super().__init__()
+
+    with pytest.raises(TypeError, match=r"Moved has no nxd_config; .* call super\(\)\.__init__\(model_fn, nxd_config"):
+        Moved()
 
 
 def test_step_of_ones_own_that_steps_is_not_warned_of(tmp_path):

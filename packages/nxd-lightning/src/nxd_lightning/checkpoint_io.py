@@ -93,7 +93,8 @@ class NeuronCheckpointIO(CheckpointIOBase):
             raise CheckpointError(
                 f"{path} is a file, as a plain Trainer writes, and a checkpoint here is a folder; begin from its "
                 "weights: in your model_fn, load "
-                'torch.load(path, weights_only=True)["state_dict"] into the model before you return it'
+                'torch.load(path, weights_only=True)["state_dict"] without the prefix "model." into the model before '
+                "you return it (the page Predict, clip and write your own steps in Lightning shows how)"
             ) from error
         content = load_checkpoint(_resolved(path))
         if not isinstance(content, dict) or "pytorch-lightning_version" not in content:

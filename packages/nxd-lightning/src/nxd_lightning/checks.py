@@ -6,9 +6,9 @@ from typing import Any
 from nxd_engine import NxDModel, NxDOptimizer
 
 from nxd_lightning.lightning_package import check_spelling
-from nxd_lightning.module import NeuronLTModule
+from nxd_lightning.module import TUTORIAL, NeuronLTModule
 
-TUTORIAL = "the page Train a Lightning module on two ranks shows how"
+ENOUGH_BATCHES = 10  # for an optimizer step, as multiples of grad_accum_steps
 
 
 def check_trainer(trainer: Any) -> None:
@@ -46,7 +46,7 @@ def check_model(module: NeuronLTModule) -> None:
         raise TypeError(
             f"{found}, which nxd has not split over the ranks; pass the function that makes the model as model_fn "
             f"instead of setting self.model in __init__ ({TUTORIAL}), or make it in setup by "
-            "nxd.initialize_parallel_model"
+            "nxd_engine.initialize_parallel_model"
         )
 
 
@@ -59,9 +59,8 @@ def check_optimizers(optimizers: list[Any]) -> None:
     if len(optimizers) > 1 or not all(isinstance(optimizer, NxDOptimizer) for optimizer in optimizers):
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
-            f"configure_optimizers returned {kinds}; return one optimizer of "
-            "nxd.initialize_parallel_optimizer(self.nxd_config, torch.optim.AdamW, self.model.parameters(), lr=...), "
-            "which averages gradients over the ranks"
+            f"configure_optimizers returned {kinds}; return one optimizer of nxd_engine.initialize_parallel_optimizer("
+            "self.nxd_config, torch.optim.AdamW, self.parameters(), lr=...), which averages gradients over the ranks"
         )
 
 
@@ -72,11 +71,27 @@ def warn_if_nothing_stepped(module: NeuronLTModule, batches: int) -> None:
         module: the module that is trained.
         batches: batches that this rank has run.
     """
-    if module.automatic_optimization or module.trainer.global_step or not batches or not module.trainer.is_global_zero:
-        return
-    warnings.warn(
+    if batches and module.trainer.is_global_zero and _nothing_stepped(module):
+        warnings.warn(_not_stepped(module, batches), stacklevel=2)
+
+
+def refuse_if_nothing_stepped(module: NeuronLTModule, batches: int) -> None:
+    """Refuse to begin another epoch after one that has changed nothing: `max_steps` would never be reached.
+
+    Raises:
+        RuntimeError: the batches so far would have been several steps, and there was none.
+    """
+    if batches >= ENOUGH_BATCHES * module.grad_accum_steps and _nothing_stepped(module):
+        raise RuntimeError(_not_stepped(module, batches))
+
+
+def _nothing_stepped(module: NeuronLTModule) -> bool:
+    return not module.automatic_optimization and module.trainer.global_step == 0
+
+
+def _not_stepped(module: NeuronLTModule, batches: int) -> str:
+    return (
         f"{type(module).__name__}.training_step has run {batches} batches, and nothing has stepped the optimizer: the "
-        "weights are as they were. Pass manual_opt=False to NeuronLTModule, so that the Trainer steps it, or call "
-        "self.optimizers().step() in training_step",
-        stacklevel=2,
+        "weights are as they were, and max_steps is never reached. Pass manual_opt=False to NeuronLTModule, so that "
+        "the Trainer steps it, or call self.optimizers().step() in training_step"
     )

@@ -53,6 +53,7 @@ _LightningModule: Any = lightning().LightningModule
 _reset_seed: Any = fabric("utilities.seed").reset_seed
 
 DEFAULT_WEIGHT_DECAY = 0.01
+TUTORIAL = "the page Train a Lightning module on two ranks shows how"
 
 
 _ORDER_OF_SCRIPTS = (
@@ -71,6 +72,12 @@ def _accept_order_of_scripts(init: Callable[..., None]) -> Callable[..., None]:
             args, kwargs = (), dict(zip(_ORDER_OF_SCRIPTS, args, strict=False)) | kwargs
         if not args:
             kwargs.setdefault("model_fn", None)
+        if len(args) < 2 and "nxd_config" not in kwargs:
+            raise TypeError(
+                f"{type(self).__name__} has no nxd_config; a NeuronLTModule makes the model itself, so call "
+                "super().__init__(model_fn, nxd_config, opt_cls) with the function that returns it "
+                f"({TUTORIAL})"
+            )
         init(self, *args, **kwargs)
 
     return call
@@ -85,7 +92,7 @@ class NeuronLTModule(_LightningModule):
     Args:
         model_fn: function that returns the model. None, or omitted, if an overridden `setup` creates it.
         nxd_config: the result of `neuronx_distributed_config`, or a dict of its arguments.
-        opt_cls: a torch optimizer class.
+        opt_cls: a torch optimizer class; None if `configure_optimizers` is overridden.
         scheduler_cls: a scheduler class, called with the optimizer and stepped with it; None for no scheduler.
         model_args: positional arguments of `model_fn`.
         model_kwargs: keyword arguments of `model_fn`.
@@ -106,6 +113,7 @@ class NeuronLTModule(_LightningModule):
         loss, lr, input_ids, global_norm: values that scripts store here for their log.
 
     Raises:
+        TypeError: there is no `nxd_config`.
         ValueError: the config has mistakes, or `grad_accum_steps` is not a positive integer.
     """
 
@@ -116,7 +124,7 @@ class NeuronLTModule(_LightningModule):
         self,
         model_fn: Callable[..., torch.nn.Module] | None,
         nxd_config: Mapping[str, Any],
-        opt_cls: Callable[..., Any],
+        opt_cls: Callable[..., Any] | None = None,
         scheduler_cls: Callable[..., Any] | None = None,
         model_args: Sequence[Any] = (),
         model_kwargs: Mapping[str, Any] | None = None,
@@ -182,7 +190,13 @@ class NeuronLTModule(_LightningModule):
         seed_model_parallel(seed)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of `get_param_groups_by_weight_decay`, and its scheduler."""
+        """Return the optimizer of `get_param_groups_by_weight_decay`, and its scheduler.
+
+        Raises:
+            ValueError: there is no `opt_cls`.
+        """
+        if self.opt_cls is None:
+            raise ValueError("opt_cls is missing: pass an optimizer class, or override configure_optimizers")
         names = list(inspect.signature(self.opt_cls).parameters)[1:]
         arguments = dict(zip(names, self.opt_args, strict=False)) | self.opt_kwargs
         groups = self.get_param_groups_by_weight_decay()

@@ -25,7 +25,14 @@ from nxd_state.degrees import SIZES
 from torch import Tensor
 
 from nxd_lightning.checkpoint_io import NeuronCheckpointIO
-from nxd_lightning.checks import check_model, check_optimizers, check_trainer, warn_if_nothing_stepped
+from nxd_lightning.checks import (
+    ENOUGH_BATCHES,
+    check_model,
+    check_optimizers,
+    check_trainer,
+    refuse_if_nothing_stepped,
+    warn_if_nothing_stepped,
+)
 from nxd_lightning.lightning_package import (
     ON_XLA,
     SPELLING,
@@ -229,9 +236,16 @@ class NeuronXLAStrategy(StrategyBase):
         """Do nothing: the optimizer averages gradients over the replicas."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Warn early in a run of a `training_step` that never steps the optimizer."""
-        if batch_idx == 10 * self.lightning_module.grad_accum_steps:
-            warn_if_nothing_stepped(self.lightning_module, batches=batch_idx)
+        """Notice a `training_step` that never steps the optimizer: warn early, and refuse a second epoch.
+
+        Raises:
+            RuntimeError: a whole epoch has changed nothing.
+        """
+        module = self.lightning_module
+        if batch_idx == ENOUGH_BATCHES * module.grad_accum_steps:
+            warn_if_nothing_stepped(module, batches=batch_idx)
+        if batch_idx == 0:
+            refuse_if_nothing_stepped(module, batches=module.trainer.fit_loop.total_batch_idx)
 
     def on_train_end(self) -> None:
         """Warn after a run in which nothing stepped the optimizer."""
