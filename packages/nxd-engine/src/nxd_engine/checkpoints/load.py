@@ -65,6 +65,8 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
     use_zero1_dcp: bool = False,
+    *,
+    optimizer_settings: bool = True,
 ) -> Any:
     """Fill the given objects from a checkpoint, at any degrees. Called by all ranks.
 
@@ -83,6 +85,8 @@ def load_checkpoint(
         num_workers: 1 to 32; has no effect, since each rank reads what it needs.
         strict: require the same names in the checkpoint and the model. Otherwise the names in both are loaded.
         use_zero1_dcp: as in NeuronX Distributed; has no effect, since the checkpoint says how it was saved.
+        optimizer_settings: restore the learning rate, weight decay and other settings of the optimizer's groups. With
+            False they stay as they are, unless the optimizer's state is saved as one dict with them.
 
     Returns:
         The user content, None if there is none.
@@ -138,7 +142,7 @@ def load_checkpoint(
     if as_masters:  # read a second time, since the optimizer needs the same tensors
         nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
     settle_adapters(unwrapped.lora, objects)
-    on_every_rank(coordinator, doing, lambda: _hand_over(values, unwrapped, scheduler, strict=strict))
+    on_every_rank(coordinator, doing, lambda: _hand_over(values, unwrapped, scheduler, strict=strict, settings=optimizer_settings))
     return values.user_content
 
 
@@ -203,13 +207,15 @@ def _make_room(checkpoint: Checkpoint, unwrapped: UnwrappedObjects, values: _Val
     return optimizer_state(unwrapped.model, unwrapped.optimizer)
 
 
-def _hand_over(values: _Values, unwrapped: UnwrappedObjects, scheduler: Any, *, strict: bool) -> None:
+def _hand_over(
+    values: _Values, unwrapped: UnwrappedObjects, scheduler: Any, *, strict: bool, settings: bool
+) -> None:
     """Give the optimizer and the scheduler everything except the parameters' tensors."""
     if unwrapped.optimizer is not None and values.optimizer_dict is not None:
         unwrapped.optimizer.load_state_dict(values.optimizer_dict)
-    if unwrapped.optimizer is not None and values.settings is not None:
+    elif unwrapped.optimizer is not None and settings and values.settings is not None:
         apply_settings(values.settings, unwrapped.optimizer)
-    elif unwrapped.optimizer is not None and values.optimizer_dict is None:
+    elif unwrapped.optimizer is not None and settings:
         _logger.warning(
             "the checkpoint holds no learning rate and other settings of the optimizer: the first step takes those "
             "with which it was made here"

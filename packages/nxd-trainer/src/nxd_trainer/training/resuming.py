@@ -247,7 +247,8 @@ def resume_from(state: RunState, root: Path | str, tag: str) -> None:
         _logger.warning(f"keys have changed since {where} was written: {'; '.join(changes)}")
     if rates := rate_change(state.recipe, content["recipe"], checkpoint.step or 0):
         _logger.warning(rates)
-    load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer)
+    # The recipe and its schedule say what the learning rate and the other settings are.
+    load_checkpoint(root, tag, model=state.model, optimizer=state.optimizer, optimizer_settings=False)
     if state.average is not None:
         state.average.restart()
         if holds_average(checkpoint):
