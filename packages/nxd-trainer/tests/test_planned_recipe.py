@@ -1,6 +1,7 @@
 """`nxd plan` of a recipe."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,35 @@ def test_the_command_to_train_has_the_keys_that_differ(capsys, recipe):
     assert not [key for key in line.split() if key.startswith(("parallel.tensor", "parallel.pipeline", "model."))]
 
 
+def test_keys_after_the_recipe_count_as_if_it_had_them(capsys):
+    assert main(["plan", "recipe.toml", *DEVICES, "train.dtype=bfloat16", "--model.num_hidden_layers", "2"]) == 0
+
+    printed = capsys.readouterr().out
+    assert printed.startswith("planned: bfloat16 weights, 32 sequences of 128 tokens in a step\n")
+    assert "nxd train recipe.toml train.dtype=bfloat16 model.num_hidden_layers=2 parallel.zero1=true" in printed
+
+
+def test_the_recipe_of_the_fastest_layout_is_written_with_what_the_first_one_sets(capsys, recipe):
+    recipe.write_text(f'output = "run"\n{RECIPE}\n[optimizer]\nlr = 0.01\n')
+    assert main(["plan", "recipe.toml", *DEVICES, "--recipe", "new.toml", "train.steps=7"]) == 0
+
+    written = tomllib.loads(Path("new.toml").read_text())
+    assert written["output"] == "run"
+    assert written["optimizer"] == {"lr": 0.01}
+    assert written["train"]["steps"] == 7
+    assert written["model"]["hidden_size"] == 64
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "nxd train" in line]
+    assert main(["plan", "new.toml", *DEVICES]) == 0
+    assert "on 4 ranks: nxd train new.toml\n" in capsys.readouterr().out  # nothing is left to change
+    assert line != "on 4 ranks: nxd train new.toml"
+
+
+def test_keys_without_a_recipe_are_a_mistake(capsys):
+    assert main(["plan", *DEVICES, "train.steps=3"]) == 2
+
+    assert "train.steps=3 is a recipe's key, but no recipe is given" in capsys.readouterr().err
+
+
 def test_what_the_plan_does_not_count_is_named(capsys, recipe):
     recipe.write_text(
         RECIPE + "ema_decay = 0.9\n[lora]\nrank = 4\n[parallel]\nactivation_checkpointing = 'selective'\n"
@@ -80,8 +110,9 @@ def test_what_the_plan_does_not_count_is_named(capsys, recipe):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hidden-size", "32"], "--hidden-size cannot change the model of recipe.toml; set the size in the recipe"),
-        (["--recipe", "new.toml"], "recipe.toml is one; leave --recipe out"),
+        (["--hidden-size", "32"], "--hidden-size cannot change the model of recipe.toml; use the recipe's key"),
+        (["--recipe", "new.txt"], "new.txt must end in .toml or .json"),
+        (["train.stepz=3"], "did you mean train.steps"),
         (["--num-microbatches", "3"], "num_microbatches=3 does not divide the"),
         (["--devices", "0"], "num_devices=0 must be 1 or more"),
     ],

@@ -141,6 +141,10 @@ def import_named(name: str, key: str = "") -> Any:
 _TRUE_OR_FALSE = ("true", "false", "0", "1")
 
 
+def _is_almost(name: str, flags: Collection[str]) -> bool:
+    return bool(get_close_matches(name, flags, 1, cutoff=0.7))
+
+
 def take_settings(
     arguments: Sequence[str], flags: Collection[str], switches: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
@@ -158,7 +162,7 @@ def take_settings(
         name, equals, value = argument.removeprefix("--").partition("=")
         if argument.startswith("--") and name in flags and not equals and name != "help" and waiting:
             remaining += [argument, waiting.pop()]  # its value may look like a setting, as a layout does
-        elif argument.startswith("--") and name not in flags and get_close_matches(name, flags, 1, cutoff=0.7):
+        elif argument.startswith("--") and "." not in name and name not in flags and _is_almost(name, flags):
             remaining.append(argument)
         elif argument.startswith("--") and name not in flags:
             if name in switches and not equals and (not waiting or waiting[-1].lower() not in _TRUE_OR_FALSE):

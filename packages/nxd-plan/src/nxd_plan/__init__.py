@@ -8,7 +8,7 @@ from nxd_plan.layout import FixedDegrees, Layout, Rejected, TrainingJob
 from nxd_plan.memory import RankMemory
 from nxd_plan.model import OwnLlama, PlannedModel
 from nxd_plan.planner import Plan, PlannedLayout, TooLarge, make_plan
-from nxd_plan.recipes import PlannedRecipe, read_recipe, recipe, save_recipe, train_command
+from nxd_plan.recipes import PlannedRecipe, changed_keys, read_recipe, recipe, save_changed, save_recipe, train_command
 from nxd_plan.render import config_call
 from nxd_plan.step_time import Communication, StepTime
 from nxd_plan.transformers_model import TransformersModel, planned_model
@@ -41,5 +41,7 @@ __all__ = [
     # planning a recipe
     "read_recipe",
     "PlannedRecipe",
+    "changed_keys",
     "train_command",
+    "save_changed",
 ]

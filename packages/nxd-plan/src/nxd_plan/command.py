@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxd_cli.command import UserError, make_parser, parse, reports_user_errors
+from nxd_cli.command import UserError, make_parser, parse, reports_user_errors, take_settings
 
 if TYPE_CHECKING:
-    from nxd_plan import FixedDegrees, PlannedRecipe, TrainingJob
+    from nxd_plan import FixedDegrees, Layout, PlannedRecipe, TrainingJob
 
 JOB_FLAGS = ("sequence_length", "global_batch_size", "dtype", "schedule")
 MODEL_FLAGS = {
@@ -29,6 +29,13 @@ DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # field of a device, flag's
     "intra_host_gb": ("intra_host_bandwidth", 1e9, "send bandwidth from a device to others on its host, GB/s"),
     "inter_host_gb": ("inter_host_bandwidth", 1e9, "send bandwidth from a device to other hosts, GB/s"),
 }
+DEGREE_FLAGS = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"),
+    *("expert_tensor_parallel_size", "sequence_parallel", "zero1", "microbatch_size", "num_microbatches"),
+    "checkpointing",
+)
+OTHER_FLAGS = ("device", "devices", "devices_per_host", "top", "rejected", "json", "recipe", "help")
+FLAGS = [it.replace("_", "-") for it in (*JOB_FLAGS, *MODEL_FLAGS, *DEVICE_FLAGS, *DEGREE_FLAGS, *OTHER_FLAGS)]
 YES_NO = {"yes": True, "no": False}
 DTYPES = ("bfloat16", "float32")  # the recipe dtypes that devices list a speed for
 
@@ -52,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="MODEL",
         help="a Hugging Face config.json, its folder, a checkpoint folder, or a recipe of nxd train (.toml, .yaml), "
-        "whose keys count as if given as flags",
+        "whose keys, also those after it as KEY=VALUE, count as if given as flags",
     )
     job = parser.add_argument_group("the job")
     job.add_argument(
@@ -126,9 +133,10 @@ def _flag(name: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Plan, and show the fastest layouts with the config of the first."""
-    options = parse(_parser(), arguments)
-    from nxd_plan import config_call, make_plan, recipe, save_recipe, train_command  # noqa: PLC0415
+    """Plan, and show the fastest layouts, and how to run the first."""
+    remaining, settings = take_settings(arguments, FLAGS)
+    options = parse(_parser(), remaining)
+    from nxd_plan import make_plan  # noqa: PLC0415
     from nxd_plan.planner import activation_modes  # noqa: PLC0415
     from nxd_plan.render import (  # noqa: PLC0415
         explain_no_fit,
@@ -138,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
         render_table,
     )
 
-    planned = reports_user_errors(lambda: _recipe(options))
+    planned = reports_user_errors(lambda: _recipe(options, settings))
     job = reports_user_errors(lambda: _job(options, planned))
     fixed = reports_user_errors(lambda: _degrees(options, planned))
     plan = reports_user_errors(lambda: make_plan(job, fixed, top=options.top))
@@ -148,43 +156,68 @@ def main(arguments: Sequence[str]) -> int:
         print(render_rejected(plan))
     if not plan.best:
         raise UserError(explain_no_fit(plan, fixed))
-    first = plan.best[0]
+    layout = plan.best[0].layout
     if not options.json:
         print(render_table(plan))
-        print(f"\nthe fastest: {render_detail(first, activation_modes(job, first.layout))}")
-        if planned is None:
-            print(f"\n{config_call(job, first.layout)}")
-        else:
-            print(f"\non {job.num_devices} ranks: {train_command(options.model, planned, job, first.layout)}")
-            if planned.not_counted:
-                print(f"not counted: {', '.join(planned.not_counted)}")
-    if options.recipe is not None:
-        written = reports_user_errors(lambda: save_recipe(recipe(job, first.layout), options.recipe))
-        told = f"\nwrote {written}: nxd train {written} on {job.num_devices} ranks"
-        print(told, file=sys.stderr if options.json else sys.stdout)
+        print(f"\nthe fastest: {render_detail(plan.best[0], activation_modes(job, layout))}")
+    told = _run_model(options, job, layout) if planned is None else _run_recipe(options, settings, planned, job, layout)
+    print(told, end="", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
-def _recipe(options: argparse.Namespace) -> "PlannedRecipe | None":
+def _run_model(options: argparse.Namespace, job: "TrainingJob", layout: "Layout") -> str:
+    """Say how to run a model in a layout, and write the recipe that is asked for."""
+    from nxd_plan import config_call, recipe, save_recipe  # noqa: PLC0415
+
+    told = "" if options.json else f"\n{config_call(job, layout)}\n"
+    if options.recipe is not None:
+        written = reports_user_errors(lambda: save_recipe(recipe(job, layout), options.recipe))
+        told += f"\nwrote {written}: nxd train {written} on {job.num_devices} ranks\n"
+    return told
+
+
+def _run_recipe(
+    options: argparse.Namespace,
+    settings: Sequence[str],
+    planned: "PlannedRecipe",
+    job: "TrainingJob",
+    layout: "Layout",
+) -> str:
+    """Say how to run a recipe in a layout, and write the changed one that is asked for."""
+    from nxd_plan import changed_keys, save_changed, train_command  # noqa: PLC0415
+
+    changes = changed_keys(planned, job, layout)
+    told = ""
+    if not options.json:
+        told += f"\non {job.num_devices} ranks: {train_command(options.model, changes, settings)}\n"
+    if not options.json and planned.not_counted:
+        told += f"not counted: {', '.join(planned.not_counted)}\n"
+    if options.recipe is not None:
+        written = reports_user_errors(lambda: save_changed(planned, changes, options.recipe))
+        told += f"wrote {written}, which has these keys\n"
+    return told
+
+
+def _recipe(options: argparse.Namespace, settings: Sequence[str]) -> "PlannedRecipe | None":
     """Return the recipe that takes the place of a model; None if it is none.
 
     Raises:
-        ValueError: it has mistakes, or flags are given that a recipe takes the place of.
+        ValueError: it has mistakes, or arguments are given that do not go with it.
     """
     from nxd_plan import read_recipe  # noqa: PLC0415
     from nxd_plan.recipes import SUFFIXES  # noqa: PLC0415
 
     if options.model is None or options.model.suffix not in SUFFIXES:
+        if settings:
+            raise ValueError(f"{settings[0]} is a recipe's key, but no recipe is given; pass a .toml or .yaml file")
         return None
     sizes = [_flag(name) for name in MODEL_FLAGS if getattr(options, name) is not None]
     if sizes:
-        raise ValueError(f"{', '.join(sizes)} cannot change the model of {options.model}; set the size in the recipe")
-    if options.recipe is not None:
         raise ValueError(
-            f"--recipe {options.recipe} writes a new recipe, and {options.model} is one; leave --recipe out and use "
-            "the command that the plan prints"
+            f"{', '.join(sizes)} cannot change the model of {options.model}; use the recipe's key, such as "
+            "model.hidden_size=1024"
         )
-    return read_recipe(options.model)
+    return read_recipe(options.model, settings)
 
 
 def _job(options: argparse.Namespace, planned: "PlannedRecipe | None") -> "TrainingJob":

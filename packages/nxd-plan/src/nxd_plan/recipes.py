@@ -1,11 +1,12 @@
 """Recipes of `nxd train`: a planned layout is written as one, and a job is read from one.
 
 nxd-trainer knows the keys and their defaults. It registers the function that reads a recipe as the entry point `recipe`
-of the group "nxd.planned_recipes"; the function takes the file and returns a `PlannedRecipe`.
+of the group "nxd.planned_recipes". The function takes the file and `key=value` overrides; it returns a `PlannedRecipe`.
 """
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -45,6 +46,7 @@ class PlannedRecipe:
         dtype: dtype of the weights.
         schedule: the pipeline schedule, by its name in nxd-pipeline.
         fixed: the degrees that its keys set.
+        given: the values that it sets, by section and key.
         content: its values by section and key, with those of the defaults.
         not_counted: its keys with an effect on memory or time that planning does not know, such as "lora.rank=8".
     """
@@ -55,12 +57,13 @@ class PlannedRecipe:
     dtype: torch.dtype
     schedule: str
     fixed: FixedDegrees
+    given: Mapping[str, Any]
     content: Mapping[str, Any]
     not_counted: tuple[str, ...] = ()
 
 
-def read_recipe(file: Path) -> PlannedRecipe:
-    """Read the job of a recipe.
+def read_recipe(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
+    """Read the job of a recipe, with `key=value` overrides.
 
     Raises:
         ValueError: nxd-trainer is not installed, or the recipe has mistakes.
@@ -68,20 +71,44 @@ def read_recipe(file: Path) -> PlannedRecipe:
     [*readers] = entry_points(group=GROUP)
     if not readers:
         raise ValueError(f"{file} is a recipe, and planning one needs nxd-trainer: pip install nxd-trainer")
-    read: PlannedRecipe = readers[0].load()(file)
+    read: PlannedRecipe = readers[0].load()(file, overrides)
     return read
 
 
-def train_command(file: Path, planned: PlannedRecipe, job: TrainingJob, layout: Layout) -> str:
-    """Return the command that trains a recipe in a layout, with the keys that differ from the recipe's."""
-    changes = [
-        f"{section}.{key}={_on_command_line(value)}"
+def changed_keys(planned: PlannedRecipe, job: TrainingJob, layout: Layout) -> Recipe:
+    """Return the keys of a recipe that are other ones in a layout, by section and key."""
+    sections = {
+        section: {
+            key: value
+            for key, value in keys.items()
+            if value is not None and value != planned.content.get(section, {}).get(key)
+        }
         for section, keys in recipe(job, layout).items()
         if section != "model"
-        for key, value in keys.items()
-        if value is not None and value != planned.content.get(section, {}).get(key)
+    }
+    return {section: keys for section, keys in sections.items() if keys}
+
+
+def train_command(file: Path, changes: Recipe, overrides: Sequence[str] = ()) -> str:
+    """Return the command that trains a recipe with overrides and the changes of a layout."""
+    layout = [
+        f"{section}.{key}={_on_command_line(value)}" for section, keys in changes.items() for key, value in keys.items()
     ]
-    return " ".join(["nxd train", str(file), *changes])
+    kept = [it for it in overrides if it.partition("=")[0] not in {found.partition("=")[0] for found in layout}]
+    return shlex.join(["nxd", "train", str(file), *kept, *layout])
+
+
+def save_changed(planned: PlannedRecipe, changes: Recipe, file: Path) -> Path:
+    """Write a recipe with the keys that it sets and the changes of a layout, and return its file.
+
+    Raises:
+        ValueError: the file's name ends in neither .toml nor .json.
+        OSError: the file cannot be written.
+    """
+    content = {name: dict(value) if isinstance(value, Mapping) else value for name, value in planned.given.items()}
+    for section, keys in changes.items():
+        content[section] = {**content.get(section, {}), **keys}
+    return _written(content, file, tomli_w.dumps)
 
 
 def _on_command_line(value: object) -> str:
@@ -120,11 +147,14 @@ def save_recipe(content: Recipe, file: str | Path) -> Path:
         ValueError: the file's name ends in neither .toml nor .json.
         OSError: the file cannot be written.
     """
-    file = Path(file)
     said = {name: {key: it for key, it in keys.items() if it is not None} for name, keys in content.items()}
+    return _written(said, Path(file), _as_toml)
+
+
+def _written(content: Mapping[str, Any], file: Path, as_toml: Callable[[Any], str]) -> Path:
     if file.suffix not in (".toml", ".json"):
         raise ValueError(f"{file} must end in .toml or .json")
-    file.write_text(_as_toml(said) if file.suffix == ".toml" else json.dumps(said, indent=2), encoding="utf-8")
+    file.write_text(as_toml(content) if file.suffix == ".toml" else json.dumps(content, indent=2), encoding="utf-8")
     return file
 
 

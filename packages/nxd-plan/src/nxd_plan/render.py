@@ -27,14 +27,25 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer_state", "buckets", "activa
 
 
 def render_table(plan: Plan) -> str:
-    """Return the fastest layouts, one per line, and how many others there are."""
+    """Return what was planned, the fastest layouts, one per line, and how many others there are."""
     job = plan.job
+    planned = (
+        f"planned: {job.dtype_name} weights{_faster_dtype(job)}, {job.global_batch_size} sequences of "
+        f"{job.sequence_length} tokens in a step"
+    )
     tried = (
         f"{plan.num_fitting} layouts fit, {len(plan.too_large)} need more than the {show_memory(plan.usable_bytes)} "
         f"usable of {show_memory(job.device.memory_bytes)}, {len(plan.rejected)} are not possible"
     )
     rows = [_row(planned) for planned in plan.best]
-    return "\n".join([tried, *_aligned([HEADINGS, *rows])])
+    return "\n".join([planned, tried, *_aligned([HEADINGS, *rows])])
+
+
+def _faster_dtype(job: TrainingJob) -> str:
+    """Return a remark on the dtype in which the device computes fastest, if it is another one."""
+    fastest = max(job.device.flops, key=job.device.flops_of)
+    times = job.device.flops_of(fastest) / job.device.flops_of(job.dtype_name)
+    return f" ({job.device.name} multiplies matrices {times:.0f} times as fast in {fastest})" if times > 1 else ""
 
 
 def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -> str:

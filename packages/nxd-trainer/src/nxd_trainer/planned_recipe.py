@@ -1,7 +1,8 @@
 """What `nxd plan` needs to know of a recipe."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nxd_engine.training_config import ModelSpec
 from nxd_plan import FixedDegrees, PlannedModel, PlannedRecipe, planned_model
@@ -17,13 +18,19 @@ DEGREES = (
 )
 
 
-def recipe_to_plan(file: Path) -> PlannedRecipe:
-    """Return the job of a recipe; the degrees that the file sets are fixed, and `nxd plan` tries the others.
+def recipe_to_plan(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
+    """Return the job of a recipe; the degrees that it sets are fixed, and `nxd plan` tries the others.
+
+    Args:
+        file: the recipe.
+        overrides: `key=value`, as for `load_recipe`.
 
     Raises:
         ValueError: the recipe has mistakes, or its model cannot be planned.
     """
-    recipe, given = load_recipe(file), given_keys(file)
+    recipe = load_recipe(file, overrides)
+    content = recipe_to_dict(recipe)
+    given = given_keys(file) | {text.partition("=")[0].strip() for text in overrides}
     parallel, checkpointing = recipe.parallel, recipe.parallel.activation_checkpointing
     fixed = {name: getattr(parallel, name) for name in DEGREES if f"parallel.{name}" in given}
     if "train.gradient_accumulation_steps" in given:
@@ -37,9 +44,20 @@ def recipe_to_plan(file: Path) -> PlannedRecipe:
         dtype=DTYPES[recipe.train.dtype],
         schedule=recipe.pipeline.schedule,
         fixed=FixedDegrees(**fixed),
-        content=recipe_to_dict(recipe),
+        given=_only(content, given),
+        content=content,
         not_counted=tuple(_not_counted(recipe)),
     )
+
+
+def _only(content: Mapping[str, Any], names: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return the keys of a recipe's sections that have one of these names, such as "train.steps"."""
+    kept: dict[str, Any] = {}
+    for key, value in content.items():
+        if any(name == prefix + key or name.startswith(f"{prefix}{key}.") for name in names):
+            is_section = isinstance(value, Mapping) and prefix + key not in names
+            kept[key] = _only(value, names, f"{prefix}{key}.") if is_section else value
+    return kept
 
 
 def _model(recipe: Recipe, spec: ModelSpec) -> PlannedModel:

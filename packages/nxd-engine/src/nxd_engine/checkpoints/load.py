@@ -142,7 +142,9 @@ def load_checkpoint(
     if as_masters:  # read a second time, since the optimizer needs the same tensors
         nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
     settle_adapters(unwrapped.lora, objects)
-    on_every_rank(coordinator, doing, lambda: _hand_over(values, unwrapped, scheduler, strict=strict, settings=optimizer_settings))
+    on_every_rank(
+        coordinator, doing, lambda: _hand_over(values, unwrapped, scheduler, strict=strict, settings=optimizer_settings)
+    )
     return values.user_content
 
 
@@ -207,9 +209,7 @@ def _make_room(checkpoint: Checkpoint, unwrapped: UnwrappedObjects, values: _Val
     return optimizer_state(unwrapped.model, unwrapped.optimizer)
 
 
-def _hand_over(
-    values: _Values, unwrapped: UnwrappedObjects, scheduler: Any, *, strict: bool, settings: bool
-) -> None:
+def _hand_over(values: _Values, unwrapped: UnwrappedObjects, scheduler: Any, *, strict: bool, settings: bool) -> None:
     """Give the optimizer and the scheduler everything except the parameters' tensors."""
     if unwrapped.optimizer is not None and values.optimizer_dict is not None:
         unwrapped.optimizer.load_state_dict(values.optimizer_dict)
