@@ -34,7 +34,7 @@ def plan(nxd, tmp_path):
 def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(plan, tmp_path):
     done = plan("--devices", "2", "--checkpointing", "full", "--recipe", "it.toml")  # bfloat16, so with ZeRO-1
     assert done.returncode == 0, done.stderr
-    headings, first = done.stdout.splitlines()[1:3]
+    headings, first = done.stdout.splitlines()[2:4]
     assert headings.split()[:6] == ["TP", "SP", "PP", "CP", "EP", "DP"]
     for shown in (
         "optimizer state",

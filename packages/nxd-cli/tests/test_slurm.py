@@ -1,7 +1,7 @@
 """What torchrun would have said, from what Slurm says."""
 
 import pytest
-from nxd_cli.launch import advice_on_ranks, first_host, slurm_environment
+from nxd_cli.launch import advice_on_ranks, first_host, one_of_several_tasks, slurm_environment
 
 TASK = {
     "SLURM_JOB_ID": "123456",
@@ -79,3 +79,19 @@ def test_first_host(nodelist, host):
 def test_first_host_of_nonsense_says_what_to_set():
     with pytest.raises(ValueError, match="set MASTER_ADDR"):
         first_host("")
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_remarked"),
+    [
+        ({}, False),
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "32"}, True),
+        ({"SLURM_NTASKS": "32", "SLURM_STEP_NUM_TASKS": "32"}, False),
+    ],
+)
+def test_a_single_rank_in_a_job_of_several_tasks_is_remarked(environ, is_remarked):
+    remark = one_of_several_tasks(environ)
+
+    assert (remark is not None) is is_remarked
+    assert remark is None or "SLURM_NTASKS=32 tasks: start it with srun" in remark

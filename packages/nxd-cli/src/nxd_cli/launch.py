@@ -339,6 +339,14 @@ def advice_on_ranks(nproc: int, environ: Mapping[str, str]) -> str:
     )
 
 
+def one_of_several_tasks(environ: Mapping[str, str]) -> str | None:
+    """A remark for a process that is a single rank in a Slurm job of several tasks; None elsewhere."""
+    num_tasks = environ.get("SLURM_NTASKS", "1")
+    if num_tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
+        return None
+    return f"this is a single rank, and the job has SLURM_NTASKS={num_tasks} tasks: start it with srun to use them all"
+
+
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: `trn[07-12,15],login` gives `trn07`."""
     found = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodelist)

@@ -18,7 +18,14 @@ from nxd_cli.command import (
     started_ranks,
     take_settings,
 )
-from nxd_cli.launch import EXIT_STOPPED, LAUNCHER_PID, advice_on_ranks, is_launched, own_threads
+from nxd_cli.launch import (
+    EXIT_STOPPED,
+    LAUNCHER_PID,
+    advice_on_ranks,
+    is_launched,
+    one_of_several_tasks,
+    own_threads,
+)
 
 from nxd_trainer.cli.arguments import add_recipe_keys
 from nxd_trainer.recipe import Recipe, check_layout, check_paths, load_recipe, recipe_switches
@@ -40,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
             "nxd train recipe.toml --nproc 2 --parallel.tensor_parallel_size 2",
             "nxd train --model.path Qwen3-0.6B --data.path chats.jsonl --data.chat --lora.rank 16 --output run",
         ],
-        exit_codes="0 the run has ended, 1 a rank has failed, 2 user error, 143 stopped by a signal and saved",
+        exit_codes="0 the run has ended, 1 a rank has failed, 2 user error, 143 stopped by a signal; "
+        "a checkpoint is saved, unless it came before the first step",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     add_nproc(parser)
@@ -78,6 +86,8 @@ def main(arguments: Sequence[str]) -> int:
     recipe = reports_user_errors(lambda: load_recipe(options.recipe, settings))
     if not is_launched():
         reports_user_errors(lambda: check_paths(recipe))
+    if not is_launched() and options.nproc is None and (alone := one_of_several_tasks(os.environ)):
+        print(f"nxd train: {alone}", file=sys.stderr)
     if not is_launched() and not options.elastic:
         reports_user_errors(lambda: _check_ranks(recipe, 1 if options.nproc is None else options.nproc))
     code = started_ranks(options.nproc, "train", arguments)
@@ -165,7 +175,8 @@ def _set_timeout(recipe: Recipe) -> None:
 
 def _exit_code(result: "TrainResult", arguments: Sequence[str]) -> int:
     if result.stopped and LAUNCHER_PID not in os.environ and os.environ.get("RANK", "0") == "0":
-        hint = "" if is_launched() else f"; {_to_resume(arguments)}"  # torchrun's command line is not known
+        # The command line of torchrun or srun is not known.
+        hint = "; the same command resumes" if is_launched() else f"; {_to_resume(arguments)}"
         print(
             f"nxd train: stopped by a signal after step {result.step}, which is saved{hint}",
             file=sys.stderr,

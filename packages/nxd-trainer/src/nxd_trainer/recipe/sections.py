@@ -93,7 +93,7 @@ class ParallelSection:
         False, "offload the tensors that activation_checkpointing keeps to host memory until backward"
     )
     timeout: float | None = option(
-        None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, or 1800", above=0
+        None, "seconds that ranks wait for one another; unset: NXD_TIMEOUT, or 1800 (600 with NCCL)", above=0
     )
     pad_heads: bool = option(
         False, "pad the heads of model.factory to fit tensor_parallel_size; transformers models are always padded"

@@ -2,13 +2,11 @@
 
 import logging
 import math
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from nxd_ckpt.coordinator import announced_to_waiting_ranks
@@ -43,6 +41,7 @@ from nxd_trainer.training.run_facts import logged_run, measured_step
 from nxd_trainer.training.run_state import RunState, build_run_state
 from nxd_trainer.training.saving import MemorySaver, RunSaver, describe_checkpoints, diverged
 from nxd_trainer.training.step import CAN_WAIT, URGENT, FinishedStep, StepsInFlight, evaluate, take_step
+from nxd_trainer.training.stop import StopRequest, StopSignal
 
 EXTRACTED_STEPS = 3  # the first creates the optimizer states, the second is like all others, the third confirms that
 
@@ -54,47 +53,6 @@ class TrainResult:
     step: int  # optimizer steps taken since the run began
     loss: float  # training loss of the last step; nan if no step was taken
     stopped: bool  # whether SIGTERM or Ctrl-C on any rank ended the run early, after a checkpoint
-
-
-class StopSignal(Protocol):
-    """A stop request that the loop checks once before each step."""
-
-    @property
-    def signal_number(self) -> int:
-        """Nonzero if this rank wants the run to stop after the next step."""
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether stopping can wait for an evaluation that is due at that step."""
-
-
-class StopRequest:
-    """Records the first SIGTERM or SIGINT, to stop at the end of a step; a second one ends the process as usual.
-
-    A context manager. The loop checks `signal_number` between steps, agrees with the other ranks, saves, and returns.
-    """
-
-    can_wait = False  # the sender of the signal may kill the process some seconds later
-
-    def __init__(self) -> None:
-        self.signal_number = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._restore()
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.signal_number = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
 
 def prepare_run(recipe: Recipe) -> tuple[RunState, str | None]:
