@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nxd_layers.context import (
     AttentionPlan,
+    IntervalMask,
     MaskRule,
     SequenceCut,
     block_attention,
@@ -326,6 +327,27 @@ def attend_to_strided_inputs():
         torch.testing.assert_close(
             context_parallel_attention(strided, strided, strided, plan, transport=transport), expected
         )
+
+
+def test_masks_of_blocks_are_made_once_for_all_layers_and_both_passes(run_ranks):
+    def made():
+        initialize_model_parallel()
+        ids = torch.arange(1200).div(400, rounding_mode="floor")[None]
+        plan = AttentionPlan(interval_mask(1200, MaskRule(), document_ids=ids), SequenceCut(1200, 1))
+        query, key, value = (torch.randn(1, 2, 1200, 8, requires_grad=True) for _ in range(3))
+        blocks = [block for block in plan.blocks[0] if block.kind == "masked"]
+        counts = []
+        allowed = IntervalMask.allowed
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(IntervalMask, "allowed", lambda *args: counts.append(1) or allowed(*args))
+            for _ in range(2):
+                query = context_parallel_attention(query, key, value, plan, transport="ring")
+            query.sum().backward()
+        return len(blocks), len(counts)
+
+    ((blocks, counts),) = run_ranks(made, 1)
+
+    assert counts == blocks > 1
 
 
 def test_plan_is_a_tree_in_which_tensors_may_become_anything():

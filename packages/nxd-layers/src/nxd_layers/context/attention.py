@@ -247,7 +247,6 @@ class _OwnBlocks:
         self._plan = plan
         self._rank = rank
         self._dropout = dropout
-        self._mask = plan.mask.to(device)
         self._device = device
 
     def of(self, pieces: Pieces) -> Iterator[tuple[Block, slice, Tensor]]:
@@ -263,10 +262,7 @@ class _OwnBlocks:
 
     def mask_of(self, block: Block) -> Tensor | None:
         """The mask of a block; None if its queries read all keys, or all up to their own."""
-        if block.kind != "masked":
-            return None
-        queries, keys = (torch.arange(*it, device=self._device) for it in (block.queries, block.keys))
-        return self._mask.allowed(queries, keys)
+        return self._plan.mask_of(block, self._device)
 
     def dropout_of(self, block: Block) -> Dropout | None:
         """The dropout of a block's weights."""

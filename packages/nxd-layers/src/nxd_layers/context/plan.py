@@ -112,6 +112,20 @@ class AttentionPlan:
             for rank in ranks
         )
 
+    def mask_of(self, block: Block, device: torch.device) -> Tensor | None:
+        """The mask of a block, made once for all layers and both passes; None for blocks of another kind."""
+        if block.kind != "masked":
+            return None
+        made = self._masks.get((block, device))
+        if made is None:
+            queries, keys = (torch.arange(*it, device=device) for it in (block.queries, block.keys))
+            made = self._masks[block, device] = self.mask.to(device).allowed(queries, keys)
+        return made
+
+    @cached_property
+    def _masks(self) -> dict[tuple[Block, torch.device], Tensor]:
+        return {}
+
     def sent(self, source: int, destination: int) -> list[tuple[int, tuple[int, int]]]:
         """The chunks of `source` that `destination` reads, with first and end positions, in the source's order."""
         needs = self.needs[destination]
