@@ -14,6 +14,7 @@ from pathlib import Path
 from nxd_ckpt import CheckpointError, CheckpointInfo, list_checkpoints
 from nxd_cli.overview import ranks_of_last_start
 from nxd_pipeline.timeline import bubble_report, read_trace
+from nxd_state import is_cpu
 
 from nxd_trainer.recipe import RUN_RECIPE_FILE, Recipe, read_run_recipe
 from nxd_trainer.report import run_sections
@@ -224,10 +225,11 @@ def next_commands(recipe: Recipe) -> list[tuple[str, str]]:
     )
     least = recipe.parallel.degrees.least_ranks
     ranks = ranks_of_last_start(recipe.output) or (f" --nproc {least}" if least > 1 else "")
+    soonest = " --compiler export" if is_cpu() else ""  # inductor compiles for minutes before the first answer
     return [
         ("continue for longer", f"nxd train {recipe_file}{ranks} {recipe.last_step_key}=N"),
         ("generate text", f"nxd generate {checkpoints}{chat} --prompt TEXT"),
-        ("answer requests", f"nxd serve {checkpoints}"),
+        ("answer requests", f"nxd serve {checkpoints}{soonest}"),
         ("write a Hugging Face folder", f"nxd export {checkpoints} exported"),
     ]
 

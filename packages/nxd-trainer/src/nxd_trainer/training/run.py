@@ -320,7 +320,7 @@ def _announce(state: RunState, logger: logging.Logger, resumed: str | None) -> N
         end = state.recipe.last_step
         logger.info(
             f"nothing to do: the run is at step {state.step} and ends at {end}; to train longer, add for example "
-            f"--{state.recipe.last_step_key} {2 * end}"
+            f"--{state.recipe.last_step_key} {2 * state.step}, and to start anew --output FOLDER"
         )
     if resumed and state.recipe.train.eval_every:
         held_out_loss = evaluate(state)  # shows that the run resumed correctly
