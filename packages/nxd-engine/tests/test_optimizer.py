@@ -1,6 +1,7 @@
 """`NxDOptimizer`: an ordinary optimizer to schedulers, hooks and scripts, with gradients reduced and clipped."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -247,3 +248,13 @@ def test_init_zero_after_building_takes_the_master_weights_from_loaded_ones(mode
 
 def backward_in(model: nn.Module, dtype: torch.dtype) -> None:
     model(torch.ones(4, 3, dtype=dtype)).square().sum().backward()
+
+
+def test_class_has_what_protocols_of_optimizers_look_for(model):
+    """From Python 3.12 on `isinstance` with a protocol, as Lightning asks, looks at the class and calls nothing."""
+    optimizer = make(model, lr=0.1)
+
+    for name in ("param_groups", "defaults", "state", "state_dict", "load_state_dict", "step"):
+        assert inspect.getattr_static(optimizer, name) is not None
+    assert optimizer.defaults["lr"] == 0.1
+    assert optimizer.state is optimizer.optimizer.state

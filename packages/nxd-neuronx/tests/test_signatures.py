@@ -307,7 +307,13 @@ DOCUMENTED = {
             "manual_opt": True,
         },
         LIGHTNING,
-        ours={"scheduler_cls": None, "model_kwargs": None, "opt_kwargs": None, "scheduler_kwargs": None},
+        ours={
+            "opt_cls": None,
+            "scheduler_cls": None,
+            "model_kwargs": None,
+            "opt_kwargs": None,
+            "scheduler_kwargs": None,
+        },
     ),
     "lightning.NeuronXLAStrategy": Documented(
         {"nxd_config": None, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "save_load_xser": True}, LIGHTNING
