@@ -6,9 +6,18 @@ import os
 import warnings
 
 import pytest
+from nxd_cli import main
 from nxd_engine.logs import get_logger
 from nxd_state.processes import Process
-from nxd_trainer.report.run_log import RunLog, count_warnings, describe_status, log_file, read_events, remove_log
+from nxd_trainer.report.run_log import (
+    RunLog,
+    count_warnings,
+    describe_status,
+    has_failed,
+    log_file,
+    read_events,
+    remove_log,
+)
 
 
 def test_warnings_and_log_records_of_all_ranks_are_counted_once_each(tmp_path):
@@ -91,7 +100,7 @@ GONE = [Process.of(os.getpid()).host, os.getpid(), 1]  # another process had thi
 @pytest.mark.parametrize(
     ("events", "status"),
     [
-        ([], ("its end is not recorded, because it has no events.jsonl", False)),
+        ([], ("neither its start nor its end is recorded: it has no events.jsonl yet, or no longer", False)),
         ([{"event": "start", "process": list(Process.of(os.getpid()))}], ("running", False)),
         ([{"event": "start", "process": ["another host", 1, 1]}], ("running", False)),
         ([{"event": "start", "process": GONE}], ("killed: its process is gone, and no end is recorded", True)),
@@ -106,6 +115,25 @@ GONE = [Process.of(os.getpid()).host, os.getpid(), 1]  # another process had thi
 )
 def test_status_is_that_of_the_last_start_or_end(events, status):
     assert describe_status(events) == status
+
+
+@pytest.mark.parametrize(
+    ("events", "failed"),
+    [
+        ([], False),
+        ([{"event": "start", "process": list(Process.of(os.getpid()))}], False),
+        ([{"event": "start", "process": GONE}], True),
+        ([{"event": "start"}, {"event": "end", "how": "stopped", "step": 9}], False),
+        ([{"event": "start"}, {"event": "end", "how": "failed", "step": 2, "error": "OSError: full"}], True),
+    ],
+)
+def test_watch_of_a_run_that_failed_ends_with_1(tmp_path, events, failed):
+    lines = (json.dumps(event | {"time": number}) for number, event in enumerate(events))
+    log_file(tmp_path, 0).write_text("\n".join(lines))
+
+    assert has_failed(read_events(tmp_path)) is failed
+    if events and describe_status(events)[1]:
+        assert main(["report", str(tmp_path), "--watch"]) == int(failed)
 
 
 def test_events_are_plain_json(tmp_path):

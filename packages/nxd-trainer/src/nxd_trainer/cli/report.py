@@ -16,6 +16,7 @@ def _parser() -> argparse.ArgumentParser:
         "messages by axis, the data, warnings, checkpoints, the environment and the recipe. It loads nothing from the "
         "network.",
         examples=["nxd report runs/nxd", "nxd report runs/nxd --watch"],
+        exit_codes="with --watch 1 if the run has failed or was killed",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of nxd train")
     parser.add_argument(
@@ -31,9 +32,10 @@ def main(arguments: Sequence[str]) -> int:
         from rich.console import Console  # noqa: PLC0415
 
         from nxd_trainer.report.live import watch  # noqa: PLC0415
+        from nxd_trainer.report.run_log import has_failed, read_events  # noqa: PLC0415
 
         reports_user_errors(lambda: watch(options.run, Console(highlight=False, markup=False)))
-        return 0
+        return 1 if has_failed(read_events(options.run)) else 0
 
     from nxd_trainer.report.run_page import write_run_page  # noqa: PLC0415
 

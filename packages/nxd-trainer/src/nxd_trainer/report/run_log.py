@@ -66,7 +66,7 @@ def describe_status(events: Sequence[Event]) -> tuple[str, bool]:
     """
     last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
     if last is None:
-        return "its end is not recorded, because it has no events.jsonl", False
+        return "neither its start nor its end is recorded: it has no events.jsonl yet, or no longer", False
     if last["event"] == "start":
         try:
             has_ended = Process.from_json(last.get("process")).has_ended(Process.of(os.getpid()))
@@ -80,6 +80,12 @@ def describe_status(events: Sequence[Event]) -> tuple[str, bool]:
     }
     form = words.get(str(last.get("how")), "ended at step {step}")
     return form.format(step=last.get("step"), error=last.get("error")), True
+
+
+def has_failed(events: Sequence[Event]) -> bool:
+    """Whether a run is known to have ended by a failure, or to have been killed."""
+    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+    return last is not None and describe_status(events)[1] and last.get("how") not in ("finished", "stopped")
 
 
 def _log_files(folder: Path) -> list[Path]:
