@@ -79,7 +79,7 @@ def test_train_signal_saves_and_leaves_no_process(tiny, tmp_path, signal_number,
         process.wait(timeout=deadline(60))
 
     assert process.returncode == 143, errors
-    assert errors.count(": a checkpoint is saved after this step; a second signal ends without one\n") == 1
+    assert errors.count(": stopping after the current step, with a checkpoint; a second signal ends without one\n") == 1
     newest = nxd_ckpt.latest(tmp_path / "run/checkpoints")
     assert newest is not None
     assert f"saved run/checkpoints/{newest.tag}" in errors

@@ -149,8 +149,12 @@ def hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
                 _ip("link", "set", cable, "master", bridge, "up")
                 for address in (f"10.77.0.{host + 1}/24", f"fd77::{host + 1}/64"):
                     _ip("-n", space, "addr", "add", address, "dev", "eth0", *(["nodad"] if ":" in address else []))
-                for device in ("eth0", "lo"):
+                # Another network, as Docker makes one, in which no other host is.
+                _ip("-n", space, "link", "add", "docker0", "type", "bridge")
+                _ip("-n", space, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+                for device in ("docker0", "eth0", "lo"):
                     _ip("-n", space, "link", "set", device, "up")
+                _ip("-n", space, "route", "add", "default", "via", "10.77.0.254", "dev", "eth0")
                 names.append(f"10.77.0.{host + 1} host{host}")
             local = Path(cleanup.enter_context(tempfile.TemporaryDirectory()))
             made = Hosts(prefix, count, tmp_path, local)

@@ -228,6 +228,20 @@ def test_step_of_ones_own_that_nothing_steps_is_warned_of_early_and_at_the_end(t
     assert counts == ["10", "11"]
 
 
+def test_steps_of_the_optimizer_beneath_lightnings_are_steps(tmp_path):
+    class Beneath(Fitting):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx).backward()
+            self.optimizers(use_pl_optimizer=False).step()
+
+    module = Beneath(torch.nn.Linear, {}, torch.optim.SGD, model_args=(2, 2), opt_kwargs={"lr": 0.1})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit(module, tmp_path, batches=12, max_epochs=2)
+
+    assert not [it for it in warned if "stepped" in str(it.message)]
+
+
 def test_epochs_without_a_step_are_not_repeated_for_ever(tmp_path):
     steps = "has run 10 batches, and nothing has stepped .* max_steps is never reached"
 

@@ -85,15 +85,17 @@ def test_the_recipe_of_the_fastest_layout_is_written_with_what_the_first_one_set
     assert written["train"]["steps"] == 7
     assert written["model"]["hidden_size"] == 64
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "nxd train" in line]
+    assert line.startswith("on 4 ranks: nxd train recipe.toml train.steps=7 parallel.")
     assert main(["plan", "new.toml", *DEVICES]) == 0
     assert "on 4 ranks: nxd train new.toml\n" in capsys.readouterr().out  # nothing is left to change
-    assert line != "on 4 ranks: nxd train new.toml"
 
 
 def test_keys_without_a_recipe_are_a_mistake(capsys):
     assert main(["plan", *DEVICES, "train.steps=3"]) == 2
+    assert "train.steps is a recipe's key, but no recipe is given" in capsys.readouterr().err
 
-    assert "train.steps=3 is a recipe's key, but no recipe is given" in capsys.readouterr().err
+    assert main(["plan", *DEVICES, "--verbose"]) == 2
+    assert "unknown argument verbose; nxd plan --help" in capsys.readouterr().err
 
 
 def test_what_the_plan_does_not_count_is_named(capsys, recipe):
@@ -104,7 +106,40 @@ def test_what_the_plan_does_not_count_is_named(capsys, recipe):
     assert main(["plan", "recipe.toml", *DEVICES]) == 0
 
     said = "not counted: parallel.activation_checkpointing=selective, lora.rank=4, train.ema_decay=0.9\n"
-    assert capsys.readouterr().out.endswith(said)
+    printed = capsys.readouterr().out
+    assert printed.endswith(said)
+    assert "parallel.activation_checkpointing=none" not in printed  # the recipe's own stays
+
+
+def test_a_flag_for_checkpointing_takes_the_place_of_a_kind_that_is_not_planned(capsys, recipe):
+    recipe.write_text(RECIPE + "[parallel]\nactivation_checkpointing = 'selective'\n")
+
+    assert main(["plan", "recipe.toml", *DEVICES, "--checkpointing", "full"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "parallel.activation_checkpointing=full" in printed
+    assert "not counted" not in printed
+
+
+def test_a_degree_that_returns_to_its_default_is_among_the_changes(capsys, recipe):
+    experts = "type = 'qwen3_moe'\nconfig = { num_experts = 4, num_experts_per_tok = 2, moe_intermediate_size = 32 }\n"
+    sizes = RECIPE.replace("[model]\n", f"[model]\n{experts}")
+    degrees = "tensor_parallel_size = 2\nexpert_parallel_size = 2\nexpert_tensor_parallel_size = 1\n"
+    recipe.write_text(f"{sizes}[parallel]\n{degrees}")
+    flags = ["--expert-tensor-parallel-size", "2", "--expert-parallel-size", "1"]
+
+    assert main(["plan", "recipe.toml", *DEVICES, *flags]) == 0
+
+    assert "parallel.expert_tensor_parallel_size=2" in capsys.readouterr().out
+
+
+def test_a_key_may_follow_a_switch_and_a_microbatch_size_replaces_the_recipes_number(capsys, recipe):
+    recipe.write_text(RECIPE + "gradient_accumulation_steps = 4\n")
+
+    layouts = planned(capsys, "--microbatch-size", "2", "--rejected", "train.global_batch_size=16")
+
+    assert {it["microbatch_size"] for it in layouts} == {2}
+    assert {it["num_microbatches"] for it in layouts} >= {2, 8}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +148,7 @@ def test_what_the_plan_does_not_count_is_named(capsys, recipe):
         (["--hidden-size", "32"], "--hidden-size cannot change the model of recipe.toml; use the recipe's key"),
         (["--recipe", "new.txt"], "new.txt must end in .toml or .json"),
         (["train.stepz=3"], "did you mean train.steps"),
+        (["--microbatch-size", "3", "--num-microbatches", "8"], "8 microbatches of 3 sequences are not the"),
         (["--num-microbatches", "3"], "num_microbatches=3 does not divide the"),
         (["--devices", "0"], "num_devices=0 must be 1 or more"),
     ],

@@ -146,7 +146,10 @@ def _is_almost(name: str, flags: Collection[str]) -> bool:
 
 
 def take_settings(
-    arguments: Sequence[str], flags: Collection[str], switches: Collection[str] = ()
+    arguments: Sequence[str],
+    flags: Collection[str],
+    switches: Collection[str] = (),
+    without_value: Collection[str] = ("help",),
 ) -> tuple[list[str], list[str]]:
     """Split the arguments into those without the recipe's keys, and these keys as `key=value`.
 
@@ -160,7 +163,7 @@ def take_settings(
     while waiting:
         argument = waiting.pop()
         name, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and name in flags and not equals and name != "help" and waiting:
+        if argument.startswith("--") and name in flags and not equals and name not in without_value and waiting:
             remaining += [argument, waiting.pop()]  # its value may look like a setting, as a layout does
         elif argument.startswith("--") and "." not in name and name not in flags and _is_almost(name, flags):
             remaining.append(argument)

@@ -105,6 +105,7 @@ class NxDOptimizer(Optimizer):
         nxd_config: the complete config that it was made from.
         loss_scaler: scales the loss, and skips steps whose gradients overflow; None without loss scaling. A script
             that runs backward itself does so with `loss_scaler.scale(loss)`.
+        num_steps: how often `step` was called.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class NxDOptimizer(Optimizer):
         self.optimizer = optimizer
         self.nxd_config = dict(nxd_config)
         self.loss_scaler, self._rounding = loss_scaler, rounding
+        self.num_steps = 0
         self._max_norm = max_norm
         self._grad_norm: Tensor | None = None
         self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else self._make_reducer()
@@ -201,6 +203,7 @@ class NxDOptimizer(Optimizer):
             RuntimeError: gradients are not finite at any loss scale.
         """
         loss = None
+        self.num_steps += 1
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

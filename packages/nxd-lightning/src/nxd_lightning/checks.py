@@ -86,12 +86,12 @@ def refuse_if_nothing_stepped(module: NeuronLTModule, batches: int) -> None:
 
 
 def _nothing_stepped(module: NeuronLTModule) -> bool:
-    return not module.automatic_optimization and module.trainer.global_step == 0
+    return not module.automatic_optimization and not any(it.num_steps for it in module.trainer.strategy.optimizers)
 
 
 def _not_stepped(module: NeuronLTModule, batches: int) -> str:
     return (
-        f"{type(module).__name__}.training_step has run {batches} batches, and nothing has stepped the optimizer: the "
-        "weights are as they were, and max_steps is never reached. Pass manual_opt=False to NeuronLTModule, so that "
-        "the Trainer steps it, or call self.optimizers().step() in training_step"
+        f"{type(module).__name__}.training_step has run {batches} batches, and nothing has stepped the optimizer so "
+        "far: the weights are as they were, and max_steps is never reached like this. Pass manual_opt=False to "
+        "NeuronLTModule, so that the Trainer steps it, or call self.optimizers().step() in training_step"
     )

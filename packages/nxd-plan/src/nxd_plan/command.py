@@ -134,7 +134,7 @@ def _flag(name: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Plan, and show the fastest layouts, and how to run the first."""
-    remaining, settings = take_settings(arguments, FLAGS)
+    remaining, settings = take_settings(arguments, FLAGS, without_value=("rejected", "json", "help"))
     options = parse(_parser(), remaining)
     from nxd_plan import make_plan  # noqa: PLC0415
     from nxd_plan.planner import activation_modes  # noqa: PLC0415
@@ -187,19 +187,17 @@ def _run_recipe(
     from nxd_plan import changed_keys, save_changed, train_command  # noqa: PLC0415
 
     changes = changed_keys(planned, job, layout)
-    told = ""
-    if not options.json:
-        told += f"\non {job.num_devices} ranks: {train_command(options.model, changes, settings)}\n"
-    if not options.json and planned.not_counted:
+    told = f"\non {job.num_devices} ranks: {train_command(options.model, changes, settings)}\n"
+    if planned.not_counted:
         told += f"not counted: {', '.join(planned.not_counted)}\n"
     if options.recipe is not None:
         written = reports_user_errors(lambda: save_changed(planned, changes, options.recipe))
-        told += f"wrote {written}, which has these keys\n"
+        told += f"wrote {written}, the recipe with the keys of this layout\n"
     return told
 
 
 def _recipe(options: argparse.Namespace, settings: Sequence[str]) -> "PlannedRecipe | None":
-    """Return the recipe that takes the place of a model; None if it is none.
+    """Return the recipe that takes the place of a model; None if the argument is not a recipe.
 
     Raises:
         ValueError: it has mistakes, or arguments are given that do not go with it.
@@ -209,7 +207,12 @@ def _recipe(options: argparse.Namespace, settings: Sequence[str]) -> "PlannedRec
 
     if options.model is None or options.model.suffix not in SUFFIXES:
         if settings:
-            raise ValueError(f"{settings[0]} is a recipe's key, but no recipe is given; pass a .toml or .yaml file")
+            name, _, _ = settings[0].partition("=")
+            raise ValueError(
+                f"{name} is a recipe's key, but no recipe is given; pass a .toml or .yaml file"
+                if "." in name
+                else f"unknown argument {name}; nxd plan --help lists those that there are"
+            )
         return None
     sizes = [_flag(name) for name in MODEL_FLAGS if getattr(options, name) is not None]
     if sizes:
@@ -217,7 +220,11 @@ def _recipe(options: argparse.Namespace, settings: Sequence[str]) -> "PlannedRec
             f"{', '.join(sizes)} cannot change the model of {options.model}; use the recipe's key, such as "
             "model.hidden_size=1024"
         )
-    return read_recipe(options.model, settings)
+    planned = read_recipe(options.model, settings)
+    if options.checkpointing is None:
+        return planned
+    counted = tuple(it for it in planned.not_counted if not it.startswith("parallel.activation_checkpointing"))
+    return replace(planned, kept=(), not_counted=counted)
 
 
 def _job(options: argparse.Namespace, planned: "PlannedRecipe | None") -> "TrainingJob":
@@ -247,4 +254,6 @@ def _degrees(options: argparse.Namespace, planned: "PlannedRecipe | None") -> "F
 
     flags = {field.name: getattr(options, field.name) for field in fields(FixedDegrees)}
     given = {name: YES_NO.get(value, value) for name, value in flags.items() if value is not None}
+    if "microbatch_size" in given:
+        given.setdefault("num_microbatches", None)  # in the place of the recipe's
     return replace(FixedDegrees() if planned is None else planned.fixed, **given)

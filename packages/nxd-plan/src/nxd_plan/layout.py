@@ -217,9 +217,7 @@ def layouts_on(
     per_replica = job.global_batch_size // degrees.dp
     fitting = _microbatch_sizes(fixed, per_replica)
     if not fitting:
-        given = {name: getattr(fixed, name) for name in ("microbatch_size", "num_microbatches")}
-        asked = " and ".join(f"{name}={size}" for name, size in given.items() if size is not None)
-        yield Rejected(what, f"{asked} does not divide the {per_replica} sequences of a replica")
+        yield Rejected(what, _microbatch_mistake(fixed, per_replica))
     for sequence_parallel in choices:
         if sequence_parallel and local_length(job.sequence_length, degrees) % degrees.tp:
             yield Rejected(
@@ -245,6 +243,15 @@ def _microbatch_sizes(fixed: FixedDegrees, per_replica: int) -> list[int]:
         wanted, rest = divmod(per_replica, fixed.num_microbatches)
         sizes = (wanted,) if not rest and fixed.microbatch_size in (None, wanted) else ()
     return [size for size in sizes if per_replica % size == 0]
+
+
+def _microbatch_mistake(fixed: FixedDegrees, per_replica: int) -> str:
+    if fixed.microbatch_size is not None and fixed.num_microbatches is not None:
+        given = f"{fixed.num_microbatches} microbatches of {fixed.microbatch_size} sequences are not"
+    else:
+        name = "num_microbatches" if fixed.microbatch_size is None else "microbatch_size"
+        given = f"{name}={getattr(fixed, name)} does not divide"
+    return f"{given} the {per_replica} sequences of a replica"
 
 
 def _zero1_choices(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[bool]:

@@ -49,6 +49,7 @@ class PlannedRecipe:
         given: the values that it sets, by section and key.
         content: its values by section and key, with those of the defaults.
         not_counted: its keys with an effect on memory or time that planning does not know, such as "lora.rank=8".
+        kept: its keys with values that no layout has, such as "parallel.activation_checkpointing", which stay.
     """
 
     model: PlannedModel
@@ -60,6 +61,7 @@ class PlannedRecipe:
     given: Mapping[str, Any]
     content: Mapping[str, Any]
     not_counted: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 def read_recipe(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
@@ -76,17 +78,23 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
 
 
 def changed_keys(planned: PlannedRecipe, job: TrainingJob, layout: Layout) -> Recipe:
-    """Return the keys of a recipe that are other ones in a layout, by section and key."""
-    sections = {
+    """Return the keys whose values a layout changes, by section and key."""
+    sections = recipe(job, layout)
+    of_experts = planned.content.get("parallel", {}).get("expert_tensor_parallel_size")
+    if of_experts not in (None, layout.degrees.etp):  # a recipe of a layout leaves the default out
+        sections["parallel"]["expert_tensor_parallel_size"] = layout.degrees.etp
+    changes = {
         section: {
             key: value
             for key, value in keys.items()
-            if value is not None and value != planned.content.get(section, {}).get(key)
+            if value is not None
+            and value != planned.content.get(section, {}).get(key)
+            and f"{section}.{key}" not in planned.kept
         }
-        for section, keys in recipe(job, layout).items()
+        for section, keys in sections.items()
         if section != "model"
     }
-    return {section: keys for section, keys in sections.items() if keys}
+    return {section: keys for section, keys in changes.items() if keys}
 
 
 def train_command(file: Path, changes: Recipe, overrides: Sequence[str] = ()) -> str:

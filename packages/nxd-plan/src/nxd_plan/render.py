@@ -45,7 +45,7 @@ def _faster_dtype(job: TrainingJob) -> str:
     """Return a remark on the dtype in which the device computes fastest, if it is another one."""
     fastest = max(job.device.flops, key=job.device.flops_of)
     times = job.device.flops_of(fastest) / job.device.flops_of(job.dtype_name)
-    return f" ({job.device.name} multiplies matrices {times:.0f} times as fast in {fastest})" if times > 1 else ""
+    return f" ({job.device.name} multiplies matrices {times:.0f} times as fast in {fastest})" if times >= 2 else ""
 
 
 def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -> str:

@@ -1,16 +1,17 @@
 """How ranks on several hosts find each other: the address of rank 0's host, and the interface that gloo listens on."""
 
-import ipaddress
 import logging
 import os
 import socket
-import struct
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from pathlib import Path
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # netdevice(7): an interface's IPv4 address
-_ANY_PORT = 9  # nothing is sent to it
+_IPV4_ROUTES, _IPV6_ROUTES = Path("/proc/net/route"), Path("/proc/net/ipv6_route")
 
 _logger = logging.getLogger(__name__)
 
@@ -38,72 +39,90 @@ def wait_for_address(seconds: float) -> None:
 
 
 def choose_interface() -> None:
-    """Set `GLOO_SOCKET_IFNAME` where gloo would listen on an address that no other host reaches.
+    """Set `GLOO_SOCKET_IFNAME` if gloo would listen on the loopback interface while ranks are on several hosts.
 
-    gloo listens on the address of the host's own name. Where that name has none, or as on Debian 127.0.1.1, it would
-    listen on the loopback interface, and ranks on other hosts would wait for it until their timeout. Without effect if
-    the variable is set, if all ranks are on this host, or if no interface can be told.
+    gloo listens on the first address of the host's own name that it can bind. If the name has none, or as on Debian
+    127.0.1.1, that is the loopback interface, and ranks on other hosts would wait until their timeout. The interface of
+    the route to rank 0's host takes its place. Nothing is done if the variable is set, or all ranks are on this host.
     """
     environment = os.environ
+    host = environment.get("MASTER_ADDR", "localhost")
     all_are_here = environment.get("LOCAL_WORLD_SIZE", "") == environment.get("WORLD_SIZE", "1")
-    if INTERFACE in environment or all_are_here or sys.platform != "linux" or _is_reached(_own_addresses()):
+    is_local_address = host == "localhost" or _is_loopback(host)
+    if INTERFACE in environment or all_are_here or is_local_address or sys.platform != "linux":
         return
-    found = _interface_towards(environment.get("MASTER_ADDR", "localhost"))
-    if found is None:
+    listens_on = next((it for it in _addresses(socket.gethostname()) if _can_bind(it)), "127.0.0.1")
+    if not _is_loopback(listens_on):
         return
-    environment[INTERFACE] = found
-    _logger.warning(
-        "gloo listens on %s, since the address of this host's own name, %s, is not reached from other hosts; "
-        "%s chooses another interface",
-        found,
-        socket.gethostname(),
-        INTERFACE,
-    )
+    found = _interface_towards(host)
+    if found is not None:
+        environment[INTERFACE] = found
+    if environment.get("LOCAL_RANK", "0") == "0":
+        _logger.warning(
+            "this host's own name, %s, leads to %s, which other hosts cannot reach; %s",
+            socket.gethostname(),
+            listens_on,
+            f"gloo listens on {found} instead, and {INTERFACE} chooses another interface"
+            if found
+            else f"set {INTERFACE} to the interface that they reach",
+        )
 
 
-def _own_addresses() -> set[str]:
+def _addresses(name: str) -> list[str]:
+    """The addresses of a name, in the order in which they are tried; none if it has none."""
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}
+        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError):
-        return set()
+        return []
 
 
-def _is_reached(addresses: set[str]) -> bool:
-    """Whether other hosts may reach one of the addresses."""
-    return any(not ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+def _can_bind(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _interface_towards(host: str) -> str | None:
-    """The interface of the route to a host; the only one with an IPv4 address if that is the loopback; or None."""
-    interfaces = {_ipv4_address(name): name for _, name in socket.if_nameindex()}
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((host, _ANY_PORT))
-            except OSError:
-                continue
-            address = str(probe.getsockname()[0])
-        if _is_reached({address}):
-            return interfaces.get(address) if family == socket.AF_INET else _interface_of_ipv6(address)
-    others = [name for address, name in interfaces.items() if address is not None and _is_reached({address})]
-    return others[0] if len(others) == 1 else None
+    """The interface of the route to a host. If it is this host: of the default route, or the only one that there is."""
+    routes = [*_ipv4_routes(), *_ipv6_routes()]
+    for text in _addresses(host):
+        address = ip_address(text.partition("%")[0])
+        found = [(network.prefixlen, name) for network, name in routes if address in network]
+        if found and not address.is_loopback:
+            return max(found)[1]
+    default = next((name for network, name in routes if network.prefixlen == 0), None)
+    names = {name for network, name in routes if network.version == 4}
+    return default or (names.pop() if len(names) == 1 else None)
 
 
-def _ipv4_address(interface: str) -> str | None:
-    import fcntl  # noqa: PLC0415 - Linux and macOS only
-
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24])
-        except OSError:  # it has none
-            return None
+def _ipv4_routes() -> Iterator[tuple[IPv4Network | IPv6Network, str]]:
+    """The routes of proc(5)'s net/route, whose numbers are in the order of bytes of the network, read as integers."""
+    for fields in _lines(_IPV4_ROUTES):
+        with suppress(ValueError, IndexError):  # the heading
+            destination, mask = (int(it, 16).to_bytes(4, sys.byteorder) for it in (fields[1], fields[7]))
+            yield ip_network((destination, int.from_bytes(mask, "big").bit_count())), fields[0]
 
 
-def _interface_of_ipv6(address: str) -> str | None:
-    wanted = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
+def _ipv6_routes() -> Iterator[tuple[IPv4Network | IPv6Network, str]]:
+    for fields in _lines(_IPV6_ROUTES):
+        network = ip_network((bytes.fromhex(fields[0]), int(fields[1], 16)))
+        if fields[-1] != "lo" and not network.is_link_local and not network.is_multicast:
+            yield network, fields[-1]
+
+
+def _lines(file: Path) -> list[list[str]]:
     try:
-        with open("/proc/net/if_inet6", encoding="ascii") as lines:
-            return next((line.split()[-1] for line in lines if line.startswith(wanted)), None)
+        return [line.split() for line in file.read_text(encoding="ascii").splitlines()]
     except OSError:
-        return None
+        return []

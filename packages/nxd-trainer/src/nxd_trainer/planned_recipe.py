@@ -1,10 +1,10 @@
 """What `nxd plan` needs to know of a recipe."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nxd_engine.training_config import ModelSpec
 from nxd_plan import FixedDegrees, PlannedModel, PlannedRecipe, planned_model
 
 from nxd_trainer.forward import DTYPES
@@ -29,6 +29,11 @@ def recipe_to_plan(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
         ValueError: the recipe has mistakes, or its model cannot be planned.
     """
     recipe = load_recipe(file, overrides)
+    if recipe.model.factory is not None:
+        raise ValueError(
+            f"model.factory={recipe.model.factory} cannot be planned, since a plan needs a model without memory; plan "
+            "a model of its sizes by model.type or model.path"
+        )
     content = recipe_to_dict(recipe)
     given = given_keys(file) | {text.partition("=")[0].strip() for text in overrides}
     parallel, checkpointing = recipe.parallel, recipe.parallel.activation_checkpointing
@@ -38,7 +43,7 @@ def recipe_to_plan(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
     if "parallel.activation_checkpointing" in given and checkpointing in PLANNED_CHECKPOINTING:
         fixed["checkpointing"] = checkpointing
     return PlannedRecipe(
-        model=_model(recipe, recipe_model(recipe)),
+        model=_model(recipe),
         sequence_length=recipe.data.sequence_length,
         global_batch_size=recipe.train.global_batch_size,
         dtype=DTYPES[recipe.train.dtype],
@@ -47,6 +52,7 @@ def recipe_to_plan(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
         given=_only(content, given),
         content=content,
         not_counted=tuple(_not_counted(recipe)),
+        kept=() if checkpointing in PLANNED_CHECKPOINTING else ("parallel.activation_checkpointing",),
     )
 
 
@@ -60,13 +66,10 @@ def _only(content: Mapping[str, Any], names: Collection[str], prefix: str = "") 
     return kept
 
 
-def _model(recipe: Recipe, spec: ModelSpec) -> PlannedModel:
+def _model(recipe: Recipe) -> PlannedModel:
     """Return the model as it is planned from a folder, or with the vocabulary of the recipe's tokenizer."""
-    if recipe.model.factory is not None:
-        raise ValueError(
-            f"model.factory={recipe.model.factory} cannot be planned, since a plan needs a model without memory; plan "
-            "a model of its sizes by model.type or model.path"
-        )
+    not_compiled = replace(recipe, train=replace(recipe.train, compile=False))  # a login node may have no compiler
+    spec = recipe_model(not_compiled)
     if recipe.model.path is not None:
         return planned_model(recipe.model.path, recipe.model.config)
     return planned_model(None, spec.description.config)
@@ -87,5 +90,7 @@ def _not_counted(recipe: Recipe) -> Iterator[str]:
         yield f"train.ema_decay={recipe.train.ema_decay}"
     if recipe.train.autocast != "none":
         yield f"train.autocast={recipe.train.autocast}"
+    if recipe.optimizer.stochastic_rounding:
+        yield "optimizer.stochastic_rounding=true"
     if recipe.optimizer.factory is not None or recipe.optimizer.type != "adamw":
         yield f"optimizer={recipe.optimizer.factory or recipe.optimizer.type} (AdamW is planned)"

@@ -78,6 +78,7 @@ def load_legacy_checkpoint(
     *,
     adapters: LoraModel | None,
     strict: bool,
+    optimizer_settings: bool = True,
 ) -> Any:
     """Fill the given objects, as `load_checkpoint` does. Called by all ranks.
 
@@ -89,6 +90,7 @@ def load_legacy_checkpoint(
         scheduler: a scheduler, whose `load_state_dict` is called.
         adapters: the model's adapters, or None; they are reset.
         strict: as for `load_checkpoint`.
+        optimizer_settings: as for `load_checkpoint`.
 
     Returns:
         The user content, None if there is none.
@@ -138,7 +140,8 @@ def load_legacy_checkpoint(
     settle_adapters(adapters, {})
     if optimizer is not None:
         settle_optimizer_state(optimizer, {})
-        apply_settings(objects["optimizer"]["param_groups"], optimizer)
+        if optimizer_settings:
+            apply_settings(objects["optimizer"]["param_groups"], optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])
     return user_content

@@ -104,7 +104,11 @@ def load_checkpoint(
             raise ValueError("optimizer is a dict; pass the optimizer itself, which is filled")
         if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
             raise ValueError(f"scheduler is a {type(scheduler).__name__} without load_state_dict; leave it out")
-        return {**describe_objects(model, optimizer, scheduler, num_workers), "strict": bool(strict)}
+        return {
+            **describe_objects(model, optimizer, scheduler, num_workers),
+            "strict": bool(strict),
+            "settings": bool(optimizer_settings),
+        }
 
     agree(coordinator, "checking the arguments of load_checkpoint", describe_call)
     if use_zero1_dcp:
@@ -118,7 +122,14 @@ def load_checkpoint(
     if found.layout != "nxd":
         with on_every_host(found.folder, coordinator) as folder:
             return load_legacy_checkpoint(
-                found, folder, unwrapped.model, unwrapped.optimizer, scheduler, adapters=unwrapped.lora, strict=strict
+                found,
+                folder,
+                unwrapped.model,
+                unwrapped.optimizer,
+                scheduler,
+                adapters=unwrapped.lora,
+                strict=strict,
+                optimizer_settings=optimizer_settings,
             )
     where, doing = f"checkpoint {found.tag!r} in {found.root}", f"loading checkpoint {found.tag!r} from {found.root}"
     checkpoint = on_every_rank(coordinator, doing, lambda: nxd_ckpt.open_checkpoint(found.root, found.tag))

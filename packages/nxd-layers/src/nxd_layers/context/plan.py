@@ -7,7 +7,7 @@ split their sequences themselves: this rank's part of a batch, and the plan of i
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from nxd_state import active_group, all_gather
@@ -20,6 +20,8 @@ from nxd_layers.tracing import leaf_of_traces
 
 # Queries of a block that needs its mask in memory: few, so that only keys near them are computed.
 _MASKED_QUERIES = 512
+
+KEPT_MASK_BYTES = 32 * 2**20  # of a plan's masks
 
 Kind = Literal["full", "causal", "masked"]
 
@@ -113,14 +115,22 @@ class AttentionPlan:
         )
 
     def mask_of(self, block: Block, device: torch.device) -> Tensor | None:
-        """The mask of a block, made once for all layers and both passes; None for blocks of another kind."""
+        """The mask of a block; None for blocks of another kind.
+
+        Masks are kept for all layers and both passes while they take little memory together.
+        """
         if block.kind != "masked":
             return None
         made = self._masks.get((block, device))
         if made is None:
             queries, keys = (torch.arange(*it, device=device) for it in (block.queries, block.keys))
-            made = self._masks[block, device] = self.mask.to(device).allowed(queries, keys)
+            made = self.mask.to(device).allowed(queries, keys)
+            if sum(it.nbytes for it in self._masks.values()) + made.nbytes <= KEPT_MASK_BYTES:
+                self._masks[block, device] = made
         return made
+
+    def __getstate__(self) -> dict[str, Any]:  # behind copies and pickles
+        return {name: value for name, value in self.__dict__.items() if name != "_masks"}
 
     @cached_property
     def _masks(self) -> dict[tuple[Block, torch.device], Tensor]:

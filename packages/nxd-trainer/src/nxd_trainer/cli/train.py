@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
             "nxd train --model.path Qwen3-0.6B --data.path chats.jsonl --data.chat --lora.rank 16 --output run",
         ],
         exit_codes="0 the run has ended, 1 a rank has failed, 2 user error, 143 stopped by a signal; "
-        "a checkpoint is saved, unless it came before the first step",
+        "a checkpoint is saved, unless the ranks had not started",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="a .toml, .yaml or .json file; defaults if unset")
     add_nproc(parser)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Protocol, Self
 
@@ -45,8 +46,9 @@ class StopRequest:
         self._restore()
         if os.environ.get("RANK", "0") == "0":
             name = signal.Signals(number).name
-            said = f"\n{name}: a checkpoint is saved after this step; a second signal ends without one\n"
-            os.write(STDERR, said.encode())  # print may be in the middle of another line
+            said = f"\n{name}: stopping after the current step, with a checkpoint; a second signal ends without one\n"
+            with suppress(OSError):  # whoever read it may be gone, as the terminal after a SIGHUP
+                os.write(STDERR, said.encode())  # print may be in the middle of another line
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
