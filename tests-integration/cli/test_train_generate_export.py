@@ -40,7 +40,7 @@ def test_finished_run_prints_the_next_commands_and_how_to_train_longer(trained, 
 
     assert "nxd generate run/checkpoints --prompt TEXT " in second.stdout.partition("\nnext:\n")[2]
     assert "nothing to do: the run is at step 6 and ends at 6" in again.stderr
-    assert "add for example --train.steps 12\n" in again.stderr
+    assert "add for example --train.steps 12, and to start anew --output FOLDER\n" in again.stderr
 
 
 def test_train_pipeline_leaves_a_timeline_of_its_ranks(trained):
