@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from nxd_cli import main
+from nxd_plan import OwnLlama
 from nxd_trainer.planned_recipe import recipe_to_plan
 
 RECIPE = """
@@ -88,6 +89,16 @@ def test_the_recipe_of_the_fastest_layout_is_written_with_what_the_first_one_set
     assert line.startswith("on 4 ranks: nxd train recipe.toml train.steps=7 parallel.")
     assert main(["plan", "new.toml", *DEVICES]) == 0
     assert "on 4 ranks: nxd train new.toml\n" in capsys.readouterr().out  # nothing is left to change
+
+
+def test_a_model_that_a_new_recipe_could_not_name_is_planned_as_its_recipe_names_it(capsys, recipe, monkeypatch):
+    def refuse(model):
+        raise ValueError("a recipe cannot name this model")
+
+    monkeypatch.setattr(OwnLlama, "recipe_section", refuse)
+
+    assert main(["plan", "recipe.toml", *DEVICES]) == 0
+    assert "nxd train recipe.toml parallel." in capsys.readouterr().out
 
 
 def test_keys_without_a_recipe_are_a_mistake(capsys):

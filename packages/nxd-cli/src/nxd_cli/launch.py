@@ -330,8 +330,8 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def advice_on_ranks(nproc: int, environ: Mapping[str, str]) -> str:
     """How to start this many ranks, for messages: with srun inside a Slurm job that has several tasks."""
-    num_tasks = environ.get("SLURM_NTASKS", "1")
-    if num_tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
+    num_tasks = _tasks_without_srun(environ)
+    if num_tasks is None:
         return f"use --nproc {nproc}"
     return (
         f"start it with srun, whose tasks are the ranks (SLURM_NTASKS={num_tasks}, but SLURM_STEP_NUM_TASKS is not "
@@ -341,10 +341,16 @@ def advice_on_ranks(nproc: int, environ: Mapping[str, str]) -> str:
 
 def one_of_several_tasks(environ: Mapping[str, str]) -> str | None:
     """A remark for a process that is a single rank in a Slurm job of several tasks; None elsewhere."""
-    num_tasks = environ.get("SLURM_NTASKS", "1")
-    if num_tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
+    num_tasks = _tasks_without_srun(environ)
+    if num_tasks is None:
         return None
     return f"this is a single rank, and the job has SLURM_NTASKS={num_tasks} tasks: start it with srun to use them all"
+
+
+def _tasks_without_srun(environ: Mapping[str, str]) -> str | None:
+    """The tasks of a Slurm job that has several, for a process that srun did not start; None elsewhere."""
+    num_tasks = environ.get("SLURM_NTASKS", "1")
+    return None if num_tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ else num_tasks
 
 
 def first_host(nodelist: str) -> str:

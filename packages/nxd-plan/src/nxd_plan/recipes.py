@@ -79,7 +79,7 @@ def read_recipe(file: Path, overrides: Sequence[str] = ()) -> PlannedRecipe:
 
 def changed_keys(planned: PlannedRecipe, job: TrainingJob, layout: Layout) -> Recipe:
     """Return the keys whose values a layout changes, by section and key."""
-    sections = recipe(job, layout)
+    sections = _layout_sections(job, layout)
     of_experts = planned.content.get("parallel", {}).get("expert_tensor_parallel_size")
     if of_experts not in (None, layout.degrees.etp):  # a recipe of a layout leaves the default out
         sections["parallel"]["expert_tensor_parallel_size"] = layout.degrees.etp
@@ -92,7 +92,6 @@ def changed_keys(planned: PlannedRecipe, job: TrainingJob, layout: Layout) -> Re
             and f"{section}.{key}" not in planned.kept
         }
         for section, keys in sections.items()
-        if section != "model"
     }
     return {section: keys for section, keys in changes.items() if keys}
 
@@ -129,8 +128,12 @@ def recipe(job: TrainingJob, layout: Layout) -> Recipe:
     Raises:
         ValueError: a recipe cannot name the model.
     """
+    return {"model": job.model.recipe_section(), **_layout_sections(job, layout)}
+
+
+def _layout_sections(job: TrainingJob, layout: Layout) -> Recipe:
+    """Return the keys of a recipe that a layout and its job set, which are not the model's."""
     return {
-        "model": job.model.recipe_section(),
         "parallel": {
             **layout.degrees.as_config(),
             "zero1": layout.degrees.zero1,

@@ -71,8 +71,8 @@ def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | Non
         store = dist.HashStore()
     elif store is None:
         store = _fresh_store(rank, world_size, timeout)
-        if backend == "gloo":
-            choose_interface()
+    if world_size > 1 and backend == "gloo":
+        choose_interface()
     groups = distributed_c10d._world.group_count
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -78,7 +78,7 @@ def load_legacy_checkpoint(
     *,
     adapters: LoraModel | None,
     strict: bool,
-    optimizer_settings: bool = True,
+    optimizer_settings: bool,
 ) -> Any:
     """Fill the given objects, as `load_checkpoint` does. Called by all ranks.
 

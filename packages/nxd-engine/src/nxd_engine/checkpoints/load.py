@@ -107,7 +107,7 @@ def load_checkpoint(
         return {
             **describe_objects(model, optimizer, scheduler, num_workers),
             "strict": bool(strict),
-            "settings": bool(optimizer_settings),
+            "optimizer_settings": bool(optimizer_settings),
         }
 
     agree(coordinator, "checking the arguments of load_checkpoint", describe_call)

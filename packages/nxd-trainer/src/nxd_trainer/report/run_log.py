@@ -54,9 +54,9 @@ def read_events(folder: Path) -> list[Event]:
     return sorted(events, key=lambda event: event["time"])
 
 
-def last_event(events: Sequence[Event], kind: str) -> Event | None:
-    """Return the newest event of a kind; None if there is none."""
-    return next((event for event in reversed(events) if event["event"] == kind), None)
+def last_event(events: Sequence[Event], *kinds: str) -> Event | None:
+    """Return the newest event of these kinds; None if there is none."""
+    return next((event for event in reversed(events) if event["event"] in kinds), None)
 
 
 def describe_status(events: Sequence[Event]) -> tuple[str, bool]:
@@ -64,7 +64,7 @@ def describe_status(events: Sequence[Event]) -> tuple[str, bool]:
 
     A killed process writes no end; if it ran on this machine, it is known to be gone.
     """
-    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+    last = last_event(events, "start", "end")
     if last is None:
         return "neither its start nor its end is recorded: it has no events.jsonl yet, or no longer", False
     if last["event"] == "start":
@@ -84,7 +84,7 @@ def describe_status(events: Sequence[Event]) -> tuple[str, bool]:
 
 def has_failed(events: Sequence[Event]) -> bool:
     """Whether a run is known to have ended by a failure, or to have been killed."""
-    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+    last = last_event(events, "start", "end")
     return last is not None and describe_status(events)[1] and last.get("how") not in ("finished", "stopped")
 
 
