@@ -103,7 +103,8 @@ def test_network_that_stops_for_seconds_only_delays_the_run(hosts, tiny_in, tmp_
 
 def test_elastic_run_goes_on_without_a_host_that_is_lost(hosts, tiny_in, tmp_path, expected):
     both = hosts(2)
-    both.names(1).write_text("127.0.1.1 host1\n10.77.0.1 host0\n")  # as on Debian
+    for host in range(2):  # as on Debian
+        both.names(host).write_text(f"127.0.1.1 host{host}\n10.77.0.1 host0\n")
     elastic = ["--elastic", "1:2", "--elastic-grace", "2", "checkpoint.memory_every=1", "checkpoint.memory_copies=1"]
     meet = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *meet, "--max-restarts", "100"]
