@@ -7,7 +7,7 @@ from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers import linear_cross_entropy
 from nxd_lora import LoraConfig, LoraModel
 from nxd_optim import NeuronZero1Optimizer
-from nxd_optim.zero1 import flat_bucket
+from nxd_optim.zero1 import flat_parameters
 from nxd_state import Pending, active_group, initialize_model_parallel
 from torch import nn
 
@@ -90,7 +90,7 @@ def test_weights_are_whole_wherever_they_are_read(run_ranks, kind, tp):
         initialize_model_parallel(tp)
         expected = train(make(kind), overlap=False)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flat_bucket, "all_gather_", gather_late)
+            patch.setattr(flat_parameters, "all_gather_", gather_late)
             return expected, train(make(kind), overlap=True)
 
     for expected, found in run_ranks(compare, 2 * tp):
@@ -114,7 +114,7 @@ def test_layers_do_not_wait_for_the_parameters_of_the_next_ones(run_ranks):
             arrived.append([not p.isnan().any().item() for p in later])
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flat_bucket, "all_gather_", gather_late)
+            patch.setattr(flat_parameters, "all_gather_", gather_late)
             optimizer.step()
             for layer in model.model.layers:
                 layer.register_forward_hook(note)

@@ -19,6 +19,7 @@ from nxd_layers.activation_checkpoint import (
     named_transformer_layers,
 )
 from nxd_layers.head_padding import pad_model
+from nxd_optim import fully_shard
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
 from nxd_state import (
@@ -109,7 +110,12 @@ def _build(
     padding = _plan_padding(module) if config["pad_model"] and not is_transformers_model(module) else None
     adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
     to_recompute = _checkpointed_classes(module, config)
-    kept_whole = {*to_recompute, *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ()))}
+    units = _unit_classes(module, config)
+    kept_whole = {
+        *to_recompute,
+        *units,
+        *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ())),
+    }
 
     def cut() -> NxDModel:
         pipeline = NxDPPModel(module, **_pipeline_arguments(module, config, kept_whole))
@@ -127,6 +133,8 @@ def _build(
         keeps_products=config["activation_checkpoint_config"] == "selective",
         offload=config["activation_offload"],
     )
+    if config["optimizer_config"]["zero_stage"] == 3:
+        _shard(model, units, config["optimizer_config"])
     return model
 
 
@@ -224,6 +232,24 @@ def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple
     else:
         found = named_modules_of(module, chosen)
     return tuple({type(part): None for part in found.values()})
+
+
+def _unit_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
+    """Return the classes of the modules whose parameters are gathered together, found in the whole model."""
+    if config["optimizer_config"]["zero_stage"] < 3:
+        return ()
+    layer_cls = (config["pipeline_config"] or {}).get("transformer_layer_cls")
+    return tuple({type(part): None for part in named_transformer_layers(module, layer_cls).values()})
+
+
+def _shard(model: NxDModel, units: tuple[type[nn.Module], ...], options: Mapping[str, Any]) -> None:
+    reshard = options["reshard_after_forward"]
+    fully_shard(
+        model.stages,
+        [module for stage in model.stages for module in stage.modules() if type(module) in units],
+        shard_group_size=options["shard_group_size"],
+        reshard_after_forward=True if reshard is None else reshard,
+    )
 
 
 def _checkpoint_activations(

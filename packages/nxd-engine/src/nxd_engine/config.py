@@ -25,7 +25,14 @@ _logger = logging.getLogger(__name__)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-OPTIMIZER_DEFAULTS: dict[str, Any] = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+OPTIMIZER_DEFAULTS: dict[str, Any] = {
+    "zero_one_enabled": False,
+    "grad_clipping": True,
+    "max_grad_norm": 1.0,
+    "zero_stage": None,
+    "shard_group_size": None,
+    "reshard_after_forward": None,
+}
 MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
 
 _BOUNDS = {"sequential_move_factor": {"at_least": 1, "at_most": 32}, "_debug_pp_rank": {"at_least": 0}}
@@ -167,6 +174,7 @@ def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("pipeline_config") is None:
         config["pipeline_config"] = None
     mistakes += _mistakes_in_values(config) + _mistakes_in_pipeline(config, all_read=not mistakes)
+    mistakes += _complete_sharding(config["optimizer_config"], read["optimizer_config"])
     try:
         zero_one_enabled = config["optimizer_config"]["zero_one_enabled"]
         precision = resolve_mixed_precision(read["mixed_precision_config"], zero_one_enabled=zero_one_enabled)
@@ -176,6 +184,34 @@ def complete_config(given: Mapping[str, Any]) -> dict[str, Any]:
     if mistakes:
         raise OptionError("neuronx_distributed_config", mistakes)
     return config
+
+
+def _complete_sharding(options: dict[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Set the keys about sharding over the replicas from each other; returns the mistakes in them."""
+    stage = options["zero_stage"]
+    if stage is None:
+        stage = options["zero_stage"] = int(bool(options["zero_one_enabled"]))
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        return [f"optimizer_config.zero_stage={stage!r} is not allowed; expected 0, 1, 2 or 3"]
+    if given.get("zero_one_enabled") and not stage:
+        return ["optimizer_config: zero_one_enabled=True contradicts zero_stage=0; leave one of them out"]
+    options["zero_one_enabled"] = stage > 0
+    mistakes = []
+    size, reshard = options["shard_group_size"], options["reshard_after_forward"]
+    if size is not None and (type(size) is not int or size < 1):
+        mistakes.append(
+            f"optimizer_config.shard_group_size={size!r} is not allowed; expected a number of ranks, or None"
+        )
+    elif size is not None and not stage:
+        mistakes.append("optimizer_config.shard_group_size needs zero_stage=1 or more, which shards over the replicas")
+    if reshard is not None and (not isinstance(reshard, bool | int) or (reshard < 1 and reshard is not False)):
+        mistakes.append(
+            f"optimizer_config.reshard_after_forward={reshard!r} is not allowed; expected true, false, or a number of "
+            "ranks"
+        )
+    elif reshard is not None and stage < 3:
+        mistakes.append("optimizer_config.reshard_after_forward needs zero_stage=3, which shards the parameters")
+    return mistakes
 
 
 def given_param_init_fn(config: Mapping[str, Any]) -> Any:

@@ -60,6 +60,11 @@ class NxDModel(nn.Module):
                 raise
             return getattr(self.module, name)
 
+    @property
+    def stages(self) -> list[nn.Module]:
+        """The unwrapped model, or with a pipeline this rank's stages of it."""
+        return list(self._stages)
+
     def local_module(self) -> nn.Module:
         """Return the unwrapped model; with a pipeline, this rank's stage of it, or a list of its stages."""
         return self._stages[0] if len(self._stages) == 1 else nn.ModuleList(self._stages)

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def initialize_parallel_optimizer(
 
     def make() -> Optimizer:
         groups = _listed(parameters)
-        if not options["zero_one_enabled"]:
+        if not options["zero_stage"]:
             return optimizer_class(groups, **defaults)
         return NeuronZero1Optimizer(
             groups,
@@ -67,6 +67,8 @@ def initialize_parallel_optimizer(
             grad_clipping=max_norm is not None,
             max_norm=max_norm,
             lazy_init=True,
+            shard_gradients=options["zero_stage"] >= 2,
+            shard_group_size=options["shard_group_size"],
             **precision.zero1_arguments(_first_dtype(groups)),
             **defaults,
         )
@@ -230,15 +232,20 @@ class NxDOptimizer(Optimizer):
         Raises:
             RuntimeError: gradients of this step were already sent, or a parameter gets a second one in the block.
         """
-        with self.last_backward(self._parameters()):
+        with self._sender().last_backward(self._parameters()):
             yield
         self.synchronize()
 
-    @contextmanager
-    def last_backward(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """The block that `run_train` enters for the last backward of some parameters, not only this optimizer's."""
-        with self._sender().last_backward(parameters):
-            yield
+    def backward_of(self, parameters: Sequence[Tensor], last: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """The block that `run_train` enters for a backward; the parameters may be others than this optimizer's.
+
+        Args:
+            parameters: those to whose gradients the backward adds. From ZeRO-2 on they are sent at once.
+            last: those that get the last gradient of the run; with less sharding these are sent.
+        """
+        if isinstance(self.optimizer, NeuronZero1Optimizer) and self.optimizer.shard_gradients:
+            return self.optimizer.each_backward(parameters)
+        return self._sender().last_backward(last) if last else nullcontext()
 
     def synchronize(self) -> None:
         """Send the remaining gradients, and wait until all are averaged, as `run_train` does at its end."""

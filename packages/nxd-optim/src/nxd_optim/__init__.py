@@ -23,6 +23,7 @@ from nxd_optim.zero1 import (
     StateShard,
     StateTensor,
     ZeroRedundancyOptimizer,
+    fully_shard,
 )
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "NeuronZero1Optimizer",
     "ZeroRedundancyOptimizer",
+    "fully_shard",
     "StateTensor",
     "StateShard",
     "MASTER_KEY",

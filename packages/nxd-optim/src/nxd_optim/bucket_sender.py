@@ -92,9 +92,12 @@ class BucketSender:
         on_gradient = WeakMethod(self._on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, on_gradient)) for p in watched]
         self._phase: Phase = "accumulating"
-        self._missing: list[set[int]] = []  # by bucket: parameters whose last gradient is still to come
+        self._missing: dict[int, set[int]] = {}  # by bucket: parameters whose last gradient is still to come
         self._last: set[int] = set()  # parameters that get their last gradient in the backward that is running
-        self._messages: list[Message] = []  # of the first buckets, in order
+        self._waiting: list[int] = []  # in and after a block: the buckets still to be sent, in order
+        self._sent: set[int] = set()  # buckets that `each_backward` has sent in this step
+        self._late: set[int] = set()  # those with gradients that a backward outside such a block has added since
+        self._messages: dict[int, Message] = {}  # the last one of each bucket
 
     @contextmanager
     def overlap_backward(self) -> Iterator[None]:
@@ -120,12 +123,13 @@ class BucketSender:
         """
         self.refuse("last_backward()", "overlapping", "failed")
         if self._phase != "leaving":
-            self._missing = [{id(p) for p in bucket.parameters} for bucket in self._buckets]
+            self._waiting = list(range(len(self._buckets)))
+            self._missing = {index: {id(p) for p in bucket.parameters} for index, bucket in enumerate(self._buckets)}
         self._phase = "overlapping"
         self._last = self._bucket_of.keys() & set(parameters)
         try:
             yield
-            for missing in self._missing:
+            for missing in self._missing.values():
                 missing.difference_update(self._last)
             self._last = set()
             self._send_filled()
@@ -133,6 +137,35 @@ class BucketSender:
             self._phase = "failed"
             raise
         self._phase = "leaving"
+
+    @contextmanager
+    def each_backward(self, parameters: Iterable[int]) -> Iterator[None]:
+        """Send each bucket of these parameters as soon as this backward has filled it; more gradients may follow.
+
+        Args:
+            parameters: ids of the parameters, at most one gradient each; buckets with others are left for later.
+
+        Raises:
+            RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
+        """
+        self.refuse("each_backward()", "overlapping", "leaving", "failed")
+        wanted = set(parameters)
+        of_bucket = {index: {id(p) for p in bucket.parameters} for index, bucket in enumerate(self._buckets)}
+        self._missing = {index: ids for index, ids in of_bucket.items() if ids <= wanted}
+        self._waiting = list(self._missing)
+        self._last = set().union(*self._missing.values())
+        self._phase = "overlapping"
+        try:
+            yield
+            while self._waiting:
+                self._send_next()
+        except BaseException:
+            self._phase = "failed"
+            raise
+        self._sent |= self._missing.keys()
+        self._late -= self._missing.keys()
+        self._last, self._missing = set(), {}
+        self._phase = "accumulating"
 
     def synchronize(self) -> None:
         """Send the remaining buckets, and wait for all. Gradients that follow belong to the same step."""
@@ -170,13 +203,15 @@ class BucketSender:
         if self._phase == "arrived":
             self._phase = "accumulating"  # another round; its average is added to the existing one
         leaving = self._phase in ("overlapping", "leaving")
-        if leaving and id(parameter) not in self._missing[index]:
+        if leaving and index in self._missing and id(parameter) not in self._missing[index]:
             self._phase = "failed"
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient after its first may have been "
                 "sent: enter overlap_backward() for the last backward of a step only, or run_train in no_sync(). "
                 "Reentrant checkpoints around tied weights do this too: use checkpoint(..., use_reentrant=False)"
             )
+        if not leaving:
+            self._late.add(index)
         if not is_summed_over_stages(parameter):  # a pipeline adds other stages' gradients to `.grad`
             self._buckets[index].take_gradient(parameter)
         if id(parameter) in self._last:
@@ -185,18 +220,22 @@ class BucketSender:
 
     def _send_filled(self) -> None:
         # Buckets are sent in the same order on all ranks, whatever order they fill in.
-        while len(self._messages) < len(self._buckets) and not self._missing[len(self._messages)]:
+        while self._waiting and not self._missing[self._waiting[0]]:
             self._send_next()
 
     def _send_next(self) -> None:
-        self._messages.append(self._send(len(self._messages)))
+        index = self._waiting.pop(0)
+        self._messages[index] = self._send(index)
 
     def _finish_messages(self) -> None:
-        while len(self._messages) < len(self._buckets):
+        if self._phase == "accumulating":
+            # Other ranks may have late gradients in other buckets, so it is all or none.
+            self._waiting = [it for it in range(len(self._buckets)) if self._late or it not in self._sent]
+        while self._waiting:
             self._send_next()
-        for message in self._messages:
+        for message in self._messages.values():
             message.wait()
-        self._messages = []
+        self._messages, self._sent, self._late = {}, set(), set()
 
 
 def _call(method: "WeakMethod[Any]", parameter: Tensor) -> None:

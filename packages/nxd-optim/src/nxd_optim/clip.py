@@ -6,7 +6,7 @@ XLA, where all ranks must record the same graph, a tensor weights the elements i
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_optim.flat_shards import shards_of_range
-from nxd_optim.placement import Placement, dense_placement, expert_placement
+from nxd_optim.placement import Placement, placements_of
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and Megatron-LM
 
@@ -113,7 +113,11 @@ class GradientRange:
 
 @torch.no_grad()
 def norm_of_gradients(
-    gradients: Iterable[GradientRange], device: torch.device, power: float = 2.0, *, replicas: Group | None = None
+    gradients: Iterable[GradientRange],
+    device: torch.device,
+    power: float = 2.0,
+    *,
+    sharded: Sequence[Placement] | None = None,
 ) -> Tensor:
     """Return the norm of the whole model's gradients, the same on all ranks.
 
@@ -121,15 +125,14 @@ def norm_of_gradients(
         gradients: this rank's gradients.
         device: device of the result.
         power: the power of the norm, or inf.
-        replicas: the replicas of dense layers if each has a part of the gradients, as with ZeRO-1; None if each has
-            all of them.
+        sharded: the placements of dense layers and of experts if each of their replicas has a part of the gradients, as
+            with ZeRO; None if each has all of them.
 
     Returns:
         A 0-d tensor in the device's widest float.
     """
     # All ranks, even those without experts, take part in the sums of all placements.
-    experts = expert_placement()
-    placements = [it for it in (dense_placement(replicas), experts) if it is not None]
+    placements = list(dict.fromkeys(placements_of(None) if sharded is None else sharded))
     by_copies: dict[str, dict[int, list[Tensor]]] = {placement.axis: {} for placement in placements}
     for it in gradients:
         placement = placements[-1] if is_expert(it.parameter) else placements[0]
@@ -137,7 +140,7 @@ def norm_of_gradients(
             by_copies[placement.axis].setdefault(copies, []).append(part)
     totals = []
     for placement in placements:
-        groups = (placement.parts,) if replicas is None else (placement.replicas, placement.parts)
+        groups = (placement.parts,) if sharded is None else (placement.replicas, placement.parts)
         totals.append(_total(by_copies[placement.axis], power, groups, device))
     together = torch.stack(totals)
     return together.max() if math.isinf(power) else together.sum().pow(1.0 / power)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nxd_optim.clip import GradientRange, counted_parts
-from nxd_optim.placement import expert_placement, placement_of
+from nxd_optim.placement import Placement, expert_placement, placement_of
 from nxd_optim.zero1 import NeuronZero1Optimizer
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -60, 20
@@ -75,7 +75,10 @@ class GradientHistograms:
         self.steps = 0
         self._step = step
         if isinstance(optimizer, NeuronZero1Optimizer):
-            self._group, self._optimizer = optimizer.group, ref(optimizer)  # a cycle would never be freed by itself
+            self._sharded, self._optimizer = (
+                optimizer.placements,
+                ref(optimizer),
+            )  # a cycle would never be freed by itself
             optimizer.register_gradient_hook(self._on_parts)
         else:
             optimizer.register_step_pre_hook(self._on_step)
@@ -90,7 +93,9 @@ class GradientHistograms:
             return
         optimizer = self._optimizer()
         assert optimizer is not None  # it calls this
-        self.report(self.steps, _histograms(self.named_parameters, gradients, self._group, scale=optimizer.loss_scale))
+        self.report(
+            self.steps, _histograms(self.named_parameters, gradients, self._sharded, scale=optimizer.loss_scale)
+        )
 
     def _is_due(self) -> bool:
         self.steps = self.steps + 1 if self._step is None else self._step()
@@ -108,13 +113,13 @@ def gradient_histograms(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[
     found = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
     parameters = dict.fromkeys(parameter for _, parameter in found)
     gradients = [GradientRange(p, 0, p.numel(), p.grad.detach().to_dense()) for p in parameters if p.grad is not None]
-    return _histograms(found, gradients, replicas=None)
+    return _histograms(found, gradients, sharded=None)
 
 
 def _histograms(
     named_parameters: Sequence[tuple[str, Tensor]],
     gradients: Iterable[GradientRange],
-    replicas: Group | None,
+    sharded: Sequence[Placement] | None,
     *,
     scale: float = 1.0,
 ) -> dict[str, GradientHistogram]:
@@ -130,27 +135,26 @@ def _histograms(
         if it.parameter in rows:
             for copies, part in counted_parts(it, placement_of(it.parameter)):
                 rows[it.parameter] += _count(part / scale) / copies
-    totals = dict(zip(parameters, _of_all_ranks(tallies, parameters, replicas).round().long().cpu(), strict=True))
+    totals = dict(zip(parameters, _of_all_ranks(tallies, parameters, sharded).round().long().cpu(), strict=True))
     return {
         name: GradientHistogram(totals[it][:_MAGNITUDES], int(totals[it][-2]), int(totals[it][-1]))
         for name, it in named_parameters
     }
 
 
-def _of_all_ranks(tallies: Tensor, parameters: Sequence[Tensor], replicas: Group | None) -> Tensor:
+def _of_all_ranks(tallies: Tensor, parameters: Sequence[Tensor], sharded: Sequence[Placement] | None) -> Tensor:
     """Sum over the ranks that hold other parts of the same logical parameters.
 
     Args:
         tallies: `[parameters, 83]`.
         parameters: the parameters, in the same order.
-        replicas: replicas of dense layers if each has its part of the gradients; None if all have all.
+        sharded: the placements of dense layers and of experts if each of their replicas has a part of the gradients;
+            None if all have all.
     """
-    experts = expert_placement()
-    shared = () if replicas is None else (replicas,)
-    if experts is None:
+    shared, of_experts = ((), ()) if sharded is None else ((sharded[0].replicas,), (sharded[-1].replicas,))
+    if expert_placement() is None:
         return _sum_over(tallies, (*shared, active_group("tp")))
     rows = torch.tensor([is_expert(it) for it in parameters], device=tallies.device).unsqueeze(1)
-    of_experts = () if replicas is None else (experts.replicas,)
     dense = _sum_over(tallies.masked_fill(rows, 0), (*shared, active_group("tp")))
     return dense + _sum_over(tallies.masked_fill(~rows, 0), (*of_experts, active_group("ep"), active_group("etp")))
 

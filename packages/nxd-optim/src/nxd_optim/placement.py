@@ -8,7 +8,7 @@ ranks that ZeRO-1 accepts name groups that the mesh already has: see `find_shard
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from nxd_state import (
@@ -17,6 +17,7 @@ from nxd_state import (
     active_group,
     all_gather_object,
     get_world_group,
+    group_among,
     model_parallel_is_initialized,
     splits_experts,
 )
@@ -30,10 +31,12 @@ class Placement:
 
     Attributes:
         axis: axis of the shard specs of these parameters.
-        replicas: the ranks that hold the same parameters, over which gradients are averaged.
+        replicas: the ranks that hold the same parameters, over which gradients are averaged, and states sharded.
         scale: factor that turns this average into the mean over the replicas of the whole model.
         parts: the ranks that hold all of them together, over which norms are summed.
         copies: the number of `parts` that hold an unsplit parameter.
+        mirrors: further ranks over which gradients are averaged: those that have the same part of the states, where
+            only some of the replicas share them. None if all replicas do.
     """
 
     axis: str
@@ -41,6 +44,7 @@ class Placement:
     scale: float
     parts: Group
     copies: int
+    mirrors: Group | None = None
 
     def check(self, spec: ShardSpec) -> None:
         """Raise a ValueError for a parameter that is sharded along an axis over which norms are not summed."""
@@ -79,6 +83,45 @@ def placements_of(group: Group | None) -> tuple[Placement, Placement]:
     """
     dense = dense_placement(group)
     return dense, (expert_placement() if group is None else None) or dense
+
+
+def sharding_placements(group: Group, shard_group_size: int | None) -> tuple[Placement, Placement]:
+    """Return the placements of dense layers and of experts for states that are sharded. Called by all ranks.
+
+    Args:
+        group: the replicas of dense layers; if that is data parallel alone, the context-parallel ranks are mirrors.
+        shard_group_size: number of neighboring replicas that share states (hybrid sharding), which the others mirror;
+            experts then have as many mirrors. None for all replicas.
+
+    Raises:
+        ValueError: the number does not divide the replicas.
+    """
+    dense, experts = dense_placement(group), expert_placement()
+    if shard_group_size is None or shard_group_size == group.size:
+        if group is active_group("dp") and active_group("cp").size > 1:
+            dense = replace(dense, mirrors=active_group("cp"))
+        return dense, experts or dense
+    if group is not active_group("dp", "cp") or shard_group_size < 1 or group.size % shard_group_size:
+        raise ValueError(
+            f"shard_group_size={shard_group_size} must divide the {group.size} replicas (data times context parallel)"
+        )
+    dense = _split_replicas(dense, shard_group_size)
+    if experts is None:
+        return dense, dense
+    return dense, _split_replicas(experts, max(1, experts.replicas.size * shard_group_size // group.size))
+
+
+def _split_replicas(placement: Placement, size: int) -> Placement:
+    """Return a placement whose replicas are cut into runs of `size` that mirror each other."""
+    replicas = placement.replicas.replica_groups
+    if len(replicas[0]) % size:
+        raise ValueError(
+            f"shard_group_size leaves {size} of the {len(replicas[0])} replicas of an expert to share states, which "
+            "must divide them; choose another size"
+        )
+    runs = [ranks[start : start + size] for ranks in replicas for start in range(0, len(ranks), size)]
+    mirrors = [ranks[index::size] for ranks in replicas for index in range(size)]
+    return replace(placement, replicas=group_among(runs), mirrors=group_among(mirrors))
 
 
 def placement_of(parameter: Tensor) -> Placement:

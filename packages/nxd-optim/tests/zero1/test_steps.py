@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_optim.zero1 import NeuronZero1Optimizer, ZeroRedundancyOptimizer, flat_bucket
+from nxd_optim.zero1 import NeuronZero1Optimizer, ZeroRedundancyOptimizer, flat_bucket, flat_parameters
 from nxd_state import active_group, initialize_model_parallel
 from nxd_testing import RankFailure
 from torch import nn
@@ -77,8 +77,8 @@ def test_gradients_leave_while_backward_goes_on_and_not_before(run_ranks):
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: events.append(index))
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("reduce_scatter_mean", "all_gather_"):
-                patch.setattr(flat_bucket, name, noted(getattr(flat_bucket, name)))
+            for module, name in ((flat_bucket, "reduce_scatter_mean"), (flat_parameters, "all_gather_")):
+                patch.setattr(module, name, noted(getattr(module, name)))
             loss(parameters).backward()
             with optimizer.overlap_backward():
                 loss(parameters).backward()

@@ -13,7 +13,7 @@ import torch
 from nxd_engine import NxDModel, NxDOptimizer, initialize_parallel_model, initialize_parallel_optimizer
 from nxd_engine.checkpoints.state import logical_name
 from nxd_pipeline.partition.stand_ins import AbsentLayer, AbsentModule
-from nxd_state import Box, get_group, get_mesh
+from nxd_state import Box, get_group, get_mesh, whole_parameters
 from nxd_state.parameter_marks import is_expert, is_sequence_parallel
 from torch import Tensor, nn
 
@@ -64,7 +64,8 @@ class LayoutRun:
 
     def parameters(self) -> dict[str, list[TensorPiece]]:
         """Return this rank's weights by logical name."""
-        return self._pieces((name, it, it) for name, it in self.model.named_parameters())
+        with whole_parameters(self.model.parameters()):
+            return self._pieces((name, it, it) for name, it in self.model.named_parameters())
 
     def step(self, batch: Mapping[str, Any]) -> LayoutStep:
         """Train on this replica's part of a batch. Call it on all ranks."""

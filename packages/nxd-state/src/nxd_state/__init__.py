@@ -122,6 +122,7 @@ from nxd_state.shard_spec import (
     set_shard_spec,
     shard_along,
 )
+from nxd_state.sharded_values import owned_range, values_changed, whole_parameters
 from nxd_state.shared_memory import SharedMemoryError
 from nxd_state.store_messages import PeerError
 from nxd_state.store_server import StoreServer, start_store_process

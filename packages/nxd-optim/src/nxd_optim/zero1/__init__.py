@@ -1,12 +1,14 @@
-"""ZeRO stage 1: an optimizer whose states are sharded over the replicas, in flat buckets."""
+"""ZeRO: an optimizer whose states, gradients and parameters are sharded over the replicas, in flat buckets."""
 
 from nxd_optim.flat_shards import StateShard
+from nxd_optim.zero1.fully_shard import fully_shard
 from nxd_optim.zero1.optimizer import NeuronZero1Optimizer
 from nxd_optim.zero1.state import MASTER_KEY, MemoryBytes, MemoryReport, StateTensor
 
 ZeroRedundancyOptimizer = NeuronZero1Optimizer  # torch-xla's name
 
 __all__ = [
+    "fully_shard",
     "NeuronZero1Optimizer",
     "ZeroRedundancyOptimizer",
     "StateTensor",

@@ -123,11 +123,14 @@ class Bucket(Protocol):
     def refresh_stale_masters(self) -> None:
         """Set the master weights of the stale parameters."""
 
-    def gather(self) -> None:
-        """Start sending this rank's part to the others and taking theirs into the parameters."""
+    def publish(self) -> None:
+        """Start sending this rank's updated part to the others and taking theirs into the parameters.
+
+        Parameters that are gathered when they are used are only forgotten.
+        """
 
     def wait_for_parameters(self) -> None:
-        """Return when all parameters are whole again."""
+        """Return when all parameters that are sent after an update are whole again."""
 
     def check_places(self) -> None:
         """Raise a RuntimeError if updates would not reach a parameter because it was moved."""

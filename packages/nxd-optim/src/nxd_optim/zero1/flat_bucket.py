@@ -1,56 +1,45 @@
-"""A bucket of ZeRO-1 in one flat buffer, of which each rank updates one part.
+"""A bucket in one flat buffer, of which each rank updates one part.
 
-This module manages the memory: parameters, gradients while they are needed, and the weights for this rank's optimizer.
-The order of sending is in `gradients`, the update in `sharded_weights`.
+This module manages the memory of gradients while they are needed, and of the weights for this rank's optimizer;
+`flat_parameters` that of the parameters. The order of sending is in `gradients`, the update in `sharded_weights`.
 """
 
-from collections.abc import Sequence
-
 import torch
-from nxd_state import Pending, all_gather_, is_cpu, reduce_scatter_mean
+from nxd_state import Pending, is_cpu, reduce_scatter_mean
 from torch import Tensor, nn
 
 from nxd_optim.placement import Placement
 from nxd_optim.zero1.bucket import Dtypes, WeightRange
-
-ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel requires
+from nxd_optim.zero1.flat_parameters import FlatParameters
 
 
 class FlatBucket:
-    """A `Bucket` in one buffer.
+    """A `Bucket` of `FlatParameters`.
 
-    The parameters become views of the buffer, so that gathering fills them in place. If gradients are accumulated in
-    the parameters' own dtype, each `.grad` is a view of a second buffer from its first gradient until the bucket is
-    sent; then that memory is free for the next bucket and `.grad` is None. Otherwise `.grad` is None after each
-    backward, because the sum has a dtype that `.grad` cannot have.
+    If gradients are accumulated in the parameters' own dtype, each `.grad` is a view of a second buffer from its first
+    gradient until the bucket is sent; then that memory is free for the next bucket and `.grad` is None. Otherwise
+    `.grad` is None after each backward, because the sum has a dtype that `.grad` cannot have.
 
     Args:
-        parameters: parameters of one dtype, device and placement; they are moved into the buffer.
+        flat: the parameters.
         placement: the placement; its replicas share the bucket.
         dtypes: see `Dtypes`.
 
     Attributes:
-        shard: this rank's part of the buffer, 1-d.
-        master: the same in the optimizer's dtype; `shard` itself if the dtypes are equal.
+        master: this rank's part of the parameters in the optimizer's dtype; the part itself if the dtypes are equal.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], placement: Placement, dtypes: Dtypes) -> None:
-        first = parameters[0]
-        self.parameters = list(parameters)
+    def __init__(self, flat: FlatParameters, placement: Placement, dtypes: Dtypes) -> None:
+        self._flat = flat
+        self.parameters = flat.parameters
         self.placement = placement
         self.dtypes = dtypes
-        self.device = first.device
-        self._group = group = placement.replicas
-        self._starts, length = _lay_out(parameters, group.size)
-        self._buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
-        self._places = self._views_of(self._buffer)
-        for parameter in self.parameters:
-            view = self._places[id(parameter)]
-            view.copy_(parameter.detach())
-            parameter.data = view
-        self.shard = self._buffer.chunk(group.size)[group.rank]
-        self.master = self.shard.to(dtypes.master)
-        self.ranges = self._make_ranges()
+        self.device = flat.shard.device
+        self.master = flat.shard.to(dtypes.master)
+        self.ranges = [
+            WeightRange(it, start, stop, offset, nn.Parameter(self.master[offset : offset + stop - start]))
+            for it, start, stop, offset in flat.own_ranges()
+        ]
         self.used: set[int] = set()
         self.gradient: Tensor | None = None
         self._gradients: Tensor | None = None
@@ -59,17 +48,16 @@ class FlatBucket:
         self.stale: set[int] = set()
         self._filled: set[int] = set()  # parameters whose sum is in the buffer, because `.grad` cannot hold it
         self._reduction: Pending[Tensor] | None = None
-        self._gathering: Pending[Tensor] | None = None
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the buffer, including padding."""
-        return self._buffer.nbytes
+        return self._flat.nbytes
 
     @property
     def has_masters(self) -> bool:
         """Whether the optimizer updates separate weights, not the parameters themselves."""
-        return self.master is not self.shard
+        return self.master is not self._flat.shard
 
     @property
     def master_bytes(self) -> int:
@@ -92,8 +80,8 @@ class FlatBucket:
         if parameter.grad is None:
             return
         if self._gradients is None:
-            self._gradients = torch.empty_like(self._buffer, dtype=self.dtypes.gradient)
-            self._gradient_views = self._views_of(self._gradients)
+            self._gradients = self._empty_gradients()
+            self._gradient_views = self._flat.views_of(self._gradients)
         view = self._gradient_views[id(parameter)]
         if parameter.grad is view:
             return
@@ -116,7 +104,7 @@ class FlatBucket:
         for parameter in self.parameters:
             self.take_gradient(parameter)
         if self._gradients is None:
-            self._gradients = torch.zeros_like(self._buffer, dtype=self.dtypes.gradient)
+            self._gradients = self._empty_gradients().zero_()
         sent = self._filled | {id(p) for p in self.parameters if p.grad is not None}
         self.used = self.used | sent
         for parameter in self.parameters:
@@ -124,7 +112,7 @@ class FlatBucket:
                 self._gradient_views[id(parameter)].zero_()
         self._reduction = reduce_scatter_mean(
             self._gradients,
-            self._group,
+            self.placement.replicas,
             sum_dtype=self.dtypes.reduction,
             dtype=self.dtypes.master,
             out=self._mean_memory if self.gradient is None else None,
@@ -162,36 +150,33 @@ class FlatBucket:
         """Set the master weights of the stale parameters."""
         for it in self.ranges:
             if self.has_masters and id(it.parameter) in self.stale:
-                it.weight.copy_(it.slice_of(self.shard))
+                it.weight.copy_(it.slice_of(self._flat.shard))
         self.stale = set()
 
-    def gather(self) -> None:
-        """Start sending this rank's part to the others and filling the buffer with theirs."""
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Start sending this rank's updated part to the others, or forget the parameters gathered before."""
         if self.has_masters:
-            self.shard.copy_(self.master)
-        self._gathering = all_gather_(self._buffer, self._group, async_op=True)
+            self._flat.shard.copy_(self.master)
+        self._flat.publish()
 
     def wait_for_parameters(self) -> None:
-        """Return when all parameters are whole again."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        """Return when all parameters that are sent after an update are whole again."""
+        if not self._flat.is_released:
+            self._flat.wait()
 
     def check_places(self) -> None:
         """Raise a RuntimeError if a parameter is no longer in the buffer."""
-        for parameter in self.parameters:
-            if parameter.data_ptr() != self._places[id(parameter)].data_ptr():
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was moved after the optimizer was created, so "
-                    "updates would not reach it; move, convert or assign parameters before that, or pass lazy_init=True"
-                    " and call init_zero() afterwards"
-                )
+        self._flat.check_places()
 
     def _memory_of_means(self) -> Tensor | None:
         """Memory for `gradient` that is kept between steps, on the CPU: new pages would cost more than the sums."""
-        if not is_cpu(self._buffer) or self._group.size == 1:
+        if not is_cpu(self._flat.shard) or self.placement.replicas.size == 1:
             return None
-        return torch.empty_like(self.shard, dtype=self.dtypes.master)
+        return torch.empty_like(self._flat.shard, dtype=self.dtypes.master)
+
+    def _empty_gradients(self) -> Tensor:
+        return torch.empty(self._flat.numel, dtype=self.dtypes.gradient, device=self.device)
 
     def _release_gradients(self) -> None:
         self._gradients = None
@@ -199,35 +184,3 @@ class FlatBucket:
         self._filled = set()
         for parameter in self.parameters:
             parameter.grad = None
-
-    def _views_of(self, flat: Tensor) -> dict[int, Tensor]:
-        places = zip(self.parameters, self._starts, strict=True)
-        return {id(p): flat[start : start + p.numel()].view(p.shape) for p, start in places}
-
-    def _make_ranges(self) -> list[WeightRange]:
-        part = self.shard.numel()
-        part_start = self._group.rank * part
-        ranges = []
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            first = max(start, part_start)
-            last = min(start + parameter.numel(), part_start + part)
-            if first < last:
-                offset = first - part_start
-                weight = nn.Parameter(self.master[offset : offset + last - first])
-                ranges.append(WeightRange(parameter, first - start, last - start, offset, weight))
-        return ranges
-
-
-def _lay_out(parameters: Sequence[Tensor], parts: int) -> tuple[list[int], int]:
-    """Return where each parameter starts, and the buffer's length, which `parts` divides.
-
-    A parameter starts at a multiple of `ALIGNMENT_BYTES` if the gap before it is less than 1% of its size.
-    """
-    starts, end = [], 0
-    for parameter in parameters:
-        if parameter.nbytes > 100 * ALIGNMENT_BYTES:
-            elements = ALIGNMENT_BYTES // parameter.element_size()
-            end = -(-end // elements) * elements
-        starts.append(end)
-        end += parameter.numel()
-    return starts, -(-max(end, 1) // parts) * parts

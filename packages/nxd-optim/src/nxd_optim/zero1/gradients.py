@@ -1,17 +1,18 @@
-"""The gradients of ZeRO-1: `GradientExchange` averages them during backward, and adds the sums that are then missing.
+"""The gradients of ZeRO: `GradientExchange` averages them during backward, and adds the sums that are then missing.
 
 The sums are computed on each rank's part of the mean gradients, at 1/dp of the cost on whole gradients.
 """
 
+from collections import deque
 from collections.abc import Sequence, Set
 
 import torch
-from nxd_state import Group, active_group, all_gather_object, all_reduce_
+from nxd_state import active_group, all_gather_object, all_reduce_
 from nxd_state.parameter_marks import is_sequence_parallel
 from torch import Tensor
 
 from nxd_optim.bucket_sender import BucketSender, UsedParameters
-from nxd_optim.placement import ranks_with_gradients
+from nxd_optim.placement import Placement, ranks_with_gradients
 from nxd_optim.sequence_parallel import sum_sequence_parallel
 from nxd_optim.zero1.bucket import Bucket, mean_gradients
 
@@ -23,20 +24,22 @@ class GradientExchange:
 
     Args:
         buckets: the buckets, in the order in which they are sent.
-        group: the replicas.
+        placements: the placements of dense layers and of experts.
         frozen: parameters that must not get a gradient.
 
     Attributes:
         sender: the `BucketSender`, which follows backward and has the blocks in which gradients are sent.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group, frozen: Sequence[Tensor]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], placements: Sequence[Placement], frozen: Sequence[Tensor]) -> None:
         self._buckets, self._frozen = buckets, frozen
-        self._averages_contexts = group is active_group("dp")  # otherwise the replicas span both
         self.sender = BucketSender(buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
-        contexts = (active_group("cp"),) if self._averages_contexts else ()
-        asked = (group, *contexts, *ranks_with_gradients())
+        dense = placements[0]
+        mirrors = () if dense.mirrors is None else (dense.mirrors,)
+        asked = (dense.replicas, *mirrors, *ranks_with_gradients())
         self._used = UsedParameters([p for bucket in buckets for p in bucket.parameters], asked)
+        self._under_way: deque[Bucket] = deque(maxlen=MAX_MESSAGES)
+        self._used_is_sent = False  # since the last bucket
 
     def check_frozen(self) -> None:
         """Raise a RuntimeError if a frozen parameter has a gradient."""
@@ -54,22 +57,30 @@ class GradientExchange:
             Ids of the parameters that have a gradient on some rank.
         """
         self.sender.complete()
+        if not self._used_is_sent:
+            self._send_used()
         used = self._used.anywhere()
-        if self._averages_contexts:
-            _average_over_contexts(self._buckets)
+        _average_over_mirrors(self._buckets)
         if active_group("tp").size > 1:
             means = mean_gradients(self._buckets)
             sum_sequence_parallel(((it.parameter, it.gradient) for it in means), active_group("tp"))
         return used
 
     def _send(self, index: int) -> Bucket:
-        if index >= MAX_MESSAGES:
-            self._buckets[index - MAX_MESSAGES].wait()
         bucket = self._buckets[index]
+        if len(self._under_way) == MAX_MESSAGES:
+            self._under_way[0].wait()
+        bucket.wait()  # for its message of an earlier microbatch
         bucket.send()
+        self._under_way.append(bucket)
+        self._used_is_sent = False
         if index == len(self._buckets) - 1:
-            self._used.send(set().union(*(it.used for it in self._buckets)))
+            self._send_used()
         return bucket
+
+    def _send_used(self) -> None:
+        self._used.send(set().union(*(it.used for it in self._buckets)))
+        self._used_is_sent = True
 
 
 def check_same_sequence_parallel_ranges(buckets: Sequence[Bucket]) -> None:
@@ -86,12 +97,9 @@ def check_same_sequence_parallel_ranges(buckets: Sequence[Bucket]) -> None:
 
 
 @torch.no_grad()
-def _average_over_contexts(buckets: Sequence[Bucket]) -> None:
-    """Average in place over the context-parallel ranks, which still differ if states are sharded over "dp" only.
-
-    Experts are excluded: their replicas span all contexts.
-    """
+def _average_over_mirrors(buckets: Sequence[Bucket]) -> None:
+    """Average in place over the ranks that hold the same parts of the states, which still differ."""
     for bucket in buckets:
-        if bucket.placement.replicas is active_group("dp"):
+        if bucket.placement.mirrors is not None:
             assert bucket.gradient is not None
-            all_reduce_(bucket.gradient, active_group("cp"), op="avg")
+            all_reduce_(bucket.gradient, bucket.placement.mirrors, op="avg")

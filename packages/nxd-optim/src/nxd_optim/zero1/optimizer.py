@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from nxd_state import Group, check_same_start, get_device, widest_float
+from nxd_state.sharded_values import holder_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_optim.clip import GradientRange, checked_max_norm, clip_coefficient, norm_of_gradients
 from nxd_optim.elementwise import check_elementwise, for_the_cpu
 from nxd_optim.groups_and_states import restore_numbers
-from nxd_optim.placement import RankLists, check_grad_norm_groups, find_sharding_group
+from nxd_optim.placement import RankLists, check_grad_norm_groups, find_sharding_group, sharding_placements
 from nxd_optim.zero1 import state
 from nxd_optim.zero1.bucket import Bucket, Dtypes, mean_gradients
 from nxd_optim.zero1.gradients import GradientExchange
@@ -67,6 +68,10 @@ class NeuronZero1Optimizer(Optimizer):
         save_master_weights: whether `state_dict` and `sharded_state` include master weights. Without them a run resumes
             from the rounded parameters.
         higher_cc_precision: whether to average gradients in float32 or wider as well. The CPU always does so.
+        shard_gradients: whether `each_backward` averages the gradients of every microbatch, so that a rank keeps the
+            sum of its part only (ZeRO-2). Parameters that `fully_shard` has sharded stay so (ZeRO-3).
+        shard_group_size: number of neighboring replicas that share states (hybrid sharding); the others mirror them.
+            None for all replicas.
         **defaults: arguments of `optimizer_class`.
 
     Attributes:
@@ -98,6 +103,8 @@ class NeuronZero1Optimizer(Optimizer):
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = False,
         higher_cc_precision: bool = False,
+        shard_gradients: bool = False,
+        shard_group_size: int | None = None,
         **defaults: Any,
     ) -> None:
         self.inited = self._has_compared = False
@@ -115,6 +122,7 @@ class NeuronZero1Optimizer(Optimizer):
         self.use_grad_acc_hook = use_grad_acc_hook
         self.save_master_weights = save_master_weights
         self.higher_cc_precision = higher_cc_precision
+        self.shard_gradients, self.shard_group_size = shard_gradients, shard_group_size
         self.skip_non_finite_steps, self.skipped_steps = False, 0
         self.loss_scale = 1.0
         self.grad_norm: Tensor | None = None
@@ -142,6 +150,7 @@ class NeuronZero1Optimizer(Optimizer):
             self.refresh_master_weights()
             return
         self.group: Group = find_sharding_group(self.sharding_groups)
+        self.placements = sharding_placements(self.group, self.shard_group_size)
         check_grad_norm_groups(self.grad_norm_groups)
         self.inited = True
         self._shard(self._parameters())
@@ -185,6 +194,17 @@ class NeuronZero1Optimizer(Optimizer):
         """Like `GradientReducer.last_backward`; `synchronize` or `step` sends the rest."""
         self._check_inited()
         return self._gradients.sender.last_backward(map(id, parameters))
+
+    def each_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Average the gradients that a backward of one microbatch adds to these parameters, at most one each.
+
+        They are added to this rank's sum of its part, and more may follow.
+
+        Raises:
+            RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
+        """
+        self._check_inited()
+        return self._gradients.sender.each_backward(map(id, parameters))
 
     def synchronize(self) -> None:
         """Send the remaining buckets and wait: this rank then has the mean of its part, and every `.grad` is None.
@@ -236,8 +256,8 @@ class NeuronZero1Optimizer(Optimizer):
         self._weights.wait()
         self._weights.check_places()
         self._gradients.check_frozen()
-        if not self._has_compared:
-            check_same_start(self._parameters())
+        if not self._has_compared:  # `fully_shard` has compared those that it shards
+            check_same_start(it for it in self._parameters() if holder_of(it) is None)
             self._has_compared = True
         self._weights.refresh_masters(only_stale=True)
         used = self._gradients.complete()
@@ -397,9 +417,9 @@ class NeuronZero1Optimizer(Optimizer):
         """Move parameters of `param_groups` into buckets, and watch the gradients of all."""
         caps = self.bucket_cap_mb_all_gather, self.bucket_cap_mb_reduce_scatter
         size = bucket_bytes(*caps, replicas=self.group.size)
-        self._weights.add(parameters, self.param_groups, self.group, bucket_bytes=size)
+        self._weights.add(parameters, self.param_groups, self.group, self.placements, bucket_bytes=size)
         frozen = [parameter for parameter in self._parameters() if not parameter.requires_grad]
-        self._gradients = GradientExchange(self._weights.buckets, self.group, frozen)
+        self._gradients = GradientExchange(self._weights.buckets, self.placements, frozen)
 
     def _scale_gradients(self) -> bool:
         """Scale the gradients by their norm and the loss scale; returns whether to take the step."""
@@ -408,7 +428,7 @@ class NeuronZero1Optimizer(Optimizer):
         scale = torch.tensor(1.0 / self.loss_scale, dtype=widest_float(device), device=device)
         self.grad_norm = None
         if self.grad_clipping or self.skip_non_finite_steps:
-            norm = norm_of_gradients(mean_gradients(buckets), device, replicas=self.group) / self.loss_scale
+            norm = norm_of_gradients(mean_gradients(buckets), device, sharded=self.placements) / self.loss_scale
             if self.grad_clipping:
                 self.grad_norm = norm
                 scale = scale * clip_coefficient(norm, self.max_norm)

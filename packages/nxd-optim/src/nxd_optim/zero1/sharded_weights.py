@@ -1,4 +1,4 @@
-"""The weights of ZeRO-1: buckets of which each replica updates a part, and the optimizers of this replica's parts.
+"""The weights of ZeRO: buckets of which each replica updates a part, and the optimizers of this replica's parts.
 
 With `overlap_forward` a step leaves the wait for other replicas' weights to the next forward; see `ForwardGather`.
 """
@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from nxd_state import Group, is_cpu, is_lazy_device
 from nxd_state.parameter_marks import is_expert
+from nxd_state.sharded_values import holder_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
 from nxd_optim.groups_and_states import copy_settings, settings_of
-from nxd_optim.placement import check_same_parameters, dense_placement, expert_placement
+from nxd_optim.placement import Placement, check_same_parameters
 from nxd_optim.zero1.bucket import Bucket, Dtypes
 from nxd_optim.zero1.flat_bucket import FlatBucket
+from nxd_optim.zero1.flat_parameters import FlatParameters
+from nxd_optim.zero1.fully_shard import in_order_of_backward
 from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges
 from nxd_optim.zero1.xla_bucket import XlaBucket
 
@@ -60,6 +63,7 @@ class ShardedWeights:
         parameters: Sequence[Tensor],
         param_groups: Sequence[dict[str, Any]],
         group: Group,
+        placements: Sequence[Placement],
         *,
         bucket_bytes: int,
     ) -> None:
@@ -69,7 +73,8 @@ class ShardedWeights:
             parameters: the parameters; frozen ones stay where they are.
             param_groups: the groups of all parameters, as a user sees them.
             group: the replicas of dense layers.
-            bucket_bytes: maximum size of a bucket.
+            placements: the placements of dense layers and of experts.
+            bucket_bytes: maximum size of a bucket; parameters that are sharded already keep their buffers.
 
         Raises:
             ValueError: parameters are on the meta device, or differ between ranks of the group.
@@ -77,7 +82,7 @@ class ShardedWeights:
         for base in self._base_optimizers:  # all have the user's groups, empty ones too
             for added in param_groups[len(base.param_groups) :]:
                 base.add_param_group(settings_of(added) | {"params": []})
-        buckets = self._make_buckets(parameters, group, bucket_bytes)
+        buckets = self._make_buckets(parameters, group, placements, bucket_bytes)
         self.buckets = [*self.buckets, *buckets]
         for bucket in buckets:
             weights = {it.parameter: it.weight for it in bucket.ranges}
@@ -89,21 +94,28 @@ class ShardedWeights:
         if self._forward_gather is not None:
             self.overlap_forward(self._forward_gather.model)
 
-    def _make_buckets(self, parameters: Iterable[Tensor], group: Group, bucket_bytes: int) -> list[Bucket]:
+    def _make_buckets(
+        self, parameters: Iterable[Tensor], group: Group, placements: Sequence[Placement], bucket_bytes: int
+    ) -> list[Bucket]:
         trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         if any(p.is_meta for p in trained):
             raise ValueError("parameters on the meta device cannot be trained; materialize them, then call init_zero()")
         check_same_parameters(trained, group)
+        here = [p for p in trained if holder_of(p) is None]
         # Small parameters (norms, biases) are sent separately and last. They are often listed apart from the matrices,
         # so the time at which backward reaches them is unknown, and a bucket waits for the last of its parameters.
-        matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
-        dense = dense_placement(group)
-        experts = expert_placement() or dense
+        matrices, others = [p for p in here if p.dim() > 1], [p for p in here if p.dim() <= 1]
         buckets: list[Bucket] = []
         for batch in (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes)):
-            kind = XlaBucket if is_lazy_device(batch[0]) else FlatBucket
-            placement = experts if is_expert(batch[0]) else dense
-            buckets.append(kind(batch, placement, self._dtypes_of(batch[0].dtype)))
+            placement = placements[-1] if is_expert(batch[0]) else placements[0]
+            dtypes = self._dtypes_of(batch[0].dtype)
+            if is_lazy_device(batch[0]):
+                buckets.append(XlaBucket(batch, placement, dtypes))
+            else:
+                buckets.append(FlatBucket(FlatParameters(batch, placement.replicas), placement, dtypes))
+        for flat in in_order_of_backward(trained):
+            placement = placements[-1] if is_expert(flat.parameters[0]) else placements[0]
+            buckets.append(FlatBucket(flat, placement, self._dtypes_of(flat.parameters[0].dtype)))
         return buckets
 
     def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
@@ -146,7 +158,7 @@ class ShardedWeights:
         for bucket, base in reversed(list(self.parts())):  # in the order in which the next forward needs them
             if any(id(p) in used for p in bucket.parameters):
                 _step(bucket, base, used)
-                bucket.gather()
+                bucket.publish()
         for base in self._base_optimizers[:1]:
             copy_settings(base.param_groups, param_groups)
         if self._forward_gather is None:

@@ -113,7 +113,7 @@ class XlaBucket:
         self.stale = set()
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def publish(self) -> None:
         """Send this rank's parts to the others and copy theirs into the parameters."""
         parts = torch.cat([it.weight for it in self.ranges]).to(self.parameters[0].dtype)
         by_rank = all_gather(parts.unsqueeze(0), self._group)

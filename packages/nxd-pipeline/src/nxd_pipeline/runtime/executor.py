@@ -1,13 +1,13 @@
 """Runs a schedule: this rank's computations, sends and receives, in the order that the schedule prescribes."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
 
 import torch
-from nxd_state import Pending, autocast_devices, step_boundary
+from nxd_state import Pending, autocast_devices, step_boundary, whole_parameters
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec
@@ -28,8 +28,9 @@ from nxd_pipeline.schedules.edge import Dataflow
 from nxd_pipeline.schedules.schedule import RECEIVES
 
 Record = Callable[[Action, int, int], None]
-LastBackward = Callable[[Iterable[Tensor]], AbstractContextManager[None]]
+BackwardOf = Callable[[Sequence[Tensor], Sequence[Tensor]], AbstractContextManager[None]]
 BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
+_TO_WEIGHTS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT})
 _Key = tuple[int, int, int]  # from stage, to stage, microbatch
 
 
@@ -114,7 +115,7 @@ class Executor:
         microbatches: Sequence[Mapping[str, Any]],
         read_output: Callable[[Any], Any],
         record: Record | None = None,
-        last_backward: LastBackward | None = None,
+        backward_of: BackwardOf | None = None,
         loss_scale: float = 1.0,
     ) -> list[Any]:
         """Run the schedule once; gradients are added to those that parameters have.
@@ -125,8 +126,8 @@ class Executor:
             read_output: function that selects from the model's output; in training the loss, a scalar.
             record: called after each action with it and its start and end by `time.perf_counter_ns()`. The span of a
                 receive is the time for which the computation that needs it waited, right before that computation.
-            last_backward: a context around the last backward of each stage, called with the parameters that get their
-                last gradient in it.
+            backward_of: a context around each backward that adds to gradients of parameters, called with these and those
+                that get their last one in it.
             loss_scale: factor of the gradients.
 
         Returns:
@@ -134,7 +135,7 @@ class Executor:
         """
         run = _Run(microbatches, read_output, loss_scale)
         self._shapes.describe(microbatches)
-        completed = {} if last_backward is None else self._completed_parameters(rank)
+        completed = {} if backward_of is None else self._completed_parameters(rank)
         with torch.set_grad_enabled(not self._schedule.is_forward_only):
             for action in self._schedule.actions[rank]:
                 self._await_inputs(run, action, record)
@@ -142,8 +143,9 @@ class Executor:
                 with ExitStack() as contexts:
                     if action.kind in BACKWARDS:
                         contexts.enter_context(without_autocast())
-                    if last_backward is not None and action in completed:
-                        contexts.enter_context(last_backward(completed[action]))
+                    if backward_of is not None and action.kind in _TO_WEIGHTS:
+                        trained = list(self._modules[action.stage].parameters())
+                        contexts.enter_context(backward_of(trained, completed.get(action, [])))
                     self._handlers[action.kind](run, action)
                 if record is not None and action.kind not in RECEIVES:
                     record(action, start, perf_counter_ns())
@@ -157,7 +159,7 @@ class Executor:
         stages: set[int] = set()
         parameters: set[Tensor] = set()
         for action in reversed(self._schedule.actions[rank]):
-            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and action.stage not in stages:
+            if action.kind in _TO_WEIGHTS and action.stage not in stages:
                 completed[action] = [p for p in self._modules[action.stage].parameters() if p not in parameters]
                 stages.add(action.stage)
                 parameters.update(completed[action])
@@ -238,7 +240,8 @@ class Executor:
     def _backward_weight(self, run: _Run, action: Action) -> None:
         halves = run.weight_halves.pop((action.stage, action.microbatch), None)
         if halves is not None:
-            halves.compute_weights()
+            with whole_parameters(self._modules[action.stage].parameters()):
+                halves.compute_weights()
 
     def _roots(self, run: _Run, action: Action) -> tuple[_SavedForward, list[GradientEdge], list[Tensor]]:
         """Return the roots of a backward and their gradients."""

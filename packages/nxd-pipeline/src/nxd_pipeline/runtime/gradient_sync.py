@@ -1,6 +1,6 @@
 """Averages a pipeline's gradients over the replicas: by an optimizer, or here if no optimizer does it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 from weakref import ref
@@ -21,8 +21,13 @@ from torch import Tensor, nn
 class GradientSync(Protocol):
     """An object that averages gradients over the replicas of a model, such as an optimizer of nxd_optim."""
 
-    def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Return a block in which these parameters get their last gradient of a `run_train`, so they may be sent."""
+    def backward_of(self, parameters: Sequence[Tensor], last: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Return a block for a backward of a `run_train`, in which gradients may be sent.
+
+        Args:
+            parameters: the parameters to whose gradients it adds.
+            last: those that get their last gradient in it.
+        """
 
     def synchronize(self) -> None:
         """Wait until all gradients are averaged."""
@@ -71,10 +76,10 @@ class GradientSyncs:
         """Return those that average the gradients of the next run."""
         return [sync for it, _ in self._known if (sync := it()) is not None] if self._is_on else []
 
-    def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    def backward_of(self, parameters: Sequence[Tensor], last: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return the block of the only active object; several would send in an order that may differ between ranks."""
         syncs = self.active()
-        return syncs[0].last_backward(parameters) if len(syncs) == 1 else nullcontext()
+        return syncs[0].backward_of(parameters, last) if len(syncs) == 1 else nullcontext()
 
     def synchronize(self) -> None:
         """Wait until all gradients of the run are averaged."""

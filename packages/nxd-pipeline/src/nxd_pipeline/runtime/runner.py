@@ -1,7 +1,7 @@
 """The two ways to run a batch: the whole model on one rank, or this rank's stages of a model that is cut."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns
 from typing import Any
 
@@ -89,13 +89,14 @@ class WholeModelRunner:
         `record` is that of `Executor.run`.
         """
         losses = []
+        parameters = list(self.original.parameters())
         for index, microbatch in enumerate(microbatches):
             start = perf_counter_ns()
             with forward_of(index):
                 loss = read_loss(self.original(**microbatch))
             middle = perf_counter_ns()
-            is_last = index == len(microbatches) - 1
-            with without_autocast(), syncs.last_backward(self.original.parameters()) if is_last else nullcontext():
+            last = parameters if index == len(microbatches) - 1 else []
+            with without_autocast(), syncs.backward_of(parameters, last):
                 (loss / len(microbatches)).backward(torch.full_like(loss, syncs.loss_scale()))
             losses.append(loss.detach())
             if record is not None:
@@ -177,8 +178,8 @@ class StagesRunner:
         """See `WholeModelRunner.train`."""
         tied = {weight.parameter for weight in self._tied_weights.weights}  # complete when all stages are done
 
-        def without_tied(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-            return syncs.last_backward([parameter for parameter in parameters if parameter not in tied])
+        def without_tied(parameters: Sequence[Tensor], last: Sequence[Tensor]) -> AbstractContextManager[None]:
+            return syncs.backward_of([p for p in parameters if p not in tied], [p for p in last if p not in tied])
 
         # On XLA each action is a graph of its own, and its communication has a place in the order of all ranks.
         overlaps = len(syncs.active()) == 1 and not is_lazy_device()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, Receive, Send, batch_isend_irecv, transport_device
+from nxd_state import Group, Receive, Send, batch_isend_irecv, transport_device, whole_parameters
 from nxd_state.parameter_marks import mark_tied_over_stages
 from torch import Tensor, nn
 
@@ -79,7 +79,9 @@ class TiedWeights:
             ValueError: a weight is frozen on only some of its ranks.
         """
         self._check_frozen_alike()
-        self._send_first(weight for weight in self.weights if weight.parameter.requires_grad)
+        trained = [weight for weight in self.weights if weight.parameter.requires_grad]
+        with whole_parameters([weight.parameter for weight in trained], changed=True):
+            self._send_first(trained)
 
     def _send_first(self, weights: Iterable[TiedWeight]) -> None:
         messages: list[Send | Receive] = []

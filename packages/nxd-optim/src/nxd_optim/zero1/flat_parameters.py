@@ -1,0 +1,198 @@
+"""Parameters in one flat buffer, of which each rank owns an equal part.
+
+With ZeRO-1 and ZeRO-2 every rank keeps the whole buffer. With ZeRO-3 a rank keeps its own part, and the buffer has
+memory only while its parameters are used: each then is a view of it, and otherwise a tensor of the same shape that
+reads as NaN and takes no memory.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from nxd_state import Group, Pending, all_gather_
+from nxd_state.sharded_values import OwnedRange, set_holder
+from torch import Tensor
+
+ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel requires
+
+
+class FlatParameters:
+    """Parameters of one dtype and device as views of one buffer; a `nxd_state.sharded_values.ValueHolder`.
+
+    Args:
+        parameters: the parameters; they are moved into the buffer.
+        group: the ranks that each own a part.
+        is_released: whether only the own part is kept while the parameters are not used (ZeRO-3).
+        near: the ranks that share what remains after a forward, some of `group`: each keeps an equal part of the buffer
+            until the backward. None to keep only the own part then, too.
+
+    Attributes:
+        shard: this rank's part, 1-d; a part of the buffer itself unless the buffer is released.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], group: Group, *, is_released: bool = False, near: Group | None = None
+    ) -> None:
+        first = parameters[0]
+        self.parameters = list(parameters)
+        self.group, self.is_released = group, is_released
+        self._near = near
+        self._near_part: Tensor | None = None
+        self._starts, length = _lay_out(parameters, group.size)
+        self._buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
+        self._places = {
+            id(it): self._buffer[start : start + it.numel()].view(it.shape)
+            for it, start in zip(self.parameters, self._starts, strict=True)
+        }
+        for parameter in self.parameters:
+            self._places[id(parameter)].copy_(parameter.detach())
+            parameter.data = self._places[id(parameter)]
+        self._own = self._buffer.chunk(group.size)[group.rank]
+        self.shard = self._own.clone() if is_released else self._own
+        self._gathering: Pending[Tensor] | None = None
+        self._is_whole = True
+        self._holds, self._was_whole = 0, True  # blocks that keep it whole, and whether it was before the first
+        self._bytes = self._buffer.nbytes
+        self._owned = {id(it): tuple(place) for it, *place in self.own_ranges()}
+        empty = torch.full((), math.nan if first.is_floating_point() else 0, dtype=first.dtype, device=first.device)
+        self._empty = {id(it): empty.expand(it.shape) for it in self.parameters}
+        if is_released:
+            for parameter in self.parameters:
+                set_holder(parameter, self)
+            self.release()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, with padding."""
+        return self._buffer.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer when it has memory, with padding."""
+        return self._bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are whole on this rank, or on their way."""
+        return self._is_whole
+
+    def views_of(self, flat: Tensor) -> dict[int, Tensor]:
+        """Return the places of the parameters, by id, in a tensor of the buffer's length."""
+        places = zip(self.parameters, self._starts, strict=True)
+        return {id(it): flat[start : start + it.numel()].view(it.shape) for it, start in places}
+
+    def own_ranges(self) -> list[tuple[Tensor, int, int, int]]:
+        """Return each parameter of which this rank owns elements: it, their start and stop, their offset in `shard`."""
+        part = self.numel // self.group.size
+        part_start = self.group.rank * part
+        ranges = []
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            first = max(start, part_start)
+            last = min(start + parameter.numel(), part_start + part)
+            if first < last:
+                ranges.append((parameter, first - start, last - start, first - part_start))
+        return ranges
+
+    def owned_range(self, parameter: Tensor) -> OwnedRange:
+        """Return the elements of a parameter that this rank owns."""
+        start, stop, offset = self._owned.get(id(parameter), (0, 0, 0))
+        return OwnedRange(start, stop, self.shard[offset : offset + stop - start])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make changes of `shard` known: start gathering the parts, or forget the gathered parameters."""
+        if self.is_released:
+            self.release()
+            self._near_part = None
+        else:
+            self._gathering = all_gather_(self._buffer, self.group, async_op=True)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start gathering the parts of a released buffer."""
+        if self._is_whole:
+            return
+        self._buffer.untyped_storage().resize_(self._bytes)
+        part, group, own = self.shard, self.group, self._own
+        if self._near_part is not None and self._near is not None:
+            part, group, self._near_part = self._near_part, self._near, None
+            own = self._buffer.chunk(group.size)[group.rank]
+        own.copy_(part)
+        self._gathering = all_gather_(self._buffer, group, async_op=True)
+        self._is_whole = True
+        for parameter in self.parameters:
+            parameter.data = self._places[id(parameter)]
+
+    def wait(self) -> None:
+        """Return when the parameters are whole; gathers them if they are released."""
+        self.gather()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    @torch.no_grad()
+    def release(self, *, until_backward: bool = False) -> None:
+        """Give the buffer's memory back, where that is wanted.
+
+        Args:
+            until_backward: whether to keep the part of the near ranks, which the next `gather` then uses.
+        """
+        if not self.is_released or not self._is_whole or self._holds:
+            return
+        if self._gathering is not None:  # other ranks take part in it
+            self._gathering.wait()
+            self._gathering = None
+        if until_backward and self._near is not None:
+            self._near_part = self._buffer.chunk(self._near.size)[self._near.rank].clone()
+        for parameter in self.parameters:
+            parameter.data = self._empty[id(parameter)]
+        self._buffer.untyped_storage().resize_(0)
+        self._is_whole = False
+
+    def hold(self) -> None:
+        """Start gathering, and keep the buffer until `let_go`. Calls may be nested."""
+        if not self._holds:
+            self._was_whole = self._is_whole
+        self.gather()
+        self._holds += 1
+
+    def let_go(self) -> None:
+        """Release the buffer if it was released at the first `hold`."""
+        self._holds -= 1
+        if not self._holds and not self._was_whole:
+            self.release()
+
+    @torch.no_grad()
+    def keep_changes(self) -> None:
+        """Take this rank's part from the whole parameters, which were changed."""
+        self.wait()
+        if self.shard is not self._own:
+            self.shard.copy_(self._own)
+
+    def check_places(self) -> None:
+        """Raise a RuntimeError if a parameter is no longer in the buffer."""
+        memory = self._buffer.untyped_storage()._cdata
+        for parameter in self.parameters:
+            place = self._places if self._is_whole else self._empty
+            is_here = parameter.untyped_storage()._cdata == place[id(parameter)].untyped_storage()._cdata
+            if not is_here or parameter.storage_offset() != place[id(parameter)].storage_offset():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was moved after the optimizer was created, so "
+                    "updates would not reach it; move, convert or assign parameters before that, or pass lazy_init=True"
+                    " and call init_zero() afterwards"
+                )
+
+
+def _lay_out(parameters: Sequence[Tensor], parts: int) -> tuple[list[int], int]:
+    """Return where each parameter starts, and the buffer's length, which `parts` divides.
+
+    A parameter starts at a multiple of `ALIGNMENT_BYTES` if the gap before it is less than 1% of its size.
+    """
+    starts, end = [], 0
+    for parameter in parameters:
+        if parameter.nbytes > 100 * ALIGNMENT_BYTES:
+            elements = ALIGNMENT_BYTES // parameter.element_size()
+            end = -(-end // elements) * elements
+        starts.append(end)
+        end += parameter.numel()
+    return starts, -(-max(end, 1) // parts) * parts

@@ -1,0 +1,335 @@
+"""ZeRO-3: parameters that are sharded over the replicas, and gathered unit by unit while they are used.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 3; the units and
+their order are those of Zhao et al. 2023, "PyTorch FSDP". A unit is a module, such as a decoder layer, whose parameters
+travel in one message for its forward and in one for its backward, while the unit before it computes. Parameters outside
+the units, or in several, are whole from the forward of the model to the end of its backward.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from nxd_state import Group, active_group, check_same_start, group_among, is_lazy_device
+from nxd_state.parameter_marks import is_expert
+from nxd_state.sharded_values import holder_of, set_holder, whole_parameters
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from nxd_optim.placement import Placement, require_mesh, sharding_placements
+from nxd_optim.zero1.flat_parameters import FlatParameters
+
+
+def fully_shard(
+    models: Sequence[nn.Module],
+    units: Iterable[nn.Module],
+    *,
+    shard_group_size: int | None = None,
+    reshard_after_forward: bool | int = True,
+) -> "FullySharded":
+    """Shard the parameters of models over their replicas (ZeRO-3). Called by all ranks, before the optimizer is made.
+
+    Forward and backward then gather what they use. Elsewhere a parameter has its shape and no values: read and write
+    them in a block of `nxd_state.sharded_values.whole_parameters`, and save with nxd-engine's checkpoints.
+
+    Args:
+        models: the model, or this rank's stages of it; they may share parameters.
+        units: modules of the models whose parameters are gathered together; those of a unit inside another are its own.
+        shard_group_size: number of neighboring replicas that share a parameter (hybrid sharding), which the others
+            mirror; None for all replicas.
+        reshard_after_forward: whether a unit is given up after its forward, and gathered again for its backward. False
+            keeps parameters whole until the optimizer's step: more memory, fewer bytes with several microbatches. A
+            number keeps them sharded over that many neighboring ranks meanwhile, so that backward gathers from these.
+
+    Raises:
+        ValueError: there are no groups of this size, a unit is not in the models, parameters are sharded already or not
+            the same on all replicas, or the device is XLA.
+    """
+    require_mesh()
+    units = list(dict.fromkeys(units))
+    _check(models, units)
+    placements = sharding_placements(active_group("dp", "cp"), shard_group_size)
+    check_same_start(dict.fromkeys(p for model in models for p in model.parameters()))
+    return FullySharded(models, units, placements, reshard_after_forward)
+
+
+def in_order_of_backward(trained: Sequence[Tensor]) -> list[FlatParameters]:
+    """Return the buffers of sharded parameters among these, in the order in which backward fills them.
+
+    Buffers that also hold other parameters, such as frozen ones, are split.
+    """
+    wanted = set(trained)
+    owners = list(dict.fromkeys(it.owner for p in trained if isinstance(it := holder_of(p), _UnitParameters)))
+    return [flat for owner in owners for flat in owner.only(wanted)]
+
+
+_WITHOUT_TENSORS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class _UnitParameters(FlatParameters):
+    """The sharded parameters of a unit, or those outside the units."""
+
+    def __init__(self, owner: "FullySharded", parameters: Sequence[Tensor], group: Group, near: Group | None) -> None:
+        super().__init__(parameters, group, is_released=True, near=near)
+        self.owner = owner
+
+
+class FullySharded:
+    """Gathers and releases the sharded parameters of models, by hooks on their units.
+
+    Args:
+        models: the models.
+        units: the units.
+        placements: the placements of dense layers and of experts.
+        reshard_after_forward: see `fully_shard`.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        units: Sequence[nn.Module],
+        placements: Sequence[Placement],
+        reshard_after_forward: bool | int,
+    ) -> None:
+        self._placements = placements
+        self._reshards = reshard_after_forward is not False
+        self._near = [_near_group(it.replicas, reshard_after_forward) for it in placements]
+        self._flats: dict[nn.Module, list[_UnitParameters]] = {}  # by unit; outside the units by model
+        for module, parameters in _parameters_by_unit(models, units).items():
+            self._flats[module] = self._make(parameters)
+        self._models = {model: set(model.parameters()) for model in models}
+        self._used: dict[nn.Module, list[_UnitParameters]] = {}  # what `of` has found
+        for model in models:
+            order = [module for module in model.modules() if module in self._flats and module not in self._models]
+            _ModelHooks(self, model, order)
+
+    def of(self, module: nn.Module) -> list[_UnitParameters]:
+        """Return the buffers of a unit, or those of a model's other parameters, which another model may share."""
+        if module not in self._used:
+            its = self._models.get(module)
+            of_models = [flat for model in self._models for flat in self._flats[model]]
+            self._used[module] = (
+                self._flats[module] if its is None else [it for it in of_models if not its.isdisjoint(it.parameters)]
+            )
+        return self._used[module]
+
+    @property
+    def reshards(self) -> bool:
+        """Whether parameters are given up after each forward and backward, and not after the step."""
+        return self._reshards
+
+    def only(self, wanted: set[Tensor]) -> list[FlatParameters]:
+        """Return the buffers that hold exactly these parameters, in the order of backward."""
+        found: list[FlatParameters] = []
+        self._used = {}
+        for flats in self._flats.values():
+            mixed = [it for it in flats if 0 < len(wanted.intersection(it.parameters)) < len(it.parameters)]
+            for flat in mixed:
+                flats.remove(flat)
+                flats += self._split(flat, wanted)
+            found += [it for it in flats if it.parameters[0] in wanted]
+        return found
+
+    def _split(self, flat: _UnitParameters, wanted: set[Tensor]) -> list[_UnitParameters]:
+        with whole_parameters(flat.parameters):
+            parts = [[p for p in flat.parameters if (p in wanted) is chosen] for chosen in (True, False)]
+            for parameter in flat.parameters:
+                set_holder(parameter, None)
+                parameter.data = parameter.data.clone()
+        return [it for part in parts for it in self._make(part)]
+
+    def _make(self, parameters: Iterable[Tensor]) -> list[_UnitParameters]:
+        kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+        for parameter in parameters:
+            kind = (parameter.dtype, parameter.device, is_expert(parameter), parameter.requires_grad)
+            kinds.setdefault(kind, []).append(parameter)
+        made = []
+        for (_, _, of_experts, _), alike in kinds.items():
+            index = -1 if of_experts else 0
+            made.append(_UnitParameters(self, alike, self._placements[index].replicas, self._near[index]))
+        return made
+
+
+class _ModelHooks:
+    """Gathers what a model's forward and backward use, and releases what they have used.
+
+    Args:
+        sharded: the parameters.
+        model: the model.
+        units: its units, in the order of their forwards.
+    """
+
+    def __init__(self, sharded: FullySharded, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        self._sharded, self._model, self._units = sharded, model, list(units)
+        self._index = {unit: index for index, unit in enumerate(units)}
+        self._ends_backward = False
+        model.register_state_dict_pre_hook(self._before_state_dict)
+        model.register_load_state_dict_pre_hook(self._before_load)
+        model.register_forward_pre_hook(self._before_model, prepend=True)
+        model.register_forward_hook(self._after_model)
+        others = {id(p) for flat in sharded.of(model) for p in flat.parameters}
+        for module in model.modules():
+            if module in self._index:
+                module.register_forward_pre_hook(self._before_unit, prepend=True, with_kwargs=True)
+                # First: the hook that ends a stage of a pipeline leaves by an exception.
+                module.register_forward_hook(self._after_unit, prepend=True)
+            elif module is not model and any(id(p) in others for p in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._before_other, prepend=True)
+
+    def _before_model(self, model: nn.Module, args: Any) -> None:
+        self._gather(model)
+        if self._units and not _in_backward():
+            self._gather(self._units[0])
+        self._wait(model)
+
+    def _before_other(self, module: nn.Module, args: Any) -> None:
+        self._wait(self._model)
+
+    def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not self._watch(model, output):
+            self._release(model)
+
+    def _before_unit(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        self._wait(unit)
+        if _in_backward():  # it is computed again
+            return
+        if torch.is_grad_enabled() and self._sharded.reshards:
+            inputs = _that_need_gradients((args, kwargs))
+            if inputs:
+                register_multi_grad_hook(inputs, partial(self._after_backward, unit), mode="all")
+        following = self._index[unit] + 1
+        if following < len(self._units):
+            self._gather(self._units[following])
+
+    def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
+        if _in_backward():
+            return
+        is_last = self._index[unit] == len(self._units) - 1
+        if not self._watch(unit, output):
+            self._release(unit)
+        elif self._sharded.reshards and not is_last:  # backward begins with the last one
+            self._release(unit, until_backward=True)
+
+    def _watch(self, module: nn.Module, output: Any) -> bool:
+        """Follow the backward through a module's output; returns whether there may be one."""
+        leaves = tree_leaves(output)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._before_backward, module))
+        return torch.is_grad_enabled() and any(
+            it.requires_grad if isinstance(it, Tensor) else not isinstance(it, _WITHOUT_TENSORS) for it in leaves
+        )
+
+    def _before_backward(self, module: nn.Module, gradient: Tensor) -> None:
+        if not self._ends_backward:
+            self._ends_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._wait(self._model)
+        self._wait(module)
+        before = self._index.get(module, len(self._units)) - 1
+        if before >= 0:
+            self._gather(self._units[before])
+
+    def _after_backward(self, unit: nn.Module, gradients: Any) -> None:
+        self._release(unit)
+
+    def _end_backward(self) -> None:
+        self._ends_backward = False
+        if self._sharded.reshards:
+            for module in (*self._units, self._model):
+                self._release(module)
+
+    def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # otherwise for the names of what it returns
+            self._check_whole("state_dict()")
+
+    def _before_load(self, model: nn.Module, *_: Any) -> None:
+        self._check_whole("load_state_dict()")
+
+    def _check_whole(self, call: str) -> None:
+        if not all(flat.is_whole for module in (*self._units, self._model) for flat in self._sharded.of(module)):
+            raise RuntimeError(
+                f"{call} of a model whose parameters are sharded over the replicas (ZeRO-3): save and load with "
+                "save_checkpoint and load_checkpoint, or call it on all ranks in a block of "
+                "nxd_state.whole_parameters(model.parameters()), with changed=True to load"
+            )
+
+    def _gather(self, module: nn.Module) -> None:
+        for flat in self._sharded.of(module):
+            flat.gather()
+
+    def _wait(self, module: nn.Module) -> None:
+        for flat in self._sharded.of(module):
+            flat.wait()
+
+    def _release(self, module: nn.Module, *, until_backward: bool = False) -> None:
+        for flat in self._sharded.of(module):
+            flat.release(until_backward=until_backward)
+
+
+def _in_backward() -> bool:
+    """Whether this is called by a backward, in which activation checkpointing computes modules again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _that_need_gradients(values: Any) -> list[Tensor]:
+    return [it for it in tree_leaves(values) if isinstance(it, Tensor) and it.requires_grad]
+
+
+def _check(models: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
+    inside = {module for model in models for module in model.modules()}
+    for unit in units:
+        if unit not in inside:
+            raise ValueError(f"units has a {type(unit).__name__} that is not in the models; pass modules of the models")
+    for parameter in (p for model in models for p in model.parameters()):
+        if parameter.is_meta:
+            raise ValueError("parameters on the meta device cannot be sharded; materialize the model first")
+        if is_lazy_device(parameter):
+            raise ValueError(
+                "parameters cannot be sharded on XLA, where tensors do not share memory; use ZeRO-1, which shards the "
+                "optimizer's states"
+            )
+        if holder_of(parameter) is not None:
+            raise ValueError("the parameters are sharded already; call fully_shard once for all parts of a model")
+
+
+def _near_group(group: Group, reshard_after_forward: bool | int) -> Group | None:
+    """Return the neighboring ranks that share parameters between forward and backward; None for all of the group."""
+    if isinstance(reshard_after_forward, bool) or reshard_after_forward == group.size:
+        return None
+    number = reshard_after_forward
+    if number < 1 or group.size % number:
+        raise ValueError(
+            f"reshard_after_forward={number} must be true, false, or a number that divides the {group.size} ranks that "
+            "share parameters"
+        )
+    return group_among([ranks[i : i + number] for ranks in group.replica_groups for i in range(0, len(ranks), number)])
+
+
+def _parameters_by_unit(models: Sequence[nn.Module], units: Sequence[nn.Module]) -> dict[nn.Module, list[Tensor]]:
+    """Return the parameters that are gathered together, by unit in the reverse order of forwards, models last."""
+    holders: dict[Tensor, set[nn.Module]] = {}
+    for unit in units:
+        for parameter in _own_parameters(unit, set(units)):
+            holders.setdefault(parameter, set()).add(unit)
+    elsewhere = {p for model in models for p in _own_parameters(model, set(units))}
+    order = [module for model in models for module in model.modules() if module in set(units)]
+    found: dict[nn.Module, list[Tensor]] = {unit: [] for unit in reversed(order)}
+    for parameter, its in holders.items():
+        if len(its) == 1 and parameter not in elsewhere:
+            found[next(iter(its))].append(parameter)
+    in_units = {parameter for parameters in found.values() for parameter in parameters}
+    for model in models:
+        found[model] = [p for p in model.parameters() if p not in in_units]
+        in_units.update(found[model])
+    return found
+
+
+def _own_parameters(module: nn.Module, units: set[nn.Module]) -> Iterator[Tensor]:
+    """Yield the parameters of a module that are not in units inside it."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in units:
+            yield from _own_parameters(child, units)

@@ -1,0 +1,220 @@
+"""Every ZeRO stage, composed with every other axis, trains like one process: losses, norms, weights and states.
+
+Ten steps of AdamW in float64. The states hold every gradient: `exp_avg` is a mean of them.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import neuronx_distributed as nxd
+import pytest
+import torch
+from nxd_engine.checkpoints.optimizer_state import optimizer_state
+from nxd_engine.checkpoints.state import OPTIMIZER_PREFIX, logical_name
+from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from nxd_lora import LoraConfig, LoraModel
+from nxd_parity import InFloat64
+from nxd_state import destroy_model_parallel, get_group, whole_parameters
+from nxd_testing import assemble_logical, logical_pieces
+
+pytest.importorskip("transformers", reason="some of the models are of transformers: pip install transformers")
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+STEPS, SAMPLES, LENGTH, VOCABULARY = 10, 8, 8, 48
+RTOL = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    stage: int = 3
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    group: int | None = None
+    reshard: bool | int | None = None
+    checkpointing: str | None = None
+    microbatches: int = 2
+    schedule: str = "1f1b"
+    model: str = "llama"
+    lora: bool = False
+
+
+def make_model(name: str, *, sequence_parallel: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if name in ("llama", "tied"):
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=name == "tied",
+        )
+        return LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    from hf_survey.architectures import tiny_model
+
+    return tiny_model(name)
+
+
+def lora_config() -> LoraConfig:
+    return LoraConfig(lora_rank=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+def batches(model: str) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(3, VOCABULARY, (STEPS, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    if model in ("llama", "tied"):
+        return [{"input_ids": step[:, :-1], "labels": step[:, 1:]} for step in tokens]
+    return [{"input_ids": step[:, :-1], "labels": step[:, :-1]} for step in tokens]
+
+
+def config_of(layout: Layout) -> dict:
+    pipeline = {"num_microbatches": layout.microbatches, "input_names": ["input_ids", "labels"]}
+    if layout.model in ("llama", "tied"):
+        pipeline["transformer_layer_cls"] = LlamaDecoderLayer
+    if layout.pp > 1:
+        pipeline |= {"auto_partition": True, "schedule": layout.schedule}
+        if layout.schedule in ("zb-v", "v-half"):
+            pipeline["virtual_pipeline_size"] = 2
+    return nxd.neuronx_distributed_config(
+        tensor_parallel_size=layout.tp,
+        pipeline_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_parallel_size=layout.ep,
+        pipeline_config=pipeline,
+        optimizer_config={
+            "zero_stage": layout.stage,
+            "shard_group_size": layout.group,
+            "reshard_after_forward": layout.reshard,
+            "max_grad_norm": 0.5,
+        },
+        activation_checkpoint_config=layout.checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        lora_config=lora_config() if layout.lora else None,
+    )
+
+
+def train(layout: Layout) -> tuple[list[float], list[float], list, dict]:
+    with InFloat64():
+        config = config_of(layout)
+        model = nxd.initialize_parallel_model(
+            config, lambda: make_model(layout.model, sequence_parallel=layout.sequence_parallel)
+        )
+        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+        replicas = get_group("dp")
+        losses, norms = [], []
+        for batch in batches(layout.model):
+            own = {name: values.chunk(replicas.size)[replicas.rank] for name, values in batch.items()}
+            loss = model.run_train(**own)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(None if loss is None else loss.item())
+            norms.append(float(optimizer.grad_norm))
+        with whole_parameters(model.parameters()):
+            weights = logical_pieces((name, p, p) for name, p in model.named_parameters())
+        states = optimizer_state(model.pipeline if layout.pp > 1 else model.local_module(), optimizer.optimizer)
+        parts = [
+            (name, tuple(it.global_shape), [(shard.box.offsets, shard.tensor.clone()) for shard in it.shards])
+            for name, it in states.items()
+            if name.endswith(("/exp_avg", "/exp_avg_sq"))
+        ]
+        destroy_model_parallel()
+    return losses, norms, weights, parts
+
+
+def one_process(layout: Layout):
+    with InFloat64():
+        model = make_model(layout.model)
+        if layout.lora:
+            LoraModel(model, lora_config())
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW([p for _, p in trained], lr=1e-2)
+        losses, norms = [], []
+        for batch in batches(layout.model):
+            output = model(**batch)
+            loss = output if isinstance(output, torch.Tensor) else output.loss
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(float(torch.nn.utils.clip_grad_norm_([p for _, p in trained], 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+        states = {
+            f"{name}/{key}": optimizer.state[p][key]
+            for name, p in trained
+            if p in optimizer.state
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+    return losses, norms, weights, states
+
+
+def assert_close(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    scale = wanted.abs().max().item()
+    torch.testing.assert_close(found, wanted, rtol=RTOL, atol=RTOL * scale + 1e-18, msg=lambda text: f"{name}: {text}")
+
+
+def check(run_ranks, layouts: list[Layout], world: int) -> None:
+    of_process = {key: one_process(layout) for layout in layouts if (key := (layout.model, layout.lora))}
+    for layout, outcomes in zip(
+        layouts, zip(*run_ranks(lambda: [train(it) for it in layouts], world), strict=True), strict=True
+    ):
+        try:
+            assert_equal(outcomes, of_process[layout.model, layout.lora])
+        except AssertionError as error:
+            raise AssertionError(f"{layout}: {error}") from error
+
+
+def assert_equal(outcomes, expected) -> None:
+    losses, norms, weights, states = expected
+    for step, wanted in enumerate(losses):
+        found = [losses_of_rank[step] for losses_of_rank, *_ in outcomes if losses_of_rank[step] is not None]
+        assert sum(found) / len(found) == pytest.approx(wanted, rel=RTOL)
+    for _, norms_of_rank, _, _ in outcomes:
+        assert norms_of_rank == pytest.approx(norms, rel=RTOL)
+    assembled = assemble_logical([of_rank for _, _, of_rank, _ in outcomes])
+    for name, tensor in assembled.items():
+        logical = logical_name(*name.split(":")) if ":" in name else name
+        assert_close(name, tensor, weights[logical])
+    assert weights.keys() - {logical_name(*n.split(":")) if ":" in n else n for n in assembled} <= {"lm_head.weight"}
+    found_states: dict[str, torch.Tensor] = {}
+    for *_, parts in outcomes:
+        for name, shape, shards in parts:
+            whole = found_states.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+            for offsets, values in shards:
+                whole[tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))] = values
+    for name, tensor in states.items():
+        if OPTIMIZER_PREFIX + name in found_states or not name.startswith("lm_head"):
+            assert_close(name, found_states[OPTIMIZER_PREFIX + name], tensor)
+
+
+TWO_RANKS = [
+    Layout(),
+    Layout(stage=2),
+    Layout(stage=1, group=1),
+    Layout(checkpointing="full", model="tied"),
+    Layout(reshard=False, lora=True),
+    Layout(cp=2),
+    Layout(model="qwen3"),
+    Layout(model="mixtral", ep=2),
+]
+FOUR_RANKS = [
+    Layout(tp=2, sequence_parallel=True, microbatches=1),
+    Layout(tp=2, sequence_parallel=True, stage=2, lora=True),
+    Layout(group=2, checkpointing="full"),
+    Layout(group=2, stage=2, model="qwen3"),
+    Layout(reshard=2),
+    Layout(pp=2, microbatches=4, model="tied"),
+    Layout(pp=2, microbatches=4, schedule="zb-v", reshard=False),
+    Layout(pp=2, microbatches=4, schedule="zb-v", model="tied"),
+    Layout(pp=2, microbatches=4, schedule="zb-v", stage=2),
+    Layout(pp=2, model="qwen3", lora=True, checkpointing="full"),
+    Layout(ep=2, model="mixtral", group=2),
+]
+
+
+@pytest.mark.parametrize(("layouts", "world"), [(TWO_RANKS, 2), (FOUR_RANKS, 4)], ids=["two-ranks", "four-ranks"])
+def test_every_stage_trains_like_one_process(run_ranks, layouts, world):
+    check(run_ranks, layouts, world)
