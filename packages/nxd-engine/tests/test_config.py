@@ -18,7 +18,14 @@ def test_config_without_arguments_has_the_documented_defaults_and_initialises_th
     config = neuronx_distributed_config()
 
     assert config["tensor_parallel_size"] == config["pipeline_parallel_size"] == 1
-    assert config["optimizer_config"] == {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+    assert config["optimizer_config"] == {
+        "zero_one_enabled": False,
+        "grad_clipping": True,
+        "max_grad_norm": 1.0,
+        "zero_stage": 0,
+        "shard_group_size": None,
+        "reshard_after_forward": None,
+    }
     assert config["model_init_config"] == {
         "sequential_move_factor": 11,
         "meta_device_init": False,
@@ -28,6 +35,41 @@ def test_config_without_arguments_has_the_documented_defaults_and_initialises_th
     for name in ("pipeline_config", "activation_checkpoint_config", "lora_config"):
         assert config[name] is None
     assert model_parallel_is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"),
+    [
+        ({"zero_one_enabled": True}, 1),
+        ({"zero_stage": 1}, 1),
+        ({"zero_one_enabled": True, "zero_stage": 3}, 3),
+        ({"zero_stage": 0}, 0),
+    ],
+)
+def test_zero_stage_and_zero_one_enabled_follow_each_other(given, stage):
+    config = neuronx_distributed_config(optimizer_config=given)
+
+    assert config["optimizer_config"]["zero_stage"] == stage
+    assert config["optimizer_config"]["zero_one_enabled"] is (stage > 0)
+    assert config["mixed_precision_config"]["use_master_weights"] is (stage > 0)
+    assert neuronx_distributed_config(**config) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero_stage": 4}, "zero_stage=4 is not allowed; expected 0, 1, 2 or 3"),
+        ({"zero_stage": True}, "zero_stage=True is not allowed"),
+        ({"zero_stage": 0, "zero_one_enabled": True}, "zero_one_enabled=True contradicts zero_stage=0"),
+        ({"shard_group_size": 2}, "shard_group_size needs zero_stage=1 or more"),
+        ({"shard_group_size": "2", "zero_stage": 1}, "shard_group_size='2' is not allowed"),
+        ({"reshard_after_forward": False, "zero_stage": 2}, "reshard_after_forward needs zero_stage=3"),
+        ({"reshard_after_forward": "no", "zero_stage": 3}, "reshard_after_forward='no' is not allowed"),
+    ],
+)
+def test_mistakes_in_sharding(given, message):
+    with pytest.raises(ValueError, match=message):
+        neuronx_distributed_config(optimizer_config=given)
 
 
 @pytest.mark.parametrize("zero1", [False, True])

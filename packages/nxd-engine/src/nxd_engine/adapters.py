@@ -34,6 +34,7 @@ from nxd_lora import (
     write_adapter_config,
 )
 from nxd_lora.config import DESCRIBED
+from nxd_state import values_changed, whole_parameters
 from torch import nn
 
 from nxd_engine.checkpoints.fill import check_names
@@ -99,7 +100,7 @@ def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str
     if lora is None:
         yield
         return
-    was_merged = lora.is_merged
+    was_merged, weights = lora.is_merged, list(lora.module.parameters()) if lora.lora_config.merge_lora else []
 
     def prepare() -> None:
         if lora.lora_config.merge_lora:
@@ -107,12 +108,13 @@ def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str
         elif was_merged:
             raise ValueError("the adapter is merged into the base model's weights; unmerge() first")
 
-    try:
-        on_every_rank(coordinator, doing, prepare, error_type=ValueError)
-        yield
-    finally:
-        if not was_merged:
-            lora.unmerge()
+    with whole_parameters(weights):  # which are the same afterwards
+        try:
+            on_every_rank(coordinator, doing, prepare, error_type=ValueError)
+            yield
+        finally:
+            if not was_merged:
+                lora.unmerge()
 
 
 def check_can_be_merged(model: NxDModel) -> None:
@@ -164,7 +166,8 @@ def write_description(description: Mapping[str, Any] | None, lora: LoraModel | N
 def settle_adapters(lora: LoraModel | None, objects: Any) -> None:
     """After a load, reset the adapters if the checkpoint held a model without adapters."""
     if lora is not None and not _has_adapter(objects):
-        lora.reset()
+        with whole_parameters(lora.module.parameters(), changed=True):
+            lora.reset()
 
 
 def wanted_tensors(lora: LoraModel | None, objects: Any, state: CheckpointState, where: str) -> CheckpointState:
@@ -194,7 +197,7 @@ def _has_adapter(objects: Any) -> bool:
 
 
 def _adapter_of(lora: LoraModel, state: CheckpointState) -> CheckpointState:
-    return {name: state[name] for name in adapter_names(lora)}
+    return {name: state[name] for name in adapter_names(lora) if name in state}
 
 
 def save_lora_checkpoint(
@@ -266,6 +269,7 @@ def load_lora_checkpoint(path: str | os.PathLike[str], model: LoraModel, tag: st
     saved = config_from_adapter_config(description["adapter"])
     check_same_scale(model, saved, f"checkpoint {found!r} in {os.fspath(path)}")
     nxd_ckpt.load(path, found, into=lora_state(model, with_base=description["has_base"]))
+    values_changed(model.module.parameters())
 
 
 def read_lora_config(path: str | os.PathLike[str], tag: str | None = None) -> LoraConfig:
@@ -316,7 +320,7 @@ def lora_state(model: LoraModel, *, with_base: bool) -> CheckpointState:
     """Return the adapter, and the base model if wanted, as logical tensors that share the model's memory."""
     _check_unmerged(model)
     state = model_state(model.module)
-    return state if with_base else {name: state[name] for name in adapter_names(model)}
+    return state if with_base else _adapter_of(model, state)
 
 
 def _describe(path: str | os.PathLike[str], tag: str | None) -> tuple[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch
 from nxd_layers.experts import BalanceConfig, RouterBalance, RouterLayer
 from nxd_lora import LoraConfig, LoraModel, TargetLayers
 from nxd_pipeline import GradientSync, NxDPPModel, current_microbatch
+from nxd_state import owned_range
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -256,7 +257,13 @@ class NxDModel(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """This rank's parameters and persistent buffers by name; see `torch.nn.Module.state_dict`."""
+        """This rank's parameters and persistent buffers by name; see `torch.nn.Module.state_dict`.
+
+        Raises:
+            RuntimeError: the parameters are sharded over the replicas (ZeRO-3).
+        """
+        if not keep_vars:
+            self._check_whole("state_dict()")
         found: dict[str, Any] = {} if destination is None else destination
         state = self.pipeline.local_state_dict() if self._is_cut else self._stages[0].state_dict(keep_vars=True)
         for name, value in state.items():  # a module's extra state may be anything
@@ -269,9 +276,10 @@ class NxDModel(nn.Module):
         """Copy values from a `state_dict` of this rank; stages also accept the whole model's.
 
         Raises:
-            RuntimeError: names or shapes do not fit.
+            RuntimeError: names or shapes do not fit, or the parameters are sharded over the replicas (ZeRO-3).
             ValueError: the same with a pipeline, or `assign` with a pipeline.
         """
+        self._check_whole("load_state_dict()")
         if not self._is_cut:
             return self._stages[0].load_state_dict(state_dict, strict, assign)
         if assign:
@@ -279,6 +287,14 @@ class NxDModel(nn.Module):
         missing = self.pipeline.local_state_dict().keys() - state_dict.keys()
         self.pipeline.load_local_state_dict(state_dict, strict=strict)
         return _IncompatibleKeys(sorted(missing), [])
+
+    def _check_whole(self, call: str) -> None:
+        if any(owned_range(parameter) is not None for parameter in self.parameters()):
+            raise RuntimeError(
+                f"{call} of a model whose parameters are sharded over the replicas (ZeRO-3): save and load with "
+                "save_checkpoint and load_checkpoint, or call it on all ranks in a block of "
+                "nxd_state.whole_parameters(model.parameters()), with changed=True to load"
+            )
 
     @property
     def training(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from nxd_state import Group, all_gather
+from nxd_state import Group, all_gather, local_values, owned_range, values_changed
 from nxd_state.parameter_marks import is_expert
 from torch import Tensor
 
@@ -50,10 +50,12 @@ class WeightAverage:
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         check_same_parameters(self.parameters, self.group)
         # Each parameter with the (start, stop) of the elements that this rank averages, in C order, and their average.
-        # All parameters are cut alike, so that each can be gathered separately.
+        # All parameters are cut alike, so that each can be gathered separately; those of ZeRO-3 as they are sharded.
         self._averages: list[tuple[Tensor, tuple[int, int], Tensor]] = []
         for parameter in self.parameters:
-            bounds = _part_of(parameter.numel(), self._replicas(parameter))
+            owned = owned_range(parameter)
+            part = _part_of(parameter.numel(), self._replicas(parameter))
+            bounds = part if owned is None else (owned.start, owned.stop)
             self._averages.append((parameter, bounds, self._own(parameter, bounds).clone()))
 
     @torch.no_grad()
@@ -77,14 +79,16 @@ class WeightAverage:
         All ranks of the group enter the block. A copy of this rank's parameters is kept meanwhile.
         """
         self._wait_for_parameters()
-        saved = [parameter.detach().clone() for parameter in self.parameters]
+        saved = [local_values(parameter).clone() for parameter in self.parameters]
         try:
             self._fill_parameters()
+            values_changed(self.parameters)
             yield
         finally:
             with torch.no_grad():
                 for parameter, own in zip(self.parameters, saved, strict=True):
-                    parameter.copy_(own)
+                    local_values(parameter).copy_(own)
+            values_changed(self.parameters)
 
     def sharded_state(self) -> list[StateTensor]:
         """Return the average as boxes of logical tensors, under the key "weight_average".
@@ -104,6 +108,9 @@ class WeightAverage:
     @torch.no_grad()
     def _fill_parameters(self) -> None:
         for parameter, _, average in self._averages:
+            if owned_range(parameter) is not None:
+                local_values(parameter).copy_(average)
+                continue
             group = self._replicas(parameter)
             longest = -(-parameter.numel() // group.size)  # collectives need equal parts: pad the last ones
             padded = torch.nn.functional.pad(average, (0, longest - average.numel()))
@@ -117,6 +124,8 @@ class WeightAverage:
     def _own(parameter: Tensor, bounds: tuple[int, int]) -> Tensor:
         """Return this rank's elements, flat, in at least float32."""
         dtype = torch.promote_types(parameter.dtype, torch.float32)
+        if owned_range(parameter) is not None:
+            return local_values(parameter).to(dtype)
         return parameter.detach().reshape(-1)[slice(*bounds)].to(dtype)
 
 

@@ -122,7 +122,7 @@ from nxd_state.shard_spec import (
     set_shard_spec,
     shard_along,
 )
-from nxd_state.sharded_values import owned_range, values_changed, whole_parameters
+from nxd_state.sharded_values import local_values, owned_range, values_changed, whole_parameters
 from nxd_state.shared_memory import SharedMemoryError
 from nxd_state.store_messages import PeerError
 from nxd_state.store_server import StoreServer, start_store_process
@@ -227,6 +227,10 @@ __all__ = [
     "set_partition_attributes",
     "copy_parameter_attributes",
     "check_shard_specs",
+    "whole_parameters",
+    "owned_range",
+    "local_values",
+    "values_changed",
     "check_same_start",
     # models of transformers
     "is_transformers_model",

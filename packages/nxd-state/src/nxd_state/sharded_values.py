@@ -33,8 +33,8 @@ class OwnedRange:
 class ValueHolder(Protocol):
     """Holds the values of some parameters, which are sharded and gathered together."""
 
-    def owned_range(self, parameter: Tensor) -> OwnedRange:
-        """Return the elements of a parameter that this rank owns."""
+    def owned_range(self, parameter: Tensor) -> OwnedRange | None:
+        """Return the elements of a parameter that this rank owns; None while it is held whole."""
 
     def publish(self) -> None:
         """Use the values of the owned ranges, which were changed, from now on."""
@@ -70,9 +70,18 @@ def holder_of(parameter: Tensor) -> ValueHolder | None:
 
 
 def owned_range(parameter: Tensor) -> OwnedRange | None:
-    """Return the elements of a sharded parameter that this rank owns; None if the parameter is whole on every rank."""
+    """Return the elements of a sharded parameter that this rank owns.
+
+    None for a parameter that is whole on every rank, as all are in a block of `whole_parameters`.
+    """
     holder = holder_of(parameter)
     return None if holder is None else holder.owned_range(parameter)
+
+
+def local_values(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter that this rank keeps: those that it owns, 1-d, or all, in its shape."""
+    owned = owned_range(parameter)
+    return parameter.detach() if owned is None else owned.values
 
 
 def holders_of(parameters: Iterable[Tensor]) -> list[ValueHolder]:

@@ -13,6 +13,7 @@ import nxd_ckpt
 from nxd_ckpt import Checkpoint, CheckpointError
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank, on_rank_zero
 from nxd_ckpt.interop import from_checkpoint
+from nxd_state import values_changed, whole_parameters
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ from nxd_engine.checkpoints.find import Found, NothingSavedError, find_checkpoin
 from nxd_engine.checkpoints.legacy import load_legacy_checkpoint
 from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state, settle_optimizer_state
 from nxd_engine.checkpoints.save import finalize_checkpoint
-from nxd_engine.checkpoints.state import CheckpointState, kind_of, weights_kept_as_masters
+from nxd_engine.checkpoints.state import CheckpointState, kind_of, parameters_in_checkpoint, weights_kept_as_masters
 from nxd_engine.checkpoints.stored_values import (
     EXTRA_STATES,
     OTHER_STATE,
@@ -120,7 +121,8 @@ def load_checkpoint(
     found = Found(*place)
     unwrapped = unwrap_objects(model, optimizer)
     if found.layout != "nxd":
-        with on_every_host(found.folder, coordinator) as folder:
+        weights = [] if unwrapped.model is None else [it for _, it in parameters_in_checkpoint(unwrapped.model)]
+        with on_every_host(found.folder, coordinator) as folder, whole_parameters(weights, changed=True):
             return load_legacy_checkpoint(
                 found,
                 folder,
@@ -152,6 +154,8 @@ def load_checkpoint(
     nxd_ckpt.load(found.root, found.tag, into=into, strict=False, convert_dtype=True)
     if as_masters:  # read a second time, since the optimizer needs the same tensors
         nxd_ckpt.load(found.root, found.tag, into=from_masters, strict=False, convert_dtype=True)
+    if unwrapped.model is not None:
+        values_changed(it for _, it in parameters_in_checkpoint(unwrapped.model))
     settle_adapters(unwrapped.lora, objects)
     on_every_rank(
         coordinator, doing, lambda: _hand_over(values, unwrapped, scheduler, strict=strict, settings=optimizer_settings)

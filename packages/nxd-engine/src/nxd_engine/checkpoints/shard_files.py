@@ -24,12 +24,12 @@ from nxd_ckpt.interop.neuronx.rank_files import (
 )
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_pipeline import NxDPPModel
-from nxd_state import active_group, splits_experts
+from nxd_state import active_group, splits_experts, values_changed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_engine.checkpoints.fill import check_names
-from nxd_engine.checkpoints.state import CheckpointState, model_state
+from nxd_engine.checkpoints.state import CheckpointState, model_state, parameters_in_checkpoint
 from nxd_engine.checkpoints.stored_values import check_readable
 from nxd_engine.rank_sync import agree, is_first_replica
 from nxd_engine.unwrap import plain_model, tied_names
@@ -140,6 +140,7 @@ def load(
         own = on_every_rank(coordinator, doing, lambda: model_state(model))
         check_names(state, own, tied_names(model), os.fspath(load_dir), coordinator, can_be_lax=False)
         on_every_rank(coordinator, doing, lambda: _slice_into(own, state))
+        values_changed(it for _, it in parameters_in_checkpoint(model))
         return _rest(content, model_key)
     content = on_every_rank(coordinator, doing, lambda: load_rank_file(_own_file(load_dir, master_dp_only)))
     if target is None:

@@ -10,8 +10,9 @@ from typing import Literal
 
 from nxd_ckpt import Shard, ShardedTensor
 from nxd_optim import MASTER_KEY
+from nxd_optim.flat_shards import shards_of_range
 from nxd_pipeline import NxDPPModel
-from nxd_state import ShardPiece, get_shard_spec
+from nxd_state import ShardPiece, get_shard_spec, owned_range
 from nxd_state.parameter_marks import is_tied_copy
 from torch import Tensor, nn
 
@@ -41,6 +42,9 @@ def owner_of(name: str) -> str:
 def model_state(model: nn.Module) -> CheckpointState:
     """Return parameters and persistent buffers of `model` as logical tensors; they share its memory.
 
+    Of parameters that are sharded over the replicas (ZeRO-3) these are the elements that this rank owns, perhaps none;
+    after filling them call `nxd_state.values_changed`.
+
     A tied parameter appears once, under its first name; so do its copies in several stages of a pipeline. For a
     pipeline, this rank's tensors are returned under the names of the model before it was cut.
 
@@ -50,8 +54,19 @@ def model_state(model: nn.Module) -> CheckpointState:
     _check_shard_metadata(model)
     state: CheckpointState = {}
     for name, parameter in parameters_in_checkpoint(model):
-        state.update(logical_tensors(name, parameter, parameter.detach()))
+        state.update(_own_values(name, parameter))
     return state | _persistent_buffers(model)
+
+
+def _own_values(name: str, parameter: Tensor) -> CheckpointState:
+    """Return the values of a parameter that this rank keeps, by logical name."""
+    owned = owned_range(parameter)
+    if owned is None:
+        return logical_tensors(name, parameter, parameter.detach())
+    shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
+    for it in shards_of_range(parameter, owned.start, owned.stop, owned.values):
+        shards.setdefault((logical_name(name, it.name), it.logical_shape), []).append(Shard(it.tensor, it.box.offset))
+    return {logical: ShardedTensor(shape, found) for (logical, shape), found in shards.items()}
 
 
 def weights_kept_as_masters(stored: Iterable[str]) -> dict[str, str]:

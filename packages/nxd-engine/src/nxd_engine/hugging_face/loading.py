@@ -22,12 +22,13 @@ from nxd_state import (
     is_transformers_model,
     model_parallel_is_initialized,
     move_model_to_device,
+    values_changed,
 )
 from torch import nn
 
 from nxd_engine.checkpoints.fill import fill_state, same_values
 from nxd_engine.checkpoints.model_description import ModelDescription, tokenizer_in
-from nxd_engine.checkpoints.state import CheckpointState, model_state
+from nxd_engine.checkpoints.state import CheckpointState, model_state, parameters_in_checkpoint
 from nxd_engine.hugging_face.conversion import Shapes, reference_model
 from nxd_engine.hugging_face.folder import PathLike, read_config
 from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource
@@ -80,6 +81,7 @@ def load_pretrained(
     lacking = [name for name in missing if name in needed]
     _agree(folder, source, state, unexpected=found.unexpected, lacking=lacking, strict=strict)
     run_or_raise_peer_error(f"reading {folder}", lambda: fill_state(source, state))
+    values_changed(it for _, it in parameters_in_checkpoint(module))
     return missing
 
 

@@ -93,8 +93,10 @@ class FlatParameters:
                 ranges.append((parameter, first - start, last - start, first - part_start))
         return ranges
 
-    def owned_range(self, parameter: Tensor) -> OwnedRange:
-        """Return the elements of a parameter that this rank owns."""
+    def owned_range(self, parameter: Tensor) -> OwnedRange | None:
+        """Return the elements of a parameter that this rank owns; None while it is held whole."""
+        if self._holds:
+            return None
         start, stop, offset = self._owned.get(id(parameter), (0, 0, 0))
         return OwnedRange(start, stop, self.shard[offset : offset + stop - start])
 
@@ -171,7 +173,6 @@ class FlatParameters:
 
     def check_places(self) -> None:
         """Raise a RuntimeError if a parameter is no longer in the buffer."""
-        memory = self._buffer.untyped_storage()._cdata
         for parameter in self.parameters:
             place = self._places if self._is_whole else self._empty
             is_here = parameter.untyped_storage()._cdata == place[id(parameter)].untyped_storage()._cdata

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from nxd_state import Group, active_group, check_same_start, group_among, is_lazy_device
 from nxd_state.parameter_marks import is_expert
-from nxd_state.sharded_values import holder_of, set_holder, whole_parameters
+from nxd_state.sharded_values import holder_of, owned_range, set_holder, whole_parameters
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
@@ -128,7 +128,7 @@ class FullySharded:
             mixed = [it for it in flats if 0 < len(wanted.intersection(it.parameters)) < len(it.parameters)]
             for flat in mixed:
                 flats.remove(flat)
-                flats += self._split(flat, wanted)
+                flats.extend(self._split(flat, wanted))
             found += [it for it in flats if it.parameters[0] in wanted]
         return found
 
@@ -249,7 +249,7 @@ class _ModelHooks:
         self._check_whole("load_state_dict()")
 
     def _check_whole(self, call: str) -> None:
-        if not all(flat.is_whole for module in (*self._units, self._model) for flat in self._sharded.of(module)):
+        if any(owned_range(parameter) is not None for parameter in self._model.parameters()):
             raise RuntimeError(
                 f"{call} of a model whose parameters are sharded over the replicas (ZeRO-3): save and load with "
                 "save_checkpoint and load_checkpoint, or call it on all ranks in a block of "

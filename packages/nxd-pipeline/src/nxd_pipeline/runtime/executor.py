@@ -126,8 +126,8 @@ class Executor:
             read_output: function that selects from the model's output; in training the loss, a scalar.
             record: called after each action with it and its start and end by `time.perf_counter_ns()`. The span of a
                 receive is the time for which the computation that needs it waited, right before that computation.
-            backward_of: a context around each backward that adds to gradients of parameters, called with these and those
-                that get their last one in it.
+            backward_of: a context around each backward that adds to parameters' gradients, called with these parameters
+                and those that get their last gradient in it.
             loss_scale: factor of the gradients.
 
         Returns:

@@ -208,7 +208,7 @@ def _memory(state: RunState) -> dict[str, int]:
     optimizer = state.optimizer.optimizer
     trained = [it for it in state.model.parameters() if it.requires_grad]
     kinds = {
-        "parameters": _bytes([*state.model.parameters(), *state.model.buffers()]),
+        "parameters": _bytes([*map(nxd_state.local_values, state.model.parameters()), *state.model.buffers()]),
         "gradients": _bytes(trained),
         "optimizer states": _bytes(value for values in state.optimizer.state.values() for value in values.values()),
     }

@@ -21,7 +21,15 @@ from nxd_engine.checkpoints.save import finalize_checkpoint, is_saving, write_ch
 from nxd_engine.checkpoints.state import RNG_PREFIX, logical_name, parameters_in_checkpoint
 from nxd_engine.unwrap import plain_model
 from nxd_optim import WeightAverage
-from nxd_state import all_reduce, barrier, get_rng_state, get_world_group, step_boundary, transport_device
+from nxd_state import (
+    all_reduce,
+    barrier,
+    get_rng_state,
+    get_world_group,
+    local_values,
+    step_boundary,
+    transport_device,
+)
 from nxd_state.parameter_marks import is_tied_copy
 from torch import Tensor
 
@@ -265,7 +273,7 @@ def average_tensors(average: WeightAverage, model: NxDModel, *, with_copies: boo
 
 def check_weights(state: RunState) -> None:
     """Before a save, raise TrainingDiverged on every rank if a weight on any rank is infinite or nan."""
-    finite = torch.stack([parameter.isfinite().all() for parameter in state.model.parameters()]).all().float()
+    finite = torch.stack([local_values(it).isfinite().all() for it in state.model.parameters()]).all().float()
     step_boundary()
     world = get_world_group()
     if not bool(all_reduce(finite.to(transport_device(world)), world, op="min")):
