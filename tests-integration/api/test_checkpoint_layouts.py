@@ -29,11 +29,11 @@ CONFIG = LlamaConfig(
 USER_CONTENT = {"total_steps": 3, "betas": (0.9, 0.95), "by_number": {1: torch.arange(3)}}
 
 
-def build(tp, pp, zero1, seed):
-    """Model, optimizer and scheduler of the documented API."""
-    config = config_of(
-        tp, pp, optimizer_config={"zero_one_enabled": zero1, "grad_clipping": True, "max_grad_norm": 1.0}
-    )
+def build(tp, pp, zero, seed):
+    """Model, optimizer and scheduler of the documented API; `zero` is the stage, "3/2" that over groups of 2 ranks."""
+    stage, _, group = str(zero).partition("/")
+    sharding = {"zero_stage": int(stage), "shard_group_size": int(group) if group else None}
+    config = config_of(tp, pp, optimizer_config={"grad_clipping": True, "max_grad_norm": 1.0, **sharding})
     torch.manual_seed(seed)
     model = initialize_parallel_model(config, lambda: LlamaForCausalLM(CONFIG, dtype=torch.float64))
     groups = [
@@ -45,14 +45,14 @@ def build(tp, pp, zero1, seed):
     return model, optimizer, scheduler
 
 
-def save_and_resume(root, tp, pp, zero1, async_save):
+def save_and_resume(root, tp, pp, zero, async_save):
     """Losses after the save, of the run itself and of one that was resumed from it; and what else came back."""
-    tag = f"tp{tp}-pp{pp}-zero1-{zero1}"
-    model, optimizer, scheduler = build(tp, pp, zero1, seed=0)
+    tag = f"tp{tp}-pp{pp}-zero-{str(zero).replace('/', '-')}"
+    model, optimizer, scheduler = build(tp, pp, zero, seed=0)
     train(model, optimizer, scheduler, range(3))
     save_checkpoint(root, tag, model, optimizer, scheduler, USER_CONTENT, async_save=async_save)
     expected = train(model, optimizer, scheduler, range(3, 5))
-    model, optimizer, scheduler = build(tp, pp, zero1, seed=1)
+    model, optimizer, scheduler = build(tp, pp, zero, seed=1)
     content = load_checkpoint(root, tag, model, optimizer, scheduler)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert content["betas"] == USER_CONTENT["betas"]
@@ -63,18 +63,21 @@ def save_and_resume(root, tp, pp, zero1, async_save):
 def resume_at(root, tag, layouts, again):
     """Losses after loading at each layout; what was loaded is saved again."""
     losses = {}
-    for tp, pp, zero1 in layouts:
-        model, optimizer, scheduler = build(tp, pp, zero1, seed=2)
+    for tp, pp, zero in layouts:
+        model, optimizer, scheduler = build(tp, pp, zero, seed=2)
         load_checkpoint(root, tag, model=model, optimizer=optimizer, scheduler=scheduler)
-        save_checkpoint(again, f"tp{tp}-pp{pp}-{zero1}", model=model, optimizer=optimizer)
-        losses[tp, pp, zero1] = train(model, optimizer, scheduler, range(3, 5))
+        save_checkpoint(again, f"tp{tp}-pp{pp}-{str(zero).replace('/', '-')}", model=model, optimizer=optimizer)
+        losses[tp, pp, zero] = train(model, optimizer, scheduler, range(3, 5))
     return losses
 
 
 def save_at_all_layouts(root):
     return {
         layout: save_and_resume(root, *layout)
-        for layout in [(2, 2, False, False), (2, 1, True, True), (2, 2, True, True), (1, 1, True, False)]
+        for layout in [
+            *((2, 2, 0, False), (2, 1, 1, True), (2, 2, 1, True), (1, 1, 1, False)),
+            *((2, 1, 3, True), (1, 2, 3, False), (1, 1, "3/2", False), (1, 1, 2, True)),
+        ]
     }
 
 
@@ -87,14 +90,17 @@ def test_checkpoint_resumes_bitwise_at_its_layout_and_equally_at_others(run_rank
         for expected, resumed, rates in of_rank.values():
             assert resumed == expected
             assert rates == pytest.approx([0.05 * 0.9**3] * 2, rel=1e-12)
-    tag = "tp2-pp2-zero1-False"
-    expected = results[0][2, 2, False, False][0]
-    others = run_ranks(resume_at, 4, root, tag, [(4, 1, False), (1, 1, True)], again)
-    alone = run_ranks(resume_at, 1, root, tag, [(1, 1, False)], again)
-    for of_rank in others + alone:
-        for losses in of_rank.values():
-            assert losses == pytest.approx(expected, rel=1e-10)
-    assert_equal_checkpoints(again, open_checkpoint(root, tag), count=3)
+    expected = results[0][2, 2, 0, False][0]
+    for tag, at_four in {
+        "tp2-pp2-zero-0": [(4, 1, 0), (1, 1, 1), (1, 2, 3), (1, 1, "3/2")],
+        "tp1-pp1-zero-3-2": [(2, 1, 3), (1, 1, 3), (1, 2, 1), (2, 2, 0)],
+    }.items():
+        others = run_ranks(resume_at, 4, root, tag, at_four, f"{again}/{tag}")
+        alone = run_ranks(resume_at, 1, root, tag, [(1, 1, 0)], f"{again}/{tag}")
+        for of_rank in others + alone:
+            for losses in of_rank.values():
+                assert losses == pytest.approx(expected, rel=1e-10)
+        assert_equal_checkpoints(f"{again}/{tag}", open_checkpoint(root, tag), count=5)
 
 
 def assert_equal_checkpoints(folder, saved, *, count):
@@ -110,7 +116,7 @@ def assert_equal_checkpoints(folder, saved, *, count):
 
 
 def save_on_eight_ranks(root):
-    parts = build(2, 2, True, seed=0)
+    parts = build(2, 2, 1, seed=0)
     train(*parts, range(3))
     save_checkpoint(root, "eight", *parts)
     return train(*parts, range(3, 5))
@@ -122,8 +128,8 @@ def test_checkpoint_of_all_axes_loads_with_each_of_them_alone(run_ranks, tmp_pat
 
     expected = run_ranks(save_on_eight_ranks, 8, root)[0]  # TP 2 x PP 2 x DP 2 with ZeRO-1
 
-    of_ranks = run_ranks(resume_at, 4, root, "eight", [(4, 1, True), (1, 4, False), (1, 1, True)], again)
-    of_ranks += run_ranks(resume_at, 1, root, "eight", [(1, 1, False)], again)
+    of_ranks = run_ranks(resume_at, 4, root, "eight", [(4, 1, 1), (1, 4, 0), (1, 1, 3)], again)
+    of_ranks += run_ranks(resume_at, 1, root, "eight", [(1, 1, 0)], again)
     for losses in of_ranks:
         for found in losses.values():
             assert found == pytest.approx(expected, rel=1e-10)
@@ -131,7 +137,7 @@ def test_checkpoint_of_all_axes_loads_with_each_of_them_alone(run_ranks, tmp_pat
 
 
 def save_in_background(root):
-    model, *_ = build(2, 1, False, seed=0)
+    model, *_ = build(2, 1, 0, seed=0)
     for step in range(4):
         save_checkpoint(root, f"step_{step}", model=model, num_kept_ckpts=2, async_save=True)
     finalize_checkpoint()
@@ -152,7 +158,7 @@ def test_saves_in_background_keep_the_newest_and_load_waits_for_them(run_ranks, 
 
 
 def fail_in_background(root, blocked):
-    model, *_ = build(2, 1, False, seed=0)
+    model, *_ = build(2, 1, 0, seed=0)
     save_checkpoint(root, blocked, model=model, async_save=True)
     with pytest.raises(Exception, match="not a checkpoint") as raised:
         finalize_checkpoint()
@@ -172,7 +178,7 @@ def test_failed_save_in_background_is_raised_on_all_ranks_once(run_ranks, tmp_pa
 
 
 def load_with_differences(root):
-    model, optimizer, _ = build(2, 2, False, seed=0)
+    model, optimizer, _ = build(2, 2, 0, seed=0)
     save_checkpoint(root, "a", model=model)
     problems = []
     for arguments in (

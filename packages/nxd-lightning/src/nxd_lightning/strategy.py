@@ -339,8 +339,9 @@ class NeuronXLAStrategy(StrategyBase):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state except its model, such as metrics; `save_checkpoint` saves the model."""
-        state: dict[str, Any] = self.lightning_module.state_dict()
-        return {name: value for name, value in state.items() if not name.startswith("model.")}
+        state: dict[str, Any] = self.lightning_module.state_dict(keep_vars=True)
+        others = {name: value for name, value in state.items() if not name.startswith("model.")}
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in others.items()}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of loss scaling and rounding; `save_checkpoint` saves the optimizer."""

@@ -235,7 +235,7 @@ def make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
         return set()
     named = dict(module.named_parameters()) | dict(module.named_buffers())
     on_meta = {name for name, tensor in named.items() if tensor.is_meta}
-    not_stored = on_meta - module.state_dict().keys()
+    not_stored = on_meta - module.state_dict(keep_vars=True).keys()
     if on_meta:
         move_model_to_device(module, get_device())
     for path in {name.rpartition(".")[0] for name in not_stored}:

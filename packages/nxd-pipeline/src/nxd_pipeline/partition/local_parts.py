@@ -60,7 +60,9 @@ class LocalParts:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name; a tied weight under each of its names."""
-        return {name: tensor for part in self._parts for name, tensor in part.state_dict().items()}
+        state = {name: value for part in self._parts for name, value in part.state_dict(keep_vars=True).items()}
+        # A module's extra state may be anything.
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
         """Copy values from a state of these parts, or of the whole model.

@@ -56,9 +56,9 @@ class Stage:
         named = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return ((self.logical_name(path), parameter) for path, parameter in named)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by logical name."""
-        return {self.logical_name(path): tensor for path, tensor in self.module.state_dict().items()}
+        return {self.logical_name(path): it for path, it in self.module.state_dict(keep_vars=keep_vars).items()}
 
 
 class Wiring:
