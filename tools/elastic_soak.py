@@ -81,10 +81,10 @@ class Case:
         return "absent" in self.kinds
 
 
-TP, PP, ZERO1 = "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.zero1"
+TP, PP, ZERO = "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.zero_stage"
 CASES = {
     "TP 2 x DP 2": Case(4, 4, {TP: 2}),
-    "PP 2 x DP 2, ZeRO-1": Case(4, 4, {PP: 2, ZERO1: "true"}),
+    "PP 2 x DP 2, ZeRO-1": Case(4, 4, {PP: 2, ZERO: "1"}),
     "TP 2 x PP 2": Case(4, 4, {TP: 2, PP: 2}),
     "TP 2 x PP 2 x DP 2": Case(8, 8, {TP: 2, PP: 2}),
     "TP 2 x DP 2, or TP 2": Case(4, 2, {TP: 2}, kinds=("absent",), losses=15),

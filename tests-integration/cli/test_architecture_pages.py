@@ -98,7 +98,7 @@ def test_every_model_whose_page_has_a_plan_is_planned(tmp_path):
         (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
         try:
             job = TrainingJob(planned_model(tmp_path), find_device("trn2"), 1, sequence_length=32, global_batch_size=8)
-            make_plan(job, FixedDegrees(1, 1, False, False, 1, "none"), top=1)
+            make_plan(job, FixedDegrees(1, 1, False, 0, 1, "none"), top=1)
         except ValueError as error:
             refused[name] = str(error)
 

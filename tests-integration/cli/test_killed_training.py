@@ -15,7 +15,7 @@ from nxd_testing import deadline
 
 KILLS = int(os.environ.get("NXD_TEST_KILLS", "10"))
 SETTINGS = [
-    *("train", "--nproc", "2", "parallel.zero1=true", "data.path=text", "data.sequence_length=16"),
+    *("train", "--nproc", "2", "parallel.zero_stage=1", "data.path=text", "data.sequence_length=16"),
     *("model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2"),
     *("model.num_attention_heads=4", "model.num_key_value_heads=4", "model.vocab_size=320"),
     *("train.global_batch_size=8", "train.eval_every=0", "train.log_every=1", f"train.steps={40 * KILLS}"),

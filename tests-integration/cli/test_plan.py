@@ -45,7 +45,7 @@ def test_the_quickest_layouts_are_shown_with_a_config_and_written_as_a_recipe(pl
         assert shown in done.stdout
     recipe = load_recipe(tmp_path / "it.toml")
     assert recipe.parallel.tensor_parallel_size == int(first.split()[0])
-    assert (recipe.parallel.zero1, recipe.parallel.activation_checkpointing) == (True, "full")
+    assert (recipe.parallel.zero_stage, recipe.parallel.activation_checkpointing) == (1, "full")
     assert recipe.model.num_hidden_layers == 4
 
 
@@ -62,7 +62,7 @@ def test_json_says_that_every_flag_was_obeyed_and_is_all_that_is_printed(plan, t
         "--memory-gib",
         "2",
     ]
-    degrees = ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "1", "--zero1", "no"]
+    degrees = ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "1", "--zero-stage", "0"]
     done = plan(*job, *degrees, "--num-hidden-layers", "2", "--top", "1", "--json", "--recipe", "it.toml")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -80,7 +80,7 @@ def test_json_says_that_every_flag_was_obeyed_and_is_all_that_is_printed(plan, t
         "not_possible": [],
     }
     layout = best["layout"]
-    assert (layout["tensor_parallel_size"], layout["pipeline_parallel_size"], layout["zero1"]) == (1, 2, False)
+    assert (layout["tensor_parallel_size"], layout["pipeline_parallel_size"], layout["zero_stage"]) == (1, 2, 0)
     assert (layout["microbatch_size"], layout["num_microbatches"]) == (1, 8)
     recipe = load_recipe(tmp_path / "it.toml")
     assert (recipe.model.num_hidden_layers, recipe.parallel.pipeline_parallel_size) == (2, 2)

@@ -24,9 +24,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 PLACES = {
     "tp": ("forward:21", ["parallel.tensor_parallel_size=2"]),
     "pp": ("forward:21", ["parallel.pipeline_parallel_size=2"]),
-    "zero1": ("forward:21", ["parallel.zero1=true"]),
+    "zero1": ("forward:21", ["parallel.zero_stage=1"]),
     "save": ("fsync:4", ["parallel.tensor_parallel_size=2", "checkpoint.save_every=2"]),
-    "background save": ("forward:21", ["parallel.zero1=true", "checkpoint.save_every=1", "checkpoint.background=true"]),
+    "background save": (
+        "forward:21",
+        ["parallel.zero_stage=1", "checkpoint.save_every=1", "checkpoint.background=true"],
+    ),
 }
 TRANSPORTS = ["shared memory", "gloo", "torchrun"]
 LAST_STEP = 100_000

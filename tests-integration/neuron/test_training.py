@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.sample(2),  # each takes its time
 ]
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
-SP, ZERO1 = "parallel.sequence_parallel=true", "parallel.zero1=true"
+SP, ZERO1 = "parallel.sequence_parallel=true", "parallel.zero_stage=1"
 CP2 = "parallel.context_parallel_size=2"
 LAYOUTS = {
     "one": (1, []),

@@ -136,7 +136,7 @@ def predict(case, ranks):
         case.tp,
         case.pp,
         case.sequence_parallel,
-        case.zero1,
+        int(case.zero1),
         case.microbatch_size,
         case.checkpointing,
         case.cp,

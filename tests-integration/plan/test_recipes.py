@@ -40,7 +40,7 @@ CONFIGS = {
 def test_recipe_of_a_plan_makes_the_model_that_was_planned(tmp_path, model_type, suffix):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **CONFIGS[model_type]}))
     job = TrainingJob(planned_model(tmp_path), find_device("cpu"), 2, 32, 8, torch.float32)
-    [planned] = make_plan(job, FixedDegrees(1, 2, False, True, 2, "full"), top=1).best
+    [planned] = make_plan(job, FixedDegrees(1, 2, False, 1, 2, "full"), top=1).best
 
     of_the_plan = load_recipe(save_recipe(recipe(job, planned.layout), tmp_path / f"it.{suffix}"))
 
@@ -51,13 +51,13 @@ def test_recipe_of_a_plan_makes_the_model_that_was_planned(tmp_path, model_type,
         name: it for name, it in asked_for.items() if name not in ignored
     }
     assert of_the_plan.parallel.pipeline_parallel_size == 2
-    assert (of_the_plan.parallel.zero1, of_the_plan.parallel.activation_checkpointing) == (True, "full")
+    assert (of_the_plan.parallel.zero_stage, of_the_plan.parallel.activation_checkpointing) == (1, "full")
 
 
 def test_recipe_of_a_plan_lists_the_keys_to_set_as_comments(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     job = TrainingJob(planned_model(tmp_path), find_device("cpu"), 2, 32, 8, torch.float32)
-    [planned] = make_plan(job, FixedDegrees(1, 2, False, True, 2, "full"), top=1).best
+    [planned] = make_plan(job, FixedDegrees(1, 2, False, 1, 2, "full"), top=1).best
     file = save_recipe(recipe(job, planned.layout), tmp_path / "it.toml")
     as_written = load_recipe(file)
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="models of transformers need it: pip 
 
 STEPS = 3
 LAYOUTS = {
-    "EP 2 + ZeRO-1": (2, ["parallel.expert_parallel_size=2", "parallel.zero1=true"]),
+    "EP 2 + ZeRO-1": (2, ["parallel.expert_parallel_size=2", "parallel.zero_stage=1"]),
     "EP 2 x PP 2, recomputed": (
         4,
         [

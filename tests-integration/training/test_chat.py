@@ -43,7 +43,7 @@ LAYOUTS = {
     "TP 2 x SP": (2, [TP2, "parallel.sequence_parallel=true"]),
     "PP 2": (2, [PP2, MICROBATCHES]),
     "DP 2": (2, [MICROBATCHES]),
-    "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
+    "DP 2 + ZeRO-1": (2, ["parallel.zero_stage=1"]),
     "TP 2 x PP 2": (4, [TP2, PP2, MICROBATCHES]),
 }
 QUICK = [

@@ -11,7 +11,7 @@ from nxd_trainer.report import read_records
 from nxd_trainer.training import StopRequest, TrainingDiverged, prepare_run, run_training
 
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
-ZERO1 = "parallel.zero1=true"
+ZERO1 = "parallel.zero_stage=1"
 LAYOUTS = {
     "one": (1, []),
     "tp2-dp2": (4, [TP2]),

@@ -8,7 +8,7 @@ from nxd_trainer.training import train
 pytest.importorskip("tensorboard")
 
 LAYOUTS = {
-    "tp2-dp2-zero1": (4, ["parallel.tensor_parallel_size=2", "parallel.zero1=true"]),
+    "tp2-dp2-zero1": (4, ["parallel.tensor_parallel_size=2", "parallel.zero_stage=1"]),
     "pp2": (2, ["parallel.pipeline_parallel_size=2"]),
 }
 

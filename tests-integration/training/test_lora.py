@@ -20,7 +20,7 @@ LAYOUTS = {
     "TP 2 x SP": (2, [*TP2, "parallel.sequence_parallel=true"]),
     "TP 4": (4, ["parallel.tensor_parallel_size=4"]),  # ranks hold copies of the key and value heads
     "PP 2": (2, PP2),
-    "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
+    "DP 2 + ZeRO-1": (2, ["parallel.zero_stage=1"]),
     "TP 2 x PP 2": (4, [*TP2, *PP2]),
 }
 CASES = {
@@ -31,7 +31,7 @@ OF_EXPERTS = ["lora.rank=4", "lora.target_parameters=experts.gate_up_proj,expert
 EP2 = ["parallel.expert_parallel_size=2"]
 EXPERT_LAYOUTS = {
     "one process": (1, []),
-    "EP 2 + ZeRO-1": (2, [*EP2, "parallel.zero1=true"]),
+    "EP 2 + ZeRO-1": (2, [*EP2, "parallel.zero_stage=1"]),
     "EP 2 over TP 2": (2, [*EP2, *TP2, "parallel.expert_tensor_parallel_size=1"]),
     "EP 2 x TP 2": (4, [*EP2, *TP2]),
     "EP 2 x PP 2": (4, [*EP2, *PP2]),

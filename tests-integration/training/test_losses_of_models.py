@@ -42,7 +42,7 @@ LAYOUTS = {
         ],
     ),
     "TP 2 x SP": (2, ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"]),
-    "DP 2 + ZeRO-1": (2, ["parallel.zero1=true"]),
+    "DP 2 + ZeRO-1": (2, ["parallel.zero_stage=1"]),
     "CP 2": (2, ["parallel.context_parallel_size=2"]),
     "CP 2 x TP 2 + SP": (
         4,
@@ -55,7 +55,7 @@ LAYOUTS = {
 }
 MIXTURES = ("Mixtral", "GPT-OSS")
 WITH_EXPERTS = {
-    "EP 2 + ZeRO-1": (2, ["parallel.expert_parallel_size=2", "parallel.zero1=true"]),
+    "EP 2 + ZeRO-1": (2, ["parallel.expert_parallel_size=2", "parallel.zero_stage=1"]),
     "EP 2 over CP 2": (2, ["parallel.expert_parallel_size=2", "parallel.context_parallel_size=2"]),
     "EP 2 over TP 2": (
         2,

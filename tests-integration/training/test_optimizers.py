@@ -14,7 +14,7 @@ from nxd_trainer.training import train
 pytestmark = pytest.mark.sample(5)  # each takes its time
 
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
-ZERO1 = "parallel.zero1=true"
+ZERO1 = "parallel.zero_stage=1"
 LAYOUTS = {
     "TP 2": (2, [TP2]),
     "PP 2": (2, [PP2, "train.gradient_accumulation_steps=2"]),

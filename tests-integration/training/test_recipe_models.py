@@ -142,7 +142,7 @@ def test_stages_of_our_llama_have_its_weights_and_are_all_that_a_rank_makes(run_
     ],
 )
 def test_run_goes_on_bitwise(losses_of, model):
-    layout = [*model, "parallel.tensor_parallel_size=2", "parallel.zero1=true"]
+    layout = [*model, "parallel.tensor_parallel_size=2", "parallel.zero_stage=1"]
     uninterrupted = losses_of("whole", 2, *layout)
 
     losses_of("parts", 2, *layout, "train.stop_after=2")

@@ -13,7 +13,7 @@ from nxd_trainer.training import StopRequest, prepare_run, run_training
 pytestmark = pytest.mark.sample(6)  # each takes its time
 
 SP, PP2 = "parallel.sequence_parallel=true", "parallel.pipeline_parallel_size=2"
-ZERO1, FULL = "parallel.zero1=true", "parallel.activation_checkpointing=full"
+ZERO1, FULL = "parallel.zero_stage=1", "parallel.activation_checkpointing=full"
 TP2, TIED = "parallel.tensor_parallel_size=2", "model.tie_word_embeddings=true"
 LAYOUTS = {
     "one": (1, []),

@@ -9,7 +9,7 @@ from nxd_trainer.report import read_records
 from nxd_trainer.training import train
 
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
-ZERO1 = "parallel.zero1=true"
+ZERO1 = "parallel.zero_stage=1"
 ROUNDED = "optimizer.stochastic_rounding=true"
 LAYOUTS = {"tp2-dp2-zero1": (4, [TP2, ZERO1]), "pp2": (2, [PP2]), "one": (1, [])}
 

@@ -14,7 +14,7 @@ from nxd_trainer.training.step import evaluate
 
 DECAY = 0.7
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
-ZERO1, TIED = "parallel.zero1=true", "model.tie_word_embeddings=true"
+ZERO1, TIED = "parallel.zero_stage=1", "model.tie_word_embeddings=true"
 LAYOUTS = {
     "one": (1, []),
     "tp2-dp2-zero1": (4, [TP2, ZERO1]),

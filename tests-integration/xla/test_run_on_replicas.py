@@ -16,7 +16,7 @@ STEPS = [
     "train.steps=4",
     "train.eval_every=2",
     "optimizer.eps=1e-5",
-    "parallel.zero1=true",
+    "parallel.zero_stage=1",
 ]
 LAYOUTS = {
     "tp2-sp-dp2": ["parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"],

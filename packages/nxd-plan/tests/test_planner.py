@@ -50,7 +50,7 @@ def plan_of_four():
 
 def test_cut_sequences_halve_activations_and_send_keys_and_values_with_their_gradients():
     whole, cut = (
-        only(make_plan(job(contexts, batch=4), FixedDegrees(1, 1, False, False, 1, "none", contexts), top=1))
+        only(make_plan(job(contexts, batch=4), FixedDegrees(1, 1, False, 0, 1, "none", contexts), top=1))
         for contexts in (1, 2)
     )
     keys = 2 * 16 * CONFIG.num_key_value_heads * CONFIG.head_size * 4  # and values, of 16 positions, in float32
@@ -71,7 +71,7 @@ def test_contexts_are_tried_where_sequences_are_long_and_models_and_devices_can(
     assert contexts_of("h100", 4096) == {1}
     assert contexts_of("trn2", 32768) == {1, 2, 4}
     shared = TrainingJob(OwnLlama(CONFIG), find_device("cpu"), 8, 20, 4, torch.float32)
-    fixed = FixedDegrees(4, 1, True, False, 1, "none", 2)
+    fixed = FixedDegrees(4, 1, True, 0, 1, "none", 2)
     assert make_plan(shared, fixed).num_fitting == 1  # 20 positions filled up to 32
     assert "CP 4 x DP 1" in str(Layout(ParallelDegrees(cp=4, dp=1), 1, 4, "none"))
 
@@ -84,10 +84,10 @@ def test_contexts_on_xla_need_heads_that_split_and_one_stage():
             for it in make_plan(TrainingJob(OwnLlama(config), find_device("trn2"), 4, 16, 4), degrees).rejected
         ]
 
-    cut = FixedDegrees(1, 1, False, True, 1, "none", context_parallel_size=4)
+    cut = FixedDegrees(1, 1, False, 1, 1, "none", context_parallel_size=4)
     assert rejections(4, cut) == []
     assert "cannot split the 6 query heads and 6 key heads" in rejections(6, cut)[0]
-    staged = FixedDegrees(1, 2, False, True, 1, "none", context_parallel_size=2)
+    staged = FixedDegrees(1, 2, False, 1, 1, "none", context_parallel_size=2)
     assert "trn2 does not combine context and pipeline parallelism" in rejections(4, staged)[0]
 
 
@@ -114,9 +114,7 @@ def test_the_process_is_left_without_ranks(plan_of_four):
 
 
 def test_zero1_divides_the_state_by_the_replicas_and_nothing_else_of_the_states():
-    plain, shared = (
-        only(make_plan(job(), FixedDegrees(1, 1, False, zero1, 2, "none"), top=1)) for zero1 in (False, True)
-    )
+    plain, shared = (only(make_plan(job(), FixedDegrees(1, 1, False, zero1, 2, "none"), top=1)) for zero1 in (0, 1))
     assert plain.memory.optimizer_state == 2 * 4 * ELEMENTS
     assert shared.memory.optimizer_state == 2 * 4 * ELEMENTS // 4
     assert plain.memory.parameters == shared.memory.parameters == 4 * ELEMENTS
@@ -126,7 +124,7 @@ def test_half_precision_weights_are_planned_with_their_float32_masters():
     planned = only(
         make_plan(job(dtype=torch.bfloat16), FixedDegrees(1, 1, microbatch_size=2, checkpointing="none"), top=1)
     )
-    assert planned.layout.degrees.zero1
+    assert planned.layout.degrees.zero_stage
     assert planned.memory.parameters == 2 * ELEMENTS
     assert planned.memory.optimizer_state == 3 * 4 * ELEMENTS // 4
 
@@ -141,13 +139,13 @@ def test_checkpointing_keeps_less_and_computes_more():
 
 
 def test_bytes_by_axis_are_those_of_the_algorithms():
-    whole = only(make_plan(job(2, batch=4), FixedDegrees(1, 1, False, False, 1, "none"), top=1))
+    whole = only(make_plan(job(2, batch=4), FixedDegrees(1, 1, False, 0, 1, "none"), top=1))
     assert (whole.communication.tp, whole.communication.pp) == (0, 0)
     assert whole.communication.dp == 2 * 4 * ELEMENTS // 2  # an all-reduce sends each half twice
-    cut = only(make_plan(job(2, batch=4), FixedDegrees(1, 2, False, False, 1, "none"), top=1))
+    cut = only(make_plan(job(2, batch=4), FixedDegrees(1, 2, False, 0, 1, "none"), top=1))
     hidden = 32 * 32 * 4
     assert (cut.communication.pp, cut.communication.dp) == (4 * hidden, 0)
-    split = only(make_plan(job(2, batch=4), FixedDegrees(2, 1, False, False, 1, "none"), top=1))
+    split = only(make_plan(job(2, batch=4), FixedDegrees(2, 1, False, 0, 1, "none"), top=1))
     all_reduces = 1 + 4 * (2 + 2) + 1  # embedding; two in each layer, forward and backward; the head's input
     per_token = 3 * 32 * 4  # a maximum and two sums for each token's loss, in float32
     assert split.communication.tp == 4 * (all_reduces * hidden + per_token)
@@ -156,13 +154,13 @@ def test_bytes_by_axis_are_those_of_the_algorithms():
 def test_the_bubble_is_that_of_the_simulated_schedule():
     even = LlamaConfig(**{**vars(CONFIG), "vocab_size": 4})  # so small that embedding and head cost next to nothing
     fast = find_device("cpu", intra_host_bandwidth=1e15, memory_bandwidth=1e7)
-    planned = only(make_plan(job(4, config=even, device=fast), FixedDegrees(1, 4, False, False, 1, "none"), top=1))
+    planned = only(make_plan(job(4, config=even, device=fast), FixedDegrees(1, 4, False, 0, 1, "none"), top=1))
     expected = simulate(make_schedule("1f1b", 4, 8), Costs(StageCost())).bubble_fraction
     assert planned.time.bubble == pytest.approx(expected, abs=0.06)
 
 
 def test_many_microbatches_cost_as_much_as_a_simulation_of_all_of_them_says(monkeypatch):
-    degrees = FixedDegrees(1, 4, False, False, 1, "none")
+    degrees = FixedDegrees(1, 4, False, 0, 1, "none")
     extrapolated = only(make_plan(job(4, batch=64), degrees, top=1)).time
     simulated = []
 
@@ -177,7 +175,7 @@ def test_many_microbatches_cost_as_much_as_a_simulation_of_all_of_them_says(monk
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_every_schedule_that_trains_can_be_planned(schedule):
-    planned = only(make_plan(job(2, schedule=schedule), FixedDegrees(1, 2, False, False, 1, "none"), top=1))
+    planned = only(make_plan(job(2, schedule=schedule), FixedDegrees(1, 2, False, 0, 1, "none"), top=1))
     assert 0 <= planned.time.bubble < 1
     assert len(planned.memories) == 2
 
@@ -238,7 +236,7 @@ def test_degrees_that_never_can_be_are_refused_at_once(degrees, message):
 
 
 def test_messages_are_slow_where_any_group_is_on_two_hosts_and_not_only_where_the_first_is():
-    degrees = FixedDegrees(4, 1, False, False, 1, "none")
+    degrees = FixedDegrees(4, 1, False, 0, 1, "none")
     inside, across = (  # of the ranks 4 to 7, two lie on another host
         only(make_plan(job(12, batch=12, device=find_device("cpu", devices_per_host=hosts)), degrees, top=1))
         for hosts in (12, 6)

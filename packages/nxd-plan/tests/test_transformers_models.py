@@ -75,7 +75,7 @@ def elements(model):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "phi3", "glm4", "mistral", "mixtral", "qwen3_moe"])
 def test_models_are_planned_at_every_degree(model_of, model_type):
-    plan = make_plan(job(model_of(model_type)), FixedDegrees(zero1=False, microbatch_size=1), top=100)
+    plan = make_plan(job(model_of(model_type)), FixedDegrees(zero_stage=0, microbatch_size=1), top=100)
     found = {(it.layout.degrees.tp, it.layout.degrees.sequence_parallel, it.layout.degrees.pp) for it in plan.best}
     assert found == {(1, False, 1), (1, False, 2), (2, False, 1), (2, True, 1)}
     assert not plan.rejected
@@ -86,7 +86,7 @@ def test_models_are_planned_at_every_degree(model_of, model_type):
 def test_all_parameters_are_held_by_one_rank_and_shared_out_to_stages(model_of, model_type):
     model = model_of(model_type)
     whole, cut = (
-        only(make_plan(job(model, ranks), FixedDegrees(1, ranks, False, False, 1, "none"), top=1)) for ranks in (1, 2)
+        only(make_plan(job(model, ranks), FixedDegrees(1, ranks, False, 0, 1, "none"), top=1)) for ranks in (1, 2)
     )
     assert whole.memory.parameters == 4 * elements(model)
     assert sum(memory.parameters for memory in cut.memories) == whole.memory.parameters
@@ -105,7 +105,7 @@ def test_model_is_planned_without_values_of_its_tokens(tmp_path, model_type, con
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SIZES, **config}))
     model = planned_model(tmp_path)
 
-    plan = make_plan(job(model, 1), FixedDegrees(1, 1, False, False, 1, "none"), top=1)
+    plan = make_plan(job(model, 1), FixedDegrees(1, 1, False, 0, 1, "none"), top=1)
 
     assert only(plan).memory.parameters == 4 * elements(model)
 
@@ -116,12 +116,12 @@ def test_model_without_a_gradient_of_its_embedding_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(layer, lambda self, hidden, **_: hidden.detach().requires_grad_())
 
     with pytest.raises(ValueError, match="backward of the embedding begins"):
-        make_plan(job(planned_model(tmp_path), 1), FixedDegrees(1, 1, False, False, 1, "none"), top=1)
+        make_plan(job(planned_model(tmp_path), 1), FixedDegrees(1, 1, False, 0, 1, "none"), top=1)
 
 
 def test_a_tied_embedding_is_held_by_both_ends_of_a_pipeline_and_its_gradient_is_sent(model_of):
     model = model_of("qwen3", tie_word_embeddings=True)
-    cut = only(make_plan(job(model), FixedDegrees(1, 2, False, False, 1, "none"), top=1))
+    cut = only(make_plan(job(model), FixedDegrees(1, 2, False, 0, 1, "none"), top=1))
     table, hidden = 4 * 512 * 64, 4 * 32 * 64
     assert sum(memory.parameters for memory in cut.memories) == 4 * elements(model) + table
     assert cut.communication.pp == 8 * hidden + table
@@ -134,7 +134,7 @@ def test_layers_are_alike_if_their_parameters_are(model_of):
 
 
 def test_layers_of_two_kinds_each_count_as_what_they_are(model_of):
-    degrees = FixedDegrees(1, 1, False, False, 1, "none")
+    degrees = FixedDegrees(1, 1, False, 0, 1, "none")
     kept, states = [], []
     for dense in ([], [1], [1, 2], [0, 1, 2, 3]):
         memory = only(make_plan(job(model_of("qwen3_moe", mlp_only_layers=dense), 1), degrees, top=1)).memory
@@ -145,7 +145,7 @@ def test_layers_of_two_kinds_each_count_as_what_they_are(model_of):
 
 
 def test_only_the_experts_that_a_token_is_sent_to_compute(model_of):
-    degrees = FixedDegrees(1, 1, False, False, 1, "none")
+    degrees = FixedDegrees(1, 1, False, 0, 1, "none")
     few, many, other = (
         only(make_plan(job(model_of("mixtral", **experts), 1), degrees, top=1)).time
         for experts in (
@@ -168,7 +168,7 @@ def test_only_the_experts_that_a_token_is_sent_to_compute(model_of):
     ],
 )
 def test_what_an_architecture_refuses_is_a_rejected_layout_with_its_reason(model_of, model_type, rejected, reason):
-    plan = make_plan(job(model_of(model_type)), FixedDegrees(zero1=False, microbatch_size=1))
+    plan = make_plan(job(model_of(model_type)), FixedDegrees(zero_stage=0, microbatch_size=1))
     assert plan.best
     assert [it.what for it in plan.rejected] == [rejected]
     assert reason in plan.rejected[0].reason
@@ -192,7 +192,7 @@ def test_a_model_that_looks_at_values_is_refused_with_a_reason(model_of, monkeyp
 def test_attention_of_heads_with_smaller_values_is_one_operation_that_keeps_no_scores(model_of):
     model = model_of("deepseek_v3", max_position_embeddings=4096)
     short, long = (
-        only(make_plan(job(model, 1, sequence_length=it), FixedDegrees(1, 1, False, False, 1, "none"), top=1)).memory
+        only(make_plan(job(model, 1, sequence_length=it), FixedDegrees(1, 1, False, 0, 1, "none"), top=1)).memory
         for it in (512, 1024)
     )
     assert long.activations <= 2 * short.activations
@@ -202,7 +202,7 @@ def test_the_recipe_of_a_folder_with_weights_begins_with_them(tmp_path):
     config = transformers.Qwen3Config(**SIZES, head_dim=32)
     transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
     model = planned_model(tmp_path / "model", {"max_position_embeddings": 64})
-    planned = only(make_plan(job(model, 1), FixedDegrees(1, 1, False, False, 1, "none"), top=1))
+    planned = only(make_plan(job(model, 1), FixedDegrees(1, 1, False, 0, 1, "none"), top=1))
 
     section = recipe(job(model, 1), planned.layout)["model"]
     assert section == {"path": str(tmp_path / "model"), "config": {"max_position_embeddings": 64}}
@@ -210,7 +210,7 @@ def test_the_recipe_of_a_folder_with_weights_begins_with_them(tmp_path):
 
 def test_a_null_that_a_recipe_cannot_say_is_named_and_the_lines_of_python_say_it(model_of):
     model = model_of("mistral", sliding_window=None)
-    planned = only(make_plan(job(model, 1), FixedDegrees(1, 1, False, False, 1, "none"), top=1))
+    planned = only(make_plan(job(model, 1), FixedDegrees(1, 1, False, 0, 1, "none"), top=1))
     with pytest.raises(
         ValueError, match=r"model.config.sliding_window: null in the config.json, which a recipe cannot"
     ):
@@ -224,7 +224,7 @@ def test_a_model_of_text_and_more_is_planned_and_has_a_recipe_by_its_folder_only
     config.architectures = ["Gemma3ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
     model = planned_model(tmp_path)
-    planned = only(make_plan(job(model, 1), FixedDegrees(1, 1, False, False, 1, "none"), top=1))
+    planned = only(make_plan(job(model, 1), FixedDegrees(1, 1, False, 0, 1, "none"), top=1))
     with pytest.raises(
         ValueError, match="model_type=gemma3 is a multimodal model, which a recipe can name only by its"
     ):
@@ -233,7 +233,7 @@ def test_a_model_of_text_and_more_is_planned_and_has_a_recipe_by_its_folder_only
 
 def test_the_lines_of_a_plan_make_the_config_that_was_planned(model_of):
     model = model_of("gemma3_text")
-    planned = only(make_plan(job(model), FixedDegrees(1, 2, False, False, 2, "full"), top=1))
+    planned = only(make_plan(job(model), FixedDegrees(1, 2, False, 0, 2, "full"), top=1))
     lines = config_call(job(model), planned.layout)
     names = {"torch": torch, "Gemma3TextConfig": transformers.Gemma3TextConfig}
     exec(lines.partition("\nwith ")[0], names)
@@ -254,7 +254,7 @@ def test_infinite_values_of_a_config_are_read_as_transformers_writes_them(tmp_pa
     assert completed == full_config(completed)
 
 
-ALONE = FixedDegrees(1, 1, False, False, 1, "none", expert_parallel_size=1)
+ALONE = FixedDegrees(1, 1, False, 0, 1, "none", expert_parallel_size=1)
 
 
 def test_experts_are_shared_out_and_what_tokens_send_is_counted(model_of):
@@ -291,7 +291,7 @@ def test_experts_on_trainium_compute_for_the_gathered_tokens_of_all_ranks(model_
 def test_models_with_experts_are_planned_with_them_shared_out(model_of):
     device = replace(find_device("cpu"), memory_bytes=int(4.5 * 2**20))
     crowded = replace(job(model_of("mixtral"), 4), device=device)
-    plan = make_plan(crowded, FixedDegrees(tensor_parallel_size=1, pipeline_parallel_size=1, zero1=False))
+    plan = make_plan(crowded, FixedDegrees(tensor_parallel_size=1, pipeline_parallel_size=1, zero_stage=0))
 
     assert {it.layout.degrees.ep for it in plan.best} == {4}
     assert "expert_parallel_size=4" in config_call(crowded, plan.best[0].layout)

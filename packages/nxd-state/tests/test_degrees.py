@@ -65,7 +65,7 @@ def test_config_says_degrees_and_degrees_say_a_config():
         (ParallelDegrees(tp=2), "TP 2"),
         (ParallelDegrees(tp=2, dp=2), "TP 2 x DP 2"),
         (
-            ParallelDegrees(2, 2, 2, 2, dp=2, sequence_parallel=True, zero1=True),
+            ParallelDegrees(2, 2, 2, 2, dp=2, sequence_parallel=True, zero_stage=1),
             "TP 2 + SP x CP 2 x PP 2 x DP 2, EP 2, ZeRO-1",
         ),
         (ParallelDegrees(2, etp=1, dp=1), "TP 2 x DP 1, EP 1 of whole experts"),

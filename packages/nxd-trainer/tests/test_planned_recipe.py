@@ -49,16 +49,18 @@ def test_sizes_batch_and_vocabulary_are_the_recipes_and_unset_degrees_are_tried(
 
 
 def test_degrees_that_the_recipe_sets_are_fixed_and_flags_replace_them(capsys, recipe):
-    recipe.write_text(RECIPE + "gradient_accumulation_steps = 8\n[parallel]\ntensor_parallel_size = 2\nzero1 = false\n")
+    recipe.write_text(
+        RECIPE + "gradient_accumulation_steps = 8\n[parallel]\ntensor_parallel_size = 2\nzero_stage = 0\n"
+    )
     layouts = planned(capsys, "--top", "100")
 
-    assert {(it["tensor_parallel_size"], it["zero1"], it["num_microbatches"]) for it in layouts} == {(2, False, 8)}
+    assert {(it["tensor_parallel_size"], it["zero_stage"], it["num_microbatches"]) for it in layouts} == {(2, 0, 8)}
     assert {it["microbatch_size"] for it in layouts} == {2, 4}  # at DP 2, and at PP 2 x DP 1
     assert {it["tensor_parallel_size"] for it in planned(capsys, "--tensor-parallel-size", "1")} == {1}
 
 
 def test_the_command_to_train_has_the_keys_that_differ(capsys, recipe):
-    recipe.write_text(RECIPE + "[parallel]\ntensor_parallel_size = 2\npipeline_parallel_size = 2\nzero1 = false\n")
+    recipe.write_text(RECIPE + "[parallel]\ntensor_parallel_size = 2\npipeline_parallel_size = 2\nzero_stage = 0\n")
 
     assert main(["plan", "recipe.toml", *DEVICES, "--microbatch-size", "4", "--sequence-length", "64"]) == 0
 
@@ -73,7 +75,7 @@ def test_keys_after_the_recipe_count_as_if_it_had_them(capsys):
 
     printed = capsys.readouterr().out
     assert printed.startswith("planned: bfloat16 weights, 32 sequences of 128 tokens in a step\n")
-    assert "nxd train recipe.toml train.dtype=bfloat16 model.num_hidden_layers=2 parallel.zero1=true" in printed
+    assert "nxd train recipe.toml train.dtype=bfloat16 model.num_hidden_layers=2 parallel.zero_stage=1" in printed
 
 
 def test_the_recipe_of_the_fastest_layout_is_written_with_what_the_first_one_sets(capsys, recipe):

@@ -18,7 +18,7 @@ OTHER_VALUES = {
     "moe.aux_loss_scope": "sequence",
     "checkpoint.initial_weights": "elsewhere",
     "data.evaluation_path": "elsewhere",
-    "parallel.zero1": "true",
+    "parallel.zero_stage": "1",
 }
 
 

@@ -47,8 +47,8 @@ def option(default: Value, description: str, **bounds: Unpack[Bounds]) -> Value:
 class Key:
     """One key: its name, its allowed values, and its meaning.
 
-    Types are int, float, bool, str, Path, Literal, `T | None`, `tuple[T, ...]`, `tuple[T, T]`, Any, and
-    `Mapping[str, Any]`, a table whose own keys are not checked here.
+    Types are int, float, bool, str, Path, Literal, `T | None`, `bool | int | None`, `tuple[T, ...]`, `tuple[T, T]`,
+    Any, and `Mapping[str, Any]`, a table whose own keys are not checked here.
     """
 
     section: str  # "train", or "" at the top level
@@ -210,7 +210,7 @@ def _parse(value_type: Any, bounds: Mapping[str, float], value: object) -> Any: 
     if value_type is Any or (origin is Literal and isinstance(value, str) and value in parts):
         return value
     if origin in (Union, UnionType):  # the first for `Literal[...] | None`
-        return None if is_none(value) else _parse(_without_none(parts), bounds, value)
+        return None if is_none(value) else _parse_union(_without_none(parts), bounds, value)
     if origin is tuple:
         return _parse_tuple(parts, bounds, value)
     if origin is Mapping:
@@ -224,6 +224,15 @@ def _parse(value_type: Any, bounds: Mapping[str, float], value: object) -> Any: 
     if value_type not in (str, Path) or not isinstance(value, str) or not value or "\0" in value:
         raise ValueError
     return Path(value).expanduser() if value_type is Path else value
+
+
+def _parse_union(types: tuple[Any, ...], bounds: Mapping[str, float], value: object) -> Any:
+    for value_type in types[:-1]:
+        try:
+            return _parse(value_type, bounds, value)
+        except ValueError:
+            pass
+    return _parse(types[-1], bounds, value)
 
 
 def _parse_tuple(element_types: tuple[Any, ...], bounds: Mapping[str, float], value: object) -> tuple[Any, ...]:
@@ -287,7 +296,7 @@ def _in_words(value_type: Any, bounds: Mapping[str, float]) -> str:
     """Describe a key's allowed values: "an integer at least 1", "one of latest, never, required"."""
     origin, parts = get_origin(value_type), get_args(value_type)
     if origin in (Union, UnionType):  # the first for `Literal[...] | None`
-        return f"{_in_words(_without_none(parts), bounds)}, or none"
+        return f"{', '.join(_in_words(part, bounds) for part in _without_none(parts))}, or none"
     if origin is Literal:
         return "one of " + ", ".join(parts)
     if origin is tuple:
@@ -303,7 +312,7 @@ def _in_words(value_type: Any, bounds: Mapping[str, float]) -> str:
 def _type_name(value_type: Any) -> str:
     origin, parts = get_origin(value_type), get_args(value_type)
     if origin in (Union, UnionType):  # the first for `Literal[...] | None`
-        return _type_name(_without_none(parts))
+        return "|".join(map(_type_name, _without_none(parts)))
     if origin is Literal:
         return "|".join(parts)
     if origin is tuple:
@@ -313,6 +322,5 @@ def _type_name(value_type: Any) -> str:
     return _NAMES[value_type]
 
 
-def _without_none(parts: tuple[Any, ...]) -> Any:
-    (inner,) = (part for part in parts if part is not NoneType)
-    return inner
+def _without_none(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(part for part in parts if part is not NoneType)

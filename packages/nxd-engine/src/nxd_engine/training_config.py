@@ -88,10 +88,11 @@ def training_config(
     max_grad_norm: float = 1.0,
     loss_scaling: bool = False,
     stochastic_rounding: bool = False,
+    reshard_after_forward: bool | int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `neuronx_distributed_config` to train a model.
 
-    With ZeRO-1, weights narrower than float32 have float32 master weights, which checkpoints hold, and gradients are
+    With ZeRO, weights narrower than float32 have float32 master weights, which checkpoints hold, and gradients are
     accumulated in float32.
 
     Args:
@@ -104,6 +105,7 @@ def training_config(
         max_grad_norm: the norm to clip gradients to; 0 for no clipping.
         loss_scaling: whether the loss is scaled, for float16.
         stochastic_rounding: whether bfloat16 weights are rounded stochastically, in place of master weights.
+        reshard_after_forward: with ZeRO-3, see `nxd_optim.fully_shard`; None for true.
     """
     pipeline: dict[str, Any] = {
         "num_microbatches": num_microbatches,
@@ -126,12 +128,14 @@ def training_config(
         "activation_checkpoint_config": checkpointed.get(activation_checkpointing, activation_checkpointing.split(",")),
         "model_init_config": {"param_init_fn": spec.param_init_fn},
         "optimizer_config": {
-            "zero_one_enabled": degrees.zero1,
+            "zero_stage": degrees.zero_stage,
+            "shard_group_size": degrees.shard_group_size or None,
+            "reshard_after_forward": reshard_after_forward,
             "grad_clipping": max_grad_norm > 0,
             "max_grad_norm": max_grad_norm or 1.0,
         },
         "mixed_precision_config": {
-            "use_master_weights_in_ckpt": degrees.zero1 and not stochastic_rounding,
+            "use_master_weights_in_ckpt": degrees.zero_stage > 0 and not stochastic_rounding,
             "use_loss_scaling": loss_scaling,
             "use_stochastic_rounding": stochastic_rounding,
         },

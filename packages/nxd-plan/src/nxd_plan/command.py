@@ -31,7 +31,7 @@ DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # field of a device, flag's
 }
 DEGREE_FLAGS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"),
-    *("expert_tensor_parallel_size", "sequence_parallel", "zero1", "microbatch_size", "num_microbatches"),
+    *("expert_tensor_parallel_size", "sequence_parallel", "zero_stage", "microbatch_size", "num_microbatches"),
     "checkpointing",
 )
 OTHER_FLAGS = ("device", "devices", "devices_per_host", "top", "rejected", "json", "recipe", "help")
@@ -120,7 +120,9 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
     degrees.add_argument(
         "--sequence-parallel", choices=YES_NO, help="split activations along the sequence; needs TP > 1"
     )
-    degrees.add_argument("--zero1", choices=YES_NO, help="shard optimizer states (default with bfloat16: yes)")
+    degrees.add_argument(
+        "--zero-stage", type=int, choices=range(4), help="shard over the replicas (default with bfloat16: 1)"
+    )
     degrees.add_argument(
         "--microbatch-size", type=int, metavar="N", help="sequences per microbatch (default: try 1, 2, 4 and 8)"
     )

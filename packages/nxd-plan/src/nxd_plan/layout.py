@@ -72,7 +72,7 @@ class FixedDegrees:
         tensor_parallel_size: ranks that split each layer.
         pipeline_parallel_size: ranks that the layers are distributed over.
         sequence_parallel: whether ranks that split layers also split activations along the sequence.
-        zero1: whether optimizer states are sharded over the replicas.
+        zero_stage: what is sharded over the replicas, see `ParallelDegrees`.
         microbatch_size: sequences per microbatch.
         checkpointing: "none" or "full".
         context_parallel_size: ranks that each sequence is split over.
@@ -88,7 +88,7 @@ class FixedDegrees:
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
     sequence_parallel: bool | None = None
-    zero1: bool | None = None
+    zero_stage: int | None = None
     microbatch_size: int | None = None
     checkpointing: str | None = None
     context_parallel_size: int | None = None
@@ -137,7 +137,7 @@ class Layout:
             "expert_tensor_parallel_size": degrees.etp,
             "data_parallel_size": degrees.dp,
             "sequence_parallel": degrees.sequence_parallel,
-            "zero1": degrees.zero1,
+            "zero_stage": degrees.zero_stage,
             "microbatch_size": self.microbatch_size,
             "num_microbatches": self.num_microbatches,
             "checkpointing": self.checkpointing,
@@ -225,11 +225,11 @@ def layouts_on(
                 f"tensor_parallel_size={degrees.tp} does not divide sequence_length={job.sequence_length}",
             )
             continue
-        for zero1 in _zero1_choices(job, fixed, degrees):
+        for zero_stage in _zero_stages(job, fixed, degrees):
             for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
                 for microbatch_size in fitting:
                     yield Layout(
-                        replace(degrees, sequence_parallel=sequence_parallel, zero1=zero1),
+                        replace(degrees, sequence_parallel=sequence_parallel, zero_stage=zero_stage),
                         microbatch_size,
                         per_replica // microbatch_size,
                         checkpointing,
@@ -254,13 +254,13 @@ def _microbatch_mistake(fixed: FixedDegrees, per_replica: int) -> str:
     return f"{given} the {per_replica} sequences of a replica"
 
 
-def _zero1_choices(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[bool]:
-    """Return the choices of ZeRO-1 to try; half-precision weights need the master weights that ZeRO-1 adds."""
-    if fixed.zero1 is not None:
-        return [fixed.zero1]
+def _zero_stages(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[int]:
+    """Return the stages of ZeRO to try; half-precision weights need the master weights that ZeRO-1 adds."""
+    if fixed.zero_stage is not None:
+        return [fixed.zero_stage]
     if job.dtype.itemsize < 4:
-        return [True]
-    return [False, True] if degrees.replicas > 1 else [False]
+        return [1]
+    return [0, 1] if degrees.replicas > 1 else [0]
 
 
 def expert_degrees(job: TrainingJob, fixed: FixedDegrees, tensor_parallel_size: int) -> list[ParallelDegrees]:

@@ -122,9 +122,9 @@ def _rank_memory(
     replicas = layout.degrees.replicas
     parameters = elements * itemsize
     wide = max(itemsize, FLOAT32_BYTES)
-    gradient_itemsize = wide if layout.degrees.zero1 else itemsize
+    gradient_itemsize = wide if layout.degrees.zero_stage else itemsize
     gradients = elements * gradient_itemsize
-    if layout.degrees.zero1:
+    if layout.degrees.zero_stage:
         experts = sum(stage.experts for stage in stages)
         of_others, of_experts = (
             (elements - experts) * wide // replicas,
@@ -140,7 +140,7 @@ def _rank_memory(
     if layout.degrees.pp > 1:
         buckets += len(stages) * MESSAGES_IN_FLIGHT * profile.embedding.forward.kept
     # The first microbatch's gradients are allocated one by one while activations are freed, unless buffers exist.
-    come_late = layout.num_microbatches == 1 and (layout.degrees.zero1 or replicas == 1)
+    come_late = layout.num_microbatches == 1 and (layout.degrees.zero_stage or replicas == 1)
     peaks = [
         _above_states(stage, own, profile, gradient_itemsize if come_late else 0)
         for stage, own in zip(stages, kept, strict=True)

@@ -136,7 +136,7 @@ def _layout_sections(job: TrainingJob, layout: Layout) -> Recipe:
     return {
         "parallel": {
             **layout.degrees.as_config(),
-            "zero1": layout.degrees.zero1,
+            "zero_stage": layout.degrees.zero_stage,
             "activation_checkpointing": layout.checkpointing,
         },
         "pipeline": {"schedule": job.schedule},

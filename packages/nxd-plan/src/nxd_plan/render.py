@@ -20,7 +20,7 @@ from nxd_plan.memory import RankMemory
 from nxd_plan.planner import Plan, PlannedLayout, TooLarge
 
 HEADINGS = (
-    *("TP", "SP", "PP", "CP", "EP", "DP", "ZeRO-1", "microbatches", "checkpointing"),
+    *("TP", "SP", "PP", "CP", "EP", "DP", "ZeRO", "microbatches", "checkpointing"),
     *("memory", "bubble", "step", "MFU"),
 )
 MEMORY_KINDS = ("parameters", "gradients", "optimizer_state", "buckets", "activations", "logits", "temporaries", "peak")
@@ -89,7 +89,7 @@ def _row(planned: PlannedLayout) -> tuple[str, ...]:
         str(degrees.cp),
         str(degrees.ep),
         str(degrees.dp),
-        "yes" if degrees.zero1 else "no",
+        str(degrees.zero_stage),
         f"{layout.num_microbatches} x {layout.microbatch_size}",
         layout.checkpointing,
         show_memory(planned.memory.peak),
@@ -160,8 +160,8 @@ def _ways_out(plan: Plan, fixed: FixedDegrees, nearest: TooLarge) -> list[str]:
             f"shorter sequences: activations, logits and temporaries need {show_memory(memory.peak - memory.states)} "
             f"for sequences of {plan.job.sequence_length} tokens"
         )
-    if layout.degrees.dp > 1 and not layout.degrees.zero1:
-        ways.append("--zero1 yes: shards the optimizer state over the replicas")
+    if layout.degrees.dp > 1 and not layout.degrees.zero_stage:
+        ways.append("--zero-stage 1: shards the optimizer state over the replicas")
     return ways
 
 

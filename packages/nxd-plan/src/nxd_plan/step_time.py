@@ -235,7 +235,7 @@ def communication(
         if schedule.num_ranks > 1:
             pp[-1] += sum(stages[stage].tied for stage in own) * itemsize
         elements = sum(stages[stage].elements for stage in own)
-        per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.degrees.zero1 else 2 * itemsize
+        per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.degrees.zero_stage else 2 * itemsize
         experts, of_experts = sum(stages[stage].experts for stage in own), layout.degrees.expert_replicas
         dp.append(
             (elements - experts) * per_element * (replicas - 1) // replicas
@@ -287,6 +287,6 @@ def step_time(
 
 def _update_bytes(layout: Layout, memory: RankMemory) -> float:
     """Return the bytes that AdamW moves: gradients once; both moments and the weights, read and written."""
-    parts = layout.degrees.replicas if layout.degrees.zero1 else 1
+    parts = layout.degrees.replicas if layout.degrees.zero_stage else 1
     weights = memory.optimizer_state / MOMENTS
     return memory.gradients / parts + 2 * memory.optimizer_state + 2 * weights

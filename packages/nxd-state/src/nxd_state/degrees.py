@@ -49,7 +49,10 @@ class ParallelDegrees:
         etp: ranks that split each expert: 1, or `tp`; -1 for `tp`.
         dp: replicas of the model; 0 where the number of ranks is not known yet.
         sequence_parallel: activations between the layers' matrix products are split along the sequence.
-        zero1: the optimizer's states are sharded over the replicas.
+        zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer's states, 2 also the gradients, 3 also
+            the parameters.
+        shard_group_size: number of neighboring replicas over which that is sharded, and mirrored by the others; 0 for
+            all.
 
     Raises:
         ValueError: a degree is not positive, or `etp` is neither 1 nor `tp`.
@@ -62,13 +65,16 @@ class ParallelDegrees:
     etp: int = -1
     dp: int = 0
     sequence_parallel: bool = False
-    zero1: bool = False
+    zero_stage: int = 0
+    shard_group_size: int = 0
 
     def __post_init__(self) -> None:
         for axis in (*SIZES, "dp"):
             least = 1 if axis in SIZES else 0
             if type(getattr(self, axis)) is not int or getattr(self, axis) < least:
                 raise ValueError(f"{axis}={getattr(self, axis)!r} is not a positive degree; use 1 to switch it off")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage!r} is not a stage; use 0, 1, 2 or 3")
         if self.etp == -1:
             object.__setattr__(self, "etp", self.tp)
         if mistake := expert_tensor_parallel_mistake(self.etp, self.tp):
@@ -82,9 +88,12 @@ class ParallelDegrees:
         return cls(**sizes, etp=etp, sequence_parallel=bool(config["sequence_parallel"]))
 
     @classmethod
-    def of_mesh(cls, mesh: Mesh, *, sequence_parallel: bool = False, zero1: bool = False) -> Self:
+    def of_mesh(
+        cls, mesh: Mesh, *, sequence_parallel: bool = False, zero_stage: int = 0, shard_group_size: int = 0
+    ) -> Self:
         """The degrees of a mesh, whose number of replicas is known."""
-        return cls(mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.etp, mesh.dp, sequence_parallel, zero1)
+        sharding = {"zero_stage": zero_stage, "shard_group_size": shard_group_size}
+        return cls(mesh.tp, mesh.pp, mesh.cp, mesh.ep, mesh.etp, mesh.dp, sequence_parallel, **sharding)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -171,7 +180,8 @@ class ParallelDegrees:
         axes += [f"DP {self.dp}"] if self.dp else []
         whole = " of whole experts" if self.etp < self.tp else ""
         experts = f", EP {self.ep}{whole}" if self.splits_experts else ""
-        return f"{' x '.join(axes)}{experts}{', ZeRO-1' if self.zero1 else ''}"
+        group = f" over {self.shard_group_size}" if self.shard_group_size else ""
+        return f"{' x '.join(axes)}{experts}{f', ZeRO-{self.zero_stage}{group}' if self.zero_stage else ''}"
 
     def __str__(self) -> str:
         degrees = {axis: getattr(self, axis) for axis in SIZES}

@@ -200,6 +200,7 @@ def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
         max_grad_norm=recipe.train.max_grad_norm,
         loss_scaling=recipe.scales_loss,
         stochastic_rounding=recipe.optimizer.stochastic_rounding,
+        reshard_after_forward=parallel.reshard_after_forward,
     )
     if parallel.pipeline_parallel_size > 1:
         config["pipeline_config"]["trace_file_path"] = recipe.pipeline.trace_file

@@ -91,8 +91,8 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
     """
     parallel, or_use = recipe.parallel, "or use adamw or sgd"
     try:
-        if parallel.zero1:
-            check_elementwise(cls, arguments, advice=f"set parallel.zero1=false, {or_use}")
+        if parallel.zero_stage:
+            check_elementwise(cls, arguments, advice=f"set parallel.zero_stage=0, {or_use}")
         if parallel.tensor_parallel_size > 1:
             check_elementwise(cls, arguments, advice=f"set parallel.tensor_parallel_size=1, {or_use}")
         if parallel.degrees.splits_experts:

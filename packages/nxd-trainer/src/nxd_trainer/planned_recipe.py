@@ -14,7 +14,7 @@ from nxd_trainer.recipe import Recipe, given_keys, load_recipe, recipe_to_dict
 PLANNED_CHECKPOINTING = ("none", "full")
 DEGREES = (
     *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"),
-    *("expert_tensor_parallel_size", "sequence_parallel", "zero1"),
+    *("expert_tensor_parallel_size", "sequence_parallel", "zero_stage"),
 )
 
 

@@ -60,7 +60,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["train.dtype=float16"],
-            "train.dtype=float16 needs parallel.zero1=true, which updates float32 master weights; set it, or use "
+            "train.dtype=float16 needs parallel.zero_stage=1, which has float32 master weights; set it, or use "
             "train.dtype=float32 with train.autocast=float16",
         ),
         (

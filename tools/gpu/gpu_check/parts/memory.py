@@ -51,5 +51,5 @@ def _predicted(device: torch.device, zero1: bool) -> int:
         global_batch_size=size.batch,
         dtype=torch.bfloat16,
     )
-    (planned,) = make_plan(job, FixedDegrees(1, 1, False, zero1, size.batch, "none")).best
+    (planned,) = make_plan(job, FixedDegrees(1, 1, False, int(zero1), size.batch, "none")).best
     return planned.memories[0].peak

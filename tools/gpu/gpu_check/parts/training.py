@@ -31,7 +31,7 @@ def rows(device: str) -> Iterator[Row]:
         twice = train(folder, "twice")
         largest = max(abs(a - b) for a, b in zip(once, twice, strict=True))
         yield check("training", "a run in two parts", largest, 0.0 if device == "cpu" else 1e-5)
-        half = train(folder, "half", "train.dtype=bfloat16", "parallel.zero1=true")
+        half = train(folder, "half", "train.dtype=bfloat16", "parallel.zero_stage=1")
         yield Row("training", "bfloat16, ZeRO-1, learns", "ok" if half[-1] < half[0] - 1 else "wrong", _fall(half))
         text = run_nxd(folder, "generate", "once/checkpoints", "--prompt", "def ", "--max-new-tokens", "16").stdout
         yield Row("training", "generate", "ok" if len(text) > len("def ") else "wrong", repr(text[:40]))

@@ -45,7 +45,7 @@ STANDARD_LIBRARY = "stdlib"
 _OF_PYTHON = "the sources of Python's standard library"
 # Keys that the recipe shows behind a "#", with a value to try.
 SUGGESTED: Keys = {
-    "parallel.zero1": True,
+    "parallel.zero_stage": 1,
     "parallel.activation_checkpointing": "full",
     "data.evaluation_path": "held_out",
     "train.gradient_accumulation_steps": 2,

@@ -7,6 +7,7 @@ saved beside the run. The model, the data and the loop interpret the keys.
 from nxd_trainer.recipe.checks import RecipeError, check_layout, check_paths, padded_vocab_size
 from nxd_trainer.recipe.files import (
     RUN_RECIPE_FILE,
+    flat_recipe,
     given_keys,
     load_recipe,
     read_run_recipe,
@@ -24,6 +25,7 @@ __all__ = [
     "Recipe",
     # reading and writing
     "load_recipe",
+    "flat_recipe",
     "given_keys",
     "recipe_from_dict",
     "recipe_to_dict",

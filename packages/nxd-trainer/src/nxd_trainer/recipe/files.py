@@ -62,7 +62,12 @@ def given_keys(file: Path) -> frozenset[str]:
     Raises:
         RecipeError: the file cannot be read.
     """
-    return frozenset(_schema().flatten(_read_file(file), []))
+    return frozenset(flat_recipe(_read_file(file)))
+
+
+def flat_recipe(content: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of nested sections, as an older version may have saved them, by keys such as "train.steps"."""
+    return _with_new_names(_schema().flatten(content, []))
 
 
 def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (), *, origin: str = "recipe") -> Recipe:
@@ -79,7 +84,11 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
         RecipeError: a ValueError with one line for each mistake.
     """
     mistakes: list[str] = []
-    given = _overridden(_schema().flatten(content, mistakes), _split_overrides(overrides, mistakes), mistakes)
+    given = _overridden(
+        _with_new_names(_schema().flatten(content, mistakes)),
+        _with_new_names(_split_overrides(overrides, mistakes)),
+        mistakes,
+    )
     values = _schema().read(given, mistakes)
     arguments = _schema().nest(values)
     recipe = Recipe(**arguments | {name: cls(**arguments[name]) for name, cls in _section_types().items()})
@@ -89,6 +98,15 @@ def recipe_from_dict(content: Mapping[str, object], overrides: Iterable[str] = (
     if mistakes:
         raise RecipeError(origin, mistakes)
     return recipe
+
+
+def _with_new_names(given: Mapping[str, object]) -> dict[str, object]:
+    """Return keys as they are called today: `parallel.zero1` was a switch for the first stage."""
+    renamed = dict(given)
+    if "parallel.zero1" in renamed:
+        is_on = str(renamed.pop("parallel.zero1")).strip().lower() in ("true", "1")
+        renamed.setdefault("parallel.zero_stage", int(is_on))
+    return renamed
 
 
 def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:

@@ -111,9 +111,9 @@ def _train_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     if train.autocast != "none" and train.dtype != "float32":
         text = f"needs train.dtype=float32, not {train.dtype}; set train.autocast=none or train.dtype=float32"
         yield _mistake(recipe, "train.autocast", text, "train.dtype")
-    if train.dtype == "float16" and not recipe.parallel.zero1:
-        text = "needs parallel.zero1=true, which updates float32 master weights; set it, or use train.dtype=float32"
-        yield _mistake(recipe, "train.dtype", f"{text} with train.autocast=float16", "parallel.zero1")
+    if train.dtype == "float16" and not recipe.parallel.zero_stage:
+        text = "needs parallel.zero_stage=1, which has float32 master weights; set it, or use train.dtype=float32"
+        yield _mistake(recipe, "train.dtype", f"{text} with train.autocast=float16", "parallel.zero_stage")
     if train.gradient_histograms_every and "tensorboard" not in train.report_to:
         name = "train.gradient_histograms_every"
         text = "writes to TensorBoard, which train.report_to does not list; add tensorboard to it"

@@ -84,7 +84,19 @@ class ParallelSection:
     expert_tensor_parallel_size: int | None = option(
         None, "ranks that each expert is sharded over: 1 or tensor_parallel_size (the default)", at_least=1
     )
-    zero1: bool = option(False, "shard the optimizer's state over the data-parallel ranks (ZeRO-1)")
+    zero_stage: int = option(
+        0, "sharded over the replicas: 1 optimizer states, 2 also gradients, 3 also parameters", at_least=0, at_most=3
+    )
+    shard_group_size: int | None = option(
+        None,
+        "neighboring replicas that zero_stage shards over, mirrored by others (hybrid); unset: all",
+        at_least=1,
+    )
+    reshard_after_forward: bool | int | None = option(
+        None,
+        "zero_stage=3: give parameters up after each forward (true, the default), keep them until the step (false: "
+        "fewer messages with several microbatches), or share them among N neighbors meanwhile",
+    )
     activation_checkpointing: str = option(
         "none",
         "recomputed in backward: none, full (decoder layers), selective (all but matrix products), or class names",
@@ -113,7 +125,8 @@ class ParallelSection:
             self.expert_parallel_size,
             self.expert_tensor_parallel_size or self.tensor_parallel_size,
             sequence_parallel=self.sequence_parallel,
-            zero1=self.zero1,
+            zero_stage=self.zero_stage,
+            shard_group_size=self.shard_group_size or 0,
         )
 
     def at(self, degrees: ParallelDegrees) -> Self:
@@ -214,7 +227,7 @@ class TrainSection:
         1, "microbatches that each rank splits its batch into, also with a pipeline", at_least=1
     )
     seed: int = option(0, "seed of the initial weights, dropout and data order", at_least=0)
-    dtype: DtypeName = option("float32", "dtype of the weights; float16 needs parallel.zero1 and scales the loss")
+    dtype: DtypeName = option("float32", "dtype of the weights; float16 needs parallel.zero_stage and scales the loss")
     autocast: Literal["none", "bfloat16", "float16"] = option(
         "none", "dtype of matrix products with float32 weights; float16 scales the loss"
     )

@@ -26,7 +26,7 @@ from nxd_state import all_gather_object, get_mesh, get_world_group, seed_model_p
 from torch import Tensor
 
 from nxd_trainer.optimizers import scheduled_rate
-from nxd_trainer.recipe import Recipe, recipe_from_dict, recipe_keys, recipe_to_dict
+from nxd_trainer.recipe import Recipe, flat_recipe, recipe_from_dict, recipe_keys, recipe_to_dict
 from nxd_trainer.recipe.rules import listed
 from nxd_trainer.recipe.sections import OptimizerSection
 from nxd_trainer.training.initial_weights import load_base, load_first_weights, model_differences
@@ -55,7 +55,7 @@ _OF_SECTIONS: dict[str, Rule] = {
 }
 _OF_KEYS: dict[str, Rule] = {
     "model.path": "reported",  # the weights now come from the checkpoint
-    "parallel.zero1": "reported",  # it adds master weights for low-precision weights
+    "parallel.zero_stage": "reported",  # it adds master weights for low-precision weights
     "data.evaluation_path": "reported",
     "data.cache_folder": "free",
     "train.stop_after": "free",
@@ -82,18 +82,14 @@ def changes_to_report(recipe: Recipe, of_checkpoint: Mapping[str, Any]) -> list[
 
     Keys that the checkpoint's recipe lacks have their defaults.
     """
-    defaults, own = recipe_to_dict(recipe_from_dict({})), recipe_to_dict(recipe)
-
-    def value(content: Mapping[str, Any], section: str, field: str) -> Any:
-        of_section = content.get(section)
-        found = of_section.get(field) if isinstance(of_section, Mapping) else None
-        return defaults[section].get(field) if found is None else found
-
+    contents = (recipe_to_dict(recipe_from_dict({})), of_checkpoint, recipe_to_dict(recipe))
+    defaults, theirs, own = (
+        {key: value for key, value in flat_recipe(it).items() if value is not None} for it in contents
+    )
     lines = []
     for name in recipe_keys():
-        section, _, field = name.partition(".")
         if rule_of(name) == "reported":
-            before, now = value(of_checkpoint, section, field), value(own, section, field)
+            before, now = (it.get(name, defaults.get(name)) for it in (theirs, own))
             lines += [f"{name} {before} -> {now}"] if before != now else []
     return lines
 

@@ -12,7 +12,6 @@ from nxd_engine.checkpoints.model_description import ModelDescription
 from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_optim import WeightAverage
 from nxd_state import (
-    ParallelDegrees,
     all_gather_object,
     get_group,
     get_mesh,
@@ -101,10 +100,7 @@ class RunState:
     @property
     def layout(self) -> str:
         """The layout, such as "TP 2 x DP 2"; see `ParallelDegrees.describe`."""
-        parallel = self.recipe.parallel
-        return ParallelDegrees.of_mesh(
-            get_mesh(), sequence_parallel=parallel.sequence_parallel, zero1=parallel.zero1
-        ).describe()
+        return replace(self.recipe.parallel.degrees, dp=get_mesh().dp).describe()
 
 
 def build_run_state(recipe: Recipe, *, output_lock: IO[str] | None = None) -> RunState:
