@@ -27,6 +27,7 @@ KNOWN: dict[str, str | tuple[str, str]] = {
     "torch._inductor": "models compiled ahead of time, as torch's documentation shows",
     "torch.distributed._functional_collectives": "collectives in compiled graphs",
     "torch.distributed.algorithms._checkpoint": "the wrappers of NeuronX Distributed's activation checkpoints",
+    "torch.optim._muon": "the iterations and learning rates of torch's Muon",
     "torch.nn.Module._load_from_state_dict": "says whether a module loads in its own way",
     # attention and other operations below public functions
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "attention of a block with its log-sum-exp",

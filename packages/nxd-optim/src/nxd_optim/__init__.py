@@ -1,4 +1,4 @@
-"""ZeRO-1, gradient averaging, exact clipping and mixed precision for training on many ranks."""
+"""ZeRO-1, Muon, gradient averaging, exact clipping and mixed precision for training on many ranks."""
 
 from nxd_optim.clip import clip_grad_norm, grad_norm
 from nxd_optim.elementwise import check_elementwise, check_parameterwise
@@ -11,6 +11,8 @@ from nxd_optim.gradient_histogram import (
 )
 from nxd_optim.groups_and_states import give_states, parameter_groups, restore_numbers, state_tensor
 from nxd_optim.mixed_precision import LossScaler, LossScaleTooSmallError, MixedPrecision, resolve_mixed_precision
+from nxd_optim.muon import Muon
+from nxd_optim.muon_groups import muon_parameter_groups
 from nxd_optim.reducer import GradientReducer
 from nxd_optim.sequence_parallel import reduce_sequence_parallel_gradients
 from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
@@ -39,6 +41,8 @@ __all__ = [
     "MemoryBytes",
     "check_elementwise",
     "check_parameterwise",
+    "Muon",
+    "muon_parameter_groups",
     "GradientReducer",
     "reduce_sequence_parallel_gradients",
     "grad_norm",

@@ -24,7 +24,8 @@ def check_elementwise(
 ) -> dict[str, Any]:
     """Take a few steps with a small matrix, whole and in two flat parts, and compare.
 
-    Each part has its own optimizer, as on a rank, so that statistics over all parameters are detected too.
+    Each part has its own optimizer, as on a rank, so that statistics over all parameters are detected too. A class with
+    `joint_step`, such as `Muon`, gathers matrices itself and is not tried.
 
     Args:
         optimizer_class: the class to try.
@@ -39,6 +40,8 @@ def check_elementwise(
     """
     # Created here so that its errors about arguments come before ours.
     complete = optimizer_class([{"params": [torch.zeros(1, 1)]}], **defaults).defaults
+    if gathers_matrices(optimizer_class):
+        return complete
     settings, name = _settings(optimizer_class, defaults), optimizer_class.__name__
     whole = _values()
     try:
@@ -77,6 +80,11 @@ def check_parameterwise(optimizer_class: type[Optimizer], defaults: Mapping[str,
             f"{optimizer_class.__name__} combines all parameters, so the result would depend on the number of ranks "
             f"that hold some of them; {advice}"
         )
+
+
+def gathers_matrices(optimizer_class: type[Optimizer]) -> bool:
+    """Whether an optimizer gathers the matrices of which it is given parts; see `Muon.joint_step`."""
+    return hasattr(optimizer_class, "joint_step")
 
 
 def for_the_cpu(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
+from nxd_optim.elementwise import gathers_matrices
 from nxd_optim.groups_and_states import copy_settings, settings_of
+from nxd_optim.muon import UpdatedParts, UpdatedRange
 from nxd_optim.placement import Placement, check_same_parameters
 from nxd_optim.zero1.bucket import Bucket, Dtypes
 from nxd_optim.zero1.flat_bucket import FlatBucket
@@ -56,6 +58,7 @@ class ShardedWeights:
         self._make_optimizer, self._dtypes_of = make_optimizer, dtypes_of
         self.buckets: list[Bucket] = []
         self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
+        self._joint_step: Any = None  # of optimizers that gather matrices
         self._forward_gather: ForwardGather | None = None
 
     def add(
@@ -90,6 +93,7 @@ class ShardedWeights:
                 settings_of(it) | {"params": [weights[p] for p in it["params"] if p in weights]} for it in param_groups
             ]
             self._base_optimizers.append(self._make_optimizer(groups))
+        self._joint_step = _joint_step(self.buckets, self._base_optimizers)
         check_same_sequence_parallel_ranges(self.buckets)
         if self._forward_gather is not None:
             self.overlap_forward(self._forward_gather.model)
@@ -155,6 +159,10 @@ class ShardedWeights:
         """
         for base in self._base_optimizers:
             copy_settings(param_groups, base.param_groups)
+        if self._joint_step is not None:
+            for bucket in self.buckets:
+                _give_gradients(bucket, used)
+            self._joint_step.prepare(self._base_optimizers, used, param_groups)
         for bucket, base in reversed(list(self.parts())):  # in the order in which the next forward needs them
             if any(id(p) in used for p in bucket.parameters):
                 _step(bucket, base, used)
@@ -198,10 +206,30 @@ class ShardedWeights:
             bucket.zero_gradients()
 
 
+def _joint_step(buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> Any:
+    """Return what optimizers that gather matrices do together before their steps; None for elementwise ones."""
+    if not optimizers or not gathers_matrices(type(optimizers[0])):
+        return None
+    parts = [
+        UpdatedParts(
+            bucket.parameters,
+            [UpdatedRange(it.parameter, it.start, it.stop, it.weight) for it in bucket.ranges],
+            bucket.placement.replicas,
+        )
+        for bucket in buckets
+    ]
+    return type(optimizers[0]).joint_step(parts)  # type: ignore[attr-defined]
+
+
+def _give_gradients(bucket: Bucket, used: Set[int]) -> None:
+    for it in bucket.ranges:
+        is_used = bucket.gradient is not None and id(it.parameter) in used
+        it.weight.grad = it.slice_of(bucket.gradient) if is_used else None
+
+
 def _step(bucket: Bucket, base: Optimizer, used: Set[int]) -> None:
     assert bucket.gradient is not None
-    for it in bucket.ranges:
-        it.weight.grad = it.slice_of(bucket.gradient) if id(it.parameter) in used else None
+    _give_gradients(bucket, used)
     base.step()
     for it in bucket.ranges:
         it.weight.grad = None
