@@ -243,8 +243,8 @@ class _Gather:
 
     def wait(self) -> dict[MatrixKey, Tensor]:
         """Return the whole matrices that this rank owns."""
-        for it in self.pending:
-            it.wait()
+        for message in self.pending:
+            message.wait()
         wholes = {}
         for matrix in self.own:
             mine = [it for it in matrix.sources if it.rank == self.rank]
@@ -273,8 +273,8 @@ class _Scatter:
 
     def wait(self) -> None:
         """Fill this rank's parts."""
-        for it in self.pending:
-            it.wait()
+        for message in self.pending:
+            message.wait()
         for owner, found in self.received.items():
             if found:
                 pieces = self.buffers[owner].split([it.box.numel for it in found])

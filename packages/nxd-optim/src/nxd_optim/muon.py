@@ -69,8 +69,8 @@ class UpdatedParts:
 class Muon(Optimizer):
     """Muon for the matrices in groups with `use_muon=True`, AdamW for the parameters of the other groups.
 
-    In one process float32 and float64 weights equal those of `torch.optim.Muon` and `AdamW` bit by bit. On many ranks it
-    updates every matrix as if it were whole: tensor- and expert-parallel parts are gathered at one of the ranks that
+    In one process, float32 and float64 weights equal those of `torch.optim.Muon` and `AdamW` bit by bit. On many ranks
+    it updates every matrix as if it were whole: tensor- and expert-parallel parts are gathered at one of the ranks that
     hold them, fused parameters are the matrices that their `ShardSpec` names, and a stack `[experts, rows, columns]`
     has a matrix for each expert. `NeuronZero1Optimizer` accepts it as well. As in torch, the iterations compute in
     bfloat16; messages have that dtype, too.

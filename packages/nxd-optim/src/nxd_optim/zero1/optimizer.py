@@ -50,7 +50,8 @@ class NeuronZero1Optimizer(Optimizer):
 
     Args:
         params: parameters or parameter groups, in the same order on every rank.
-        optimizer_class: an elementwise optimizer, such as AdamW or SGD with momentum. This is checked by a trial.
+        optimizer_class: an elementwise optimizer, such as AdamW or SGD with momentum, which is checked by a trial; or
+            `Muon`, which gathers the matrices of which it is given parts.
         optimizer_dtype: dtype of the weights and states that are updated; float32 if None, or the parameter's own dtype
             if that is wider. If it differs from the parameter's, this rank keeps master weights for its part.
         grad_clipping: whether to scale the gradients so that the norm of the whole model's is at most `max_norm`.
@@ -395,7 +396,11 @@ class NeuronZero1Optimizer(Optimizer):
 
     def memory_report(self) -> state.MemoryReport:
         """Return the bytes that this rank keeps for training: measured, and predicted from the model's sizes."""
-        return state.memory_report(self.parts(), lambda p: self.optimizer_class(p, **for_the_cpu(self._arguments)))
+        return state.memory_report(
+            self.parts(),
+            lambda groups: self.optimizer_class(groups, **for_the_cpu(self._arguments)),
+            self.param_groups,
+        )
 
     def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
         """Return each bucket with the optimizer that updates this rank's part of it."""

@@ -223,8 +223,9 @@ def _joint_step(buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> A
 
 def _give_gradients(bucket: Bucket, used: Set[int]) -> None:
     for it in bucket.ranges:
-        is_used = bucket.gradient is not None and id(it.parameter) in used
-        it.weight.grad = it.slice_of(bucket.gradient) if is_used else None
+        it.weight.grad = (
+            it.slice_of(bucket.gradient) if bucket.gradient is not None and id(it.parameter) in used else None
+        )
 
 
 def _step(bucket: Bucket, base: Optimizer, used: Set[int]) -> None:

@@ -7,7 +7,7 @@ temporary names that become final once every rank has written, and are read as p
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from nxd_state import Group, active_group, all_gather_object, on_every_rank
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nxd_optim.elementwise import for_the_cpu
 from nxd_optim.flat_shards import StateShard, shards_of_range
-from nxd_optim.groups_and_states import give_states, state_tensor
+from nxd_optim.groups_and_states import give_states, settings_of, state_tensor
 from nxd_optim.zero1.bucket import Parts, WeightRange
 
 MASTER_KEY = "master_weight"
@@ -276,12 +277,15 @@ class MemoryReport:
         return "\n".join(rows)
 
 
-def memory_report(parts: Parts, make_optimizer: Callable[[Any], Optimizer]) -> MemoryReport:
+def memory_report(
+    parts: Parts, make_optimizer: Callable[[Any], Optimizer], param_groups: Sequence[Mapping[str, Any]]
+) -> MemoryReport:
     """Count the memory of each bucket and its optimizer. For transient memory, only the largest size is given.
 
     Args:
         parts: each bucket and the optimizer of this rank's part.
-        make_optimizer: function that makes an optimizer for a list of parameters, to find out which states it keeps.
+        make_optimizer: function that makes an optimizer of parameter groups, to find out which states it keeps.
+        param_groups: the groups of the parameters, as a user sees them; their settings may select the states.
     """
     parts = list(parts)
     measured = MemoryBytes(
@@ -295,12 +299,17 @@ def memory_report(parts: Parts, make_optimizer: Callable[[Any], Optimizer]) -> M
     parameters = gradients = means = masters = state = 0
     for bucket, _ in parts:
         elements = sum(parameter.numel() for parameter in bucket.parameters)
+        ids = {id(parameter) for parameter in bucket.parameters}
         group_size = bucket.placement.replicas.size
         parameters += elements * bucket.parameters[0].itemsize
         gradients += elements * bucket.dtypes.gradient.itemsize
         means += elements * bucket.dtypes.master.itemsize // group_size if bucket.mean_bytes else 0
         masters += elements * bucket.dtypes.master.itemsize // group_size if bucket.master_bytes else 0
-        state += elements * _state_bytes_per_element(make_optimizer, bucket.dtypes.master) // group_size
+        for group in param_groups:
+            here = sum(p.numel() for p in group["params"] if id(p) in ids)
+            if here:
+                bytes_per_element = _state_bytes_per_element(make_optimizer, group, bucket.dtypes.master)
+                state += here * bytes_per_element // group_size
     return MemoryReport(measured, MemoryBytes(parameters, gradients, means, masters, state, 0))
 
 
@@ -310,10 +319,12 @@ def _state_bytes(optimizer: Optimizer) -> int:
     )
 
 
-def _state_bytes_per_element(make_optimizer: Callable[[Any], Optimizer], dtype: torch.dtype) -> int:
-    """Measure the bytes by a step with a tiny parameter."""
-    parameter = nn.Parameter(torch.ones(2, dtype=dtype))
-    optimizer = make_optimizer([parameter])
+def _state_bytes_per_element(
+    make_optimizer: Callable[[Any], Optimizer], group: Mapping[str, Any], dtype: torch.dtype
+) -> int:
+    """Measure the bytes by a step with a tiny matrix that has a group's settings."""
+    parameter = nn.Parameter(torch.ones(1, 2, dtype=dtype))
+    optimizer = make_optimizer([for_the_cpu(settings_of(group)) | {"params": [parameter]}])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = optimizer.state[parameter].values()
