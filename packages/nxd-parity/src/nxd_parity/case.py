@@ -12,6 +12,11 @@ from torch.utils._pytree import tree_map
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return a model's trained parameters."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParityCase:
     """A user's model and layout.
@@ -25,7 +30,8 @@ class ParityCase:
             Modules are compared by name; parameters have their names in a checkpoint.
         optimizer_class: the optimizer's class, as for `initialize_parallel_optimizer`.
         optimizer_arguments: keyword arguments for `optimizer_class`.
-        parameter_groups: function from the trained parameters to the optimizer's groups; by default one group.
+        parameter_groups: function from the model, or this rank's part of it, to the optimizer's groups of trained
+            parameters; by default one group.
         seed: the torch seed set before a model is made.
     """
 
@@ -35,7 +41,7 @@ class ParityCase:
     reference_fn: Callable[[], nn.Module] | None = None
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_arguments: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
-    parameter_groups: Callable[[list[nn.Parameter]], Any] = list
+    parameter_groups: Callable[[nn.Module], Any] = trained_parameters
     seed: int = 0
 
 

@@ -55,9 +55,8 @@ class LayoutRun:
     def __init__(self, case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype) -> None:
         """Make the model and the optimizer, as a training script would."""
         self.model: NxDModel = initialize_parallel_model(config, lambda: make_model(case.model_fn, case.seed, dtype))
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer: NxDOptimizer = initialize_parallel_optimizer(
-            config, case.optimizer_class, case.parameter_groups(trained), **case.optimizer_arguments
+            config, case.optimizer_class, case.parameter_groups(self.model), **case.optimizer_arguments
         )
         self._dtype = dtype
         self._first_names = self.model.pipeline.tied_names()

@@ -113,8 +113,7 @@ def run_reference(case: ParityCase, config: Mapping[str, Any], dtype: torch.dtyp
     if config["lora_config"] is not None:
         initialize_lora_model(model, config["lora_config"])
     move_model_to_device(model, get_device())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = case.optimizer_class(case.parameter_groups(trained), **case.optimizer_arguments)
+    optimizer = case.optimizer_class(case.parameter_groups(model), **case.optimizer_arguments)
     reference = Reference(_logical((name, it, it) for name, it in model.named_parameters()), [])
     for batch in case.batches:
         reference.steps.append(_step(model, optimizer, inputs_in(dtype, batch), config))

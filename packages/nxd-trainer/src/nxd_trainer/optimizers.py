@@ -5,22 +5,21 @@ those are split over ranks, since its result would depend on the layout.
 """
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from nxd_cli.command import import_named
 from nxd_engine import NxDModel, NxDOptimizer, initialize_parallel_optimizer
-from nxd_optim import check_elementwise, check_parameterwise
+from nxd_optim import Muon, check_elementwise, check_parameterwise, muon_parameter_groups
 from nxd_state import get_device, has_fused_optimizers, is_lazy_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.recipe import Recipe
 from nxd_trainer.recipe.sections import OptimizerSection
 
-_TYPES: dict[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "adafactor": Adafactor}
+_TYPES: dict[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon, "sgd": SGD, "adafactor": Adafactor}
 
 
 def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
@@ -35,10 +34,9 @@ def build_optimizer(recipe: Recipe, model: NxDModel) -> NxDOptimizer:
     # On XLA the step count is data too; otherwise bias corrections that reach 1 would change the graph.
     if cls is AdamW and is_lazy_device(device):
         arguments = {"capturable": True, **arguments}
-    elif cls in (AdamW, SGD) and "foreach" not in arguments:
+    elif cls in (AdamW, SGD, Muon) and "foreach" not in arguments:
         arguments = {"fused": has_fused_optimizers(device), **arguments}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return initialize_parallel_optimizer(model.nxd_config, cls, parameter_groups(recipe, trained), **arguments)
+    return initialize_parallel_optimizer(model.nxd_config, cls, parameter_groups(recipe, model), **arguments)
 
 
 def optimizer_class(recipe: Recipe) -> type[Optimizer]:
@@ -64,6 +62,8 @@ def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
     arguments: dict[str, Any] = {"lr": options.lr}
     if cls is AdamW:
         arguments |= {"betas": options.betas, "eps": options.eps}
+    if cls is Muon:  # one learning rate and schedule for both of its algorithms
+        arguments |= {"betas": options.betas, "adamw_eps": options.eps, "adjust_lr_fn": "match_rms_adamw"}
     arguments |= {name: tuple(it) if isinstance(it, list) else it for name, it in (options.config or {}).items()}
     try:
         inspect.signature(cls).bind([], **arguments)
@@ -74,11 +74,14 @@ def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
     return arguments
 
 
-def parameter_groups(recipe: Recipe, parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Return parameter groups that decay matrices but not norms and biases."""
-    trained = list(parameters)
+def parameter_groups(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:
+    """Return parameter groups that decay matrices but not norms and biases; for Muon also by role."""
+    weight_decay = recipe.optimizer.weight_decay
+    if optimizer_class(recipe) is Muon:
+        return muon_parameter_groups(model, weight_decay)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": recipe.optimizer.weight_decay},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
 
@@ -87,9 +90,12 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
     """Check that an optimizer computes the same at a recipe's layout as in one process.
 
     Raises:
-        ValueError: it needs whole matrices but ranks hold parts, or all parameters but ranks hold some.
+        ValueError: it needs whole matrices but ranks hold parts, or all parameters but ranks hold some; or the device
+            does not support it.
     """
     parallel, or_use = recipe.parallel, "or use adamw or sgd"
+    if cls is Muon and is_lazy_device():
+        raise ValueError(f"{_named(recipe)} does not support XLA, where no rank may gather matrices; use adamw")
     try:
         if parallel.zero_stage:
             check_elementwise(cls, arguments, advice=f"set parallel.zero_stage=0, {or_use}")

@@ -26,7 +26,7 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
         ),
         (
             ["optimizer.type=sgd", "optimizer.betas=0.8,0.9"],
-            "optimizer.betas=0.8,0.9 is for optimizer.type=adamw; set the arguments of others in optimizer.config",
+            "optimizer.betas=0.8,0.9 is for optimizer.type=adamw and muon; set others in optimizer.config",
         ),
         (
             ["optimizer.type=sgd", "optimizer.factory=torch.optim:RAdam"],

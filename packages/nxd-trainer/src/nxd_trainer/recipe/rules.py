@@ -223,8 +223,8 @@ def _optimizer_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         text = f"rounds bfloat16 weights, not {_given(recipe, 'train.dtype')}; set train.dtype=bfloat16"
         yield _mistake(recipe, "optimizer.stochastic_rounding", f"{text}, or leave it out", "train.dtype")
     for name in ("betas", "eps"):
-        if name in changed and (options.type != "adamw" or options.factory is not None):
-            text = "is for optimizer.type=adamw; set the arguments of others in optimizer.config"
+        if name in changed and (options.type not in ("adamw", "muon") or options.factory is not None):
+            text = "is for optimizer.type=adamw and muon; set others in optimizer.config"
             yield _mistake(recipe, f"optimizer.{name}", text, algorithm, factory)
     for name, schedule in (
         ("num_decay_steps", "warmup_stable_decay"),

@@ -258,7 +258,9 @@ class TrainSection:
 class OptimizerSection:
     """The optimizer and its learning-rate schedule."""
 
-    type: Literal["adamw", "sgd", "adafactor"] = option("adamw", "torch optimizer")
+    type: Literal["adamw", "muon", "sgd", "adafactor"] = option(
+        "adamw", "optimizer; muon updates the matrices of hidden layers, and adamw the rest"
+    )
     factory: str | None = option(
         None, "MODULE:CLASS of another torch optimizer, such as transformers:Adafactor, instead of type"
     )
@@ -266,9 +268,9 @@ class OptimizerSection:
         None, "additional arguments of the optimizer, by its own names, such as momentum for sgd"
     )
     lr: float = option(1e-3, "learning rate after the warm-up", above=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "adamw: decay rates of the two moments", at_least=0, below=1)
-    eps: float = option(1e-8, "adamw: added to the root of the second moment", above=0)
-    weight_decay: float = option(0.1, "weight decay of matrices; decoupled in adamw and adafactor", at_least=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "adamw, muon: decay rates of the two moments", at_least=0, below=1)
+    eps: float = option(1e-8, "adamw, muon: added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "weight decay of matrices; decoupled in adamw, muon and adafactor", at_least=0)
     stochastic_rounding: bool = option(
         False, "round bfloat16 weights up or down at random after each update, instead of float32 master weights"
     )

@@ -53,7 +53,7 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
         nxd_config=config | {"pipeline_config": config["pipeline_config"] | {"trace_file_path": None}},
         optimizer_class=optimizer,
         optimizer_arguments=arguments,
-        parameter_groups=lambda parameters: parameter_groups(recipe, parameters),
+        parameter_groups=lambda model: parameter_groups(recipe, model),
         seed=recipe.train.seed,
     )
 
