@@ -189,7 +189,7 @@ def _write(source: TensorSource, target: Target, found: Opened, progress: Progre
 
 
 def _step_of(found: Opened) -> int | None:
-    """Return the step of an nxd checkpoint, or the value "step" of a dcp folder."""
+    """Return the step of an nxd checkpoint, or the value "step" of another one."""
     if found.checkpoint is not None:
         return found.checkpoint.step
     step = found.source.objects.get("step") if isinstance(found.source.objects, dict) else None

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -10,14 +10,23 @@ from typing import Any, Literal, get_args
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.files import is_remote, local_copy
-from nxd_ckpt.interop import from_checkpoint, open_hugging_face, open_neuronx, open_torch_dcp
+from nxd_ckpt.interop import (
+    from_checkpoint,
+    open_deepspeed,
+    open_fsdp,
+    open_hugging_face,
+    open_neuronx,
+    open_torch_dcp,
+)
+from nxd_ckpt.interop.deepspeed import is_deepspeed
+from nxd_ckpt.interop.fsdp import is_fsdp
 from nxd_ckpt.interop.huggingface.reading import holds_model, other_kind
 from nxd_ckpt.interop.neuronx import LLAMA, Sharding, Split, complete_tags
 from nxd_ckpt.interop.source import TensorSource
 from nxd_ckpt.reader import Checkpoint, TensorInfo, open_checkpoint
 from nxd_ckpt.tensor_bytes import blocks_of, row_major_strides
 
-SourceKind = Literal["nxd", "hf", "dcp", "neuronx"]
+SourceKind = Literal["nxd", "hf", "dcp", "fsdp", "deepspeed", "neuronx"]
 SOURCE_KINDS: tuple[SourceKind, ...] = get_args(SourceKind)
 
 CHECKPOINTS_OF_RUN = "checkpoints"  # in the output folder of `nxd train`
@@ -163,10 +172,16 @@ def _detect(path: str, tag: str | None) -> SourceKind:
     if not os.path.exists(path):
         raise CheckpointError(f"{path} does not exist")
     folder = os.path.join(path, tag) if tag else path
-    if os.path.isfile(path) or holds_model(folder):
+    if os.path.isfile(path):
         return "hf"
-    if _has(folder, ".metadata"):
-        return "dcp"
+    known: dict[SourceKind, Callable[[str], bool]] = {
+        "hf": holds_model,
+        "dcp": lambda it: _has(it, ".metadata"),
+        "fsdp": is_fsdp,
+        "deepspeed": is_deepspeed,
+    }
+    if kind := next((kind for kind, is_kind in known.items() if is_kind(folder)), None):
+        return kind
     names = os.listdir(path) if os.path.isdir(path) else []
     if _has(folder, "manifest.json") or any(_has(os.path.join(path, name), "manifest.json") for name in names):
         return "nxd"
@@ -198,7 +213,8 @@ def _open_foreign(kind: SourceKind, path: str, place: Place) -> TensorSource:
             trust_user_content=place.trust_user_content,
         )
     folder = os.path.join(path, place.tag) if place.tag else path
-    return open_hugging_face(folder) if kind == "hf" else open_torch_dcp(folder)
+    openers = {"hf": open_hugging_face, "fsdp": open_fsdp, "deepspeed": open_deepspeed}
+    return openers[kind](folder) if kind in openers else open_torch_dcp(folder)
 
 
 def _is_list_of_names(content: Any) -> bool:

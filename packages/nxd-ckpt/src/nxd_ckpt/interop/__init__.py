@@ -1,4 +1,4 @@
-"""Import and export of other formats: Hugging Face folders, torch distributed checkpoints, NeuronX Distributed layouts.
+"""Import and export of other formats: Hugging Face, torch's DCP, FSDP2, DeepSpeed and NeuronX Distributed.
 
 Every format is read as a `TensorSource`: names, shapes and dtypes at once, elements on demand. So any format can be
 converted to any other with at most one tensor in memory, and nothing is unpickled without restrictions.
@@ -8,6 +8,8 @@ The module for torch's distributed checkpoints is imported on first use: it impo
 
 from typing import TYPE_CHECKING, Any
 
+from nxd_ckpt.interop.deepspeed import open_deepspeed
+from nxd_ckpt.interop.fsdp import open_fsdp
 from nxd_ckpt.interop.huggingface import open_hugging_face, write_hugging_face
 from nxd_ckpt.interop.huggingface.companions import (
     GENERATION_CONFIG_FILE,
@@ -44,6 +46,8 @@ __all__ = [
     "GENERATION_CONFIG_FILE",
     "open_torch_dcp",
     "write_torch_dcp",
+    "open_fsdp",
+    "open_deepspeed",
     "open_neuronx",
     "write_neuronx",
 ]
