@@ -21,6 +21,7 @@ LAYOUTS = {
     "TP 4": (4, ["parallel.tensor_parallel_size=4"]),  # ranks hold copies of the key and value heads
     "PP 2": (2, PP2),
     "DP 2 + ZeRO-1": (2, ["parallel.zero_stage=1"]),
+    "DP 2 + ZeRO-3": (2, ["parallel.zero_stage=3"]),
     "TP 2 x PP 2": (4, [*TP2, *PP2]),
 }
 CASES = {

@@ -34,7 +34,7 @@ from nxd_lora import (
     write_adapter_config,
 )
 from nxd_lora.config import DESCRIBED
-from nxd_state import values_changed, whole_parameters
+from nxd_state import values_changed
 from torch import nn
 
 from nxd_engine.checkpoints.fill import check_names
@@ -100,7 +100,7 @@ def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str
     if lora is None:
         yield
         return
-    was_merged, weights = lora.is_merged, list(lora.module.parameters()) if lora.lora_config.merge_lora else []
+    was_merged = lora.is_merged
 
     def prepare() -> None:
         if lora.lora_config.merge_lora:
@@ -108,13 +108,12 @@ def weights_to_save(lora: LoraModel | None, coordinator: Coordinator, doing: str
         elif was_merged:
             raise ValueError("the adapter is merged into the base model's weights; unmerge() first")
 
-    with whole_parameters(weights):  # which are the same afterwards
-        try:
-            on_every_rank(coordinator, doing, prepare, error_type=ValueError)
-            yield
-        finally:
-            if not was_merged:
-                lora.unmerge()
+    try:
+        on_every_rank(coordinator, doing, prepare, error_type=ValueError)
+        yield
+    finally:
+        if not was_merged:
+            lora.unmerge()
 
 
 def check_can_be_merged(model: NxDModel) -> None:
@@ -166,8 +165,7 @@ def write_description(description: Mapping[str, Any] | None, lora: LoraModel | N
 def settle_adapters(lora: LoraModel | None, objects: Any) -> None:
     """After a load, reset the adapters if the checkpoint held a model without adapters."""
     if lora is not None and not _has_adapter(objects):
-        with whole_parameters(lora.module.parameters(), changed=True):
-            lora.reset()
+        lora.reset()
 
 
 def wanted_tensors(lora: LoraModel | None, objects: Any, state: CheckpointState, where: str) -> CheckpointState:

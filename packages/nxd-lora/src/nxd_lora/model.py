@@ -19,6 +19,7 @@ from nxd_state import (
     model_parallel_is_initialized,
     ranks_run,
     seed_of_module,
+    whole_parameters,
 )
 from torch import Tensor, nn
 
@@ -133,7 +134,8 @@ class LoraModel(nn.Module):
         """Unmerge and reinitialize the adapters, so that they add nothing, as in a newly wrapped model."""
         self.unmerge()
         for layer in adapted_layers(self.module).values():
-            reset_branch(layer)
+            with whole_parameters(layer.parameters(), changed=True):
+                reset_branch(layer)
         self.reset_magnitudes()
 
     def merge_and_unload(self) -> nn.Module:
@@ -187,7 +189,8 @@ class LoraModel(nn.Module):
         """With DoRA, set the magnitudes from the weights, for example after loading them. Called on all ranks."""
         if self.lora_config.use_dora:
             for layer in adapted_layers(self.module).values():
-                reset_magnitudes(layer)
+                with whole_parameters(layer.parameters(), changed=True):
+                    reset_magnitudes(layer)
 
     def summary(self) -> str:
         """One line: how many layers are adapted, and how many of this rank's parameters train."""
@@ -208,16 +211,21 @@ def merge_adapters(module: nn.Module) -> None:
     layers = [layer for layer in adapted_layers(module).values() if not require_adapter(layer).is_merged]
     _check_not_tied(module, layers)
     for layer in layers:
-        adapter = require_adapter(layer)
-        gains = gains_of(layer) if adapter.further_names else {}
-        unmerged = {}
-        for name, delta in adapter.kind.weight_deltas(layer).items():
-            weight = layer.get_parameter(name)
-            unmerged[name] = weight.to("cpu", copy=True)
-            whole = at_least_float32(weight) + delta
-            scale_rows(layer, name, whole, gains)
-            weight.copy_(whole)
-        adapter.unmerged_weights = unmerged
+        with whole_parameters(layer.parameters(), changed=True):
+            _merge(layer)
+
+
+def _merge(layer: nn.Module) -> None:
+    adapter = require_adapter(layer)
+    gains = gains_of(layer) if adapter.further_names else {}
+    unmerged = {}
+    for name, delta in adapter.kind.weight_deltas(layer).items():
+        weight = layer.get_parameter(name)
+        unmerged[name] = weight.to("cpu", copy=True)
+        whole = at_least_float32(weight) + delta
+        scale_rows(layer, name, whole, gains)
+        weight.copy_(whole)
+    adapter.unmerged_weights = unmerged
 
 
 @torch.no_grad()
@@ -231,8 +239,11 @@ def unmerge_adapters(module: nn.Module) -> None:
             )
     for layer in adapted_layers(module).values():
         adapter = require_adapter(layer)
-        for name, weight in adapter.unmerged_weights.items():
-            layer.get_parameter(name).copy_(weight)
+        if not adapter.unmerged_weights:
+            continue
+        with whole_parameters(layer.parameters(), changed=True):
+            for name, weight in adapter.unmerged_weights.items():
+                layer.get_parameter(name).copy_(weight)
         adapter.unmerged_weights = {}
 
 

@@ -7,7 +7,7 @@ module does not depend on the file format.
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from nxd_state import Group, ShardSpec, active_group, all_gather, all_gather_object, get_shard_spec
+from nxd_state import Group, ShardSpec, active_group, all_gather, all_gather_object, get_shard_spec, whole_parameters
 from torch import Tensor, nn
 
 from nxd_lora.model import LoraModel
@@ -30,8 +30,10 @@ def gather_adapter(model: LoraModel) -> dict[str, Tensor]:
         specs_by_rank = [{name: get_shard_spec(p) for name, p in parameters.items()}]
         for group in groups:
             specs_by_rank = [specs for of_rank in all_gather_object(specs_by_rank, group) for specs in of_rank]
-        for name, parameter in parameters.items():
-            whole.update(_gathered(name, parameter.detach(), [specs[name] for specs in specs_by_rank], groups))
+        with whole_parameters(parameters.values()):
+            for name, parameter in parameters.items():
+                values = parameter.detach().clone()  # what is returned outlives the block
+                whole.update(_gathered(name, values, [specs[name] for specs in specs_by_rank], groups))
     stages: list[dict[str, Tensor]] = all_gather_object(whole, active_group("pp"))
     return {name: tensor for stage in stages for name, tensor in stage.items()}
 
@@ -57,8 +59,9 @@ def load_adapter(model: LoraModel, tensors: Mapping[str, Tensor]) -> None:
     needed = {name for parameter in model.adapter_parameters().items() for name, _, _, _ in _boxes(*parameter)}
     _check_fit(tensors, known, needed, _differing(tensors, parameters))
     for parameter_name, parameter in parameters.items():
-        for name, _, local, logical in _boxes(parameter_name, parameter):
-            if name in tensors:
+        found = [it for it in _boxes(parameter_name, parameter) if it[0] in tensors]
+        with whole_parameters([parameter] if found else [], changed=True):
+            for name, _, local, logical in found:
                 parameter[local].copy_(tensors[name][logical])
 
 
