@@ -91,7 +91,11 @@ class Bucket(Protocol):
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """Bytes of the parameters that a rank keeps: all, or its part of those that are gathered when they are used."""
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of all parameters, which travel in one message."""
 
     @property
     def master_bytes(self) -> int:

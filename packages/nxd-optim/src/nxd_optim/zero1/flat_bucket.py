@@ -51,6 +51,11 @@ class FlatBucket:
 
     @property
     def parameter_bytes(self) -> int:
+        """Bytes of the buffer, including padding, or of this rank's part if the others are given up."""
+        return self._flat.shard.nbytes if self._flat.is_released else self._flat.nbytes
+
+    @property
+    def message_bytes(self) -> int:
         """Bytes of the buffer, including padding."""
         return self._flat.nbytes
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from nxd_state import Group, active_group, check_same_start, group_among, is_lazy_device
 from nxd_state.parameter_marks import is_expert
-from nxd_state.sharded_values import holder_of, owned_range, set_holder, whole_parameters
+from nxd_state.sharded_values import holder_of, owned_range
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
@@ -65,7 +65,8 @@ def in_order_of_backward(trained: Sequence[Tensor]) -> list[FlatParameters]:
     return [flat for owner in owners for flat in owner.only(wanted)]
 
 
-_WITHOUT_TENSORS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# What outputs consist of, if torch knows their classes.
+_KNOWN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class _UnitParameters(FlatParameters):
@@ -133,11 +134,10 @@ class FullySharded:
         return found
 
     def _split(self, flat: _UnitParameters, wanted: set[Tensor]) -> list[_UnitParameters]:
-        with whole_parameters(flat.parameters):
-            parts = [[p for p in flat.parameters if (p in wanted) is chosen] for chosen in (True, False)]
-            for parameter in flat.parameters:
-                set_holder(parameter, None)
-                parameter.data = parameter.data.clone()
+        flat.wait()
+        for parameter in flat.parameters:
+            parameter.data = parameter.data.clone()
+        parts = [[p for p in flat.parameters if (p in wanted) is chosen] for chosen in (True, False)]
         return [it for part in parts for it in self._make(part)]
 
     def _make(self, parameters: Iterable[Tensor]) -> list[_UnitParameters]:
@@ -188,7 +188,7 @@ class _ModelHooks:
         self._wait(self._model)
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._watch(model, output):
+        if self._watch(model, output) is False:
             self._release(model)
 
     def _before_unit(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
@@ -207,22 +207,30 @@ class _ModelHooks:
         if _in_backward():
             return
         is_last = self._index[unit] == len(self._units) - 1
-        if not self._watch(unit, output):
+        comes_back = self._watch(unit, output)
+        if comes_back is False:
             self._release(unit)
-        elif self._sharded.reshards and not is_last:  # backward begins with the last one
+        elif comes_back and self._sharded.reshards and not is_last:  # backward begins with the last one
             self._release(unit, until_backward=True)
 
-    def _watch(self, module: nn.Module, output: Any) -> bool:
-        """Follow the backward through a module's output; returns whether there may be one."""
-        leaves = tree_leaves(output)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(self._before_backward, module))
-        return torch.is_grad_enabled() and any(
-            it.requires_grad if isinstance(it, Tensor) else not isinstance(it, _WITHOUT_TENSORS) for it in leaves
-        )
+    def _watch(self, module: nn.Module, output: Any) -> bool | None:
+        """Follow the backward through a module's output.
 
-    def _before_backward(self, module: nn.Module, gradient: Tensor) -> None:
+        Returns:
+            Whether a backward may come; None if it would not be noticed, since the output is an object of an unknown
+            class, so that the parameters must stay.
+        """
+        leaves = tree_leaves(output)
+        needing = [it for it in leaves if isinstance(it, Tensor) and it.requires_grad]
+        for leaf in needing:
+            # Not a hook on the tensor, which would run before those that tell that the module behind it is done.
+            follow = leaf.register_hook if leaf.grad_fn is None else leaf.grad_fn.register_prehook
+            follow(partial(self._before_backward, module))
+        if torch.is_grad_enabled() and not all(isinstance(it, _KNOWN) for it in leaves):
+            return None
+        return bool(needing)
+
+    def _before_backward(self, module: nn.Module, gradients: Any) -> None:
         if not self._ends_backward:
             self._ends_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)

@@ -246,7 +246,7 @@ class MemoryBytes:
     """Bytes on this rank.
 
     Attributes:
-        parameters: trained parameters.
+        parameters: trained parameters, or with ZeRO-3 this rank's part of them.
         gradients: measured: existing gradients; predicted: gradients of all parameters before a step.
         mean_gradients: mean gradients of this rank's part; kept between steps on the CPU only.
         master_weights: master weights of this rank's part; zero if the parameters are updated directly.
@@ -294,14 +294,15 @@ def memory_report(
         mean_gradients=sum(bucket.mean_bytes for bucket, _ in parts),
         master_weights=sum(bucket.master_bytes for bucket, _ in parts),
         state=sum(_state_bytes(base) for _, base in parts),
-        buckets=max((bucket.parameter_bytes for bucket, _ in parts), default=0),
+        buckets=max((bucket.message_bytes for bucket, _ in parts), default=0),
     )
     parameters = gradients = means = masters = state = 0
     for bucket, _ in parts:
         elements = sum(parameter.numel() for parameter in bucket.parameters)
         ids = {id(parameter) for parameter in bucket.parameters}
         group_size = bucket.placement.replicas.size
-        parameters += elements * bucket.parameters[0].itemsize
+        kept = elements if bucket.parameter_bytes >= bucket.message_bytes else elements // group_size
+        parameters += kept * bucket.parameters[0].itemsize
         gradients += elements * bucket.dtypes.gradient.itemsize
         means += elements * bucket.dtypes.master.itemsize // group_size if bucket.mean_bytes else 0
         masters += elements * bucket.dtypes.master.itemsize // group_size if bucket.master_bytes else 0

@@ -44,6 +44,11 @@ class XlaBucket:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
+    def message_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return self.parameter_bytes
+
+    @property
     def master_bytes(self) -> int:
         """Bytes of the weights that the optimizer updates; here they are separate from the parameters in any dtype."""
         return sum(it.weight.nbytes for it in self.ranges)
