@@ -288,7 +288,8 @@ def test_a_rank_keeps_its_part_and_two_units_while_it_computes(run_ranks):
     for ranks in (2, 4):
         results = run_ranks(with_patch, ranks)
         assert sum(kept for kept, *_ in results) == LAYERS * block + others
-        assert sum(state for *_, state in results) == 2 * (LAYERS * (block - 5 * 8) + others)  # none of unused ones
+        used = LAYERS * (block - 5 * 8) + others
+        assert sum(state for *_, state in results) == pytest.approx(2 * used, rel=0.02)  # and numbers of steps
         for _, most, sent, parameters, state in results:
             assert most == pytest.approx(2 * block + others, rel=0.05)  # this unit and the next one
             assert parameters == pytest.approx((LAYERS * block + others) / ranks, rel=0.05)
