@@ -394,6 +394,29 @@ def test_wrong_arguments(run_ranks, arguments, message):
     run_ranks(shard, 2)
 
 
+@pytest.mark.slow  # compiling takes its time
+@pytest.mark.parametrize("backend", ["blocks", "aot_eager", "inductor"])
+def test_compiled_models_equal_one_process(run_ranks, backend):
+    def train_it():
+        initialize_model_parallel()
+        model = make()
+        fully_shard([model], model.blocks)
+        optimizer = optimizer_of(model)
+        for block in model.blocks if backend == "blocks" else ():
+            block.compile(backend="aot_eager")
+        run = model if backend == "blocks" else torch.compile(model, backend=backend)
+        for step in range(STEPS):
+            with optimizer.overlap_backward():
+                run(mine(inputs_of(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with whole_parameters(model.parameters()):
+            return {name: it.detach().clone() for name, it in model.named_parameters()}
+
+    for of_rank in run_ranks(train_it, 2, timeout=600):
+        assert_equal(of_rank, train_one_process(make()))
+
+
 def test_sharding_twice_and_models_without_memory_are_refused(run_ranks):
     def shard():
         initialize_model_parallel()

@@ -6,7 +6,7 @@ travel in one message for its forward and in one for its backward, while the uni
 the units, or in several, are whole from the forward of the model to the end of its backward.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,16 +167,16 @@ class _ModelHooks:
         self._ends_backward = False
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_load)
-        model.register_forward_pre_hook(self._before_model, prepend=True)
-        model.register_forward_hook(self._after_model)
+        model.register_forward_pre_hook(_in_eager_mode(self._before_model), prepend=True)
+        model.register_forward_hook(_in_eager_mode(self._after_model))
         others = {id(p) for flat in sharded.of(model) for p in flat.parameters}
         for module in model.modules():
             if module in self._index:
-                module.register_forward_pre_hook(self._before_unit, prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(_in_eager_mode(self._before_unit), prepend=True, with_kwargs=True)
                 # First: the hook that ends a stage of a pipeline leaves by an exception.
-                module.register_forward_hook(self._after_unit, prepend=True)
+                module.register_forward_hook(_in_eager_mode(self._after_unit), prepend=True)
             elif module is not model and any(id(p) in others for p in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(self._before_other, prepend=True)
+                module.register_forward_pre_hook(_in_eager_mode(self._before_other), prepend=True)
 
     def _before_model(self, model: nn.Module, args: Any) -> None:
         self._gather(model)
@@ -275,6 +275,13 @@ class _ModelHooks:
     def _release(self, module: nn.Module, *, until_backward: bool = False) -> None:
         for flat in self._sharded.of(module):
             flat.release(until_backward=until_backward)
+
+
+def _in_eager_mode(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep a hook out of the graphs that torch.compile records, which break at it."""
+    # Called here and not a decorator, which would import the compiler along with this package.
+    eager: Callable[..., None] = torch.compiler.disable(hook)
+    return eager
 
 
 def _in_backward() -> bool:
