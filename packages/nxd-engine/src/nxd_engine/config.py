@@ -71,7 +71,9 @@ def neuronx_distributed_config(
             `pipeline_cuts` or `auto_partition`, `output_loss_value_spec` and `input_names`. They also apply without
             a pipeline.
         optimizer_config: `zero_one_enabled` (False) shards optimizer states over the replicas, `grad_clipping`
-            (True) and `max_grad_norm` (1.0) clip gradients.
+            (True) and `max_grad_norm` (1.0) clip gradients. `zero_stage` (None) is 1 for the same, 2 to shard gradients
+            as well, 3 also parameters; `shard_group_size` (None) shards over that many neighboring replicas, which the
+            others mirror; `reshard_after_forward` (None) is that of `nxd_optim.fully_shard`.
         activation_checkpoint_config: modules to recompute in backward: "full" for every transformer layer,
             "selective" for the same without matrix products with weights and attention kernels, a module class
             (or its name, or several) for these modules, None for none.
