@@ -15,7 +15,7 @@ from nxd_engine.checkpoints.state import OPTIMIZER_PREFIX, logical_name
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_lora import LoraConfig, LoraModel
 from nxd_parity import InFloat64
-from nxd_state import destroy_model_parallel, get_group, whole_parameters
+from nxd_state import destroy_model_parallel, get_group, owned_range, whole_parameters
 from nxd_testing import assemble_logical, logical_pieces
 
 pytest.importorskip("transformers", reason="some of the models are of transformers: pip install transformers")
@@ -188,6 +188,57 @@ def assert_equal(outcomes, expected) -> None:
     for name, tensor in states.items():
         if OPTIMIZER_PREFIX + name in found_states or not name.startswith("lm_head"):
             assert_close(name, found_states[OPTIMIZER_PREFIX + name], tensor)
+
+
+def make_on_meta(seed: int, stage: int, pp: int = 1):
+    """A model made without memory; the weights, and the most bytes of parameters that were whole at a time."""
+    most = [0]
+    made: list[LlamaForCausalLM] = []
+
+    def make_and_keep():
+        made.append(make_model("llama"))
+        return made[0]
+
+    def fill(module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.normal_(parameter)
+        whole = [it for it in made[0].parameters() if not it.is_meta and owned_range(it) is None]
+        most[0] = max(most[0], sum(it.nbytes for it in whole))
+
+    pipeline = {
+        "num_microbatches": 2,
+        "input_names": ["input_ids", "labels"],
+        "transformer_layer_cls": LlamaDecoderLayer,
+        "auto_partition": pp > 1,
+    }
+    config = nxd.neuronx_distributed_config(
+        pipeline_parallel_size=pp,
+        pipeline_config=pipeline,
+        optimizer_config={"zero_stage": stage},
+        model_init_config={"meta_device_init": True, "param_init_fn": fill},
+    )
+    torch.manual_seed(seed)
+    model = nxd.initialize_parallel_model(config, make_and_keep)
+    with whole_parameters(model.parameters()):
+        weights = logical_pieces((name, p, p) for name, p in model.named_parameters())
+    destroy_model_parallel()
+    return weights, most[0]
+
+
+@pytest.mark.parametrize(("pp", "ranks"), [(1, 2), (2, 4)])
+def test_model_without_memory_is_sharded_layer_by_layer(run_ranks, pp, ranks):
+    expected = assemble_logical([make_on_meta(3, 0)[0]])
+    model = make_model("llama")
+    layer = sum(it.nbytes for it in model.model.layers[0].parameters())
+    others = sum(it.nbytes for it in model.parameters()) - 4 * layer
+
+    results = run_ranks(lambda: make_on_meta(3, 3, pp), ranks)
+
+    found = assemble_logical([weights for weights, _ in results])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], it) for name, it in expected.items())
+    for _, most in results:
+        assert layer <= most <= layer + others
 
 
 TWO_RANKS = [

@@ -19,7 +19,7 @@ from nxd_layers.activation_checkpoint import (
     named_transformer_layers,
 )
 from nxd_layers.head_padding import pad_model
-from nxd_optim import fully_shard
+from nxd_optim.zero1.fully_shard import FullySharded, parameters_by_unit
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
 from nxd_state import (
@@ -34,7 +34,7 @@ from nxd_state import (
     use_loss_over_labels,
 )
 from nxd_state.parameter_marks import is_sequence_parallel
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_engine.adapters import adapt_model, choose_adapters
@@ -90,6 +90,8 @@ def _build(
     if _begin_with_include_buffers(model_fn, model_args, model_kwargs):
         include_buffers, *model_args = model_args
 
+    filling = _Filling(config) if config["optimizer_config"]["zero_stage"] == 3 and not config["pad_model"] else None
+
     def make() -> nn.Module:
         with _init_context(config, include_buffers):
             module = model_fn(*model_args, **model_kwargs)
@@ -97,8 +99,10 @@ def _build(
             raise ValueError(f"model_fn returned a {type(module).__name__}; it must return the model, a torch module")
         module = _split_if_plain(module, config)
         _leave_out_cache(module, config)
+        if filling is not None:
+            filling.follow(module)
         if config["pipeline_parallel_size"] == 1:
-            materialize(module, _param_init_fn_for(module, config))
+            materialize(module, _param_init_fn_for(module, config), on_filled=filling)
             move_model_to_device(module, get_device())
         return module
 
@@ -118,7 +122,7 @@ def _build(
     }
 
     def cut() -> NxDModel:
-        pipeline = NxDPPModel(module, **_pipeline_arguments(module, config, kept_whole))
+        pipeline = NxDPPModel(module, **_pipeline_arguments(module, config, kept_whole), on_filled=filling)
         move_model_to_device(pipeline, get_device())
         return NxDModel(module, pipeline, config)
 
@@ -134,7 +138,8 @@ def _build(
         offload=config["activation_offload"],
     )
     if config["optimizer_config"]["zero_stage"] == 3:
-        _shard(model, units, config["optimizer_config"])
+        sharded = filling.sharded if filling is not None else _begin_sharding(config)
+        sharded.finish(model.stages, [it for stage in model.stages for it in stage.modules() if type(it) in units])
     return model
 
 
@@ -242,14 +247,42 @@ def _unit_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple[type[nn
     return tuple({type(part): None for part in named_transformer_layers(module, layer_cls).values()})
 
 
-def _shard(model: NxDModel, units: tuple[type[nn.Module], ...], options: Mapping[str, Any]) -> None:
+def _begin_sharding(config: Mapping[str, Any]) -> FullySharded:
+    options = config["optimizer_config"]
     reshard = options["reshard_after_forward"]
-    fully_shard(
-        model.stages,
-        [module for stage in model.stages for module in stage.modules() if type(module) in units],
-        shard_group_size=options["shard_group_size"],
-        reshard_after_forward=True if reshard is None else reshard,
+    return FullySharded(
+        shard_group_size=options["shard_group_size"], reshard_after_forward=True if reshard is None else reshard
     )
+
+
+class _Filling:
+    """Shards each layer of a model without memory as soon as it is filled, so that no rank ever has all of them.
+
+    Attributes:
+        sharded: what has been sharded.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self.sharded = _begin_sharding(config)
+        self._of_unit: dict[nn.Module, list[Tensor]] = {}
+        self._unit_of: dict[Tensor, nn.Module] = {}
+
+    def follow(self, module: nn.Module) -> None:
+        """Find the layers of the whole model that have no memory."""
+        classes = _unit_classes(module, self._config)
+        units = [part for part in module.modules() if type(part) in classes]
+        for unit, parameters in parameters_by_unit([module], units).items():
+            if unit is not module and parameters and all(it.is_meta for it in parameters):
+                self._of_unit[unit] = parameters
+                self._unit_of |= dict.fromkeys(parameters, unit)
+
+    def __call__(self, filled: nn.Module) -> None:
+        """Shard the layers of which this module was the last to be filled."""
+        for unit in dict.fromkeys(self._unit_of[it] for it in filled.parameters(recurse=False) if it in self._unit_of):
+            if unit in self._of_unit and not any(it.is_meta for it in self._of_unit[unit]):
+                move_model_to_device(unit, get_device())
+                self.sharded.add(unit, self._of_unit.pop(unit))
 
 
 def _checkpoint_activations(

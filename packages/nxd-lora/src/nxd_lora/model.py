@@ -86,7 +86,8 @@ class LoraModel(nn.Module):
                 attach(layer, kind, seeds, self.lora_config)
                 if self.lora_config.use_dora:
                     adapter = require_adapter(layer)
-                    add_magnitudes(layer)
+                    with whole_parameters(layer.parameters()):
+                        add_magnitudes(layer)
                     adapter.further_names, adapter.output_of = (MAGNITUDE,), with_magnitudes
         for parameter in (self._trained_biases() | self._saved_modules()).values():
             parameter.requires_grad_(True)

@@ -88,6 +88,7 @@ class NxDPPModel(nn.Module):
         use_optimizer_wrapper: bool = False,
         autowrap_obj_methods: Mapping[Any, Sequence[str]] | None = None,
         fuse_microbatches: bool = False,
+        on_filled: Callable[[nn.Module], None] | None = None,
         **old_flags: Any,
     ) -> None:
         """Cut the model and keep this rank's stages.
@@ -133,6 +134,7 @@ class NxDPPModel(nn.Module):
             use_model_wrapper: no effect.
             use_optimizer_wrapper: the same as `use_zero1_optimizer`.
             autowrap_obj_methods: names of methods, by object, that stay whole in a trace.
+            on_filled: called with each module of this rank's stages once `param_init_fn` has filled it.
             fuse_microbatches: no effect; a device that records graphs records one per action.
             **old_flags: the flags in `OLD_RUNTIME_FLAGS`, accepted for existing scripts; a log line says that they have
                 no effect.
@@ -183,7 +185,7 @@ class NxDPPModel(nn.Module):
         optimizer_averages = use_zero1_optimizer or use_optimizer_wrapper
         self._gradient_syncs = GradientSyncs(whole, optimizer_averages=optimizer_averages)
         self._tied_names = LocalParts([whole]).tied_names()
-        self._runner = self._make_runner(module, whole, options, param_init_fn)
+        self._runner = self._make_runner(module, whole, options, param_init_fn, on_filled)
         self.__dict__["original_torch_module"] = self._runner.original  # not a second name of its parameters
         self._trace_file = None
         if trace_file_path is not None:
@@ -195,6 +197,7 @@ class NxDPPModel(nn.Module):
         whole: nn.Module,
         options: PartitionOptions,
         param_init_fn: ParamInit | None,
+        on_filled: Callable[[nn.Module], None] | None,
     ) -> WholeModelRunner | StagesRunner:
         """Cut the model, unless there is one stage, and register the modules of this rank."""
         if self._schedule.num_stages == 1:
@@ -207,6 +210,7 @@ class NxDPPModel(nn.Module):
             self._group,
             self._abort,
             param_init_fn,
+            on_filled,
         )
         self._local_modules = runner.modules
         gc.collect()  # torch.fx leaves cycles, which would keep the whole model alive after the caller releases it

@@ -22,6 +22,7 @@ from nxd_state import (
     is_transformers_model,
     model_parallel_is_initialized,
     move_model_to_device,
+    owned_range,
     values_changed,
 )
 from torch import nn
@@ -229,7 +230,12 @@ def make_room(module: nn.Module, dtype: torch.dtype | None) -> set[str]:
         The names of the tensors that were on the meta device.
     """
     for parameter in module.local_parameters() if isinstance(module, NxDPPModel) else module.parameters():
-        if dtype is not None and parameter.is_floating_point():
+        if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+            if owned_range(parameter) is not None:
+                raise ValueError(
+                    f"dtype={dtype} cannot be given to a model whose parameters are sharded over the replicas (ZeRO-3) "
+                    f"in {parameter.dtype}; make the model in that dtype"
+                )
             parameter.data = parameter.data.to(dtype)
     if isinstance(module, NxDPPModel):
         return set()

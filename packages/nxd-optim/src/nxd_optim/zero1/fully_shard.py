@@ -11,14 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, check_same_start, group_among, is_lazy_device
+from nxd_state import Group, active_group, group_among, is_lazy_device
 from nxd_state.parameter_marks import is_expert
+from nxd_state.same_start import StartComparison
 from nxd_state.sharded_values import holder_of, owned_range
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from nxd_optim.placement import Placement, require_mesh, sharding_placements
+from nxd_optim.placement import require_mesh, sharding_placements
 from nxd_optim.zero1.flat_parameters import FlatParameters
 
 
@@ -47,12 +48,9 @@ def fully_shard(
         ValueError: there are no groups of this size, a unit is not in the models, parameters are sharded already or not
             the same on all replicas, or the device is XLA.
     """
-    require_mesh()
-    units = list(dict.fromkeys(units))
-    _check(models, units)
-    placements = sharding_placements(active_group("dp", "cp"), shard_group_size)
-    check_same_start(dict.fromkeys(p for model in models for p in model.parameters()))
-    return FullySharded(models, units, placements, reshard_after_forward)
+    sharded = FullySharded(shard_group_size=shard_group_size, reshard_after_forward=reshard_after_forward)
+    sharded.finish(models, units)
+    return sharded
 
 
 def in_order_of_backward(trained: Sequence[Tensor]) -> list[FlatParameters]:
@@ -80,28 +78,53 @@ class _UnitParameters(FlatParameters):
 class FullySharded:
     """Gathers and releases the sharded parameters of models, by hooks on their units.
 
+    `fully_shard` makes one of models in memory. A model that is filled unit by unit is never whole: `add` shards each
+    unit as soon as it has values, and `finish` the rest.
+
     Args:
-        models: the models.
-        units: the units.
-        placements: the placements of dense layers and of experts.
+        shard_group_size: see `fully_shard`.
         reshard_after_forward: see `fully_shard`.
+
+    Raises:
+        RuntimeError: there are several ranks but no mesh.
+        ValueError: there are no groups of this size.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        units: Sequence[nn.Module],
-        placements: Sequence[Placement],
-        reshard_after_forward: bool | int,
-    ) -> None:
-        self._placements = placements
+    def __init__(self, *, shard_group_size: int | None = None, reshard_after_forward: bool | int = True) -> None:
+        require_mesh()
+        self._placements = sharding_placements(active_group("dp", "cp"), shard_group_size)
         self._reshards = reshard_after_forward is not False
-        self._near = [_near_group(it.replicas, reshard_after_forward) for it in placements]
+        self._near = [_near_group(it.replicas, reshard_after_forward) for it in self._placements]
         self._flats: dict[nn.Module, list[_UnitParameters]] = {}  # by unit; outside the units by model
-        for module, parameters in _parameters_by_unit(models, units).items():
-            self._flats[module] = self._make(parameters)
-        self._models = {model: set(model.parameters()) for model in models}
+        self._models: dict[nn.Module, set[Tensor]] = {}
         self._used: dict[nn.Module, list[_UnitParameters]] = {}  # what `of` has found
+        self._start = StartComparison()
+
+    def add(self, unit: nn.Module, parameters: Iterable[Tensor]) -> None:
+        """Shard parameters of a unit, which have values now. Nothing is sent, so ranks may take turns.
+
+        Args:
+            unit: the unit.
+            parameters: some of its parameters that no other unit shares, in the same order on every replica.
+        """
+        its = list(parameters)
+        self._start.add(its)
+        self._flats.setdefault(unit, []).extend(self._make(its))
+
+    def finish(self, models: Sequence[nn.Module], units: Iterable[nn.Module]) -> None:
+        """Shard what `add` has not, and gather parameters from now on when they are used; see `fully_shard`."""
+        units = list(dict.fromkeys(units))
+        _check_units(models, units)
+        by_unit = parameters_by_unit(models, units)
+        added = {p for flats in self._flats.values() for flat in flats for p in flat.parameters}
+        rest = {module: [p for p in its if p not in added] for module, its in by_unit.items()}
+        _check([p for its in rest.values() for p in its])
+        for module, its in rest.items():
+            self._start.add(its)
+            self._flats.setdefault(module, [])
+        self._start.check()
+        self._flats = {module: [*self._flats[module], *self._make(its)] for module, its in rest.items()}
+        self._models = {model: set(model.parameters()) for model in models}
         for model in models:
             order = [module for module in model.modules() if module in self._flats and module not in self._models]
             _ModelHooks(self, model, order)
@@ -293,12 +316,15 @@ def _that_need_gradients(values: Any) -> list[Tensor]:
     return [it for it in tree_leaves(values) if isinstance(it, Tensor) and it.requires_grad]
 
 
-def _check(models: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
+def _check_units(models: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
     inside = {module for model in models for module in model.modules()}
     for unit in units:
         if unit not in inside:
             raise ValueError(f"units has a {type(unit).__name__} that is not in the models; pass modules of the models")
-    for parameter in (p for model in models for p in model.parameters()):
+
+
+def _check(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
         if parameter.is_meta:
             raise ValueError("parameters on the meta device cannot be sharded; materialize the model first")
         if is_lazy_device(parameter):
@@ -323,7 +349,7 @@ def _near_group(group: Group, reshard_after_forward: bool | int) -> Group | None
     return group_among([ranks[i : i + number] for ranks in group.replica_groups for i in range(0, len(ranks), number)])
 
 
-def _parameters_by_unit(models: Sequence[nn.Module], units: Sequence[nn.Module]) -> dict[nn.Module, list[Tensor]]:
+def parameters_by_unit(models: Sequence[nn.Module], units: Sequence[nn.Module]) -> dict[nn.Module, list[Tensor]]:
     """Return the parameters that are gathered together, by unit in the reverse order of forwards, models last."""
     holders: dict[Tensor, set[nn.Module]] = {}
     for unit in units:

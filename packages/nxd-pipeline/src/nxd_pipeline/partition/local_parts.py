@@ -145,7 +145,13 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return meta
 
 
-def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iterable[Tensor] | None = None) -> None:
+def materialize(
+    model: nn.Module,
+    param_init_fn: ParamInit | None,
+    *,
+    only: Iterable[Tensor] | None = None,
+    on_filled: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Allocate meta parameters and buffers on the CPU and let `param_init_fn` fill them, module by module.
 
     Random values depend only on torch's seed and the module's name, not on the cuts. Padding (see `ShardSpec`) becomes
@@ -157,6 +163,7 @@ def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iter
         param_init_fn: function of a module, or of a module and a device, that fills the module's own parameters and
             buffers, not those of submodules.
         only: the parameters and buffers to fill; all if None.
+        on_filled: called with each module once its own parameters are filled.
 
     Raises:
         ValueError: something is on the meta device and `param_init_fn` is None, or it has left values unset.
@@ -183,6 +190,8 @@ def materialize(model: nn.Module, param_init_fn: ParamInit | None, *, only: Iter
                 torch.manual_seed(seed_of_module(seed, name))
                 tensors = {key: it for key, it in _own_tensors(module) if id(it) in wanted}
                 _fill(name, module, tensors, param_init_fn)
+            if on_filled is not None:
+                on_filled(module)
 
 
 def _fill(name: str, module: nn.Module, tensors: Mapping[str, Tensor], param_init_fn: ParamInit) -> None:

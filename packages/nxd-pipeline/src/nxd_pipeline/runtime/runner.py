@@ -140,6 +140,7 @@ class StagesRunner:
         group: Group,
         abort: PipelineAbort,
         param_init_fn: ParamInit | None,
+        on_filled: Callable[[nn.Module], None] | None,
     ) -> None:
         """Keep what this rank needs of all stages; the rest goes with the last reference to the model.
 
@@ -150,7 +151,7 @@ class StagesRunner:
         self._wiring, self._optional_inputs = Wiring(model.stages), model.optional_inputs
         stages = {index: model.stages[index] for index in schedule.stages_of(group.rank)}
         self.local = LocalParts(list(stages.values()))
-        materialize(whole, param_init_fn, only=self.local.tensors())
+        materialize(whole, param_init_fn, only=self.local.tensors(), on_filled=on_filled)
         self._tied_weights = TiedWeights(model.stages, schedule.rank_of_stage, group)
         self.modules = nn.ModuleList(stage.module for stage in stages.values())
         self.original = without_other_stages(whole, self.local.tensors())
