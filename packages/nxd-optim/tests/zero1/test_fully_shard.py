@@ -1,5 +1,7 @@
 """`fully_shard`: values, memory and messages of parameters that are gathered when they are used (ZeRO-3)."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +11,7 @@ from nxd_optim.zero1.flat_parameters import FlatParameters
 from nxd_state import (
     active_group,
     count_traffic,
+    destroy_model_parallel,
     initialize_model_parallel,
     local_values,
     owned_range,
@@ -335,6 +338,23 @@ def test_the_next_unit_is_on_its_way_while_a_unit_computes(run_ranks):
         for number in reversed(range(1, LAYERS)):
             backward += [("gather", number - 1), ("backward", number)]
         assert events == [*forward, *backward, ("backward", 0)]
+
+
+def test_inputs_are_freed_with_the_graph():
+    initialize_model_parallel()
+    model = make()
+    fully_shard([model], list(model.blocks))
+    gc.disable()
+    try:
+        inputs = inputs_of(0).requires_grad_()
+        freed = weakref.ref(inputs)
+        model.first = nn.Identity()  # the first unit takes the input itself, as on a pipeline's later stages
+        model(inputs.view_as(inputs)).backward()
+        del inputs
+        assert freed() is None
+    finally:
+        gc.enable()
+        destroy_model_parallel()
 
 
 def test_values_read_as_nan_and_state_is_refused_outside_a_block(run_ranks):

@@ -89,3 +89,18 @@ def test_memory_counts_what_is_made_and_not_yet_gone():
     assert (memory.held_bytes, memory.peak_bytes) == (4000, 6000)
     del kept
     assert memory.held_bytes == 0
+
+
+def test_a_storage_counts_as_much_as_it_has_now():
+    before = torch.zeros(1000)
+    with StepMemory() as memory:
+        tensor = torch.zeros(100)
+        tensor.untyped_storage().resize_(0)
+        assert (memory.held_bytes, memory.peak_bytes) == (0, 400)
+        tensor.untyped_storage().resize_(600)
+        before.untyped_storage().resize_(4100)
+        assert memory.held_bytes == 700
+        del tensor
+        assert memory.held_bytes == 100
+    before.untyped_storage().resize_(0)
+    assert memory.held_bytes == 100

@@ -16,7 +16,6 @@ from nxd_state.parameter_marks import is_expert
 from nxd_state.same_start import StartComparison
 from nxd_state.sharded_values import holder_of, owned_range
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from nxd_optim.placement import require_mesh, sharding_placements
@@ -221,7 +220,7 @@ class _ModelHooks:
         if torch.is_grad_enabled() and self._sharded.reshards:
             inputs = _that_need_gradients((args, kwargs))
             if inputs:
-                register_multi_grad_hook(inputs, partial(self._after_backward, unit), mode="all")
+                _call_after_gradients(inputs, partial(self._release, unit))
         following = self._index[unit] + 1
         if following < len(self._units):
             self._gather(self._units[following])
@@ -262,9 +261,6 @@ class _ModelHooks:
         before = self._index.get(module, len(self._units)) - 1
         if before >= 0:
             self._gather(self._units[before])
-
-    def _after_backward(self, unit: nn.Module, gradients: Any) -> None:
-        self._release(unit)
 
     def _end_backward(self) -> None:
         self._ends_backward = False
@@ -310,6 +306,25 @@ def _in_eager_mode(hook: Callable[..., None]) -> Callable[..., None]:
 def _in_backward() -> bool:
     """Whether this is called by a backward, in which activation checkpointing computes modules again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _call_after_gradients(tensors: Sequence[Tensor], call: Callable[[], None]) -> None:
+    """Call a function when backward has computed the gradients of all these tensors.
+
+    torch's `register_multi_grad_hook` makes a cycle of the hook and the graph, which keeps a pipeline stage's inputs
+    until Python collects garbage.
+    """
+    number = missing = len(tensors)  # the hook must not refer to the tensors, which refer to it
+
+    def count(gradient: Tensor) -> None:
+        nonlocal missing
+        missing -= 1
+        if not missing:
+            missing = number
+            call()
+
+    for tensor in tensors:
+        tensor.register_hook(count)
 
 
 def _that_need_gradients(values: Any) -> list[Tensor]:

@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,8 @@ class StepMemory(TorchDispatchMode):
     """Counts the bytes of the tensors that are created in its body, on any device, until they are freed.
 
     `with StepMemory() as memory: model.run_train(...)` and then `memory.peak_bytes`. Tensors from before do not count;
-    run a step first if gradients of parameters should not. It slows every operation down by microseconds.
+    run a step first if gradients of parameters should not. Storages that grow or shrink (`resize_`), as those of
+    sharded parameters do, count by the difference. It slows every operation down by microseconds.
 
     Attributes:
         held_bytes: bytes of the tensors that exist now.
@@ -25,7 +27,26 @@ class StepMemory(TorchDispatchMode):
         super().__init__()
         self.held_bytes = 0
         self.peak_bytes = 0
-        self._known: set[int] = set()  # storages, by address of the object behind them
+        self._known: dict[int, int] = {}  # bytes of storages, by address of the object behind them
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Self:
+        # What changes a storage is no operation on tensors, which a dispatch mode sees.
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            self._add(storage._cdata, storage.nbytes() - before)
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
+        entered: Self = super().__enter__()
+        return entered
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -39,14 +60,18 @@ class StepMemory(TorchDispatchMode):
 
     def _count(self, made: Tensor) -> None:
         storage = made.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._known:
             return
-        self._known.add(key)
+        self._known[key] = 0
+        self._add(key, storage.nbytes())
+        weakref.finalize(storage, self._forget, key)
+
+    def _add(self, key: int, size: int) -> None:
+        if key in self._known:
+            self._known[key] += size
         self.held_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        weakref.finalize(storage, self._forget, key, size)
 
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.held_bytes -= size
+    def _forget(self, key: int) -> None:
+        self.held_bytes -= self._known.pop(key)
