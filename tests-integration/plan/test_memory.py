@@ -15,6 +15,7 @@ from nxd_optim import NeuronZero1Optimizer
 from nxd_pipeline.runtime.memory import StepMemory
 from nxd_plan import FixedDegrees, OwnLlama, TrainingJob, TransformersModel, config_call, find_device, make_plan
 from nxd_state import destroy_model_parallel, get_group
+from nxd_state.sharded_values import local_values
 from samples import of_the_day
 
 transformers = pytest.importorskip("transformers")
@@ -46,7 +47,9 @@ class Case:
     pp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
-    zero1: bool = False
+    zero_stage: int = 0
+    group: int | None = None
+    reshard: bool | int | None = None
     checkpointing: str = "none"
     microbatch_size: int = 2
     global_batch: int = 16
@@ -63,10 +66,10 @@ ONE_RANK = [
     Case(microbatch_size=1, tied=True),
     Case(microbatch_size=16),
     Case(microbatch_size=16, checkpointing="full"),
-    Case(zero1=True, dtype=torch.bfloat16),
+    Case(zero_stage=1, dtype=torch.bfloat16),
     Case(model_type="qwen3"),
     Case(model_type="qwen3", checkpointing="full", microbatch_size=16),
-    Case(model_type="qwen3", zero1=True, dtype=torch.bfloat16, tied=True),
+    Case(model_type="qwen3", zero_stage=1, dtype=torch.bfloat16, tied=True),
     Case(model_type="gemma3_text"),
     Case(model_type="mixtral"),
     Case(model_type="qwen3_moe", checkpointing="full"),
@@ -80,10 +83,10 @@ TWO_RANKS = [
     Case(pp=2, schedule="zb-v", microbatch_size=1),
     Case(),
     Case(cp=2),
-    Case(cp=2, zero1=True, checkpointing="full"),
+    Case(cp=2, zero_stage=1, checkpointing="full"),
     Case(model_type="qwen3", cp=2),
-    Case(zero1=True),
-    Case(zero1=True, dtype=torch.bfloat16, checkpointing="full"),
+    Case(zero_stage=1),
+    Case(zero_stage=1, dtype=torch.bfloat16, checkpointing="full"),
     Case(model_type="qwen3", tp=2),
     Case(model_type="qwen3", tp=2, sequence_parallel=True, checkpointing="full", microbatch_size=4),
     Case(model_type="qwen3", pp=2),
@@ -91,21 +94,47 @@ TWO_RANKS = [
     Case(model_type="mixtral", tp=2),
     Case(model_type="mixtral", pp=2),
     Case(model_type="mixtral", ep=2),
-    Case(model_type="mixtral", ep=2, zero1=True, checkpointing="full"),
+    Case(model_type="mixtral", ep=2, zero_stage=1, checkpointing="full"),
     Case(model_type="qwen3_moe", ep=2, tp=2, whole_experts=True, sequence_parallel=True),
+]
+SHARDED_TWO_RANKS = [
+    Case(zero_stage=2, microbatch_size=1, checkpointing="full"),
+    Case(zero_stage=3, microbatch_size=1, checkpointing="full"),
+    Case(zero_stage=3, microbatch_size=8),
+    Case(zero_stage=3, microbatch_size=1, dtype=torch.bfloat16, tied=True),
+    Case(zero_stage=3, microbatch_size=1, reshard=False, checkpointing="full"),
+    Case(zero_stage=3, microbatch_size=1, cp=2),
+    Case(zero_stage=3, microbatch_size=1, group=1, checkpointing="full"),
+    Case(model_type="qwen3", zero_stage=3, microbatch_size=1, checkpointing="full"),
+    Case(model_type="mixtral", zero_stage=3, microbatch_size=1, ep=2, checkpointing="full"),
+]
+SHARDED_FOUR_RANKS = [
+    Case(zero_stage=3, microbatch_size=1, checkpointing="full"),
+    Case(zero_stage=3, microbatch_size=1, group=2, checkpointing="full"),
+    Case(zero_stage=3, microbatch_size=1, reshard=2, checkpointing="full"),
+    Case(zero_stage=3, microbatch_size=1, tp=2, sequence_parallel=True, dtype=torch.bfloat16),
+    Case(zero_stage=3, microbatch_size=1, pp=2, checkpointing="full"),
+    Case(zero_stage=3, microbatch_size=1, pp=2, tied=True, checkpointing="full", dtype=torch.bfloat16),
+    Case(zero_stage=3, microbatch_size=1, pp=2, reshard=False),
+    Case(zero_stage=3, microbatch_size=1, pp=2, schedule="zb-v"),
+    Case(zero_stage=3, microbatch_size=1, pp=2, schedule="zb-h1"),
+    Case(zero_stage=2, microbatch_size=1, pp=2, checkpointing="full"),
+    Case(zero_stage=2, microbatch_size=1, pp=2, schedule="zb-v"),
+    Case(zero_stage=1, microbatch_size=1, group=2, checkpointing="full"),
+    Case(model_type="mixtral", zero_stage=3, microbatch_size=1, ep=2, group=2),
 ]
 FOUR_RANKS = [
     Case(tp=4),
     Case(tp=4, sequence_parallel=True, microbatch_size=8),
     Case(pp=4),
-    Case(pp=2, zero1=True),
+    Case(pp=2, zero_stage=1),
     Case(tp=2, pp=2, sequence_parallel=True, checkpointing="full"),
-    Case(tp=2, sequence_parallel=True, zero1=True, dtype=torch.bfloat16),
+    Case(tp=2, sequence_parallel=True, zero_stage=1, dtype=torch.bfloat16),
     Case(pp=4, schedule="zb-h1", microbatch_size=1),
-    Case(zero1=True, microbatch_size=4),
+    Case(zero_stage=1, microbatch_size=4),
     Case(model_type="mixtral", ep=4),
     Case(model_type="mixtral", ep=2, tp=2),
-    Case(model_type="qwen3_moe", ep=2, zero1=True, dtype=torch.bfloat16),
+    Case(model_type="qwen3_moe", ep=2, zero_stage=1, dtype=torch.bfloat16),
     Case(model_type="mixtral", ep=2, pp=2, checkpointing="full"),
 ]
 
@@ -136,12 +165,14 @@ def predict(case, ranks):
         case.tp,
         case.pp,
         case.sequence_parallel,
-        int(case.zero1),
+        case.zero_stage,
         case.microbatch_size,
         case.checkpointing,
         case.cp,
         case.ep,
         1 if case.whole_experts else case.tp,
+        shard_group_size=case.group,
+        reshard_after_forward=case.reshard,
     )
     job = job_of(case, ranks)
     (planned,) = make_plan(job, fixed).best
@@ -170,7 +201,7 @@ def measure(call, case):
             optimizer.step()
             optimizer.zero_grad()
     found = {
-        "parameters": sum(parameter.nbytes for parameter in model.parameters()),
+        "parameters": sum(local_values(parameter).nbytes for parameter in model.parameters()),
         "optimizer_state": state_bytes(optimizer.optimizer),
         "peak": memory.peak_bytes - without_memory(names),
     }
@@ -223,10 +254,12 @@ class Replicas:
     ("ranks", "cases"),
     [
         pytest.param(1, of_the_day(ONE_RANK, 3), id="one rank"),
-        pytest.param(2, of_the_day(TWO_RANKS, 3), id="two ranks"),
+        pytest.param(2, [*of_the_day(TWO_RANKS, 3), *of_the_day(SHARDED_TWO_RANKS, 2)], id="two ranks"),
         pytest.param(1, ONE_RANK, id="all on one rank", marks=pytest.mark.slow),
         pytest.param(2, TWO_RANKS, id="all on two ranks", marks=pytest.mark.slow),
+        pytest.param(2, SHARDED_TWO_RANKS, id="all sharded on two ranks", marks=pytest.mark.slow),
         pytest.param(4, FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),
+        pytest.param(4, SHARDED_FOUR_RANKS, id="sharded on four ranks", marks=pytest.mark.slow),
     ],
 )
 def test_predicted_memory_is_within_a_tenth_of_measured_memory_on_every_rank(run_ranks, ranks, cases):

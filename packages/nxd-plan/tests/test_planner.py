@@ -120,6 +120,54 @@ def test_zero1_divides_the_state_by_the_replicas_and_nothing_else_of_the_states(
     assert plain.memory.parameters == shared.memory.parameters == 4 * ELEMENTS
 
 
+def test_a_model_that_fits_with_no_less_is_sharded_further_and_over_the_replicas_of_a_host():
+    def stages(memory, devices_per_host=4, **fixed):
+        device = find_device("cpu", memory_bytes=memory / 0.9, devices_per_host=devices_per_host)
+        degrees = FixedDegrees(1, 1, microbatch_size=1, checkpointing="full", **fixed)
+        found = [it.layout.degrees for it in make_plan(job(device=device), degrees, top=100).best]
+        return [(it.zero_stage, it.shard_group_size) for it in found]
+
+    peaks = {
+        (stage, group): only(
+            make_plan(job(), FixedDegrees(1, 1, False, stage, 1, "full", shard_group_size=group), top=1)
+        ).memory.peak
+        for stage, group in ((1, 4), (1, 2), (2, 4), (3, 4), (3, 2))
+    }
+    assert peaks[1, 2] > peaks[1, 4] > peaks[3, 4]
+    assert peaks[3, 2] > peaks[3, 4]
+    assert set(stages(1e9)) == {(0, 0), (1, 0)}
+    assert stages(peaks[1, 4]) == [(1, 0)]
+    assert stages(peaks[1, 4] - 1)[0][0] > 1
+    assert stages(peaks[3, 4]) == [(3, 0)]
+    assert stages(peaks[3, 4] - 1) == []
+    assert set(stages(1e9, devices_per_host=2)) == {(0, 0), (1, 0), (1, 2)}
+    assert stages(1e9, devices_per_host=2, zero_stage=1)[0] == (1, 2)  # whole gradients stay within a host
+    assert stages(1e9, devices_per_host=2, shard_group_size=2) == [(1, 2)]
+
+
+def test_zero3_divides_parameters_and_states_by_the_ranks_of_a_group():
+    for group in (2, 4):
+        fixed = FixedDegrees(1, 1, False, 3, 2, "none", shard_group_size=group)
+        memory = only(make_plan(job(dtype=torch.bfloat16), fixed, top=1)).memory
+        assert memory.parameters == 2 * ELEMENTS // group
+        assert memory.optimizer_state == 3 * 4 * ELEMENTS // group
+        assert 0 < memory.gathered < 2 * ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("fixed", "device", "reason"),
+    [
+        (FixedDegrees(1, 1, zero_stage=3, shard_group_size=3), "cpu", "shard_group_size=3 does not divide the 4 rep"),
+        (FixedDegrees(1, 1, reshard_after_forward=3), "cpu", "reshard_after_forward=3 does not divide the 4 ranks"),
+        (FixedDegrees(1, 1, zero_stage=3), "trn2", "trn2 cannot shard parameters"),
+    ],
+)
+def test_sharding_that_cannot_be_is_rejected_with_the_reason(fixed, device, reason):
+    plan = make_plan(job(device=find_device(device)), fixed)
+    assert not plan.best
+    assert reason in plan.rejected[0].reason
+
+
 def test_half_precision_weights_are_planned_with_their_float32_masters():
     planned = only(
         make_plan(job(dtype=torch.bfloat16), FixedDegrees(1, 1, microbatch_size=2, checkpointing="none"), top=1)
@@ -216,6 +264,7 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
     text = explain_no_fit(plan, FixedDegrees(checkpointing="none"))
     assert f"{(nearest - 90_000) / 2**20:.1f} MiB more than the usable 0.1 MiB" in text
     assert "leave out --checkpointing" in text
+    assert "--zero-stage 3" not in text  # tried already
     states = min(plan.too_large, key=lambda it: it.memory.peak).memory.states
     assert f"at least {math.ceil(states / 90_000)} times as many devices" in text
 
@@ -226,6 +275,9 @@ def test_where_nothing_fits_the_plan_says_by_how_much_and_what_would_help():
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be 1 or more"),
         ({"pipeline_parallel_size": -2}, "pipeline_parallel_size=-2 must be 1 or more"),
         ({"microbatch_size": 0}, "microbatch_size=0 must be 1 or more"),
+        ({"zero_stage": 0, "shard_group_size": 2}, "shard_group_size=2 shares what ZeRO shards, but zero_stage=0"),
+        ({"zero_stage": 2, "reshard_after_forward": False}, "reshard_after_forward=False is of sharded parameters"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward"),
         ({"checkpointing": "selective"}, "unknown checkpointing='selective'; use none or full"),
         ({"tensor_parallel_size": 1, "sequence_parallel": True}, "but tensor_parallel_size=1; use"),
     ],

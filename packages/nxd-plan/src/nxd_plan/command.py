@@ -32,7 +32,7 @@ DEVICE_FLAGS: dict[str, tuple[str, float, str]] = {  # field of a device, flag's
 DEGREE_FLAGS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"),
     *("expert_tensor_parallel_size", "sequence_parallel", "zero_stage", "microbatch_size", "num_microbatches"),
-    "checkpointing",
+    *("checkpointing", "shard_group_size", "reshard_after_forward"),
 )
 OTHER_FLAGS = ("device", "devices", "devices_per_host", "top", "rejected", "json", "recipe", "help")
 FLAGS = [it.replace("_", "-") for it in (*JOB_FLAGS, *MODEL_FLAGS, *DEVICE_FLAGS, *DEGREE_FLAGS, *OTHER_FLAGS)]
@@ -121,13 +121,33 @@ def _add_degrees(parser: argparse.ArgumentParser) -> None:
         "--sequence-parallel", choices=YES_NO, help="split activations along the sequence; needs TP > 1"
     )
     degrees.add_argument(
-        "--zero-stage", type=int, choices=range(4), help="shard over the replicas (default with bfloat16: 1)"
+        "--zero-stage",
+        type=int,
+        choices=range(4),
+        help="shard over the replicas: 1 optimizer states, 2 also gradients, 3 also parameters (default: the least "
+        "that fits)",
+    )
+    degrees.add_argument(
+        "--shard-group-size",
+        type=int,
+        metavar="N",
+        help="neighboring replicas that share what is sharded, mirrored by others (default: all, or those of a host)",
+    )
+    degrees.add_argument(
+        "--reshard-after-forward",
+        type=_reshard,
+        metavar="yes|no|N",
+        help="with --zero-stage 3: give parameters up after forward (default), keep them, or share them among N ranks",
     )
     degrees.add_argument(
         "--microbatch-size", type=int, metavar="N", help="sequences per microbatch (default: try 1, 2, 4 and 8)"
     )
     degrees.add_argument("--num-microbatches", type=int, metavar="N", help="microbatches per replica and step")
     degrees.add_argument("--checkpointing", choices=("none", "full"), help="recompute layers in backward")
+
+
+def _reshard(text: str) -> bool | int:
+    return YES_NO[text] if text in YES_NO else int(text)
 
 
 def _flag(name: str) -> str:

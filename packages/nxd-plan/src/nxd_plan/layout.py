@@ -79,10 +79,14 @@ class FixedDegrees:
         expert_parallel_size: ranks that the experts of a layer are distributed over.
         expert_tensor_parallel_size: ranks that split each expert: `tensor_parallel_size`, or 1.
         num_microbatches: microbatches per replica and step.
+        shard_group_size: number of neighboring replicas that share what `zero_stage` shards.
+        reshard_after_forward: with stage 3, see `nxd_optim.fully_shard`; None for true, since stage 2 needs no more
+            memory than false, and sends as much.
 
     Raises:
         ValueError: a size is not positive, the kind of checkpointing is unknown, sequence parallelism is requested
-            without tensor parallelism, or experts are split over another number of ranks than the layers.
+            without tensor parallelism, experts are split over another number of ranks than the layers, or a choice
+            about sharding has no effect at the stage.
     """
 
     tensor_parallel_size: int | None = None
@@ -95,6 +99,8 @@ class FixedDegrees:
     expert_parallel_size: int | None = None
     expert_tensor_parallel_size: int | None = None
     num_microbatches: int | None = None
+    shard_group_size: int | None = None
+    reshard_after_forward: bool | int | None = None
 
     def __post_init__(self) -> None:
         for name in (it.name for it in fields(self) if it.name.endswith(("_size", "_microbatches"))):
@@ -111,6 +117,19 @@ class FixedDegrees:
         of_experts, of_layers = self.expert_tensor_parallel_size, self.tensor_parallel_size
         if of_layers is not None and (mistake := expert_tensor_parallel_mistake(of_experts, of_layers)):
             raise ValueError(mistake)
+        if self.shard_group_size is not None and self.zero_stage == 0:
+            raise ValueError(
+                f"shard_group_size={self.shard_group_size} shares what ZeRO shards, but zero_stage=0; use zero_stage=1 "
+                "or more, or leave one of them out"
+            )
+        reshard = self.reshard_after_forward
+        if reshard is not None and self.zero_stage not in (None, 3):
+            raise ValueError(
+                f"reshard_after_forward={reshard} is of sharded parameters, but zero_stage={self.zero_stage}; use "
+                "zero_stage=3, or leave one of them out"
+            )
+        if reshard is not None and reshard is not False and reshard < 1:
+            raise ValueError(f"reshard_after_forward={reshard} must be true, false, or a number of ranks")
 
 
 @dataclass(frozen=True, order=True)
@@ -122,14 +141,25 @@ class Layout:
         microbatch_size: sequences per microbatch.
         num_microbatches: microbatches per replica and step.
         checkpointing: "none" or "full".
+        reshard_after_forward: with ZeRO-3, see `nxd_optim.fully_shard`.
     """
 
     degrees: ParallelDegrees
     microbatch_size: int
     num_microbatches: int
     checkpointing: str
+    reshard_after_forward: bool | int = True
 
-    def as_dict(self) -> dict[str, int | bool | str]:
+    @property
+    def sharing_ranks(self) -> tuple[int, int]:
+        """Number of ranks that share the states of dense layers, and of experts; 1 and 1 without ZeRO."""
+        degrees = self.degrees
+        if not degrees.zero_stage:
+            return 1, 1
+        dense = degrees.shard_group_size or degrees.replicas
+        return dense, max(1, degrees.expert_replicas * dense // degrees.replicas)
+
+    def as_dict(self) -> dict[str, int | bool | str | None]:
         """Return the layout as a dict, by the names that recipes and configs use."""
         degrees = self.degrees
         return {
@@ -138,6 +168,8 @@ class Layout:
             "data_parallel_size": degrees.dp,
             "sequence_parallel": degrees.sequence_parallel,
             "zero_stage": degrees.zero_stage,
+            "shard_group_size": degrees.shard_group_size or None,
+            "reshard_after_forward": self.reshard_after_forward if degrees.zero_stage == 3 else None,
             "microbatch_size": self.microbatch_size,
             "num_microbatches": self.num_microbatches,
             "checkpointing": self.checkpointing,
@@ -202,7 +234,10 @@ def sequence_parallel_choices(fixed: FixedDegrees, tensor_parallel_size: int) ->
 def layouts_on(
     job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees, choices: Sequence[bool]
 ) -> Iterator[Layout | Rejected]:
-    """Yield all layouts with these degrees, by ascending microbatch size, and the rejected ones with their reasons."""
+    """Yield all layouts with these degrees, and the rejected ones with their reasons.
+
+    They are without ZeRO, which `zero_choices` adds. Microbatch sizes ascend where all else is the same.
+    """
     what = degrees.describe()
     if degrees.cp > 1 and degrees.pp > 1 and job.device.name in ON_XLA:
         yield Rejected(what, f"{job.device.name} does not combine context and pipeline parallelism; use one of them")
@@ -225,15 +260,15 @@ def layouts_on(
                 f"tensor_parallel_size={degrees.tp} does not divide sequence_length={job.sequence_length}",
             )
             continue
-        for zero_stage in _zero_stages(job, fixed, degrees):
-            for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
-                for microbatch_size in fitting:
-                    yield Layout(
-                        replace(degrees, sequence_parallel=sequence_parallel, zero_stage=zero_stage),
-                        microbatch_size,
-                        per_replica // microbatch_size,
-                        checkpointing,
-                    )
+        for checkpointing in CHECKPOINTING if fixed.checkpointing is None else (fixed.checkpointing,):
+            for microbatch_size in fitting:
+                yield Layout(
+                    replace(degrees, sequence_parallel=sequence_parallel),
+                    microbatch_size,
+                    per_replica // microbatch_size,
+                    checkpointing,
+                    True if fixed.reshard_after_forward is None else fixed.reshard_after_forward,
+                )
 
 
 def _microbatch_sizes(fixed: FixedDegrees, per_replica: int) -> list[int]:
@@ -252,15 +287,6 @@ def _microbatch_mistake(fixed: FixedDegrees, per_replica: int) -> str:
         name = "num_microbatches" if fixed.microbatch_size is None else "microbatch_size"
         given = f"{name}={getattr(fixed, name)} does not divide"
     return f"{given} the {per_replica} sequences of a replica"
-
-
-def _zero_stages(job: TrainingJob, fixed: FixedDegrees, degrees: ParallelDegrees) -> list[int]:
-    """Return the stages of ZeRO to try; half-precision weights need the master weights that ZeRO-1 adds."""
-    if fixed.zero_stage is not None:
-        return [fixed.zero_stage]
-    if job.dtype.itemsize < 4:
-        return [1]
-    return [0, 1] if degrees.replicas > 1 else [0]
 
 
 def expert_degrees(job: TrainingJob, fixed: FixedDegrees, tensor_parallel_size: int) -> list[ParallelDegrees]:

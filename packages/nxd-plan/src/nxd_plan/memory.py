@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nxd_pipeline import Schedule
+from nxd_pipeline import ActionKind, Schedule
 from nxd_pipeline.schedules.verification import ActivationSize, peak_in_flight
 
 from nxd_plan.layout import Layout
 from nxd_plan.profile import Profile
+from nxd_plan.sharding import MOST_ROUNDS, Held, Sharding, gathered_bytes, gradient_bytes
 from nxd_plan.stages import StageParts
 
 FLOAT32_BYTES = 4
@@ -21,10 +22,12 @@ class RankMemory:
     """Bytes on one rank: the maximum of each kind, and the peak of the total.
 
     Attributes:
-        parameters: parameters of this rank's stages.
-        gradients: gradients of all these parameters, in the dtype they are accumulated in.
-        optimizer_state: both moments of AdamW, and master weights; with ZeRO-1 this replica's shard.
-        buckets: buffers for gradients on their way to the other replicas, and for messages between stages.
+        parameters: parameters of this rank's stages; with ZeRO-3 this replica's part.
+        gathered: with ZeRO-3 the parameters that are whole at a time, beside that part.
+        gradients: gradients of whole parameters, in the dtype they are accumulated in: of all, or with ZeRO-2 and
+            ZeRO-3, or where a step has one microbatch, those that are not yet sent.
+        optimizer_state: both moments of AdamW, and master weights; with ZeRO this replica's part.
+        buckets: buffers for this replica's part of the mean gradients, and for messages between stages.
         activations: activations kept from forward to backward, over all microbatches in flight, without the head's.
         logits: tensors kept by norm, head and loss, over all microbatches in flight.
         temporaries: further memory that forward or backward of one part of the model needs.
@@ -32,6 +35,7 @@ class RankMemory:
     """
 
     parameters: int
+    gathered: int
     gradients: int
     optimizer_state: int
     buckets: int
@@ -43,7 +47,7 @@ class RankMemory:
     @property
     def states(self) -> int:
         """The bytes that do not depend on the batch."""
-        return self.parameters + self.gradients + self.optimizer_state + self.buckets
+        return self.parameters + self.gathered + self.gradients + self.optimizer_state + self.buckets
 
 
 def rank_memories(
@@ -58,6 +62,7 @@ def rank_memories(
         schedule: the schedule of the layout's microbatches, or of fewer if more would not raise the number in flight.
         itemsize: bytes per element of the weights.
     """
+    sharding = _sharding(layout, schedule, itemsize)
     kept = [_Kept.of(stage, profile) for stage in stages]
     in_flight = peak_in_flight(schedule, [ActivationSize(it.total, it.until_weights) for it in kept])
     logits_in_flight = peak_in_flight(schedule, [ActivationSize(it.head, it.head) for it in kept])
@@ -67,12 +72,12 @@ def rank_memories(
         memories.append(
             _rank_memory(
                 layout,
-                [stages[stage] for stage in own],
+                sharding,
+                tuple(stages[stage] for stage in own),
                 [kept[stage] for stage in own],
                 profile,
                 in_flight[rank],
                 logits_in_flight[rank],
-                itemsize,
             )
         )
     return memories
@@ -105,84 +110,111 @@ class _Kept:
         head = profile.head.forward.kept if stage.has_head else 0
         products = sum(profile.layers[kind].forward.product_bytes for kind in stage.layers)
         products += profile.head.forward.product_bytes if stage.has_head else 0
+        if stage.has_embedding:  # without inputs that need gradients, the backward is one
+            products = 0
         total = before + layers + head
         return cls(before, layers, head, total, total + products)
 
 
+def _sharding(layout: Layout, schedule: Schedule, itemsize: int) -> Sharding:
+    zero_stage = layout.degrees.zero_stage
+    return Sharding(
+        stage=zero_stage,
+        parts=layout.sharing_ranks,
+        reshard_after_forward=layout.reshard_after_forward,
+        itemsize=itemsize,
+        gradient_itemsize=max(itemsize, FLOAT32_BYTES) if zero_stage else itemsize,
+        rounds=min(MOST_ROUNDS, layout.num_microbatches),
+        is_split=any(it.kind is ActionKind.BACKWARD_WEIGHT for it in schedule.actions[0]),
+        in_turn=schedule.num_ranks > 1,
+    )
+
+
 def _rank_memory(
     layout: Layout,
-    stages: Sequence[StageParts],
+    sharding: Sharding,
+    stages: tuple[StageParts, ...],
     kept: Sequence[_Kept],
     profile: Profile,
     in_flight: int,
     logits: int,
-    itemsize: int,
 ) -> RankMemory:
-    elements = sum(stage.elements for stage in stages)
-    replicas = layout.degrees.replicas
-    parameters = elements * itemsize
+    itemsize, elements = sharding.itemsize, sum(stage.elements for stage in stages)
+    experts = sum(stage.experts for stage in stages)
     wide = max(itemsize, FLOAT32_BYTES)
-    gradient_itemsize = wide if layout.degrees.zero_stage else itemsize
-    gradients = elements * gradient_itemsize
-    if layout.degrees.zero_stage:
-        experts = sum(stage.experts for stage in stages)
-        of_others, of_experts = (
-            (elements - experts) * wide // replicas,
-            experts * wide // layout.degrees.expert_replicas,
-        )
-        own = of_others + of_experts
+    parameters = elements * itemsize
+    comes_and_goes = gradient_bytes(stages, sharding)
+    whole_gradients = elements * sharding.gradient_itemsize
+    # Buckets of gradients exist from the first microbatch on; without them, and with one microbatch, they come late.
+    come_late = sharding.rounds == 1 and (sharding.stage > 0 or layout.degrees.replicas == 1)
+    is_lasting = not come_late and not sharding.sends_each
+    if sharding.stage:
+        own = sharding.own((elements - experts) * wide, experts * wide)
         masters = own if wide != itemsize else 0
         state = MOMENTS * own + masters
-        buckets = (of_others if replicas > 1 else 0) + (of_experts if layout.degrees.expert_replicas > 1 else 0)
+        buckets = sum(
+            size // parts
+            for size, parts in zip(((elements - experts) * wide, experts * wide), sharding.parts, strict=True)
+            if parts > 1 or (sharding.sends_each and not come_late)
+        )
+        if sharding.stage == 3:
+            parameters = sharding.own((elements - experts) * itemsize, experts * itemsize)
     else:
         state = MOMENTS * parameters
         buckets = 0  # the gradients themselves are in the buckets
     if layout.degrees.pp > 1:
         buckets += len(stages) * MESSAGES_IN_FLIGHT * profile.embedding.forward.kept
-    # The first microbatch's gradients are allocated one by one while activations are freed, unless buffers exist.
-    come_late = layout.num_microbatches == 1 and (layout.degrees.zero_stage or replicas == 1)
-    peaks = [
-        _above_states(stage, own, profile, gradient_itemsize if come_late else 0)
-        for stage, own in zip(stages, kept, strict=True)
-    ]
-    current = max(peak - own.total for peak, own in zip(peaks, kept, strict=True)) - (gradients if come_late else 0)
+    gathered = [gathered_bytes(stages, index, sharding) for index in range(len(stages))]
+    nothing_late = tuple(Held((0,) * len(it.forward), (0,) * len(it.backward)) for it in gathered)
+    late = nothing_late if is_lasting else comes_and_goes
+    peaks = [_above_states(*them, profile) for them in zip(stages, kept, gathered, late, strict=True)]
+    current = max(peak - own.total for peak, own in zip(peaks, kept, strict=True))
     update = 2 * max(stage.largest for stage in stages) * wide
-    states = parameters + gradients + state + buckets
+    alone = [
+        _above_states(stage, own, nothing, nothing, profile) - own.total
+        for stage, own, nothing in zip(stages, kept, nothing_late, strict=True)
+    ]
+    most_late = max(it.most for it in late)
+    lasting = parameters + state + buckets + (whole_gradients if is_lasting else 0)
     return RankMemory(
         parameters=parameters,
-        gradients=gradients,
+        gathered=max(it.most for it in gathered),
+        gradients=whole_gradients if is_lasting else most_late,
         optimizer_state=state,
         buckets=buckets,
         activations=in_flight - logits,
         logits=logits,
-        temporaries=max(0, current),
-        peak=states + max(in_flight + current, update),
+        temporaries=max(0, *alone),
+        peak=lasting + max(in_flight + current, update + most_late * come_late),
     )
 
 
-def _above_states(stage: StageParts, kept: _Kept, profile: Profile, late_gradient_itemsize: int) -> int:
+def _above_states(stage: StageParts, kept: _Kept, gathered: Held, late: Held, profile: Profile) -> int:
     """Return the peak bytes of one microbatch on a stage that does nothing else.
 
     Args:
         stage: the stage that runs the microbatch.
         kept: the bytes that the microbatch keeps.
+        gathered: the bytes of gathered parameters.
+        late: the bytes of gradients that are allocated during backward.
         profile: the profile of the model's parts.
-        late_gradient_itemsize: bytes per gradient element allocated during backward; 0 if allocated before.
     """
     head, embedding = profile.head, profile.embedding
     layers = [profile.layers[kind] for kind in stage.layers]
     before = [kept.before_layers, *(kept.before_layers + sum_ for sum_ in accumulate(it.forward.kept for it in layers))]
-    needs = [held + layer.forward.peak for held, layer in zip(before, layers, strict=False)]
+    forward = [
+        gathered_here + late_here for gathered_here, late_here in zip(gathered.forward, late.forward, strict=True)
+    ]
+    backward = [
+        gathered_here + late_here for gathered_here, late_here in zip(gathered.backward, late.backward, strict=True)
+    ]
+    needs = [held + layer.forward.peak + extra for held, layer, extra in zip(before, layers, forward[1:], strict=False)]
     if stage.has_embedding:
-        needs.append(embedding.forward.peak)
-        made = stage.elements * late_gradient_itemsize
-        needs.append(profile.hidden_bytes + embedding.backward.peak + made)
+        needs.append(embedding.forward.peak + forward[0])
+        needs.append(profile.hidden_bytes + embedding.backward.peak + backward[0])
     if stage.has_head:
-        needs.append(before[-1] + head.forward.peak)
-        made = stage.head_elements * late_gradient_itemsize
-        needs.append(kept.total + head.backward.peak + made)
-    made = stage.head_elements * late_gradient_itemsize
-    for held, layer, elements in zip(before[:0:-1], reversed(layers), reversed(stage.layer_elements), strict=True):
-        made += elements * late_gradient_itemsize
-        needs.append(held + layer.backward.peak + made)
+        needs.append(before[-1] + head.forward.peak + forward[-1])
+        needs.append(kept.total + head.backward.peak + backward[-1])
+    for held, layer, extra in zip(before[1:], layers, backward[1:-1], strict=True):
+        needs.append(held + layer.backward.peak + extra)
     return max(needs)

@@ -37,6 +37,7 @@ from nxd_plan.step_time import (
     stage_times,
     step_time,
 )
+from nxd_plan.zero_choices import zero_choices, zero_mistake
 
 USABLE_MEMORY = 0.9  # the rest goes to the runtime and to fragmentation
 
@@ -114,6 +115,20 @@ class _Search:
     candidates: list[_Candidate] = field(default_factory=list)
     too_large: list[TooLarge] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
+    _known: set[Layout] = field(default_factory=set)  # too large at any microbatch size not tried yet
+
+    def add_too_large(self, layout: Layout, memory: RankMemory) -> None:
+        """Note a layout that does not fit; microbatch sizes are tried in ascending order."""
+        self.too_large.append(TooLarge(layout, memory))
+        self._known.add(_of_any_microbatches(layout))
+
+    def is_known_too_large(self, layout: Layout) -> bool:
+        """Whether the layout did not fit with smaller microbatches."""
+        return _of_any_microbatches(layout) in self._known
+
+
+def _of_any_microbatches(layout: Layout) -> Layout:
+    return replace(layout, microbatch_size=0, num_microbatches=0)
 
 
 def make_plan(job: TrainingJob, fixed: FixedDegrees | None = None, *, top: int = 10) -> Plan:
@@ -185,18 +200,21 @@ def _try_sizes(search: _Search, planner: StagePlanner, degrees: ParallelDegrees)
         for layout in layouts_on(job, search.fixed, on_all, choices):
             if isinstance(layout, Rejected):
                 search.rejected.append(layout)
-            elif not search.too_large or not _has_larger_microbatches(layout, search.too_large[-1].layout):
+            elif mistake := zero_mistake(job, search.fixed, layout.degrees):
+                search.rejected.append(Rejected(layout.degrees.describe(), mistake))
+            else:
                 _try_layout(search, layout, stages, profiler)
 
 
-def _has_larger_microbatches(layout: Layout, other: Layout) -> bool:
-    """Whether a layout differs from another only by microbatches that are at least as large."""
-    same = replace(other, microbatch_size=layout.microbatch_size, num_microbatches=layout.num_microbatches)
-    return layout == same and layout.microbatch_size >= other.microbatch_size
-
-
 def _try_layout(search: _Search, layout: Layout, stages: list[StageParts], profiler: Profiler) -> None:
+    """Try a layout with the stages of ZeRO, until one fits."""
     job, degrees = search.job, layout.degrees
+    choices = [
+        [it for it in alternatives if not search.is_known_too_large(it)]
+        for alternatives in _with_zero(job, search.fixed, layout)
+    ]
+    if not any(choices):
+        return
     try:
         schedule = planned_schedule(job.schedule, degrees.pp, min(layout.num_microbatches, 2 * degrees.pp))
     except ValueError as error:
@@ -219,12 +237,24 @@ def _try_layout(search: _Search, layout: Layout, stages: list[StageParts], profi
         except ValueError as error:
             search.rejected.append(Rejected(str(layout), str(error)))
             return
-    memories = rank_memories(layout, stages, profile, schedule, job.dtype.itemsize)
-    most = max(memories, key=lambda memory: memory.peak)
-    if most.peak > job.device.memory_bytes * USABLE_MEMORY:
-        search.too_large.append(TooLarge(layout, most))
-    else:
-        search.candidates.append(_Candidate(layout, degrees.mesh(), stages, profile, schedule, memories))
+    for alternatives in choices:
+        for alternative in alternatives:
+            memories = rank_memories(alternative, stages, profile, schedule, job.dtype.itemsize)
+            most = max(memories, key=lambda memory: memory.peak)
+            if most.peak <= job.device.memory_bytes * USABLE_MEMORY:
+                search.candidates.append(_Candidate(alternative, degrees.mesh(), stages, profile, schedule, memories))
+                break
+            search.add_too_large(alternative, most)
+
+
+def _with_zero(job: TrainingJob, fixed: FixedDegrees, layout: Layout) -> list[list[Layout]]:
+    return [
+        [
+            replace(layout, degrees=replace(layout.degrees, zero_stage=stage, shard_group_size=group))
+            for stage, group in choices
+        ]
+        for choices in zero_choices(job, fixed, layout.degrees, layout.num_microbatches)
+    ]
 
 
 def _quickest(search: _Search, model_flops: float, top: int) -> list[PlannedLayout]:

@@ -137,6 +137,8 @@ def _layout_sections(job: TrainingJob, layout: Layout) -> Recipe:
         "parallel": {
             **layout.degrees.as_config(),
             "zero_stage": layout.degrees.zero_stage,
+            "shard_group_size": layout.degrees.shard_group_size or None,
+            "reshard_after_forward": None if layout.reshard_after_forward is True else layout.reshard_after_forward,
             "activation_checkpointing": layout.checkpointing,
         },
         "pipeline": {"schedule": job.schedule},

@@ -15,7 +15,7 @@ from nxd_engine.config import complete_config
 from nxd_engine.training_config import training_config
 from nxd_pipeline import NxDPPModel
 
-from nxd_plan.layout import FixedDegrees, Layout, TrainingJob
+from nxd_plan.layout import ON_XLA, FixedDegrees, Layout, TrainingJob
 from nxd_plan.memory import RankMemory
 from nxd_plan.planner import Plan, PlannedLayout, TooLarge
 
@@ -23,7 +23,10 @@ HEADINGS = (
     *("TP", "SP", "PP", "CP", "EP", "DP", "ZeRO", "microbatches", "checkpointing"),
     *("memory", "bubble", "step", "MFU"),
 )
-MEMORY_KINDS = ("parameters", "gradients", "optimizer_state", "buckets", "activations", "logits", "temporaries", "peak")
+MEMORY_KINDS = (
+    *("parameters", "gathered", "gradients", "optimizer_state", "buckets", "activations", "logits", "temporaries"),
+    "peak",
+)
 
 
 def render_table(plan: Plan) -> str:
@@ -58,7 +61,9 @@ def render_detail(planned: PlannedLayout, activation_modes: Mapping[str, int]) -
             *_memory_table(planned.memories),
             f"activations per layer and microbatch, by checkpointing: {modes}",
             f"sent per rank and step: TP {show_memory(sent.tp)}, PP {show_memory(sent.pp)}, "
-            f"DP {show_memory(sent.dp)}{f', CP {show_memory(sent.cp)}' if sent.cp else ''}"
+            f"DP {show_memory(sent.dp)}{f' and {show_memory(sent.mirrors)} to mirrors' if sent.mirrors else ''}"
+            f"{f', {show_memory(sent.near)} to near ranks' if sent.near else ''}"
+            f"{f', CP {show_memory(sent.cp)}' if sent.cp else ''}"
             f"{f', EP {show_memory(sent.ep)}' if sent.ep else ''}",
             f"step {show_seconds(time.seconds)}: pipeline {show_seconds(time.pipeline)} "
             f"({time.bubble:.0%} of it idle), gradients and parameters across replicas "
@@ -89,7 +94,7 @@ def _row(planned: PlannedLayout) -> tuple[str, ...]:
         str(degrees.cp),
         str(degrees.ep),
         str(degrees.dp),
-        str(degrees.zero_stage),
+        f"{degrees.zero_stage}{f' over {degrees.shard_group_size}' if degrees.shard_group_size else ''}",
         f"{layout.num_microbatches} x {layout.microbatch_size}",
         layout.checkpointing,
         show_memory(planned.memory.peak),
@@ -115,6 +120,7 @@ def _memory_table(memories: Sequence[RankMemory]) -> list[str]:
     rows = [
         [kind.replace("_", " "), *(show_memory(getattr(memories[first], kind)) for first, _ in shown)]
         for kind in MEMORY_KINDS
+        if kind != "gathered" or any(memory.gathered for memory in memories)
     ]
     return _aligned([headings, *rows])
 
@@ -160,8 +166,22 @@ def _ways_out(plan: Plan, fixed: FixedDegrees, nearest: TooLarge) -> list[str]:
             f"shorter sequences: activations, logits and temporaries need {show_memory(memory.peak - memory.states)} "
             f"for sequences of {plan.job.sequence_length} tokens"
         )
-    if layout.degrees.dp > 1 and not layout.degrees.zero_stage:
+    if layout.degrees.replicas > 1:
+        ways += _further_sharding(plan.job, fixed, layout)
+    return ways
+
+
+def _further_sharding(job: TrainingJob, fixed: FixedDegrees, layout: Layout) -> list[str]:
+    """Return the flags with which more is sharded over the replicas."""
+    ways, stage = [], layout.degrees.zero_stage
+    if not stage:
         ways.append("--zero-stage 1: shards the optimizer state over the replicas")
+    if stage < 3 and job.device.name not in ON_XLA:
+        ways.append("--zero-stage 3: shards also gradients and parameters over the replicas, and sends more")
+    if layout.reshard_after_forward is False:
+        ways.append("--reshard-after-forward yes: gives parameters up between their forward and backward")
+    if fixed.shard_group_size is not None and fixed.shard_group_size < layout.degrees.replicas:
+        ways.append(f"--shard-group-size {layout.degrees.replicas}: shards over all replicas")
     return ways
 
 
@@ -205,6 +225,7 @@ def config_call(job: TrainingJob, layout: Layout) -> str:
         num_microbatches=layout.num_microbatches,
         schedule=job.schedule,
         activation_checkpointing=layout.checkpointing,
+        reshard_after_forward=None if layout.reshard_after_forward is True else layout.reshard_after_forward,
     )
     lines = [*job.model.config_lines(job.dtype_name), "nxd_config = nxd.neuronx_distributed_config("]
     lines += [f"    {name}={value}," for name, value in _not_by_default(arguments).items()]

@@ -13,6 +13,25 @@ from nxd_plan.model import PlannedModel, first_of_kinds
 
 
 @dataclass(frozen=True)
+class StageParameter:
+    """A parameter of a stage.
+
+    Attributes:
+        elements: elements of this rank's part.
+        place: 0 before the decoder layers, then 1 for the first of the stage's layers and so on, then after the layers.
+        is_matrix: whether it has several dims.
+        is_expert: whether it is an expert's and sharded differently from the other layers.
+        is_tied: whether another stage has it, too.
+    """
+
+    elements: int
+    place: int
+    is_matrix: bool
+    is_expert: bool
+    is_tied: bool
+
+
+@dataclass(frozen=True)
 class StageParts:
     """One pipeline stage on one rank of its tensor-parallel group.
 
@@ -27,6 +46,7 @@ class StageParts:
         replicated: elements of the parameters that every tensor-parallel rank has a copy of, such as norms.
         tied: elements of the parameters that another stage also has.
         experts: elements of the expert parameters that are sharded differently from the other layers.
+        parameters: all its parameters, in the model's order.
     """
 
     layers: tuple[int, ...]
@@ -39,6 +59,7 @@ class StageParts:
     replicated: int
     tied: int
     experts: int = 0
+    parameters: tuple[StageParameter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,12 +71,14 @@ class RankParameter:
         is_whole: whether every rank has all of it.
         first_name: the first name of a tied parameter; otherwise its own name.
         is_expert: whether it is an expert's and sharded differently from the other layers.
+        is_matrix: whether it has several dims.
     """
 
     elements: int
     is_whole: bool
     first_name: str
     is_expert: bool = False
+    is_matrix: bool = True
 
 
 Parameters = Mapping[str, RankParameter]
@@ -84,7 +107,9 @@ class StagePlanner:
         for name, parameter in on_rank.named_parameters(remove_duplicate=False):
             first_name = names.setdefault(parameter, name)
             is_whole = get_shard_spec(parameter) is None
-            named[name] = RankParameter(parameter.numel(), is_whole, first_name, is_expert(parameter))
+            named[name] = RankParameter(
+                parameter.numel(), is_whole, first_name, is_expert(parameter), parameter.dim() > 1
+            )
         of_kinds = [
             [name.removeprefix(f"{self._prefix}{kind}.") for name in named if name.startswith(f"{self._prefix}{kind}.")]
             for kind in range(len(first_of_kinds(self._model.layer_kinds)))
@@ -139,6 +164,9 @@ class StagePlanner:
             if name.startswith(self._prefix):
                 layers.setdefault(self._part_of(name), []).append(name)
         has_head = stage == len(names) - 1
+        place_of = dict.fromkeys(own, 0) | dict.fromkeys(self._after_layers(own) if layers else [], len(layers) + 1)
+        place_of |= {name: place for place, of_layer in enumerate(layers.values(), 1) for name in of_layer}
+        once = {parameters[name].first_name: name for name in reversed(own)}
         return StageParts(
             layers=tuple(self._model.layer_kinds[int(layer.removeprefix(self._prefix))] for layer in layers),
             has_embedding=stage == 0,
@@ -150,6 +178,11 @@ class StagePlanner:
             replicated=_elements([name for name in firsts if parameters[name].is_whole], parameters),
             tied=_elements(firsts & elsewhere, parameters),
             experts=_elements([name for name in firsts if parameters[name].is_expert], parameters),
+            parameters=tuple(
+                StageParameter(it.elements, place_of[name], it.is_matrix, it.is_expert, it.first_name in elsewhere)
+                for name, it in ((name, parameters[name]) for name in own)
+                if once[it.first_name] == name
+            ),
         )
 
     def _after_layers(self, names: Sequence[str]) -> Sequence[str]:

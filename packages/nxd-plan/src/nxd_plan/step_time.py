@@ -14,9 +14,10 @@ from nxd_state import Mesh
 
 from nxd_plan.devices import Device
 from nxd_plan.layout import ON_XLA, Layout, TrainingJob
-from nxd_plan.memory import FLOAT32_BYTES, MOMENTS, RankMemory
+from nxd_plan.memory import MOMENTS, RankMemory
 from nxd_plan.operations import Operation
 from nxd_plan.profile import PartProfile, Pass, Profile
+from nxd_plan.replica_traffic import replica_traffic
 from nxd_plan.stages import StageParts
 
 SUSTAINED_FLOPS = 0.7  # fraction of the peak that large matrix products reach
@@ -33,7 +34,10 @@ class Communication:
         ep: tokens to the experts of other ranks and back, and their gradients, assuming even routing.
         cp: keys and values of causal attention, or whole heads if that is less; and their gradients.
         pp: activations and their gradients between stages, and a tied embedding's gradient.
-        dp: gradients, and with ZeRO-1 also parameters.
+        dp: gradients, and with ZeRO also parameters, among the replicas that share states.
+        mirrors: gradients among the replicas that have the same part of the states, with hybrid sharding.
+        near: parameters among the near ranks of `reshard_after_forward`.
+        dp_messages: number of collectives of dp and near, where a unit's is one; 1 without ZeRO-3.
     """
 
     tp: int
@@ -41,6 +45,9 @@ class Communication:
     dp: int
     cp: int = 0
     ep: int = 0
+    mirrors: int = 0
+    near: int = 0
+    dp_messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,12 @@ class StageTime:
 
 def bandwidth(device: Device, mesh: Mesh, axis: str) -> float:
     """Return the bytes/s that a rank sends along an axis: slow if any group of the axis is on several hosts."""
-    first, *others = mesh.group_of(0, axis)
+    return _bandwidth_among(device, mesh, mesh.group_of(0, axis))
+
+
+def _bandwidth_among(device: Device, mesh: Mesh, ranks: Sequence[int]) -> float:
+    """Return the bytes/s that a rank sends to others, of which `ranks` are those of the first rank."""
+    first, *others = ranks
     # Groups are in blocks of consecutive ranks, so a group spans hosts if a host ends within a block.
     block = (others[0] - first) * (1 + len(others)) if others else 1
     on_one_host = mesh.world_size <= device.devices_per_host or device.devices_per_host % block == 0
@@ -203,8 +215,9 @@ def communication(
     job: TrainingJob, layout: Layout, stages: Sequence[StageParts], schedule: Schedule, profile: Profile
 ) -> Communication:
     """Bytes that the busiest rank sends in a step, by axis."""
-    replicas, itemsize = layout.degrees.replicas, job.dtype.itemsize
-    tp, pp, dp, cp, ep = [0], [0], [0], [0], [0]
+    itemsize = job.dtype.itemsize
+    tp, pp, cp, ep = [0], [0], [0], [0]
+    to_replicas = []
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
         tp.append(
@@ -234,14 +247,17 @@ def communication(
         pp.append(layout.num_microbatches * neighbours * profile.hidden_bytes if schedule.num_ranks > 1 else 0)
         if schedule.num_ranks > 1:
             pp[-1] += sum(stages[stage].tied for stage in own) * itemsize
-        elements = sum(stages[stage].elements for stage in own)
-        per_element = max(itemsize, FLOAT32_BYTES) + itemsize if layout.degrees.zero_stage else 2 * itemsize
-        experts, of_experts = sum(stages[stage].experts for stage in own), layout.degrees.expert_replicas
-        dp.append(
-            (elements - experts) * per_element * (replicas - 1) // replicas
-            + experts * per_element * (of_experts - 1) // of_experts
-        )
-    return Communication(max(tp), max(pp), max(dp), max(cp), max(ep))
+        to_replicas.append(replica_traffic(layout, stages, own, job.schedule, itemsize))
+    return Communication(
+        max(tp),
+        max(pp),
+        dp=max(it.sharing for it in to_replicas),
+        cp=max(cp),
+        ep=max(ep),
+        mirrors=max(it.mirrors for it in to_replicas),
+        near=max(it.near for it in to_replicas),
+        dp_messages=max(it.messages for it in to_replicas),
+    )
 
 
 def _of_passes(stage: StageParts, profile: Profile, sent: Callable[[Pass], Iterable[int]]) -> int:
@@ -275,8 +291,7 @@ def step_time(
         model_flops: FLOPs of forward and backward of one sequence, over all ranks that share it.
     """
     seconds, bubble = pipeline
-    replicas = "dp" if layout.degrees.dp > 1 else "cp"
-    data_parallel = sent.dp / bandwidth(job.device, mesh, replicas) + (LATENCY if sent.dp else 0)
+    data_parallel = _data_parallel_seconds(job.device, layout, mesh, sent)
     update = max(_update_bytes(layout, memory) for memory in memories) / (
         job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
     )
@@ -285,8 +300,20 @@ def step_time(
     return StepTime(seconds, data_parallel, update, bubble, job.global_batch_size * model_flops / possible)
 
 
+def _data_parallel_seconds(device: Device, layout: Layout, mesh: Mesh, sent: Communication) -> float:
+    """Return the seconds of the messages among replicas, where those that share states are neighbors."""
+    replicas = mesh.group_of(0, "dp", "cp")
+    parts, _ = layout.sharing_ranks if layout.degrees.zero_stage else (len(replicas), 0)
+    seconds = sent.dp_messages * LATENCY + sent.dp / _bandwidth_among(device, mesh, replicas[:parts])
+    if sent.mirrors:
+        seconds += LATENCY + sent.mirrors / _bandwidth_among(device, mesh, replicas[::parts])
+    if sent.near:
+        seconds += sent.near / _bandwidth_among(device, mesh, replicas[: layout.reshard_after_forward])
+    return seconds
+
+
 def _update_bytes(layout: Layout, memory: RankMemory) -> float:
     """Return the bytes that AdamW moves: gradients once; both moments and the weights, read and written."""
-    parts = layout.degrees.replicas if layout.degrees.zero_stage else 1
     weights = memory.optimizer_state / MOMENTS
-    return memory.gradients / parts + 2 * memory.optimizer_state + 2 * weights
+    gradients = weights if layout.degrees.zero_stage else memory.gradients
+    return gradients + 2 * memory.optimizer_state + 2 * weights

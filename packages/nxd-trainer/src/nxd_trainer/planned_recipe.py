@@ -15,6 +15,7 @@ PLANNED_CHECKPOINTING = ("none", "full")
 DEGREES = (
     *("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size"),
     *("expert_tensor_parallel_size", "sequence_parallel", "zero_stage"),
+    *("shard_group_size", "reshard_after_forward"),
 )
 
 
