@@ -15,6 +15,8 @@ from nxd_state import (
     initialize_model_parallel,
     local_values,
     owned_range,
+    set_shard_spec,
+    shard_along,
     whole_parameters,
 )
 from torch import nn
@@ -63,7 +65,7 @@ def inputs_of(step, microbatch=0):
 
 def optimizer_of(model, **arguments):
     trained = [it for it in model.parameters() if it.requires_grad]
-    return NeuronZero1Optimizer(trained, torch.optim.AdamW, lr=0.05, max_norm=0.1, **arguments)
+    return NeuronZero1Optimizer(trained, torch.optim.AdamW, lr=0.05, **{"max_norm": 0.1, **arguments})
 
 
 def train_one_process(model, *, microbatches=1):
@@ -204,6 +206,32 @@ def test_models_that_broke_other_implementations(run_ranks, model_class):
     expected = train_one_process(make(model_class), microbatches=2)
     for of_rank in run_ranks(train_it, 2):
         assert_equal(of_rank, expected)
+
+
+class Scalars(Model):
+    """A parameter of one element."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.factor.sum()
+
+
+def test_tensor_parallel_ranks_share_whole_parameters(run_ranks):
+    def train_it():
+        initialize_model_parallel(2)
+        model = make(Scalars)
+        size = active_group("tp").size
+        set_shard_spec(model.scale, shard_along((size * WIDTH,), 0, rank=active_group("tp").rank, size=size))
+        fully_shard([model], model.blocks)
+        optimizer = optimizer_of(model, shard_gradients=True, grad_clipping=False)
+        return train(model, optimizer)
+
+    found = run_ranks(train_it, 4)
+    for of_rank in found:
+        assert_equal(of_rank, found[0])
 
 
 def test_unit_inside_a_unit_has_its_own_parameters(run_ranks):

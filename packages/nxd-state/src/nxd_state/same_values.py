@@ -25,6 +25,7 @@ from nxd_state.device import has_float64, is_lazy_device
 from nxd_state.group import Group
 from nxd_state.parameter_marks import is_expert, is_tensor_parallel
 from nxd_state.shard_spec import Box, get_shard_spec
+from nxd_state.sharded_values import owned_range
 from nxd_state.store_messages import read_message
 
 _WORDS = 1024  # added up side by side, so that a fingerprint also depends on the order of values
@@ -64,8 +65,8 @@ def expectations_of_split(tensors: Sequence[Tensor], split: Group, *, splits_exp
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the tensor has values to compare."""
-    return not (tensor.is_meta or is_traceable_wrapper_subclass(tensor))
+    """Whether the tensor has values to compare; those of parameters sharded over replicas were compared before."""
+    return owned_range(tensor) is None and not (tensor.is_meta or is_traceable_wrapper_subclass(tensor))
 
 
 def is_split(tensor: Tensor) -> bool:
