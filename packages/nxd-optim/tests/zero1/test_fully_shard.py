@@ -234,6 +234,29 @@ def test_tensor_parallel_ranks_share_whole_parameters(run_ranks):
         assert_equal(of_rank, found[0])
 
 
+def test_a_step_after_a_failed_one_is_as_if_it_had_not_been(run_ranks):
+    def fail(*_):
+        raise FloatingPointError
+
+    def train_it():
+        initialize_model_parallel()
+        model = make()
+        fully_shard([model], model.blocks)
+        optimizer = optimizer_of(model)
+        for place in (model.blocks[2].up.register_forward_hook, model.blocks[1].down.register_full_backward_hook):
+            hook = place(fail)
+            with pytest.raises(FloatingPointError):
+                model(mine(inputs_of(0))).backward()
+            hook.remove()
+            optimizer.zero_grad()
+        found = train(model, optimizer)
+        assert all(it.isnan().all() for it in model.parameters())
+        return found
+
+    for of_rank in run_ranks(train_it, 2):
+        assert_equal(of_rank, train_one_process(make()))
+
+
 def test_unit_inside_a_unit_has_its_own_parameters(run_ranks):
     def train_it():
         initialize_model_parallel()

@@ -202,8 +202,10 @@ class _ModelHooks:
 
     def _before_model(self, model: nn.Module, args: Any) -> None:
         self._gather(model)
-        if self._units and not _in_backward():
-            self._gather(self._units[0])
+        if not _in_backward():
+            self._ends_backward = False  # the last one may have failed
+            if self._units:
+                self._gather(self._units[0])
         self._wait(model)
 
     def _before_other(self, module: nn.Module, args: Any) -> None:
