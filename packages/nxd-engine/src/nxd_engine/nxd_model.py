@@ -265,7 +265,8 @@ class NxDModel(nn.Module):
         if not keep_vars:
             self._check_whole("state_dict()")
         found: dict[str, Any] = {} if destination is None else destination
-        state = self.pipeline.local_state_dict() if self._is_cut else self._stages[0].state_dict(keep_vars=True)
+        of_stages = self.pipeline.local_state_dict if self._is_cut else self._stages[0].state_dict
+        state = of_stages(keep_vars=True)
         for name, value in state.items():  # a module's extra state may be anything
             found[prefix + name] = value.detach() if isinstance(value, Tensor) and not keep_vars else value
         return found

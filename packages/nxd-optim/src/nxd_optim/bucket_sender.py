@@ -185,6 +185,10 @@ class BucketSender:
             # Ranks may have failed at different points. If this rank skipped a message that another rank has sent, that
             # message would be matched with one of the next step.
             self.complete()
+        for message in self._messages.values():  # of `each_backward`, whose result must not count in the next step
+            message.wait()
+        self._messages, self._sent, self._late = {}, set(), set()
+        self._last, self._missing = set(), {}
 
     def refuse(self, call: str, *phases: Phase) -> None:
         """Raise a RuntimeError with the remedy if the step is in one of these phases."""

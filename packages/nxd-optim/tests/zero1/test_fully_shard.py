@@ -234,6 +234,23 @@ def test_tensor_parallel_ranks_share_whole_parameters(run_ranks):
         assert_equal(of_rank, found[0])
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_that_is_dropped_halfway_does_not_count(run_ranks, sharded):
+    def train_it():
+        initialize_model_parallel()
+        model = make()
+        if sharded:
+            fully_shard([model], model.blocks)
+        optimizer = optimizer_of(model, shard_gradients=True)
+        with optimizer.each_backward(list(model.parameters())):
+            (1000 * model(mine(inputs_of(7)))).backward()
+        optimizer.zero_grad()  # instead of the second microbatch
+        return train(model, optimizer, microbatches=2)
+
+    for of_rank in run_ranks(train_it, 2):
+        assert_equal(of_rank, train_one_process(make(), microbatches=2))
+
+
 def test_a_step_after_a_failed_one_is_as_if_it_had_not_been(run_ranks):
     def fail(*_):
         raise FloatingPointError

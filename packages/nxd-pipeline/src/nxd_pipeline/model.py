@@ -350,9 +350,16 @@ class NxDPPModel(nn.Module):
         """Map each further name of a tied weight of the unpartitioned model to the first, which checkpoints use."""
         return dict(self._tied_names)
 
-    def local_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters and persistent buffers by the unpartitioned model's names."""
-        return self._runner.local.state_dict()
+    def local_state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
+        """Return this rank's parameters and persistent buffers by the unpartitioned model's names.
+
+        Args:
+            keep_vars: whether to return the parameters themselves, as for `torch.nn.Module.state_dict`.
+
+        Raises:
+            RuntimeError: the parameters are sharded over the replicas (ZeRO-3), and `keep_vars` is not set.
+        """
+        return self._runner.local.state_dict(keep_vars=keep_vars)
 
     def load_local_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Copy values from a `local_state_dict`, or from the state of the unpartitioned model.

@@ -128,7 +128,7 @@ def _persistent_buffers(model: nn.Module) -> CheckpointState:
     if isinstance(model, NxDPPModel):
         parameters = {name for name, _ in model.local_named_parameters()} | model.tied_names().keys()
         kept = parameters | modules_with_extra_state(model).keys()
-        return {name: tensor for name, tensor in model.local_state_dict().items() if name not in kept}
+        return {name: tensor for name, tensor in model.local_state_dict(keep_vars=True).items() if name not in kept}
     persistent = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 

@@ -58,11 +58,9 @@ class LocalParts:
         """Return parameters and buffers."""
         return [tensor for _, tensor in (*self.named_parameters(), *self.named_buffers())]
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name; a tied weight under each of its names."""
-        state = {name: value for part in self._parts for name, value in part.state_dict(keep_vars=True).items()}
-        # A module's extra state may be anything.
-        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state.items()}
+        return {name: value for part in self._parts for name, value in part.state_dict(keep_vars=keep_vars).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
         """Copy values from a state of these parts, or of the whole model.

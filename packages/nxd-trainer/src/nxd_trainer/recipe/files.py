@@ -104,8 +104,9 @@ def _with_new_names(given: Mapping[str, object]) -> dict[str, object]:
     """Return keys as they are called today: `parallel.zero1` was a switch for the first stage."""
     renamed = dict(given)
     if "parallel.zero1" in renamed:
-        is_on = str(renamed.pop("parallel.zero1")).strip().lower() in ("true", "1")
-        renamed.setdefault("parallel.zero_stage", int(is_on))
+        given_value = renamed.pop("parallel.zero1")
+        is_on = {"true": 1, "1": 1, "false": 0, "0": 0}.get(str(given_value).strip().lower())
+        renamed.setdefault("parallel.zero_stage", given_value if is_on is None else is_on)  # wrong ones are reported
     return renamed
 
 
