@@ -83,5 +83,5 @@ def test_help_lists_every_key_with_default_and_meaning(capsys, monkeypatch):
     for key in recipe_keys().values():
         assert f"--{key.name} " in text
         assert f"{key.description} (default: " in text
-    assert "--optimizer.betas float,float adamw: decay rates of the two moments (default: 0.9,0.95)" in text
+    assert "--optimizer.betas float,float adamw, muon: decay rates of the two moments (default: 0.9,0.95)" in text
     assert "--parallel.sequence_parallel [{true,false}] " in text
