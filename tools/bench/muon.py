@@ -26,7 +26,7 @@ import torch.distributed as dist
 from nxd_engine.models import LlamaConfig
 from nxd_optim import GradientReducer, Muon, NeuronZero1Optimizer, muon_parameter_groups
 from nxd_state import destroy_model_parallel, initialize_model_parallel
-from processes.rank_processes import RankProcesses
+from processes.rank_processes import RankProcesses, in_turns
 from processes.surroundings import print_surroundings
 from torch import nn
 from training_step.plain_llama import PlainLlama
@@ -154,10 +154,8 @@ def compare_times(rounds: int) -> None:
             team.steps(WARM_UP)
         check_weights({name: teams[name].weights() for name in MUONS})
         times: dict[str, list[float]] = {name: [] for name in teams}
-        names = list(teams)
-        for first in range(rounds):
-            for name in names[first % len(names) :] + names[: first % len(names)]:
-                times[name] += teams[name].steps(1)
+        for name in in_turns(list(teams), rounds):
+            times[name] += teams[name].steps(1)
     finally:
         for team in teams.values():
             team.__exit__(None, None, None)

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from nxd_engine.models import LlamaConfig
 from nxd_optim.zero1 import NeuronZero1Optimizer
 from nxd_state import count_traffic, destroy_model_parallel, initialize_model_parallel
-from processes.rank_processes import RankProcesses
+from processes.rank_processes import RankProcesses, in_turns
 from processes.surroundings import print_surroundings
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -248,10 +248,8 @@ def compare_times(rounds: int, *, with_profile: bool) -> None:
         first_steps = {name: team.steps(WARM_UP) for name, team in teams.items()}
         check_losses(first_steps)
         times: dict[str, list[Measurement]] = {name: [] for name in teams}
-        names = list(teams)
-        for first in range(rounds):
-            for name in names[first % len(names) :] + names[: first % len(names)]:
-                times[name] += teams[name].steps(1)
+        for name in in_turns(list(teams), rounds):
+            times[name] += teams[name].steps(1)
     finally:
         for team in teams.values():
             team.__exit__(None, None, None)

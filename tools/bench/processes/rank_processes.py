@@ -1,7 +1,7 @@
 """Processes, one per rank, that wait at a pipe, without using a core, until they are told what to do."""
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,3 +70,10 @@ def _receive(connection: Connection, doing: str) -> Any:
         return connection.recv()
     except EOFError:
         raise RuntimeError(f"a rank failed {doing}; see its traceback above") from None
+
+
+def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Yield every name once in each round; each round starts with another one, so that none always follows the same."""
+    for first in range(rounds):
+        start = first % len(names)
+        yield from (*names[start:], *names[:start])

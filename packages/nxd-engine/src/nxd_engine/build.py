@@ -19,7 +19,7 @@ from nxd_layers.activation_checkpoint import (
     named_transformer_layers,
 )
 from nxd_layers.head_padding import pad_model
-from nxd_optim.zero1.fully_shard import FullySharded, parameters_by_unit
+from nxd_optim import FullySharded, parameters_by_unit
 from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
 from nxd_state import (

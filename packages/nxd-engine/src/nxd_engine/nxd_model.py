@@ -11,7 +11,7 @@ import torch
 from nxd_layers.experts import BalanceConfig, RouterBalance, RouterLayer
 from nxd_lora import LoraConfig, LoraModel, TargetLayers
 from nxd_pipeline import GradientSync, NxDPPModel, current_microbatch
-from nxd_state import owned_range
+from nxd_state.sharded_values import check_whole
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -263,7 +263,7 @@ class NxDModel(nn.Module):
             RuntimeError: the parameters are sharded over the replicas (ZeRO-3).
         """
         if not keep_vars:
-            self._check_whole("state_dict()")
+            check_whole(self.parameters(), "state_dict()")
         found: dict[str, Any] = {} if destination is None else destination
         of_stages = self.pipeline.local_state_dict if self._is_cut else self._stages[0].state_dict
         state = of_stages(keep_vars=True)
@@ -280,7 +280,7 @@ class NxDModel(nn.Module):
             RuntimeError: names or shapes do not fit, or the parameters are sharded over the replicas (ZeRO-3).
             ValueError: the same with a pipeline, or `assign` with a pipeline.
         """
-        self._check_whole("load_state_dict()")
+        check_whole(self.parameters(), "load_state_dict()")
         if not self._is_cut:
             return self._stages[0].load_state_dict(state_dict, strict, assign)
         if assign:
@@ -288,14 +288,6 @@ class NxDModel(nn.Module):
         missing = self.pipeline.local_state_dict().keys() - state_dict.keys()
         self.pipeline.load_local_state_dict(state_dict, strict=strict)
         return _IncompatibleKeys(sorted(missing), [])
-
-    def _check_whole(self, call: str) -> None:
-        if any(owned_range(parameter) is not None for parameter in self.parameters()):
-            raise RuntimeError(
-                f"{call} of a model whose parameters are sharded over the replicas (ZeRO-3): save and load with "
-                "save_checkpoint and load_checkpoint, or call it on all ranks in a block of "
-                "nxd_state.whole_parameters(model.parameters()), with changed=True to load"
-            )
 
     @property
     def training(self) -> bool:

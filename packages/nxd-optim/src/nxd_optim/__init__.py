@@ -19,6 +19,7 @@ from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
 from nxd_optim.weight_average import WeightAverage
 from nxd_optim.zero1 import (
     MASTER_KEY,
+    FullySharded,
     MemoryBytes,
     MemoryReport,
     NeuronZero1Optimizer,
@@ -26,6 +27,7 @@ from nxd_optim.zero1 import (
     StateTensor,
     ZeroRedundancyOptimizer,
     fully_shard,
+    parameters_by_unit,
 )
 
 __version__ = "0.1.0"
@@ -34,6 +36,8 @@ __all__ = [
     "NeuronZero1Optimizer",
     "ZeroRedundancyOptimizer",
     "fully_shard",
+    "FullySharded",
+    "parameters_by_unit",
     "StateTensor",
     "StateShard",
     "MASTER_KEY",

@@ -86,7 +86,8 @@ class BucketSender:
             "arrived": f"this step's gradients have been sent; call {finish} first",
             "failed": f"this step failed and its gradients are incomplete; drop them on every rank with {drop}",
         }
-        self._bucket_of = {id(p): index for index, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._parameters = [frozenset(map(id, bucket.parameters)) for bucket in buckets]
+        self._bucket_of = {key: index for index, keys in enumerate(self._parameters) for key in keys}
         watched = [p for bucket in buckets for p in bucket.parameters]
         # Parameters keep their hooks alive. A hook that kept this object alive would be a cycle that is never freed.
         on_gradient = WeakMethod(self._on_gradient)
@@ -124,7 +125,7 @@ class BucketSender:
         self.refuse("last_backward()", "overlapping", "failed")
         if self._phase != "leaving":
             self._waiting = list(range(len(self._buckets)))
-            self._missing = {index: {id(p) for p in bucket.parameters} for index, bucket in enumerate(self._buckets)}
+            self._missing = {index: set(keys) for index, keys in enumerate(self._parameters)}
         self._phase = "overlapping"
         self._last = self._bucket_of.keys() & set(parameters)
         try:
@@ -150,8 +151,7 @@ class BucketSender:
         """
         self.refuse("each_backward()", "overlapping", "leaving", "failed")
         wanted = set(parameters)
-        of_bucket = {index: {id(p) for p in bucket.parameters} for index, bucket in enumerate(self._buckets)}
-        self._missing = {index: ids for index, ids in of_bucket.items() if ids <= wanted}
+        self._missing = {index: set(keys) for index, keys in enumerate(self._parameters) if keys <= wanted}
         self._waiting = list(self._missing)
         self._last = set().union(*self._missing.values())
         self._phase = "overlapping"
@@ -185,9 +185,7 @@ class BucketSender:
             # Ranks may have failed at different points. If this rank skipped a message that another rank has sent, that
             # message would be matched with one of the next step.
             self.complete()
-        for message in self._messages.values():  # of `each_backward`, whose result must not count in the next step
-            message.wait()
-        self._messages, self._sent, self._late = {}, set(), set()
+        self._wait_for_messages()  # of `each_backward`, whose result must not count in the next step
         self._last, self._missing = set(), {}
 
     def refuse(self, call: str, *phases: Phase) -> None:
@@ -237,6 +235,9 @@ class BucketSender:
             self._waiting = [it for it in range(len(self._buckets)) if self._late or it not in self._sent]
         while self._waiting:
             self._send_next()
+        self._wait_for_messages()
+
+    def _wait_for_messages(self) -> None:
         for message in self._messages.values():
             message.wait()
         self._messages, self._sent, self._late = {}, set(), set()

@@ -20,12 +20,12 @@ from nxd_state import (
     is_padded_on_some_rank,
     widest_float,
 )
-from nxd_state.parameter_marks import get_partition, is_expert, is_tied_copy
+from nxd_state.parameter_marks import get_partition, is_tied_copy
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_optim.flat_shards import shards_of_range
-from nxd_optim.placement import Placement, placements_of
+from nxd_optim.placement import Placement, placement_among, placements_of
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_ and Megatron-LM
 
@@ -135,7 +135,7 @@ def norm_of_gradients(
     placements = list(dict.fromkeys(placements_of(None) if sharded is None else sharded))
     by_copies: dict[str, dict[int, list[Tensor]]] = {placement.axis: {} for placement in placements}
     for it in gradients:
-        placement = placements[-1] if is_expert(it.parameter) else placements[0]
+        placement = placement_among(placements, it.parameter)
         for copies, part in _weighted_parts(it, placement, power):
             by_copies[placement.axis].setdefault(copies, []).append(part)
     totals = []

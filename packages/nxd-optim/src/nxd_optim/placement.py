@@ -119,9 +119,18 @@ def _split_replicas(placement: Placement, size: int) -> Placement:
             f"shard_group_size leaves {size} of the {len(replicas[0])} replicas of an expert to share states, which "
             "must divide them; choose another size"
         )
-    runs = [ranks[start : start + size] for ranks in replicas for start in range(0, len(ranks), size)]
     mirrors = [ranks[index::size] for ranks in replicas for index in range(size)]
-    return replace(placement, replicas=group_among(runs), mirrors=group_among(mirrors))
+    return replace(placement, replicas=neighbors(placement.replicas, size), mirrors=group_among(mirrors))
+
+
+def neighbors(group: Group, size: int) -> Group:
+    """Return this rank's run of `size` neighboring ranks of a group, which it divides. Called by all ranks."""
+    return group_among([it[start : start + size] for it in group.replica_groups for start in range(0, len(it), size)])
+
+
+def placement_among(placements: Sequence[Placement], parameter: Tensor) -> Placement:
+    """Return the placement of a parameter among those of dense layers and, last, of experts."""
+    return placements[-1] if is_expert(parameter) else placements[0]
 
 
 def placement_of(parameter: Tensor) -> Placement:

@@ -84,6 +84,16 @@ def local_values(parameter: Tensor) -> Tensor:
     return parameter.detach() if owned is None else owned.values
 
 
+def check_whole(parameters: Iterable[Tensor], call: str) -> None:
+    """Raise a RuntimeError with the remedy if a call would read or write parameters that are not whole here."""
+    if any(owned_range(parameter) is not None for parameter in parameters):
+        raise RuntimeError(
+            f"{call} of a model whose parameters are sharded over the replicas (ZeRO-3): save and load with "
+            "save_checkpoint and load_checkpoint, or call it on all ranks in a block of "
+            "nxd_state.whole_parameters(model.parameters()), with changed=True to load"
+        )
+
+
 def holders_of(parameters: Iterable[Tensor]) -> list[ValueHolder]:
     """Return who holds the values of these parameters, each once, in their order."""
     return list(dict.fromkeys(holder for it in parameters if (holder := holder_of(it)) is not None))

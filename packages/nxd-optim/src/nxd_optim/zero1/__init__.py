@@ -1,7 +1,7 @@
 """ZeRO: an optimizer whose states, gradients and parameters are sharded over the replicas, in flat buckets."""
 
 from nxd_optim.flat_shards import StateShard
-from nxd_optim.zero1.fully_shard import fully_shard
+from nxd_optim.zero1.fully_sharded import FullySharded, fully_shard, parameters_by_unit
 from nxd_optim.zero1.optimizer import NeuronZero1Optimizer
 from nxd_optim.zero1.state import MASTER_KEY, MemoryBytes, MemoryReport, StateTensor
 
@@ -9,6 +9,8 @@ ZeroRedundancyOptimizer = NeuronZero1Optimizer  # torch-xla's name
 
 __all__ = [
     "fully_shard",
+    "FullySharded",
+    "parameters_by_unit",
     "NeuronZero1Optimizer",
     "ZeroRedundancyOptimizer",
     "StateTensor",

@@ -40,10 +40,7 @@ class FlatParameters:
         self._near_part: Tensor | None = None
         self._starts, length = _lay_out(parameters, group.size)
         self._buffer = torch.zeros(length, dtype=first.dtype, device=first.device)
-        self._places = {
-            id(it): self._buffer[start : start + it.numel()].view(it.shape)
-            for it, start in zip(self.parameters, self._starts, strict=True)
-        }
+        self._places = self.views_of(self._buffer)
         for parameter in self.parameters:
             self._places[id(parameter)].copy_(parameter.detach())
             parameter.data = self._places[id(parameter)]
@@ -141,9 +138,7 @@ class FlatParameters:
         """
         if not self.is_released or not self._is_whole or self._holds:
             return
-        if self._gathering is not None:  # other ranks take part in it
-            self._gathering.wait()
-            self._gathering = None
+        self.wait()  # for a gather under way, in which other ranks take part
         if until_backward and self._near is not None:
             self._near_part = self._buffer.chunk(self._near.size)[self._near.rank].clone()
         for parameter in self.parameters:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from nxd_state import Group, is_cpu, is_lazy_device
-from nxd_state.parameter_marks import is_expert
 from nxd_state.sharded_values import holder_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,11 +17,11 @@ from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
 from nxd_optim.elementwise import gathers_matrices
 from nxd_optim.groups_and_states import copy_settings, settings_of
 from nxd_optim.muon import UpdatedParts, UpdatedRange
-from nxd_optim.placement import Placement, check_same_parameters
+from nxd_optim.placement import Placement, check_same_parameters, placement_among
 from nxd_optim.zero1.bucket import Bucket, Dtypes
 from nxd_optim.zero1.flat_bucket import FlatBucket
 from nxd_optim.zero1.flat_parameters import FlatParameters
-from nxd_optim.zero1.fully_shard import in_order_of_backward
+from nxd_optim.zero1.fully_sharded import in_order_of_backward
 from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges
 from nxd_optim.zero1.xla_bucket import XlaBucket
 
@@ -111,14 +110,14 @@ class ShardedWeights:
         matrices, others = [p for p in here if p.dim() > 1], [p for p in here if p.dim() <= 1]
         buckets: list[Bucket] = []
         for batch in (*batch_parameters(matrices, bucket_bytes), *batch_parameters(others, bucket_bytes)):
-            placement = placements[-1] if is_expert(batch[0]) else placements[0]
+            placement = placement_among(placements, batch[0])
             dtypes = self._dtypes_of(batch[0].dtype)
             if is_lazy_device(batch[0]):
                 buckets.append(XlaBucket(batch, placement, dtypes))
             else:
                 buckets.append(FlatBucket(FlatParameters(batch, placement.replicas), placement, dtypes))
         for flat in in_order_of_backward(trained):
-            placement = placements[-1] if is_expert(flat.parameters[0]) else placements[0]
+            placement = placement_among(placements, flat.parameters[0])
             buckets.append(FlatBucket(flat, placement, self._dtypes_of(flat.parameters[0].dtype)))
         return buckets
 

@@ -135,7 +135,9 @@ class Executor:
         """
         run = _Run(microbatches, read_output, loss_scale)
         self._shapes.describe(microbatches)
-        completed = {} if backward_of is None else self._completed_parameters(rank)
+        trained = {} if backward_of is None else self._modules
+        parameters = {stage: list(module.parameters()) for stage, module in trained.items()}
+        completed = self._completed_parameters(rank, parameters) if parameters else {}
         with torch.set_grad_enabled(not self._schedule.is_forward_only):
             for action in self._schedule.actions[rank]:
                 self._await_inputs(run, action, record)
@@ -144,8 +146,7 @@ class Executor:
                     if action.kind in BACKWARDS:
                         contexts.enter_context(without_autocast())
                     if backward_of is not None and action.kind in _TO_WEIGHTS:
-                        trained = list(self._modules[action.stage].parameters())
-                        contexts.enter_context(backward_of(trained, completed.get(action, [])))
+                        contexts.enter_context(backward_of(parameters[action.stage], completed.get(action, [])))
                     self._handlers[action.kind](run, action)
                 if record is not None and action.kind not in RECEIVES:
                     record(action, start, perf_counter_ns())
@@ -153,16 +154,18 @@ class Executor:
         step_boundary()  # a loss read from now on is already computed
         return [run.results[microbatch] for microbatch in sorted(run.results)]
 
-    def _completed_parameters(self, rank: int) -> dict[Action, list[Tensor]]:
+    def _completed_parameters(
+        self, rank: int, parameters: Mapping[int, Sequence[Tensor]]
+    ) -> dict[Action, list[Tensor]]:
         """Return the parameters that get their last gradient in an action, by action."""
         completed: dict[Action, list[Tensor]] = {}
         stages: set[int] = set()
-        parameters: set[Tensor] = set()
+        found: set[Tensor] = set()
         for action in reversed(self._schedule.actions[rank]):
             if action.kind in _TO_WEIGHTS and action.stage not in stages:
-                completed[action] = [p for p in self._modules[action.stage].parameters() if p not in parameters]
+                completed[action] = [p for p in parameters[action.stage] if p not in found]
                 stages.add(action.stage)
-                parameters.update(completed[action])
+                found.update(completed[action])
         return completed
 
     def _await_inputs(self, run: _Run, action: Action, record: Record | None) -> None:

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from nxd_state import Group, active_group, group_among, is_lazy_device
+from nxd_state import Group, active_group, is_lazy_device
 from nxd_state.parameter_marks import is_expert
 from nxd_state.same_start import StartComparison
-from nxd_state.sharded_values import holder_of, owned_range
+from nxd_state.sharded_values import check_whole, holder_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from nxd_optim.placement import require_mesh, sharding_placements
+from nxd_optim.placement import neighbors, require_mesh, sharding_placements
 from nxd_optim.zero1.flat_parameters import FlatParameters
 
 
@@ -84,6 +84,9 @@ class FullySharded:
         shard_group_size: see `fully_shard`.
         reshard_after_forward: see `fully_shard`.
 
+    Attributes:
+        reshards: whether parameters are given up after each forward and backward, and not after the step.
+
     Raises:
         RuntimeError: there are several ranks but no mesh.
         ValueError: there are no groups of this size.
@@ -92,7 +95,7 @@ class FullySharded:
     def __init__(self, *, shard_group_size: int | None = None, reshard_after_forward: bool | int = True) -> None:
         require_mesh()
         self._placements = sharding_placements(active_group("dp", "cp"), shard_group_size)
-        self._reshards = reshard_after_forward is not False
+        self.reshards = reshard_after_forward is not False
         self._near = [_near_group(it.replicas, reshard_after_forward) for it in self._placements]
         self._flats: dict[nn.Module, list[_UnitParameters]] = {}  # by unit; outside the units by model
         self._models: dict[nn.Module, set[Tensor]] = {}
@@ -138,11 +141,6 @@ class FullySharded:
             )
         return self._used[module]
 
-    @property
-    def reshards(self) -> bool:
-        """Whether parameters are given up after each forward and backward, and not after the step."""
-        return self._reshards
-
     def only(self, wanted: set[Tensor]) -> list[FlatParameters]:
         """Return the buffers that hold exactly these parameters, in the order of backward."""
         found: list[FlatParameters] = []
@@ -187,8 +185,8 @@ class _ModelHooks:
         self._sharded, self._model, self._units = sharded, model, list(units)
         self._index = {unit: index for index, unit in enumerate(units)}
         self._ends_backward = False
-        model.register_state_dict_pre_hook(self._before_state_dict)
-        model.register_load_state_dict_pre_hook(self._before_load)
+        model.register_state_dict_pre_hook(_before_state_dict)
+        model.register_load_state_dict_pre_hook(lambda model, *_: check_whole(model.parameters(), "load_state_dict()"))
         model.register_forward_pre_hook(_in_eager_mode(self._before_model), prepend=True)
         model.register_forward_hook(_in_eager_mode(self._after_model))
         others = {id(p) for flat in sharded.of(model) for p in flat.parameters}
@@ -245,7 +243,7 @@ class _ModelHooks:
             class, so that the parameters must stay.
         """
         leaves = tree_leaves(output)
-        needing = [it for it in leaves if isinstance(it, Tensor) and it.requires_grad]
+        needing = _that_need_gradients(leaves)
         for leaf in needing:
             # Not a hook on the tensor, which would run before those that tell that the module behind it is done.
             follow = leaf.register_hook if leaf.grad_fn is None else leaf.grad_fn.register_prehook
@@ -270,21 +268,6 @@ class _ModelHooks:
             for module in (*self._units, self._model):
                 self._release(module)
 
-    def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:  # otherwise for the names of what it returns
-            self._check_whole("state_dict()")
-
-    def _before_load(self, model: nn.Module, *_: Any) -> None:
-        self._check_whole("load_state_dict()")
-
-    def _check_whole(self, call: str) -> None:
-        if any(owned_range(parameter) is not None for parameter in self._model.parameters()):
-            raise RuntimeError(
-                f"{call} of a model whose parameters are sharded over the replicas (ZeRO-3): save and load with "
-                "save_checkpoint and load_checkpoint, or call it on all ranks in a block of "
-                "nxd_state.whole_parameters(model.parameters()), with changed=True to load"
-            )
-
     def _gather(self, module: nn.Module) -> None:
         for flat in self._sharded.of(module):
             flat.gather()
@@ -296,6 +279,11 @@ class _ModelHooks:
     def _release(self, module: nn.Module, *, until_backward: bool = False) -> None:
         for flat in self._sharded.of(module):
             flat.release(until_backward=until_backward)
+
+
+def _before_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # otherwise for the names of what it returns
+        check_whole(model.parameters(), "state_dict()")
 
 
 def _in_eager_mode(hook: Callable[..., None]) -> Callable[..., None]:
@@ -363,7 +351,7 @@ def _near_group(group: Group, reshard_after_forward: bool | int) -> Group | None
             f"reshard_after_forward={number} must be true, false, or a number that divides the {group.size} ranks that "
             "share parameters"
         )
-    return group_among([ranks[i : i + number] for ranks in group.replica_groups for i in range(0, len(ranks), number)])
+    return neighbors(group, number)
 
 
 def parameters_by_unit(models: Sequence[nn.Module], units: Sequence[nn.Module]) -> dict[nn.Module, list[Tensor]]:
