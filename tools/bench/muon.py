@@ -68,7 +68,14 @@ def adamw_zero1(model: nn.Module) -> Step:
 
 def muon_zero1(model: nn.Module) -> Step:
     groups = muon_parameter_groups(model)
-    return NeuronZero1Optimizer(groups, Muon, grad_clipping=False, lr=LEARNING_RATE, fused=True).step
+    return NeuronZero1Optimizer(
+        groups,
+        Muon,
+        grad_clipping=False,
+        bucket_cap_mb_reduce_scatter=1,  # several buckets, as of a model of real size: each rank has a part of each
+        lr=LEARNING_RATE,
+        fused=True,
+    ).step
 
 
 def adamw_replicated(model: nn.Module) -> Step:
