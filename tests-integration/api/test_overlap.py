@@ -7,7 +7,7 @@ import neuronx_distributed as nxd
 import pytest
 import torch
 from nxd_optim.reducer import GradientBucket
-from nxd_optim.zero1.flat_bucket import FlatBucket
+from nxd_optim.zero.flat_bucket import FlatBucket
 from nxd_state import get_group
 from torch import nn
 

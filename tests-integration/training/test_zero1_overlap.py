@@ -7,7 +7,7 @@ from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers import linear_cross_entropy
 from nxd_lora import LoraConfig, LoraModel
 from nxd_optim import NeuronZero1Optimizer
-from nxd_optim.zero1 import flat_parameters
+from nxd_optim.zero import flat_parameters
 from nxd_state import Pending, active_group, initialize_model_parallel
 from torch import nn
 

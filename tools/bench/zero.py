@@ -40,7 +40,7 @@ import nxd_optim
 import torch
 import torch.distributed as dist
 from nxd_engine.models import LlamaConfig
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero import NeuronZero1Optimizer
 from nxd_state import count_traffic, destroy_model_parallel, initialize_model_parallel
 from processes.rank_processes import RankProcesses, in_turns
 from processes.surroundings import print_surroundings

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from nxd_optim import Muon, NeuronZero1Optimizer, StochasticRounding, muon_parameter_groups
-from nxd_optim.zero1 import MASTER_KEY
+from nxd_optim.zero import MASTER_KEY
 from nxd_state import (
     Box,
     ShardPiece,

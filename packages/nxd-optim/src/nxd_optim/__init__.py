@@ -17,7 +17,7 @@ from nxd_optim.reducer import GradientReducer
 from nxd_optim.sequence_parallel import reduce_sequence_parallel_gradients
 from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
 from nxd_optim.weight_average import WeightAverage
-from nxd_optim.zero1 import (
+from nxd_optim.zero import (
     MASTER_KEY,
     FullySharded,
     MemoryBytes,

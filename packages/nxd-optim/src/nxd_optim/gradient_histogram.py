@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from nxd_optim.clip import GradientRange, counted_parts
 from nxd_optim.placement import Placement, expert_placement, placement_of
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero import NeuronZero1Optimizer
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -60, 20
 _MAGNITUDES = LARGEST_EXPONENT - SMALLEST_EXPONENT + 1

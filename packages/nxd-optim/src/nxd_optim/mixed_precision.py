@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nxd_optim.placement import require_mesh
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero import NeuronZero1Optimizer
 
 SMALLEST_SCALE = 2.0**-24  # float16's smallest number: gradients that overflow at this scale overflow at any
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nxd_optim.elementwise import gathers_matrices
 from nxd_optim.flat_shards import shards_of_range
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero import NeuronZero1Optimizer
 
 _NOISE_BITS = 16  # of float32's 32 bits, those that bfloat16 lacks
 

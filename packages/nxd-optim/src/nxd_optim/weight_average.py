@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nxd_optim.flat_shards import shards_of_range
 from nxd_optim.placement import check_same_parameters, placements_of
-from nxd_optim.zero1 import NeuronZero1Optimizer, StateTensor
+from nxd_optim.zero import NeuronZero1Optimizer, StateTensor
 
 AVERAGE_KEY = "weight_average"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES
-from nxd_optim.zero1.gradients import MAX_MESSAGES
+from nxd_optim.zero.gradients import MAX_MESSAGES
 
 from nxd_plan.stages import StageParts
 

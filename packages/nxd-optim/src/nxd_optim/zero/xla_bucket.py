@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nxd_optim.placement import Placement
-from nxd_optim.zero1.bucket import Dtypes, WeightRange
+from nxd_optim.zero.bucket import Dtypes, WeightRange
 
 
 class XlaBucket:

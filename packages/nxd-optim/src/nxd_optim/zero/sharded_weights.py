@@ -18,12 +18,12 @@ from nxd_optim.elementwise import gathers_matrices
 from nxd_optim.groups_and_states import copy_settings, settings_of
 from nxd_optim.muon import UpdatedParts, UpdatedRange
 from nxd_optim.placement import Placement, check_same_parameters, placement_among
-from nxd_optim.zero1.bucket import Bucket, Dtypes
-from nxd_optim.zero1.flat_bucket import FlatBucket
-from nxd_optim.zero1.flat_parameters import FlatParameters
-from nxd_optim.zero1.fully_sharded import in_order_of_backward
-from nxd_optim.zero1.gradients import check_same_sequence_parallel_ranges
-from nxd_optim.zero1.xla_bucket import XlaBucket
+from nxd_optim.zero.bucket import Bucket, Dtypes
+from nxd_optim.zero.flat_bucket import FlatBucket
+from nxd_optim.zero.flat_parameters import FlatParameters
+from nxd_optim.zero.fully_sharded import in_order_of_backward
+from nxd_optim.zero.gradients import check_same_sequence_parallel_ranges
+from nxd_optim.zero.xla_bucket import XlaBucket
 
 
 def check_caps(all_gather_mb: float, reduce_scatter_mb: float) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero import NeuronZero1Optimizer
 from nxd_state import initialize_model_parallel
 
 pytestmark = pytest.mark.smoke

@@ -1,4 +1,4 @@
-"""What a bucket of ZeRO-1 is: parameters whose gradients travel in one message, of which each rank updates a part.
+"""What a bucket of ZeRO is: parameters whose gradients travel in one message, of which each rank updates a part.
 
 Two classes implement it: `FlatBucket` in one buffer, and `XlaBucket` on XLA, where tensors cannot share memory.
 """

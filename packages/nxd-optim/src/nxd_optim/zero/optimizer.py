@@ -20,10 +20,10 @@ from nxd_optim.clip import GradientRange, checked_max_norm, clip_coefficient, no
 from nxd_optim.elementwise import check_elementwise, for_the_cpu
 from nxd_optim.groups_and_states import restore_numbers
 from nxd_optim.placement import RankLists, check_grad_norm_groups, find_sharding_group, sharding_placements
-from nxd_optim.zero1 import state
-from nxd_optim.zero1.bucket import Bucket, Dtypes, mean_gradients
-from nxd_optim.zero1.gradients import GradientExchange
-from nxd_optim.zero1.sharded_weights import ShardedWeights, bucket_bytes, check_caps
+from nxd_optim.zero import state
+from nxd_optim.zero.bucket import Bucket, Dtypes, mean_gradients
+from nxd_optim.zero.gradients import GradientExchange
+from nxd_optim.zero.sharded_weights import ShardedWeights, bucket_bytes, check_caps
 
 
 class NeuronZero1Optimizer(Optimizer):

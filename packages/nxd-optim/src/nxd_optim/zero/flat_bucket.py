@@ -9,8 +9,8 @@ from nxd_state import Pending, is_cpu, reduce_scatter_mean
 from torch import Tensor, nn
 
 from nxd_optim.placement import Placement
-from nxd_optim.zero1.bucket import Dtypes, WeightRange
-from nxd_optim.zero1.flat_parameters import FlatParameters
+from nxd_optim.zero.bucket import Dtypes, WeightRange
+from nxd_optim.zero.flat_parameters import FlatParameters
 
 
 class FlatBucket:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nxd_optim.bucket_sender import BucketSender, UsedParameters
 from nxd_optim.placement import Placement, ranks_with_gradients
 from nxd_optim.sequence_parallel import sum_sequence_parallel
-from nxd_optim.zero1.bucket import Bucket, mean_gradients
+from nxd_optim.zero.bucket import Bucket, mean_gradients
 
 MAX_MESSAGES = 2  # reduce-scatters in flight: enough to keep the transport busy without more buffers
 

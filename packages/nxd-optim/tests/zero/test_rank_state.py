@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero import NeuronZero1Optimizer
 from nxd_state import active_group, initialize_model_parallel
 from torch import nn
 

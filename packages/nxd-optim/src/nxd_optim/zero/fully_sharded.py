@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nxd_optim.placement import neighbors, require_mesh, sharding_placements
-from nxd_optim.zero1.flat_parameters import FlatParameters
+from nxd_optim.zero.flat_parameters import FlatParameters
 
 
 def fully_shard(

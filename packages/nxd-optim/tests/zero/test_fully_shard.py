@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from nxd_optim import NeuronZero1Optimizer, fully_shard
-from nxd_optim.zero1.flat_parameters import FlatParameters
+from nxd_optim.zero.flat_parameters import FlatParameters
 from nxd_state import (
     active_group,
     count_traffic,

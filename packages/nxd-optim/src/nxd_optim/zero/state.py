@@ -1,4 +1,4 @@
-"""The states of the ZeRO-1 optimizer: the two forms in which they are saved, and the memory that they take.
+"""The states of the ZeRO optimizer: the two forms in which they are saved, and the memory that they take.
 
 As boxes of logical tensors, they load at any layout; the caller names, stores and fills the tensors. As this rank's
 part of `state_dict`, they fit one rank of one layout. Its documented files, one per rank in a folder, are written under
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from nxd_optim.elementwise import for_the_cpu
 from nxd_optim.flat_shards import StateShard, shards_of_range
 from nxd_optim.groups_and_states import give_states, settings_of, state_tensor
-from nxd_optim.zero1.bucket import Parts, WeightRange
+from nxd_optim.zero.bucket import Parts, WeightRange
 
 MASTER_KEY = "master_weight"
 

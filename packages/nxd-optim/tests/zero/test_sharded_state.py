@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_optim.zero1 import MASTER_KEY, NeuronZero1Optimizer
+from nxd_optim.zero import MASTER_KEY, NeuronZero1Optimizer
 from nxd_state import initialize_model_parallel
 from torch import nn
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nxd_optim import check_parameterwise
-from nxd_optim.zero1 import NeuronZero1Optimizer
+from nxd_optim.zero import NeuronZero1Optimizer
 from torch import nn
 
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nxd_optim.zero1 import NeuronZero1Optimizer, ZeroRedundancyOptimizer, flat_bucket, flat_parameters
+from nxd_optim.zero import NeuronZero1Optimizer, ZeroRedundancyOptimizer, flat_bucket, flat_parameters
 from nxd_state import active_group, initialize_model_parallel
 from nxd_testing import RankFailure
 from torch import nn
