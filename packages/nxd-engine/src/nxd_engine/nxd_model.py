@@ -121,7 +121,7 @@ class NxDModel(nn.Module):
         """Run forward and backward of a batch; gradients are added to the parameters' existing gradients.
 
         With an optimizer of `initialize_parallel_optimizer`, they are averaged over the replicas while the last
-        microbatch's backward is still running; with ZeRO-1 each rank keeps only the mean of its part, and `.grad` is
+        microbatch's backward is still running; with ZeRO each rank keeps only the mean of its part, and `.grad` is
         None. The optimizer's `zero_grad` drops them; if you run a further backward yourself, run it on every rank.
         To accumulate over several calls before an optimizer step, put all but the last into `no_sync`.
 

@@ -35,7 +35,7 @@ def initialize_parallel_optimizer(
 
     Args:
         nxd_config: the result of `neuronx_distributed_config`; it is checked again, so a script may change it.
-        optimizer_class: a class such as `torch.optim.AdamW`; an elementwise one with ZeRO-1.
+        optimizer_class: a class such as `torch.optim.AdamW`; an elementwise one with ZeRO.
         parameters: this rank's parameters or parameter groups, in the same order on every replica.
         **defaults: keyword arguments of `optimizer_class`.
 
@@ -103,7 +103,7 @@ class NxDOptimizer(Optimizer):
     accepts the `state_dict`. A parameter without a gradient on any replica is also left unchanged.
 
     Attributes:
-        optimizer: the wrapped optimizer; a `NeuronZero1Optimizer` with ZeRO-1.
+        optimizer: the wrapped optimizer; a `NeuronZero1Optimizer` with ZeRO.
         nxd_config: the complete config that it was made from.
         loss_scaler: scales the loss, and skips steps whose gradients overflow; None without loss scaling. A script
             that runs backward itself does so with `loss_scaler.scale(loss)`.
@@ -262,7 +262,7 @@ class NxDOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings. Called by all ranks."""
         self.optimizer.add_param_group(param_group)
-        if self._rounding is not None:  # ZeRO-1 has further optimizers now
+        if self._rounding is not None:  # ZeRO has further optimizers now
             state = self._rounding.state_dict()
             self._rounding.close()
             self._rounding = _rounding(self.optimizer)

@@ -1,4 +1,4 @@
-"""PyTorch Lightning on the nxd packages: Trainer, callbacks, loggers and checkpoints with TP, PP and ZeRO-1.
+"""PyTorch Lightning on the nxd packages: Trainer, callbacks, loggers and checkpoints with TP, PP and ZeRO.
 
 Names are imported on first use. The Lightning package that they inherit from is chosen then, see `lightning_package`.
 """

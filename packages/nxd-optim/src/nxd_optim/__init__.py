@@ -1,4 +1,4 @@
-"""ZeRO-1, Muon, gradient averaging, exact clipping and mixed precision for training on many ranks."""
+"""ZeRO, Muon, gradient averaging, exact clipping and mixed precision for training on many ranks."""
 
 from nxd_optim.clip import clip_grad_norm, grad_norm
 from nxd_optim.elementwise import check_elementwise, check_parameterwise

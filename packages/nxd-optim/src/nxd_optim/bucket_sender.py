@@ -1,7 +1,7 @@
 """Buckets of gradients that travel in one message: which parameters share one, and when it is sent.
 
 `BucketSender` sends buckets as backward fills them or on request, in the same order on all ranks. Its owner defines
-what a bucket holds and how it is sent: `GradientReducer` averages over replicas, the ZeRO-1 optimizer reduce-scatters.
+what a bucket holds and how it is sent: `GradientReducer` averages over replicas, the ZeRO optimizer reduce-scatters.
 `UsedParameters` then finds the parameters that have a gradient on some rank.
 """
 

@@ -1,6 +1,6 @@
 """Computes the norm of a model's gradients, counting every element of the logical model once, and clips by it.
 
-One engine serves whole gradients and ZeRO-1's ranges of them. Shards are counted on each rank. Elements that several
+One engine serves whole gradients and ZeRO's ranges of them. Shards are counted on each rank. Elements that several
 ranks hold are counted once: replicated parameters, rows with several copies, and tied weights kept on two stages. On
 XLA, where all ranks must record the same graph, a tensor weights the elements if those that count differ between ranks.
 """

@@ -1,6 +1,6 @@
 """Which boxes of logical tensors a range of a flattened parameter holds.
 
-ZeRO-1 and weight averages cut parameters into ranges of their elements in C order. A range is a handful of boxes of the
+ZeRO and weight averages cut parameters into ranges of their elements in C order. A range is a handful of boxes of the
 parameter, and the parameter's `ShardSpec` says which boxes of logical tensors these are.
 """
 

@@ -41,16 +41,16 @@ class GradientHistogram:
 
 
 class GradientHistograms:
-    """Reports histograms of an optimizer's complete gradients every `every` steps; with ZeRO-1 before clipping.
+    """Reports histograms of an optimizer's complete gradients every `every` steps; with ZeRO before clipping.
 
-    Every rank must take part: tensor-parallel ranks and, with ZeRO-1, replicas get the same histograms of their
+    Every rank must take part: tensor-parallel ranks and, with ZeRO, replicas get the same histograms of their
     stage. A reported step costs one pass over the gradients and a small message; other steps cost nothing.
 
     Args:
         optimizer: any torch optimizer whose gradients are complete when its `step` is called, or a
             `NeuronZero1Optimizer`, which completes them itself. It calls this object at each step.
         named_parameters: the result of `model.named_parameters()`. Parameters without a gradient are not reported (with
-            ZeRO-1 they count as zeros).
+            ZeRO they count as zeros).
         report: called with the number of the step, from 1, and the histogram of each parameter by its name.
         every: number of steps between reports.
         step: returns the number of the step that is being taken; None to count steps here.

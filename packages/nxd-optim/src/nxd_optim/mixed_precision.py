@@ -52,7 +52,7 @@ class MixedPrecision:
 
 
 def resolve_mixed_precision(config: Mapping[str, object] | None, *, zero_one_enabled: bool) -> MixedPrecision:
-    """Fill in defaults: master weights and float32 accumulation come with ZeRO-1, and only with it.
+    """Fill in defaults: master weights and float32 accumulation come with ZeRO, and only with it.
 
     Args:
         config: values for any fields of `MixedPrecision`; not modified.
@@ -60,7 +60,7 @@ def resolve_mixed_precision(config: Mapping[str, object] | None, *, zero_one_ena
 
     Raises:
         ValueError: all mistakes at once: unknown keys, values that are not bool, master weights or float32
-            accumulation without ZeRO-1, master weights in the checkpoint without master weights.
+            accumulation without ZeRO, master weights in the checkpoint without master weights.
     """
     given = dict(config or {})
     known = [field.name for field in fields(MixedPrecision)]
@@ -102,7 +102,7 @@ class LossScaler:
 
         scaler.scale(loss).backward()
         reducer.finish()                          # not with NeuronZero1Optimizer, which averages in its step
-        scaler.unscale_(model.parameters())       # only to clip or inspect gradients before the step; not with ZeRO-1
+        scaler.unscale_(model.parameters())       # only to clip or inspect gradients before the step; not with ZeRO
         stepped = scaler.step(optimizer)
 
     With `NeuronZero1Optimizer` parameters may be float16: it unscales its float32 part of the gradients. Other

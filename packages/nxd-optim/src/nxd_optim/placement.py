@@ -3,7 +3,7 @@
 If the mesh splits experts, their parameters are placed differently from those of dense layers. A rank's experts then
 get gradients from the tokens of other ranks, too, and fewer ranks hold the same experts than the same dense layers.
 Without a mesh, each rank of a job would act as if it were the whole job: see `require_mesh`. The documented lists of
-ranks that ZeRO-1 accepts name groups that the mesh already has: see `find_sharding_group`.
+ranks that ZeRO accepts name groups that the mesh already has: see `find_sharding_group`.
 """
 
 import hashlib

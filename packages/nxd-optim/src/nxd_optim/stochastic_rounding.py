@@ -75,7 +75,7 @@ class StochasticRounding:
     """Makes an optimizer update its bfloat16 parameters in float32 and round the result stochastically.
 
     Parameters of other dtypes are not affected. The optimizer's state becomes float32. During `step`, a float32 copy of
-    the parameters exists (with ZeRO-1, of this rank's part of a bucket).
+    the parameters exists (with ZeRO, of this rank's part of a bucket).
 
     The noise of an element depends only on `seed`, the number of the step, the parameter's name and the element's
     position in the logical tensor. So equal updates are rounded alike at any layout, and replicas and copies of a
@@ -97,7 +97,7 @@ class StochasticRounding:
         self._names = dict(names or {})
         self._rounded: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its bfloat16 data and gradient
         self._loading: dict[str, Any] = {}
-        # With ZeRO-1: of which parameter's elements each updated weight consists.
+        # With ZeRO: of which parameter's elements each updated weight consists.
         parts = optimizer.parts() if isinstance(optimizer, NeuronZero1Optimizer) else ()
         ranges = [own for bucket, _ in parts for own in bucket.ranges]
         self._ranges: dict[Tensor, tuple[Tensor, int, int]] = {
@@ -166,7 +166,7 @@ class StochasticRounding:
 
 
 def _updating_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that update weights: with ZeRO-1, one for each bucket."""
+    """Return the optimizers that update weights: with ZeRO, one for each bucket."""
     if not isinstance(optimizer, NeuronZero1Optimizer):
         return [optimizer]
     if optimizer.optimizer_dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, sharded over the replicas as ZeRO-1 shards its states.
+"""An exponential moving average of the weights, sharded over the replicas as ZeRO shards its states.
 
 Polyak and Juditsky 1992 average weights to remove the noise of the last steps. Each rank keeps the average of its part
 of the elements, in float32 or wider.
@@ -27,7 +27,7 @@ class WeightAverage:
         decay: a number between 0 and 1, such as 0.999; the average covers about 1 / (1 - decay) steps.
         group: the ranks that hold the same parameters and share the average; data times context parallel if None, and
             for experts the ranks with the same experts.
-        optimizer: a ZeRO-1 optimizer with `overlap_forward`; its parameters may arrive after its step and are waited
+        optimizer: a ZeRO optimizer with `overlap_forward`; its parameters may arrive after its step and are waited
             for.
 
     Raises:

@@ -158,7 +158,7 @@ def get_expert_data_parallel_rank() -> int:
 
 
 def get_zero1_sharding_groups() -> list[list[int]]:
-    """The ranks of all groups that hold the same weights, over which ZeRO-1 splits optimizer states."""
+    """The ranks of all groups that hold the same weights, over which ZeRO splits optimizer states."""
     return _replica_groups("dp", "cp")
 
 

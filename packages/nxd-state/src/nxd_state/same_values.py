@@ -151,7 +151,7 @@ _KEYS = "nxd_state/first_steps"
 def compare_at_first_steps(split: Group, *, splits_experts: bool) -> RemovableHandle:
     """Have tensor-parallel ranks compare the weights that they share when torch optimizers begin to change weights.
 
-    For layers in a trainer that has neither a `GradientReducer` nor a ZeRO-1 optimizer. An optimizer without any split
+    For layers in a trainer that has neither a `GradientReducer` nor a ZeRO optimizer. An optimizer without any split
     parameter is skipped: the ranks may not share its model. Called by all ranks of a mesh.
 
     Args:

@@ -28,7 +28,7 @@ _ONLY_ZERO1 = {"skipped_steps"}  # other optimizers ignore it
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
     """Return the optimizer's state as logical tensors; states of a parameter's shape are sharded like the parameter.
 
-    With ZeRO-1 each rank contributes the boxes that it owns; names, shapes and values are the same as without it, so
+    With ZeRO each rank contributes the boxes that it owns; names, shapes and values are the same as without it, so
     a checkpoint of one loads into the other.
     """
     if isinstance(optimizer, NeuronZero1Optimizer):
@@ -68,7 +68,7 @@ def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> Checkpoin
 
 
 def weights_of_wider_masters(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """Return the model's tensors that `optimizer_state` also holds as wider master weights, if ZeRO-1 saves them."""
+    """Return the model's tensors that `optimizer_state` also holds as wider master weights, if ZeRO saves them."""
     if not isinstance(optimizer, NeuronZero1Optimizer):
         return set()
     names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
@@ -81,7 +81,7 @@ def allocate_optimizer_state(
 ) -> None:
     """Allocate the state that a checkpoint holds in a new optimizer, so that it can be loaded in place.
 
-    ZeRO-1 master weights that the checkpoint lacks are taken from the parameters at the next step. Tensors are
+    ZeRO master weights that the checkpoint lacks are taken from the parameters at the next step. Tensors are
     allocated in the dtypes in which the optimizer keeps its states, whatever dtypes the checkpoint has.
     """
     keys_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}

@@ -1,7 +1,7 @@
 """The documented `save_checkpoint`, on nxd_ckpt: complete or absent, loadable anywhere; also in the background.
 
 Tensors are stored by their names in the unsharded model, so a checkpoint loads at any tensor-, pipeline- and
-data-parallel degrees, with ZeRO-1 or without. Scripts, Lightning and `nxd train` all save through `write_checkpoint`.
+data-parallel degrees, with ZeRO or without. Scripts, Lightning and `nxd train` all save through `write_checkpoint`.
 """
 
 import atexit
@@ -61,7 +61,7 @@ def save_checkpoint(
 
     A checkpoint of the same tag is replaced; it stays valid until the new one is complete. A save waits for an earlier
     background save. `num_workers`, `use_xser` and `use_zero1_dcp` have no effect: every rank writes its own tensors one
-    at a time in any case, a ZeRO-1 state has the name of its parameter, and the files open with safetensors. Under
+    at a time in any case, a ZeRO state has the name of its parameter, and the files open with safetensors. Under
     `neuron_parallel_compile`, where all values are zeros, nothing is written.
 
     Args:
@@ -78,9 +78,9 @@ def save_checkpoint(
         num_kept_ckpts: number of newest checkpoints in `path` to keep; None or -1 keeps all. Applied once this one is
             complete; ignored without a tag.
         async_save: return when the tensors are copied, and write them in the background; see `finalize_checkpoint`.
-        zero1_optimizer: whether `optimizer` is the `state_dict` of a ZeRO-1 optimizer, different on each replica.
+        zero1_optimizer: whether `optimizer` is the `state_dict` of a ZeRO optimizer, different on each replica.
         use_zero1_dcp: as in NeuronX Distributed; has no effect here.
-        avoid_saving_lower_precision_weights: leave out weights whose float32 master weights are saved, as by ZeRO-1
+        avoid_saving_lower_precision_weights: leave out weights whose float32 master weights are saved, as by ZeRO
             with `use_master_weights_in_ckpt`; loading rounds them again. A model with adapters is saved whole.
         nxd_config: accepted for scripts that pass it.
 

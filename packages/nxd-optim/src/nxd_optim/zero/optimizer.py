@@ -1,8 +1,8 @@
 """`NeuronZero1Optimizer`: an elementwise optimizer whose states and work are sharded over the replicas.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. Here are the
-calls and the order of a step; `sharded_weights` assigns weights to ranks, `gradients` sends gradients, `flat_bucket`
-manages memory, `state` saves.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stages 1 and 2; its
+parameters may be sharded, too (stage 3), see `fully_sharded`. Here are the calls and the order of a step;
+`sharded_weights` assigns weights to ranks, `gradients` sends gradients, `flat_bucket` manages memory, `state` saves.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A bucket of ZeRO-1 on XLA: each parameter is cut into equal parts, one for each rank, and stays a separate tensor.
+"""A bucket of ZeRO on XLA: each parameter is cut into equal parts, one for each rank, and stays a separate tensor.
 
 On XLA all ranks record one graph, so only the values of a rank's part may depend on its index: the parts of a parameter
 have the same shape on every rank, the last ones padded with zeros. Tensors cannot share memory there: `flat_bucket`'s

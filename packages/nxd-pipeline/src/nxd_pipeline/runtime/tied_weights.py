@@ -1,7 +1,7 @@
 """Weights that stages on several ranks share: each rank has a copy, and the copies get the sum of their gradients.
 
 Equal gradients are not enough to keep copies bitwise equal: replicas average them in buckets whose contents, and so
-the order of sums, differ between stages, and ZeRO-1 updates them in parts of different sizes. So the first copy is the
+the order of sums, differ between stages, and ZeRO updates them in parts of different sizes. So the first copy is the
 weight, and the others are set to its values before use.
 """
 
