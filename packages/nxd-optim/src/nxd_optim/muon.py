@@ -6,64 +6,22 @@ each to one rank. Which parameters are matrices is chosen in `muon_groups`.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nxd_state import Group, ShardSpec, active_group, all_gather_object, get_shard_spec, group_among, splits_experts
+from nxd_state import Group, all_gather_object
 from nxd_state.parameter_marks import is_expert
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from nxd_optim.flat_shards import StateShard, shards_of_range
 from nxd_optim.matrix_exchange import MatrixExchange, MatrixKey, MatrixPart, matrix_parts
+from nxd_optim.updated_parts import UpdatedParts, UpdatedRange, ranks_that_share
 
 _MOMENTUM = "momentum_buffer"  # torch's name
 _COMPUTED = torch.bfloat16  # the dtype of torch's iterations, which therefore also travels
 _SETTINGS_OF_MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _SETTINGS_OF_ADAMW = ("lr", "weight_decay", "betas", "fused")
-
-
-@dataclass(frozen=True, eq=False)
-class UpdatedRange:
-    """Elements of a parameter that an optimizer updates.
-
-    Attributes:
-        parameter: the model's parameter, of which only shape, `ShardSpec` and marks are read.
-        start: first element, in C order.
-        stop: one past the last element.
-        weight: these elements, flat, or the parameter itself.
-    """
-
-    parameter: Tensor
-    start: int
-    stop: int
-    weight: Tensor
-
-    def shards_of(self, tensor: Tensor) -> tuple[StateShard, ...]:
-        """Return a tensor of the weight's shape as boxes of logical tensors, which share its memory."""
-        if tensor.shape != self.parameter.shape:
-            return shards_of_range(self.parameter, self.start, self.stop, tensor)
-        spec = get_shard_spec(self.parameter) or ShardSpec.whole(self.parameter.shape)
-        return tuple(
-            StateShard(it.name, it.logical_shape, it.logical, tensor[it.local.slices], it.copies) for it in spec.pieces
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class UpdatedParts:
-    """What one optimizer updates of parameters that ranks share.
-
-    Attributes:
-        parameters: the parameters, in the same order on all ranks that share them.
-        ranges: this rank's parts.
-        replicas: the ranks of which each updates a part; a group of one if this rank updates them whole.
-    """
-
-    parameters: Sequence[Tensor]
-    ranges: Sequence[UpdatedRange]
-    replicas: Group
 
 
 class Muon(Optimizer):
@@ -276,7 +234,7 @@ class JointStep:
         for index, it in enumerate(self._parts):
             parameters = [p for p in it.parameters if id(p) in groups]
             if parameters:
-                group = _join(it.replicas, _splitting_group(parameters[0]))
+                group = ranks_that_share(parameters[0], it.replicas)
                 ranges = [own for own in it.ranges if id(own.parameter) in groups]
                 by_group.setdefault(group, {})[index] = UpdatedParts(parameters, ranges, group)
         return [_SharedMatrices(parts, group) for group, parts in by_group.items()]
@@ -341,20 +299,3 @@ def _update(weight: Tensor, it: UpdatedRange, direction: Tensor, group: Mapping[
     for target, source in zip(it.shards_of(weight), it.shards_of(direction), strict=True):
         shape = torch.Size(target.logical_shape[-2:])
         target.tensor.add_(source.tensor, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], shape))
-
-
-def _splitting_group(parameter: Tensor) -> Group:
-    """Return the ranks that hold different parts of the same matrices as a parameter."""
-    return active_group("etp" if splits_experts() and is_expert(parameter) else "tp")
-
-
-def _join(first: Group, second: Group) -> Group:
-    """Return this rank's group of all ranks that are connected by groups of two axes."""
-    if first.size == 1 or second.size == 1:
-        return second if first.size == 1 else first
-    together: dict[int, set[int]] = {}
-    for ranks in (*first.replica_groups, *second.replica_groups):
-        joined = set(ranks).union(*(together.get(rank, ()) for rank in ranks))
-        together |= dict.fromkeys(joined, joined)
-    groups = {tuple(sorted(ranks)) for ranks in together.values()}
-    return group_among(sorted(groups))

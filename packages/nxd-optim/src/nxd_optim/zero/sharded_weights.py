@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
 from nxd_optim.elementwise import gathers_matrices
 from nxd_optim.groups_and_states import copy_settings, settings_of
-from nxd_optim.muon import UpdatedParts, UpdatedRange
 from nxd_optim.placement import Placement, check_same_parameters, placement_among
+from nxd_optim.updated_parts import UpdatedParts, UpdatedRange
 from nxd_optim.zero.bucket import Bucket, Dtypes
 from nxd_optim.zero.flat_bucket import FlatBucket
 from nxd_optim.zero.flat_parameters import FlatParameters
