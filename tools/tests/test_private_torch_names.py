@@ -52,6 +52,7 @@ KNOWN: dict[str, str | tuple[str, str]] = {
     "torch._C._DisableTorchDispatch": "transports compute outside of counting modes",
     "torch._C._len_torch_dispatch_stack": "whether there is such a mode",
     "torch._C._current_graph_task_id": "whether backward is running",
+    "torch._C._autograd._unsafe_set_version_counter": "a backward that reads parameters that are given up fails",
     "torch._C._dispatch_get_all_op_names": "the operations that a graph file may name",
     "torch._C.DispatchKey": "registers the operations of shared memory, and the stand-in for Neuron devices",
     "torch._guards.TracingContext": "whether torch.compile is tracing",

@@ -53,6 +53,7 @@ class FlatParameters:
         self._owned = {id(it): tuple(place) for it, *place in self.own_ranges()}
         empty = torch.full((), math.nan if first.is_floating_point() else 0, dtype=first.dtype, device=first.device)
         self._empty = {id(it): empty.expand(it.shape) for it in self.parameters}
+        self._versions: tuple[int, ...] = ()  # of the parameters while they are whole
         if is_released:
             for parameter in self.parameters:
                 set_holder(parameter, self)
@@ -111,6 +112,7 @@ class FlatParameters:
         """Start gathering the parts of a released buffer."""
         if self._is_whole:
             return
+        self.check_places()
         self._buffer.untyped_storage().resize_(self._bytes)
         part, group, own = self.shard, self.group, self._own
         if self._near_part is not None and self._near is not None:
@@ -128,6 +130,8 @@ class FlatParameters:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            if self.is_released:
+                _set_versions(self.parameters, self._versions)
 
     @torch.no_grad()
     def release(self, *, until_backward: bool = False) -> None:
@@ -141,6 +145,9 @@ class FlatParameters:
         self.wait()  # for a gather under way, in which other ranks take part
         if until_backward and self._near is not None:
             self._near_part = self._buffer.chunk(self._near.size)[self._near.rank].clone()
+        # A backward that reads what is given up here fails as if the parameter had been changed.
+        self._versions = tuple(it._version for it in self.parameters)
+        _set_versions(self.parameters, [it + 1 for it in self._versions])
         for parameter in self.parameters:
             parameter.data = self._empty[id(parameter)]
         self._buffer.untyped_storage().resize_(0)
@@ -173,10 +180,23 @@ class FlatParameters:
             is_here = parameter.untyped_storage()._cdata == place[id(parameter)].untyped_storage()._cdata
             if not is_here or parameter.storage_offset() != place[id(parameter)].storage_offset():
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} was moved after the optimizer was created, so "
+                    f"a parameter of shape {tuple(parameter.shape)} was moved or converted after fully_shard, which "
+                    "keeps its values elsewhere; move, convert or assign parameters before that"
+                    if self.is_released
+                    else f"a parameter of shape {tuple(parameter.shape)} was moved after the optimizer was created, so "
                     "updates would not reach it; move, convert or assign parameters before that, or pass lazy_init=True"
                     " and call init_zero() afterwards"
                 )
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a part of the buffer."""
+        return (
+            tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._buffer.untyped_storage()._cdata
+        )
+
+
+def _set_versions(parameters: Sequence[Tensor], versions: Sequence[int]) -> None:
+    torch._C._autograd._unsafe_set_version_counter(tuple(parameters), tuple(versions))
 
 
 def _lay_out(parameters: Sequence[Tensor], parts: int) -> tuple[list[int], int]:

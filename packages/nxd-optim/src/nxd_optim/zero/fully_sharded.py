@@ -7,6 +7,7 @@ the units, or in several, are whole from the forward of the model to the end of 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,22 @@ def in_order_of_backward(trained: Sequence[Tensor]) -> list[FlatParameters]:
     wanted = set(trained)
     owners = list(dict.fromkeys(it.owner for p in trained if isinstance(it := holder_of(p), _UnitParameters)))
     return [flat for owner in owners for flat in owner.only(wanted)]
+
+
+@contextmanager
+def hint_at_bypassed_outputs(backward: AbstractContextManager[None], parameters: Iterable[Tensor]) -> Iterator[None]:
+    """The block `backward`, whose errors say what to do if backward has read sharded parameters that are given up."""
+    try:
+        with backward:
+            yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error) and any(map(holder_of, parameters)):
+            error.add_note(
+                "The model's parameters are sharded (ZeRO-3), and are gathered when backward reaches the output of a "
+                "unit. A loss that is not computed from what the units return, or a second derivative, needs "
+                "reshard_after_forward=False, which keeps them until the step."
+            )
+        raise
 
 
 # What outputs consist of, if torch knows their classes.
@@ -128,6 +145,7 @@ class FullySharded:
         self._flats = {module: [*self._flats[module], *self._make(its)] for module, its in rest.items()}
         self._models = {model: set(model.parameters()) for model in models}
         for model in models:
+            _keep_replicas_in_step(model)
             order = [module for module in model.modules() if module in self._flats and module not in self._models]
             _ModelHooks(self, model, order)
 
@@ -213,17 +231,20 @@ class _ModelHooks:
         if self._watch(model, output) is False:
             self._release(model)
 
-    def _before_unit(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_unit(self, unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._wait(unit)
         if _in_backward():  # it is computed again
-            return
-        if torch.is_grad_enabled() and self._sharded.reshards:
-            inputs = _that_need_gradients((args, kwargs))
-            if inputs:
-                _call_after_gradients(inputs, partial(self._release, unit))
+            return None
         following = self._index[unit] + 1
         if following < len(self._units):
             self._gather(self._units[following])
+        if not torch.is_grad_enabled() or not self._sharded.reshards:
+            return None
+        args, kwargs = _own_inputs(args), {name: _own_inputs(it) for name, it in kwargs.items()}
+        for tensor in _that_need_gradients((args, kwargs)):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._after_backward, unit))
+        return args, kwargs
 
     def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
         if _in_backward():
@@ -239,8 +260,8 @@ class _ModelHooks:
         """Follow the backward through a module's output.
 
         Returns:
-            Whether a backward may come; None if it would not be noticed, since the output is an object of an unknown
-            class, so that the parameters must stay.
+            Whether a backward may come. None if the parameters must stay: the output is an object of an unknown class,
+            so that a backward would not be noticed, or it is part of them.
         """
         leaves = tree_leaves(output)
         needing = _that_need_gradients(leaves)
@@ -249,6 +270,8 @@ class _ModelHooks:
             follow = leaf.register_hook if leaf.grad_fn is None else leaf.grad_fn.register_prehook
             follow(partial(self._before_backward, module))
         if torch.is_grad_enabled() and not all(isinstance(it, _KNOWN) for it in leaves):
+            return None
+        if any(flat.shares_memory(it) for flat in self._sharded.of(module) for it in leaves if isinstance(it, Tensor)):
             return None
         return bool(needing)
 
@@ -261,6 +284,14 @@ class _ModelHooks:
         before = self._index.get(module, len(self._units)) - 1
         if before >= 0:
             self._gather(self._units[before])
+
+    def _after_backward(self, unit: nn.Module, gradient: Any) -> None:
+        """Give a unit up when backward takes a gradient out of it, to what was computed before the unit.
+
+        torch runs what is ready in the reverse order of forward, so nothing that needs the unit is left, wherever else
+        gradients go: to inputs that several units share, or that backward does not reach.
+        """
+        self._release(unit)
 
     def _end_backward(self) -> None:
         self._ends_backward = False
@@ -281,15 +312,24 @@ class _ModelHooks:
             flat.release(until_backward=until_backward)
 
 
+def _keep_replicas_in_step(model: nn.Module) -> None:
+    """Have modules of transformers run on all ranks as long as one does, since every forward gathers.
+
+    `generate` of replicas that stop at different lengths continues, and layers that are dropped at random are called.
+    """
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
 def _before_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # otherwise for the names of what it returns
         check_whole(model.parameters(), "state_dict()")
 
 
-def _in_eager_mode(hook: Callable[..., None]) -> Callable[..., None]:
+def _in_eager_mode(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep a hook out of the graphs that torch.compile records, which break at it."""
     # Called here and not a decorator, which would import the compiler along with this package.
-    eager: Callable[..., None] = torch.compiler.disable(hook)
+    eager: Callable[..., Any] = torch.compiler.disable(hook)
     return eager
 
 
@@ -298,23 +338,14 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _call_after_gradients(tensors: Sequence[Tensor], call: Callable[[], None]) -> None:
-    """Call a function when backward has computed the gradients of all these tensors.
+def _own_inputs(value: Any) -> Any:
+    """Return inputs of a unit in which tensors that need gradients are views of its own, in tuples as well.
 
-    torch's `register_multi_grad_hook` makes a cycle of the hook and the graph, which keeps a pipeline stage's inputs
-    until Python collects garbage.
+    Backward passes such a view after this unit, and the tensor itself after all units that take it.
     """
-    number = missing = len(tensors)  # the hook must not refer to the tensors, which refer to it
-
-    def count(gradient: Tensor) -> None:
-        nonlocal missing
-        missing -= 1
-        if not missing:
-            missing = number
-            call()
-
-    for tensor in tensors:
-        tensor.register_hook(count)
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value.view_as(value)
+    return tuple(map(_own_inputs, value)) if type(value) is tuple else value
 
 
 def _that_need_gradients(values: Any) -> list[Tensor]:

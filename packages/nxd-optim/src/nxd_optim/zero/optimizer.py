@@ -22,6 +22,7 @@ from nxd_optim.groups_and_states import restore_numbers
 from nxd_optim.placement import RankLists, check_grad_norm_groups, find_sharding_group, sharding_placements
 from nxd_optim.zero import state
 from nxd_optim.zero.bucket import Bucket, Dtypes, mean_gradients
+from nxd_optim.zero.fully_sharded import hint_at_bypassed_outputs
 from nxd_optim.zero.gradients import GradientExchange
 from nxd_optim.zero.sharded_weights import ShardedWeights, bucket_bytes, check_caps
 
@@ -189,12 +190,12 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
         self._check_inited()
-        return self._gradients.sender.overlap_backward()
+        return hint_at_bypassed_outputs(self._gradients.sender.overlap_backward(), self._parameters())
 
     def last_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Like `GradientReducer.last_backward`; `synchronize` or `step` sends the rest."""
         self._check_inited()
-        return self._gradients.sender.last_backward(map(id, parameters))
+        return hint_at_bypassed_outputs(self._gradients.sender.last_backward(map(id, parameters)), self._parameters())
 
     def each_backward(self, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Average the gradients that a backward of one microbatch adds to these parameters, at most one each.
@@ -205,7 +206,7 @@ class NeuronZero1Optimizer(Optimizer):
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
         """
         self._check_inited()
-        return self._gradients.sender.each_backward(map(id, parameters))
+        return hint_at_bypassed_outputs(self._gradients.sender.each_backward(map(id, parameters)), self._parameters())
 
     def synchronize(self) -> None:
         """Send the remaining buckets and wait: this rank then has the mean of its part, and every `.grad` is None.
