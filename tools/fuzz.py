@@ -32,6 +32,8 @@ import torch
 from nxd_ckpt.interop import (
     TensorSource,
     from_checkpoint,
+    open_deepspeed,
+    open_fsdp,
     open_hugging_face,
     open_neuronx,
     open_torch_dcp,
@@ -47,6 +49,7 @@ from nxd_trace.manifest import ModelManifest
 from nxd_trainer.data.sources import find_text_files, scan_text_files
 from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.recipe import RecipeError, load_recipe
+from torch.distributed import checkpoint as dcp
 
 TENSORS = {"a.weight": torch.arange(48.0).reshape(8, 6), "b.weight": torch.arange(15.0).reshape(5, 3)}
 MEMORY = 64 << 20  # bytes, for modules that are loaded late
@@ -91,6 +94,46 @@ def make_neuronx(folder: Path, layout: Literal["v1", "v2"], *, xser: bool) -> No
         layout=layout,
         xser=xser,
     )
+
+
+def make_fsdp(folder: Path, *, flat_states: bool) -> None:
+    """As torch's `get_state_dict` names weights and states: below two keys, or flat as torchtitan does."""
+    states = {name: {"exp_avg": tensor, "step": torch.tensor(3.0)} for name, tensor in TENSORS.items()}
+    flat = {f"state.{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    saved = {**TENSORS, "optimizer": flat} if flat_states else {"model": TENSORS, "optim": {"state": states}}
+    dcp.save({**saved, "step": 3}, checkpoint_id=folder / "fsdp", no_dist=True)
+
+
+def make_fsdp_whole(folder: Path) -> None:
+    torch.save(TENSORS, folder / "pytorch_model_fsdp.bin")
+    torch.save({"state": {name: {"exp_avg": tensor} for name, tensor in TENSORS.items()}}, folder / "optimizer.bin")
+
+
+def make_universal(folder: Path, *, stage: int) -> None:
+    """DeepSpeed's universal form: of stage 3 flat and without `step.pt`."""
+    for name, tensor in TENSORS.items():
+        (folder / "zero" / name).mkdir(parents=True)
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            content = tensor.flatten() if stage == 3 else {"cat_dim": 0, "param": tensor}
+            torch.save(content, folder / "zero" / name / f"{key}.pt")
+        if stage < 3:
+            torch.save(torch.tensor(4.0), folder / "zero" / name / "step.pt")
+    states = {
+        "module": {"running": torch.ones(2), "frozen": torch.ones(2)},
+        "buffer_names": ["running"],
+        "param_shapes": [{name: tensor.shape for name, tensor in TENSORS.items()}],
+        "frozen_param_shapes": {"frozen": torch.Size([2])},
+        "global_steps": 5,
+        "skipped_steps": 1,
+    }
+    torch.save(states, folder / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))
+
+
+def make_weights_of_deepspeed(folder: Path) -> None:
+    files = {name: f"pytorch_model-0000{number}-of-00002.bin" for number, name in enumerate(TENSORS, 1)}
+    for name, file in files.items():
+        torch.save({name: TENSORS[name]}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
 
 
 def read_all(source: TensorSource) -> None:
@@ -183,6 +226,36 @@ READERS = {
     "dcp": Reader(
         lambda folder: write_torch_dcp(_source(folder), folder / "dcp"),
         lambda folder: read_all(open_torch_dcp(folder / "dcp")),
+        (nxd_ckpt.CheckpointError,),
+    ),
+    "fsdp": Reader(
+        lambda folder: make_fsdp(folder, flat_states=False),
+        lambda folder: read_all(open_fsdp(folder / "fsdp")),
+        (nxd_ckpt.CheckpointError,),
+    ),
+    "torchtitan": Reader(
+        lambda folder: make_fsdp(folder, flat_states=True),
+        lambda folder: read_all(open_fsdp(folder / "fsdp")),
+        (nxd_ckpt.CheckpointError,),
+    ),
+    "fsdp-whole": Reader(
+        make_fsdp_whole,
+        lambda folder: read_all(open_fsdp(folder)),
+        (nxd_ckpt.CheckpointError,),
+    ),
+    "zero-2": Reader(
+        lambda folder: make_universal(folder, stage=2),
+        lambda folder: read_all(open_deepspeed(folder)),
+        (nxd_ckpt.CheckpointError,),
+    ),
+    "zero-3": Reader(
+        lambda folder: make_universal(folder, stage=3),
+        lambda folder: read_all(open_deepspeed(folder)),
+        (nxd_ckpt.CheckpointError,),
+    ),
+    "zero-weights": Reader(
+        make_weights_of_deepspeed,
+        lambda folder: read_all(open_deepspeed(folder)),
         (nxd_ckpt.CheckpointError,),
     ),
     "neuronx-v1": Reader(

@@ -5,7 +5,7 @@ Pass `NxdStorageWriter` and `NxdStorageReader` to `torch.distributed.checkpoint.
 file system writer.
 """
 
-from nxd_ckpt.interop.torch_dcp.folder import open_torch_dcp, write_torch_dcp
+from nxd_ckpt.interop.torch_dcp.folder import TorchDcpFolder, open_torch_dcp, write_torch_dcp
 from nxd_ckpt.interop.torch_dcp.storage import NxdStorageReader, NxdStorageWriter
 
-__all__ = ["NxdStorageWriter", "NxdStorageReader", "open_torch_dcp", "write_torch_dcp"]
+__all__ = ["NxdStorageWriter", "NxdStorageReader", "TorchDcpFolder", "open_torch_dcp", "write_torch_dcp"]

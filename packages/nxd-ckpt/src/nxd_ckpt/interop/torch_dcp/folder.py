@@ -8,10 +8,11 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,7 @@ def read_metadata(folder: str) -> Metadata:
     with open(path, "rb") as file:
         content = file.read()
     try:
+        _check_numbers(content)
         found = _MetadataUnpickler(io.BytesIO(content)).load()
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} {error}, and is refused or damaged; none of its code was run") from error
@@ -90,6 +92,16 @@ def read_metadata(folder: str) -> Metadata:
     if not isinstance(found, Metadata):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, expected torch's Metadata")
     return found
+
+
+def _check_numbers(content: bytes) -> None:
+    """Raise ValueError if a pickle has lengths beyond its end or numbers its values higher than it has bytes.
+
+    Python allocates what such a number says before it reads on: 16 bytes for each possible value.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name.endswith("PUT") and int(argument or 0) > len(content):
+            raise ValueError(f"it numbers a value {argument}, but has only {len(content)} bytes")
 
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.distcp")
@@ -105,18 +117,23 @@ class _StoredItem:
     length: int
 
 
-class _TorchDcpFolder:
+class TorchDcpFolder:
+    """The tensors of a folder, by the names under which torch stored them.
+
+    Attributes:
+        paths: the keys by which each tensor was reached in the saved state, such as ("model", "0.weight").
+    """
+
     is_mapped = False
 
-    def __init__(
-        self, folder: str, tensors: Mapping[str, TensorInfo], parts: Mapping[str, Sequence[_StoredItem]]
-    ) -> None:
+    def __init__(self, folder: str, metadata: Metadata) -> None:
         self._folder = folder
-        self._parts = parts
-        self.tensors = tensors
-        self.objects = self._read_objects([name for name in parts if name not in tensors])
+        self.tensors, self._parts = _describe(metadata)
+        self.paths = _paths(metadata, self.tensors)
+        self.objects = self._read_objects([name for name in self._parts if name not in self.tensors])
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
+        """Read the stored parts of a tensor that overlap the box."""
         return [
             Shard(self._load_tensor(name, part, part.box), part.box.offsets)
             for part in self._parts[name]
@@ -162,7 +179,7 @@ class _TorchDcpFolder:
         return objects or None
 
 
-def open_torch_dcp(folder: "str | os.PathLike[str]") -> TensorSource:
+def open_torch_dcp(folder: "str | os.PathLike[str]") -> TorchDcpFolder:
     """Open a folder that `torch.distributed.checkpoint.save` wrote. Everything is unpickled with restrictions.
 
     Other objects are kept if they are plain JSON-serializable values, and otherwise left out with a warning.
@@ -173,10 +190,9 @@ def open_torch_dcp(folder: "str | os.PathLike[str]") -> TensorSource:
     path = os.fspath(folder)
     metadata = read_metadata(path)
     try:
-        tensors, parts = _describe(metadata)
+        return TorchDcpFolder(path, metadata)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{os.path.join(path, METADATA_FILE)} cannot be used: {error}") from error
-    return _TorchDcpFolder(path, tensors, parts)
 
 
 def write_torch_dcp(
@@ -257,6 +273,16 @@ def _describe(metadata: Metadata) -> tuple[dict[str, TensorInfo], dict[str, list
         else:
             raise TypeError(f"{name!r} is described by a {type(entry).__name__}")
     return tensors, parts
+
+
+def _paths(metadata: Metadata, names: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
+    """Return the keys that torch's planner joined to each name; a name alone if it flattened nothing."""
+    flattened = metadata.planner_data or {}
+    paths = {name: tuple(flattened.get(name, (name,))) for name in names}
+    for name, path in paths.items():
+        if not path or not all(isinstance(key, str | int) for key in path):
+            raise ValueError(f"{name!r} has the path {path!r}, expected keys and indices")
+    return paths
 
 
 def _stored_item(name: str, box: Box | None, place: Any) -> _StoredItem:
