@@ -29,7 +29,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    zero1: bool = False
+    zero_stage: int = 0
     microbatches: int = 2  # of a pipeline
     grad_accum_steps: int = 1
     manual_opt: bool = True
@@ -49,7 +49,7 @@ class Layout:
             "pipeline_parallel_size": self.pp,
             "context_parallel_size": self.cp,
             "pipeline_config": pipeline if self.pp > 1 else None,
-            "optimizer_config": {"zero_one_enabled": self.zero1},
+            "optimizer_config": {"zero_stage": self.zero_stage},
             "mixed_precision_config": {"use_loss_scaling": self.loss_scaling},
         }
 

@@ -10,7 +10,10 @@ LAYOUTS = {
     "tp2": {"world": 2, "tp": 2},
     "tp2-pp2": {"world": 4, "tp": 2, "pp": 2},
     "cp2": {"world": 2, "cp": 2},
-    "dp2-zero1": {"world": 2, "zero1": True},
+    "dp2-zero1": {"world": 2, "zero_stage": 1},
+    "dp2-zero2": {"world": 2, "zero_stage": 2},
+    "dp2-zero3": {"world": 2, "zero_stage": 3},
+    "pp2-dp2-zero3": {"world": 4, "pp": 2, "zero_stage": 3},
     "tp2-pp2-scaled": {"world": 4, "tp": 2, "pp": 2, "loss_scaling": True},  # by a power of two: exact
 }
 
@@ -34,11 +37,13 @@ def test_losses_of_a_trainer_equal_those_of_nxd_train(fit, layout, reference, ch
     "changes",
     [
         {"world": 1, "grad_accum_steps": 2},
-        {"world": 2, "zero1": True, "grad_accum_steps": 2, "manual_opt": False},
+        {"world": 2, "zero_stage": 1, "grad_accum_steps": 2, "manual_opt": False},
+        {"world": 2, "zero_stage": 2, "grad_accum_steps": 2},
+        {"world": 2, "zero_stage": 3, "grad_accum_steps": 2, "manual_opt": False},
         {"world": 2, "pp": 2, "grad_accum_steps": 2},
         {"world": 2, "pp": 2, "grad_accum_steps": 2, "manual_opt": False},
     ],
-    ids=["manual", "dp2-zero1-automatic", "pp2-manual", "pp2-automatic"],
+    ids=["manual", "dp2-zero1-automatic", "dp2-zero2", "dp2-zero3-automatic", "pp2-manual", "pp2-automatic"],
 )
 def test_accumulated_batches_are_one_batch(fit, layout, reference, changes):
     for rank in fit(layout(**changes)):
@@ -56,8 +61,13 @@ def test_accumulation_of_the_trainer_is_that_of_the_module(fit, layout, referenc
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({"world": 2, "tp": 2}, {"world": 2, "pp": 2}), ({"world": 2, "zero1": True}, {"world": 2, "tp": 2})],
-    ids=["tp2-to-pp2", "dp2-zero1-to-tp2"],
+    [
+        ({"world": 2, "tp": 2}, {"world": 2, "pp": 2}),
+        ({"world": 2, "zero_stage": 1}, {"world": 2, "tp": 2}),
+        ({"world": 2, "zero_stage": 2}, {"world": 2, "zero_stage": 3}),
+        ({"world": 2, "zero_stage": 3}, {"world": 1}),
+    ],
+    ids=["tp2-to-pp2", "dp2-zero1-to-tp2", "dp2-zero2-to-zero3", "dp2-zero3-to-one"],
 )
 def test_run_goes_on_from_last_at_another_layout(fit, layout, reference, before, after):
     checkpoint = {"save_last": True, "every_n_train_steps": 1, "save_top_k": 1}
@@ -70,3 +80,33 @@ def test_run_goes_on_from_last_at_another_layout(fit, layout, reference, before,
     for rank in second:
         assert rank.global_step == len(reference)
         assert_same(rank.losses, reference[3:])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_validation_with_zero_equals_one_process(fit, layout, stage):
+    options = {"limit_val_batches": 2, "val_check_interval": 1, "max_steps": 2}
+
+    [alone] = fit(layout(), **options)
+
+    for rank in fit(layout(world=2, zero_stage=stage), **options):
+        assert_same([rank.metrics["val_loss"]], [alone.metrics["val_loss"]])
+
+
+@pytest.mark.parametrize("manual", [True, False])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_not_whole_between_accumulated_batches(fit, layout, stage, manual):
+    def make_watch():
+        from lightning.pytorch import Callback
+
+        class Watch(Callback):
+            def on_train_batch_end(self, trainer, pl_module, *batch):
+                [optimizer] = trainer.strategy.optimizers
+                assert optimizer.memory_report().measured.gradients == 0
+
+        return Watch()
+
+    ranks = fit(
+        layout(world=2, zero_stage=stage, grad_accum_steps=2, manual_opt=manual), callbacks=[make_watch()], max_steps=2
+    )
+
+    assert [rank.global_step for rank in ranks] == [2, 2]

@@ -9,7 +9,7 @@ from neuronx_distributed.trainer import (
 )
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_lora import LoraConfig, gather_adapter, load_adapter
-from nxd_state import destroy_model_parallel, whole_parameters
+from nxd_state import count_traffic, destroy_model_parallel, whole_parameters
 
 CONFIG = LlamaConfig(
     vocab_size=24,
@@ -54,6 +54,24 @@ def steps_of(stage):
     reset = model.run_eval(**batch).item()
     destroy_model_parallel()
     return adapter, before, merged, restored, loaded, reset
+
+
+def test_loading_an_adapter_gathers_each_unit_once(run_ranks):
+    def gathers_of(target_modules):
+        lora = LoraConfig(lora_rank=2, lora_alpha=4, target_modules=target_modules)
+        config = neuronx_distributed_config(optimizer_config={"zero_stage": 3}, lora_config=lora)
+        model = initialize_parallel_model(config, lambda: LlamaForCausalLM(CONFIG))
+        adapter = gather_adapter(model.lora_model)
+        with count_traffic() as traffic:
+            load_adapter(model.lora_model, adapter)
+        destroy_model_parallel()
+        return traffic["dp+cp"].calls
+
+    def both():
+        return gathers_of(["q_proj"]), gathers_of(["q_proj", "k_proj", "v_proj", "o_proj"])
+
+    for few, many in run_ranks(both, 2):
+        assert few == many == CONFIG.num_hidden_layers
 
 
 def test_adapters_over_a_sharded_base_are_those_over_a_whole_one(run_ranks):

@@ -60,6 +60,7 @@ def test_zero_stage_and_zero_one_enabled_follow_each_other(given, stage):
     [
         ({"zero_stage": 4}, "zero_stage=4 is not allowed; expected 0, 1, 2 or 3"),
         ({"zero_stage": True}, "zero_stage=True is not allowed"),
+        ({"zero_stage": 1.0}, "zero_stage=1.0 is not allowed; expected 0, 1, 2 or 3"),
         ({"zero_stage": 0, "zero_one_enabled": True}, "zero_one_enabled=True contradicts zero_stage=0"),
         ({"shard_group_size": 2}, "shard_group_size needs zero_stage=1 or more"),
         ({"shard_group_size": "2", "zero_stage": 1}, "shard_group_size='2' is not allowed"),

@@ -57,6 +57,14 @@ def test_rank_that_is_asked_tells_its_module_and_line_and_before_only_its_step(r
     assert re.fullmatch(rf"{TIME} \[in step 7; forward of WaitsForRelease; {line}\]", answers[1]), answers
 
 
+def test_rank_has_sent_a_heartbeat_once_it_is_initialized(run_ranks):
+    def last() -> str | None:
+        nxd_state.initialize_model_parallel(2)
+        return last_heartbeat(nxd_state.get_group("tp").rank, job_store())
+
+    assert all(re.fullmatch(TIME, told or "it never sent one") for told in run_ranks(last, 2))
+
+
 def test_heartbeat_does_not_look_at_the_main_thread_until_it_is_asked(run_ranks):
     def count() -> tuple[int, int, int]:
         looks = []

@@ -193,7 +193,7 @@ def _complete_sharding(options: dict[str, Any], given: Mapping[str, Any]) -> lis
     stage = options["zero_stage"]
     if stage is None:
         stage = options["zero_stage"] = int(bool(options["zero_one_enabled"]))
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         return [f"optimizer_config.zero_stage={stage!r} is not allowed; expected 0, 1, 2 or 3"]
     if given.get("zero_one_enabled") and not stage:
         return ["optimizer_config: zero_one_enabled=True contradicts zero_stage=0; leave one of them out"]

@@ -236,7 +236,8 @@ class NeuronLTModule(_LightningModule):
         """
         batches = self._batches_of_a_step
         self.should_print = (batch_idx + 1) % batches == 0 or self.trainer.is_last_batch
-        with nullcontext() if self.should_print else self.model.no_sync():
+        shards_gradients = self.nxd_config["optimizer_config"]["zero_stage"] >= 2  # each batch's are averaged at once
+        with nullcontext() if self.should_print or shards_gradients else self.model.no_sync():
             loss = self.train_on(batch, divide_gradients_by=batches)
         if not self.automatic_optimization:
             self.manual_backward(loss)  # only for callbacks and hooks around backward, which has already run

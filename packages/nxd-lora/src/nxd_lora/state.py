@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from nxd_state import Group, ShardSpec, active_group, all_gather, all_gather_object, get_shard_spec, whole_parameters
+from nxd_state.sharded_values import ValueHolder, holder_of
 from torch import Tensor, nn
 
 from nxd_lora.model import LoraModel
@@ -58,10 +59,14 @@ def load_adapter(model: LoraModel, tensors: Mapping[str, Tensor]) -> None:
     known = {name: shape for name, p in parameters.items() for name, shape, _, _ in _boxes(name, p)}
     needed = {name for parameter in model.adapter_parameters().items() for name, _, _, _ in _boxes(*parameter)}
     _check_fit(tensors, known, needed, _differing(tensors, parameters))
+    filled: dict[ValueHolder | None, list[tuple[nn.Parameter, str, _Index, _Index]]] = {}  # by who gathers it
     for parameter_name, parameter in parameters.items():
         found = [it for it in _boxes(parameter_name, parameter) if it[0] in tensors]
-        with whole_parameters([parameter] if found else [], changed=True):
-            for name, _, local, logical in found:
+        boxes = [(parameter, name, local, logical) for name, _, local, logical in found]
+        filled.setdefault(holder_of(parameter), []).extend(boxes)
+    for boxes in filled.values():
+        with whole_parameters((parameter for parameter, *_ in boxes), changed=True):
+            for parameter, name, local, logical in boxes:
                 parameter[local].copy_(tensors[name][logical])
 
 

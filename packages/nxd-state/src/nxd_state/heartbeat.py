@@ -46,6 +46,7 @@ def start_heartbeat(rank: int, store: dist.Store) -> None:
     atexit.unregister(stop_heartbeat)
     atexit.register(stop_heartbeat)
     _heartbeat = _Heartbeat(rank, store)
+    _heartbeat.send()  # the rank may be stopped within its first second
     _heartbeat.start()
 
 
@@ -122,11 +123,14 @@ class _Heartbeat(threading.Thread):
         with suppress(RuntimeError):  # whoever serves the store has ended
             answered = _read(self._store, question)  # by an earlier process of this rank, if at all
             while not self._ended.wait(_INTERVAL):
-                self._store.set(_key("heartbeat", self._rank), _as_of_now([]))
+                self.send()
                 asked = _read(self._store, question)
                 if asked != answered:
                     self._store.set(_key("answer", self._rank), _as_of_now(_places_of_main_thread()))
                     answered = asked
+
+    def send(self) -> None:
+        self._store.set(_key("heartbeat", self._rank), _as_of_now([]))
 
     def end(self) -> None:
         self._ended.set()

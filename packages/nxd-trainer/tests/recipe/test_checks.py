@@ -64,6 +64,14 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             "train.dtype=float32 with train.autocast=float16",
         ),
         (
+            ["parallel.shard_group_size=2"],
+            "parallel.shard_group_size=2 needs parallel.zero_stage=1 or more, which shards over the replicas",
+        ),
+        (
+            ["parallel.reshard_after_forward=false", "parallel.zero_stage=2"],
+            "parallel.reshard_after_forward=false needs parallel.zero_stage=3, which shards the parameters",
+        ),
+        (
             ["optimizer.stochastic_rounding=true"],
             "optimizer.stochastic_rounding=true rounds bfloat16 weights, not train.dtype=float32; set "
             "train.dtype=bfloat16, or leave it out",

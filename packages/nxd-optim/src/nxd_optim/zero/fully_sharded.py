@@ -6,7 +6,7 @@ travel in one message for its forward and in one for its backward, while the uni
 the units, or in several, are whole from the forward of the model to the end of its backward.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -204,7 +204,7 @@ class _ModelHooks:
         self._index = {unit: index for index, unit in enumerate(units)}
         self._ends_backward = False
         model.register_state_dict_pre_hook(_before_state_dict)
-        model.register_load_state_dict_pre_hook(lambda model, *_: check_whole(model.parameters(), "load_state_dict()"))
+        model.register_load_state_dict_pre_hook(_before_load_state_dict)
         model.register_forward_pre_hook(_in_eager_mode(self._before_model), prepend=True)
         model.register_forward_hook(_in_eager_mode(self._after_model))
         others = {id(p) for flat in sharded.of(model) for p in flat.parameters}
@@ -324,6 +324,11 @@ def _keep_replicas_in_step(model: nn.Module) -> None:
 def _before_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # otherwise for the names of what it returns
         check_whole(model.parameters(), "state_dict()")
+
+
+def _before_load_state_dict(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    if any(name.startswith(prefix) for name in state):  # otherwise it is for modules around the model
+        check_whole(model.parameters(), "load_state_dict()")
 
 
 def _in_eager_mode(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -133,6 +133,12 @@ def _parallel_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     if parallel.activation_offload and compiled:
         text = "does not support compiled models; set train.compile=false"
         yield _mistake(recipe, "parallel.activation_offload", text, "train.compile")
+    for name, stage, text in (
+        ("parallel.shard_group_size", 1, "parallel.zero_stage=1 or more, which shards over the replicas"),
+        ("parallel.reshard_after_forward", 3, "parallel.zero_stage=3, which shards the parameters"),
+    ):
+        if value_of(recipe, name) is not None and parallel.zero_stage < stage:
+            yield _mistake(recipe, name, f"needs {text}", "parallel.zero_stage")
     name = "parallel.context_parallel_size"
     if parallel.context_parallel_size > 1 and compiled:
         text = "computes different blocks on each rank; set train.compile=false"
