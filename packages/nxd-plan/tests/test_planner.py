@@ -154,6 +154,23 @@ def test_zero3_divides_parameters_and_states_by_the_ranks_of_a_group():
         assert 0 < memory.gathered < 2 * ELEMENTS
 
 
+def test_zero3_gathers_take_time_only_as_far_as_they_take_longer_than_the_computation():
+    kept, released = (
+        FixedDegrees(1, 1, False, 3, 1, "none", reshard_after_forward=reshard) for reshard in (False, True)
+    )
+
+    def seconds(fixed, bandwidth):
+        device = replace(find_device("cpu"), intra_host_bandwidth=bandwidth, inter_host_bandwidth=bandwidth)
+        planned = only(make_plan(job(2, batch=2, device=device), fixed, top=1))
+        return planned.time.data_parallel, planned.communication
+
+    (few, sent), (many, more) = seconds(kept, 1e11), seconds(released, 1e11)
+    assert more.dp > sent.dp  # all layers but the last are gathered again for backward
+    assert many == pytest.approx(few)
+    (few, sent), (many, more) = seconds(kept, 1e3), seconds(released, 1e3)
+    assert many - few == pytest.approx((more.dp - sent.dp) / (1e3 * step_time.SUSTAINED_BANDWIDTH), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("fixed", "device", "reason"),
     [

@@ -10,6 +10,10 @@ from nxd_cli import main
     ("arguments", "message"),
     [
         (["--graph", "", "parallel.pipeline_parallel_size=2"], "graphs of pipelines cannot be checked"),
+        (
+            ["--graph", "", "parallel.zero_stage=3"],
+            "parallel.zero_stage=3 has no graph: on XLA parameters cannot be sharded",
+        ),
         (["--graph", "", "parallel.tensor_parallel_size=2", "--ranks", "3"], "--ranks 3 must be a multiple of"),
         (
             ["--graph", "", "parallel.context_parallel_size=2", "--ranks", "3"],

@@ -13,6 +13,7 @@ from nxd_optim.groups_and_states import give_states, parameter_groups, restore_n
 from nxd_optim.mixed_precision import LossScaler, LossScaleTooSmallError, MixedPrecision, resolve_mixed_precision
 from nxd_optim.muon import Muon
 from nxd_optim.muon_groups import muon_parameter_groups
+from nxd_optim.placement import expert_shard_group_size
 from nxd_optim.reducer import GradientReducer
 from nxd_optim.sequence_parallel import reduce_sequence_parallel_gradients
 from nxd_optim.stochastic_rounding import StochasticRounding, stochastic_round
@@ -38,6 +39,7 @@ __all__ = [
     "fully_shard",
     "FullySharded",
     "parameters_by_unit",
+    "expert_shard_group_size",
     "StateTensor",
     "StateShard",
     "MASTER_KEY",

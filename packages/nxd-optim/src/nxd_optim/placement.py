@@ -108,7 +108,15 @@ def sharding_placements(group: Group, shard_group_size: int | None) -> tuple[Pla
     dense = _split_replicas(dense, shard_group_size)
     if experts is None:
         return dense, dense
-    return dense, _split_replicas(experts, max(1, experts.replicas.size * shard_group_size // group.size))
+    return dense, _split_replicas(experts, expert_shard_group_size(group.size, experts.replicas.size, shard_group_size))
+
+
+def expert_shard_group_size(replicas: int, expert_replicas: int, shard_group_size: int) -> int:
+    """Return how many replicas of an expert share states, where `shard_group_size` of the dense layers' replicas do.
+
+    So that both have as many mirrors; at least one.
+    """
+    return max(1, expert_replicas * shard_group_size // replicas)
 
 
 def _split_replicas(placement: Placement, size: int) -> Placement:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from nxd_layers.context import SequenceCut
+from nxd_optim import expert_shard_group_size
 from nxd_pipeline import TRAINING_SCHEDULES
 from nxd_state import ParallelDegrees
 from nxd_state.degrees import SIZES, expert_tensor_parallel_mistake
@@ -157,7 +158,7 @@ class Layout:
         if not degrees.zero_stage:
             return 1, 1
         dense = degrees.shard_group_size or degrees.replicas
-        return dense, max(1, degrees.expert_replicas * dense // degrees.replicas)
+        return dense, expert_shard_group_size(degrees.replicas, degrees.expert_replicas, dense)
 
     def as_dict(self) -> dict[str, int | bool | str | None]:
         """Return the layout as a dict, by the names that recipes and configs use."""

@@ -24,12 +24,16 @@ class ReplicaTraffic:
         mirrors: bytes to the ranks that have the same part of the states, with hybrid sharding.
         near: bytes to the near ranks of `reshard_after_forward`.
         messages: number of collectives, where a unit's is one; 1 without ZeRO-3, whose buckets follow one another.
+        ahead: bytes of `sharing` that gather units while the units before them compute.
+        ahead_messages: number of the `messages` that gather such units, also from near ranks.
     """
 
     sharing: int = 0
     mirrors: int = 0
     near: int = 0
     messages: int = 0
+    ahead: int = 0
+    ahead_messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,15 +100,17 @@ def _of_stage(
         units[it.place] += it.elements * itemsize * (it.is_expert == is_expert)
     outside, others, last = units[0] + units[-1], sum(units[1:-2]), sum(units[1:-1][-1:])
     gathers = _gathers(layout, index, schedule_name)
-    gathered = outside * gathers.outside + others * gathers.others + last * gathers.last
+    ahead = (others * gathers.others + last * gathers.last) * (parts - 1) // parts
     near = 1 if isinstance(layout.reshard_after_forward, bool) else layout.reshard_after_forward
     number = max(0, len(stage.layers) - 1)
-    messages = gathers.outside + gathers.last + number * (gathers.others + gathers.near) + rounds * (number + 2)
+    ahead_messages = (gathers.last + number * (gathers.others + gathers.near)) * bool(others + last)
     return ReplicaTraffic(
-        sharing=gradients + gathered * (parts - 1) // parts,
+        sharing=gradients + outside * gathers.outside * (parts - 1) // parts + ahead,
         mirrors=averaged,
         near=others * gathers.near * (near - 1) // near,
-        messages=messages * bool(outside + others + last),
+        messages=(gathers.outside + rounds * (number + 2)) * bool(outside + others + last) + ahead_messages,
+        ahead=ahead,
+        ahead_messages=ahead_messages,
     )
 
 

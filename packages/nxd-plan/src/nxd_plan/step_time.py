@@ -1,7 +1,8 @@
 """Estimates the time of a training step: computation, messages by axis, and the pipeline's idle time.
 
 It is a roofline model (Williams et al. 2009): every operation takes as long as its arithmetic or its memory traffic,
-whichever is longer. Nothing overlaps and nothing is fused: the estimate is for comparing layouts, not a promise.
+whichever is longer. Nothing is fused, and only ZeRO-3's gathers of the next unit overlap with computation: the estimate
+is for comparing layouts, not a promise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,8 @@ class Communication:
         mirrors: gradients among the replicas that have the same part of the states, with hybrid sharding.
         near: parameters among the near ranks of `reshard_after_forward`.
         dp_messages: number of collectives of dp and near, where a unit's is one; 1 without ZeRO-3.
+        ahead: bytes of dp that gather units while the units before them compute.
+        ahead_messages: number of the `dp_messages` that gather such units.
     """
 
     tp: int
@@ -48,6 +51,8 @@ class Communication:
     mirrors: int = 0
     near: int = 0
     dp_messages: int = 0
+    ahead: int = 0
+    ahead_messages: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class StepTime:
 
     Attributes:
         pipeline: seconds of forward and backward of all microbatches, with idle time.
-        data_parallel: seconds for gradients to the other replicas and parameters back.
+        data_parallel: seconds for gradients to the other replicas and parameters back, beside what overlaps.
         update: seconds of the optimizer's update.
         bubble: fraction of the pipeline's time in which ranks are idle.
         mfu: the model's floating-point operations divided by those that the devices could do: model FLOPs utilization
@@ -248,15 +253,18 @@ def communication(
         if schedule.num_ranks > 1:
             pp[-1] += sum(stages[stage].tied for stage in own) * itemsize
         to_replicas.append(replica_traffic(layout, stages, own, job.schedule, itemsize))
+    busiest = max(to_replicas, key=lambda it: it.sharing)
     return Communication(
         max(tp),
         max(pp),
-        dp=max(it.sharing for it in to_replicas),
+        dp=busiest.sharing,
         cp=max(cp),
         ep=max(ep),
         mirrors=max(it.mirrors for it in to_replicas),
         near=max(it.near for it in to_replicas),
-        dp_messages=max(it.messages for it in to_replicas),
+        dp_messages=busiest.messages,
+        ahead=busiest.ahead,
+        ahead_messages=busiest.ahead_messages,
     )
 
 
@@ -291,7 +299,7 @@ def step_time(
         model_flops: FLOPs of forward and backward of one sequence, over all ranks that share it.
     """
     seconds, bubble = pipeline
-    data_parallel = _data_parallel_seconds(job.device, layout, mesh, sent)
+    data_parallel = _data_parallel_seconds(job.device, layout, mesh, sent, seconds * (1 - bubble))
     update = max(_update_bytes(layout, memory) for memory in memories) / (
         job.device.memory_bandwidth * SUSTAINED_BANDWIDTH
     )
@@ -300,16 +308,21 @@ def step_time(
     return StepTime(seconds, data_parallel, update, bubble, job.global_batch_size * model_flops / possible)
 
 
-def _data_parallel_seconds(device: Device, layout: Layout, mesh: Mesh, sent: Communication) -> float:
-    """Return the seconds of the messages among replicas, where those that share states are neighbors."""
+def _data_parallel_seconds(device: Device, layout: Layout, mesh: Mesh, sent: Communication, computing: float) -> float:
+    """Return the seconds of the messages among replicas, where those that share states are neighbors.
+
+    Gathers of the next unit count as far as they take longer than `computing`, the seconds in which a rank computes.
+    """
     replicas = mesh.group_of(0, "dp", "cp")
     parts, _ = layout.sharing_ranks if layout.degrees.zero_stage else (len(replicas), 0)
-    seconds = sent.dp_messages * LATENCY + sent.dp / _bandwidth_among(device, mesh, replicas[:parts])
+    link = _bandwidth_among(device, mesh, replicas[:parts])
+    seconds = (sent.dp_messages - sent.ahead_messages) * LATENCY + (sent.dp - sent.ahead) / link
+    ahead = sent.ahead_messages * LATENCY + sent.ahead / link
     if sent.mirrors:
         seconds += LATENCY + sent.mirrors / _bandwidth_among(device, mesh, replicas[::parts])
     if sent.near:
-        seconds += sent.near / _bandwidth_among(device, mesh, replicas[: layout.reshard_after_forward])
-    return seconds
+        ahead += sent.near / _bandwidth_among(device, mesh, replicas[: layout.reshard_after_forward])
+    return seconds + max(0.0, ahead - computing)
 
 
 def _update_bytes(layout: Layout, memory: RankMemory) -> float:

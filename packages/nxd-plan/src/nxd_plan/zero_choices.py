@@ -1,5 +1,6 @@
 """The stages of ZeRO that a plan tries for a layout, over all replicas and over those of one host."""
 
+from nxd_optim import expert_shard_group_size
 from nxd_state import ParallelDegrees
 from nxd_state.mesh import divisors
 
@@ -14,7 +15,7 @@ def zero_choices(
 ) -> list[list[Choice]]:
     """Return lists of choices to try, each in the order in which they need less memory and send more.
 
-    Of each list, the first that fits is the fastest. Stage 2 differs from stage 1 with several microbatches only.
+    Of each list, the first that fits is planned. Stage 2 differs from stage 1 with several microbatches only.
 
     Args:
         job: the job to plan.
@@ -61,7 +62,7 @@ def replicas_of_host(job: TrainingJob, degrees: ParallelDegrees) -> int | None:
 
 def experts_sharing(degrees: ParallelDegrees, shard_group_size: int) -> int | None:
     """Return the number of ranks that share an expert's states; None if it does not divide those that have it."""
-    sharing = max(1, degrees.expert_replicas * shard_group_size // degrees.replicas)
+    sharing = expert_shard_group_size(degrees.replicas, degrees.expert_replicas, shard_group_size)
     return None if degrees.expert_replicas % sharing else sharing
 
 
