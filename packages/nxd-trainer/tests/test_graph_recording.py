@@ -12,7 +12,7 @@ from nxd_cli import main
         (["--graph", "", "parallel.pipeline_parallel_size=2"], "graphs of pipelines cannot be checked"),
         (
             ["--graph", "", "parallel.zero_stage=3"],
-            "parallel.zero_stage=3 has no graph: on XLA parameters cannot be sharded",
+            "zero_stage=3 has no graph: on XLA parameters cannot be sharded",
         ),
         (["--graph", "", "parallel.tensor_parallel_size=2", "--ranks", "3"], "--ranks 3 must be a multiple of"),
         (

@@ -40,8 +40,8 @@ def record_recipe(file: str, settings: Sequence[str], *, ranks: int | None, step
         raise ValueError(f"graphs of pipelines cannot be checked; parallel.pipeline_parallel_size={degrees.pp}")
     if degrees.zero_stage == 3:
         raise ValueError(
-            "parallel.zero_stage=3 has no graph: on XLA parameters cannot be sharded, since tensors share no memory; use "
-            "parallel.zero_stage=2 there, and `nxd plan` for the memory and bytes of stage 3 on other devices"
+            "parallel.zero_stage=3 has no graph: on XLA parameters cannot be sharded, since tensors share no memory; "
+            "use parallel.zero_stage=2 there, and `nxd plan` for the memory and bytes of stage 3 on other devices"
         )
     least = degrees.least_ranks
     world_size = least if ranks is None else ranks
