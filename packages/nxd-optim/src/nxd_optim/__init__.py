@@ -1,5 +1,6 @@
 """ZeRO, Muon, gradient averaging, exact clipping and mixed precision for training on many ranks."""
 
+from nxd_optim.adafactor import Adafactor
 from nxd_optim.clip import clip_grad_norm, grad_norm
 from nxd_optim.elementwise import check_elementwise, check_parameterwise
 from nxd_optim.gradient_histogram import (
@@ -48,6 +49,7 @@ __all__ = [
     "check_elementwise",
     "check_parameterwise",
     "Muon",
+    "Adafactor",
     "muon_parameter_groups",
     "GradientReducer",
     "reduce_sequence_parallel_gradients",

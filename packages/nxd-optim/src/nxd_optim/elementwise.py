@@ -25,7 +25,7 @@ def check_elementwise(
     """Take a few steps with a small matrix, whole and in two flat parts, and compare.
 
     Each part has its own optimizer, as on a rank, so that statistics over all parameters are detected too. A class with
-    `joint_step`, such as `Muon`, gathers matrices itself and is not tried.
+    `joint_step`, such as `Muon` or `Adafactor`, is exact for parts of matrices and is not tried.
 
     Args:
         optimizer_class: the class to try.
@@ -40,7 +40,7 @@ def check_elementwise(
     """
     # Created here so that its errors about arguments come before ours.
     complete = optimizer_class([{"params": [torch.zeros(1, 1)]}], **defaults).defaults
-    if gathers_matrices(optimizer_class):
+    if has_joint_step(optimizer_class):
         return complete
     settings, name = _settings(optimizer_class, defaults), optimizer_class.__name__
     whole = _values()
@@ -62,6 +62,8 @@ def check_elementwise(
 def check_parameterwise(optimizer_class: type[Optimizer], defaults: Mapping[str, Any], *, advice: str) -> None:
     """Take a few steps with two small matrices, in one optimizer and in one each, and compare.
 
+    A class with `joint_step` is not tried.
+
     Args:
         optimizer_class: the class to try.
         defaults: arguments of the class.
@@ -70,6 +72,8 @@ def check_parameterwise(optimizer_class: type[Optimizer], defaults: Mapping[str,
     Raises:
         ValueError: the optimizer cannot be created, or combines all parameters.
     """
+    if has_joint_step(optimizer_class):
+        return
     settings = _settings(optimizer_class, defaults)
     rows = _SHAPE[0] // 4
     first, second = (part.clone() for part in _values().view(_SHAPE).split([rows, _SHAPE[0] - rows]))
@@ -82,8 +86,8 @@ def check_parameterwise(optimizer_class: type[Optimizer], defaults: Mapping[str,
         )
 
 
-def gathers_matrices(optimizer_class: type[Optimizer]) -> bool:
-    """Whether an optimizer gathers the matrices of which it is given parts; see `Muon.joint_step`."""
+def has_joint_step(optimizer_class: type[Optimizer]) -> bool:
+    """Whether instances of an optimizer compute together what needs whole matrices; see `Muon.joint_step`."""
     return hasattr(optimizer_class, "joint_step")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from nxd_optim.elementwise import gathers_matrices
+from nxd_optim.elementwise import has_joint_step
 from nxd_optim.flat_shards import shards_of_range
 from nxd_optim.zero import NeuronZero1Optimizer
 
@@ -88,7 +88,8 @@ class StochasticRounding:
         names: the names of the parameters in the whole model; parameters without a name share one sequence of noise.
 
     Raises:
-        ValueError: a `NeuronZero1Optimizer` that keeps master weights, which need no such rounding, or one of `Muon`.
+        ValueError: a `NeuronZero1Optimizer` that keeps master weights, which need no such rounding, or one of `Muon`
+            or `Adafactor`.
     """
 
     def __init__(self, optimizer: Optimizer, *, seed: int = 0, names: Mapping[Tensor, str] | None = None) -> None:
@@ -174,7 +175,7 @@ def _updating_optimizers(optimizer: Optimizer) -> list[Optimizer]:
             f"NeuronZero1Optimizer with optimizer_dtype={optimizer.optimizer_dtype} updates master weights, which are "
             "not rounded; create it with optimizer_dtype=torch.bfloat16, or do not use stochastic rounding"
         )
-    if gathers_matrices(optimizer.optimizer_class):
+    if has_joint_step(optimizer.optimizer_class):
         raise ValueError(
             f"{optimizer.optimizer_class.__name__} updates its states before the steps of ZeRO's buckets, which alone "
             "are rounded stochastically; use master weights, or AdamW"

@@ -32,7 +32,7 @@ class UpdatedRange:
 
     def shards_of(self, tensor: Tensor) -> tuple[StateShard, ...]:
         """Return a tensor of the weight's shape as boxes of logical tensors, which share its memory."""
-        if tensor.shape != self.parameter.shape:
+        if tensor.shape != self.parameter.shape or self.stop - self.start < self.parameter.numel():
             return shards_of_range(self.parameter, self.start, self.stop, tensor)
         spec = get_shard_spec(self.parameter) or ShardSpec.whole(self.parameter.shape)
         return tuple(
@@ -55,15 +55,18 @@ class UpdatedParts:
     replicas: Group
 
 
-def ranks_that_share(parameter: Tensor, replicas: Group) -> Group:
-    """Return the ranks that update parts of the same logical tensors: replicas times those that split a layer.
+def ranks_that_share(parameter: Tensor, replicas: Group, *, whole_stacks: bool = False) -> Group:
+    """Return the ranks that update parts of the same matrices: replicas times those that split a layer.
 
     Args:
         parameter: a parameter.
         replicas: the ranks of which each updates a part of it.
+        whole_stacks: whether ranks with other experts of the same stack of matrices are counted as well.
     """
-    splits_it = active_group("etp" if splits_experts() and is_expert(parameter) else "tp")
-    return _join(replicas, splits_it)
+    if not (splits_experts() and is_expert(parameter)):
+        return _join(replicas, active_group("tp"))
+    ranks = _join(replicas, active_group("etp"))
+    return _join(ranks, active_group("ep")) if whole_stacks else ranks
 
 
 def _join(first: Group, second: Group) -> Group:

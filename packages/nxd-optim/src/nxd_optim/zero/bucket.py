@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from nxd_optim.clip import GradientRange
 from nxd_optim.placement import Placement
+from nxd_optim.updated_parts import UpdatedRange
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,11 @@ class WeightRange:
     stop: int
     offset: int
     weight: nn.Parameter
+
+    @property
+    def updated(self) -> UpdatedRange:
+        """The range for code that does not know buckets."""
+        return UpdatedRange(self.parameter, self.start, self.stop, self.weight)
 
     def slice_of(self, part: Tensor) -> Tensor:
         """Return this range of a tensor with the layout of this rank's part."""

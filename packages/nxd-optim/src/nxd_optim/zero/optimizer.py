@@ -20,6 +20,7 @@ from nxd_optim.clip import GradientRange, checked_max_norm, clip_coefficient, no
 from nxd_optim.elementwise import check_elementwise, for_the_cpu
 from nxd_optim.groups_and_states import restore_numbers
 from nxd_optim.placement import RankLists, check_grad_norm_groups, find_sharding_group, sharding_placements
+from nxd_optim.state_tensors import StateTensor
 from nxd_optim.zero import state
 from nxd_optim.zero.bucket import Bucket, Dtypes, mean_gradients
 from nxd_optim.zero.fully_sharded import hint_at_bypassed_outputs
@@ -52,7 +53,7 @@ class NeuronZero1Optimizer(Optimizer):
     Args:
         params: parameters or parameter groups, in the same order on every rank.
         optimizer_class: an elementwise optimizer, such as AdamW or SGD with momentum, which is checked by a trial; or
-            `Muon`, which gathers the matrices of which it is given parts.
+            `Muon` or `Adafactor`, whose instances compute together what needs whole matrices.
         optimizer_dtype: dtype of the weights and states that are updated; float32 if None, or the parameter's own dtype
             if that is wider. If it differs from the parameter's, this rank keeps master weights for its part.
         grad_clipping: whether to scale the gradients so that the norm of the whole model's is at most `max_norm`.
@@ -319,7 +320,7 @@ class NeuronZero1Optimizer(Optimizer):
         state.load_rank_state(state_dict, self.parts(), self._indices())
         self.skipped_steps = state_dict.get("skipped_steps", 0)
 
-    def sharded_state(self) -> list[state.StateTensor]:
+    def sharded_state(self) -> list[StateTensor]:
         """Return all states as boxes of logical tensors, for checkpoints that load at any layout; they share memory.
 
         Master weights that the next step sets from the parameters (see `allocate_state`) are left out.

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
-from nxd_optim.elementwise import gathers_matrices
+from nxd_optim.elementwise import has_joint_step
 from nxd_optim.groups_and_states import copy_settings, settings_of
 from nxd_optim.placement import Placement, check_same_parameters, placement_among
-from nxd_optim.updated_parts import UpdatedParts, UpdatedRange
+from nxd_optim.updated_parts import UpdatedParts
 from nxd_optim.zero.bucket import Bucket, Dtypes
 from nxd_optim.zero.flat_bucket import FlatBucket
 from nxd_optim.zero.flat_parameters import FlatParameters
@@ -57,7 +57,7 @@ class ShardedWeights:
         self._make_optimizer, self._dtypes_of = make_optimizer, dtypes_of
         self.buckets: list[Bucket] = []
         self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
-        self._joint_step: Any = None  # of optimizers that gather matrices
+        self._joint_step: Any = None  # of optimizers that have one
         self._forward_gather: ForwardGather | None = None
 
     def add(
@@ -206,15 +206,11 @@ class ShardedWeights:
 
 
 def _joint_step(buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> Any:
-    """Return what optimizers that gather matrices do together before their steps; None for elementwise ones."""
-    if not optimizers or not gathers_matrices(type(optimizers[0])):
+    """Return what optimizers do together before their steps; None for elementwise ones."""
+    if not optimizers or not has_joint_step(type(optimizers[0])):
         return None
     parts = [
-        UpdatedParts(
-            bucket.parameters,
-            [UpdatedRange(it.parameter, it.start, it.stop, it.weight) for it in bucket.ranges],
-            bucket.placement.replicas,
-        )
+        UpdatedParts(bucket.parameters, [it.updated for it in bucket.ranges], bucket.placement.replicas)
         for bucket in buckets
     ]
     return type(optimizers[0]).joint_step(parts)  # type: ignore[attr-defined]

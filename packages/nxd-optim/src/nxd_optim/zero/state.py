@@ -18,31 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_optim.elementwise import for_the_cpu
-from nxd_optim.flat_shards import StateShard, shards_of_range
 from nxd_optim.groups_and_states import give_states, settings_of, state_tensor
-from nxd_optim.zero.bucket import Parts, WeightRange
+from nxd_optim.state_tensors import StateTensor, StoredStates, states_of_part, zeros_of_part
+from nxd_optim.zero.bucket import Parts
 
 MASTER_KEY = "master_weight"
 
-StoredKeys = Callable[[Tensor], Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]
-
-
-@dataclass(frozen=True, eq=False)
-class StateTensor:
-    """One state of one parameter, of which this rank owns some elements.
-
-    Attributes:
-        parameter: the model's parameter.
-        key: key of the state, such as "exp_avg", or "master_weight".
-        shards: the elements owned, if the state has one value per element. Every element has one owner among the
-            ranks that share states; padding of the parameter has none.
-        scalar: the state, if it has one value for the parameter, such as "step"; the same on all its owners.
-    """
-
-    parameter: Tensor
-    key: str
-    shards: tuple[StateShard, ...] = ()
-    scalar: Tensor | None = None
+StoredKeys = Callable[[Tensor], StoredStates]
 
 
 def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
@@ -51,7 +33,7 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
     Raises:
         ValueError: a state is neither a tensor nor a number.
     """
-    found = []
+    found: list[StateTensor] = []
     for bucket, base in parts:
         for it in bucket.ranges:
             tensors = {}
@@ -59,12 +41,7 @@ def logical_state(parts: Parts, *, with_masters: bool) -> list[StateTensor]:
                 tensors[MASTER_KEY] = it.weight.detach()
             for key, value in base.state.get(it.weight, {}).items():
                 tensors[key] = state_tensor(value, key, f"a parameter of shape {tuple(it.parameter.shape)}")
-            for key, tensor in tensors.items():
-                if tensor.shape == it.weight.shape:
-                    shards = shards_of_range(it.parameter, it.start, it.stop, tensor)
-                    found.append(StateTensor(it.parameter, key, shards=shards))
-                else:
-                    found.append(StateTensor(it.parameter, key, scalar=tensor))
+            found += states_of_part(base, it.updated, tensors)
     return found
 
 
@@ -86,19 +63,11 @@ def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> N
     """
     for bucket, base in parts:
         bucket.stale = {id(p) for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p))}
-        give_states(base, {it.weight: _zeros(it, stored(it.parameter)) for it in bucket.ranges})
-
-
-def _zeros(part: WeightRange, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """Return zeros by key; all states of a parameter that is a scalar have one element, as its range does."""
-    is_scalar = not part.parameter.dim()
-    return {
-        key: torch.zeros_like(part.weight, dtype=dtype, requires_grad=False)
-        if shape or is_scalar
-        else torch.zeros((), dtype=dtype)
-        for key, (dtype, shape) in stored.items()
-        if key != MASTER_KEY
-    }
+        wanted = {
+            it: {key: description for key, description in stored(it.parameter).items() if key != MASTER_KEY}
+            for it in bucket.ranges
+        }
+        give_states(base, {it.weight: zeros_of_part(base, it.updated, states) for it, states in wanted.items()})
 
 
 _SAVE_ID = "save_id"
@@ -307,10 +276,11 @@ def memory_report(
         means += elements * bucket.dtypes.master.itemsize // group_size if bucket.mean_bytes else 0
         masters += elements * bucket.dtypes.master.itemsize // group_size if bucket.master_bytes else 0
         for group in param_groups:
-            here = sum(p.numel() for p in group["params"] if id(p) in ids)
-            if here:
-                bytes_per_element = _state_bytes_per_element(make_optimizer, group, bucket.dtypes.master)
-                state += here * bytes_per_element // group_size
+            for shape in ((2,), (2, 3)):
+                here = sum(p.numel() for p in group["params"] if id(p) in ids and (p.dim() > 1) == (len(shape) > 1))
+                if here:
+                    bytes_per_element = _state_bytes_per_element(make_optimizer, group, bucket.dtypes.master, shape)
+                    state += here * bytes_per_element // group_size
     return MemoryReport(measured, MemoryBytes(parameters, gradients, means, masters, state, 0))
 
 
@@ -321,10 +291,13 @@ def _state_bytes(optimizer: Optimizer) -> int:
 
 
 def _state_bytes_per_element(
-    make_optimizer: Callable[[Any], Optimizer], group: Mapping[str, Any], dtype: torch.dtype
+    make_optimizer: Callable[[Any], Optimizer],
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
 ) -> int:
-    """Measure the bytes by a step with a tiny matrix that has a group's settings."""
-    parameter = nn.Parameter(torch.ones(1, 2, dtype=dtype))
+    """Measure the bytes by a step with a tiny parameter that has a group's settings."""
+    parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
     optimizer = make_optimizer([for_the_cpu(settings_of(group)) | {"params": [parameter]}])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
