@@ -10,6 +10,7 @@ from nxd_cli import main
 from nxd_doctor.graph_report import analyse, render_report
 from nxd_doctor.graphs import CapturedGraph
 from nxd_doctor.recording import RecordedRank
+from nxd_state import ParallelDegrees
 from rich.console import Console
 
 SUM = "add {\n  x = f32[] parameter(0)\n  y = f32[] parameter(1)\n  ROOT z = f32[] add(x, y)\n}"
@@ -38,6 +39,39 @@ ENTRY e {{
 def report_of(*steps: list[CapturedGraph], other: list[list[CapturedGraph]] | None = None):
     recorded = [RecordedRank(0, list(steps))] + ([] if other is None else [RecordedRank(3, other)])
     return analyse("title", recorded, world_size=4)
+
+
+def test_collectives_are_named_by_axis_and_those_of_zero_are_summed():
+    text = f"""HloModule m
+
+{SUM}
+
+ENTRY e {{
+  g = f32[8] parameter(0)
+  t = f32[8] all-reduce(g), replica_groups={{{{0,1}},{{2,3}}}}, to_apply=add
+  r = f32[4] reduce-scatter(t), replica_groups={{{{0,2}},{{1,3}}}}, dimensions={{0}}, to_apply=add
+  h = bf16[4] convert(r)
+  w = bf16[8] all-gather(h), replica_groups={{{{0,2}},{{1,3}}}}, dimensions={{0}}
+  p = bf16[8] all-reduce(w), replica_groups={{{{0,3}},{{1,2}}}}, to_apply=add
+  ROOT o = bf16[8] negate(p)
+}}
+"""
+    recorded = [RecordedRank(0, [[CapturedGraph(text, ())]])]
+
+    sharded = analyse("title", recorded, world_size=4, degrees=ParallelDegrees(tp=2, zero_stage=2))
+    whole = analyse("title", recorded, world_size=4, degrees=ParallelDegrees(tp=2))
+    unknown = analyse("title", recorded, world_size=4)
+
+    assert {(row.kind, row.dtype): row.axis for row in sharded.collectives} == {
+        ("all-reduce", "f32"): "tp",
+        ("reduce-scatter", "f32"): "dp",
+        ("all-gather", "bf16"): "dp",
+        ("all-reduce", "bf16"): "",
+    }
+    line = "ZeRO-2 sends 16 bytes of gradients (reduce-scatter) and 8 of parameters (all-gather) between replicas"
+    assert line in shown(sharded)
+    assert not whole.zero
+    assert {row.axis for row in unknown.collectives} == {""}
 
 
 def shown(report) -> str:

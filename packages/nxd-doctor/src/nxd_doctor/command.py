@@ -117,4 +117,4 @@ def _look_at_recipe(options: argparse.Namespace) -> "GraphReport":
         )
     record: Callable[..., RecordedSteps] = recorders[0].load()
     recorded = record(options.graph, options.arguments_of_graph, ranks=options.ranks, steps=options.steps)
-    return analyse(recorded.title, recorded.ranks, world_size=recorded.world_size)
+    return analyse(recorded.title, recorded.ranks, world_size=recorded.world_size, degrees=recorded.degrees)

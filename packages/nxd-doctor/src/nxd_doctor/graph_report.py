@@ -5,8 +5,9 @@ nxd_doctor.graphs does the counting; `render_report` shows it as tables on a ter
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from nxd_state import Mesh, ParallelDegrees
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -60,6 +61,7 @@ class CollectiveRow:
         count: number of runs per step.
         bytes_sent: bytes sent per rank and step, with ring algorithms.
         largest: shapes and place of the collective that sends most.
+        axis: mesh axes of the groups, such as "tp" or "dp+cp"; empty if they are none, or the layout is unknown.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class CollectiveRow:
     count: int
     bytes_sent: int
     largest: str
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class GraphReport:
         new_after: the step after which no graph was new; 0 for a script.
         ranks: result of comparing the ranks; empty if there was only one.
         ranks_differ: whether the ranks' graphs differ.
+        zero: what the sharing of states sends between replicas; empty without ZeRO.
         loops_counted_once: loops of the main graph with unknown trip counts.
     """
 
@@ -96,6 +100,7 @@ class GraphReport:
     loops_counted_once: tuple[str, ...]
     ranks: str
     ranks_differ: bool
+    zero: str = ""
 
     @property
     def verdict(self) -> str:
@@ -119,7 +124,9 @@ class GraphReport:
         return steps_are_right and not self.ranks_differ
 
 
-def analyse(title: str, recorded: Sequence[RecordedRank], *, world_size: int) -> GraphReport:
+def analyse(
+    title: str, recorded: Sequence[RecordedRank], *, world_size: int, degrees: ParallelDegrees | None = None
+) -> GraphReport:
     """Analyze the recorded graphs: describe the first rank's, and compare the other ranks' with them."""
     first = recorded[0]
     distinct, numbers = _number(first.steps)
@@ -128,18 +135,20 @@ def analyse(title: str, recorded: Sequence[RecordedRank], *, world_size: int) ->
     main = max(seen, key=lambda number: (flops[number] * seen.count(number), number))
     module = distinct[main].module
     comparison, differ = _compare_ranks(recorded)
+    collectives = _collective_rows(distinct[main], world_size, degrees.mesh(world_size) if degrees else None)
     return GraphReport(
         title=title,
         graphs=_rows(distinct, numbers, flops),
         graphs_per_step=[len(step) for step in numbers] if first.has_steps else [],
         main=main + 1,
         new_after=_last_new_step(numbers) if first.has_steps else 0,
-        collectives=_collective_rows(distinct[main], world_size),
+        collectives=collectives,
         memory=peak_memory(module, updates_in_place=True),
         casts=find_casts(module),
         loops_counted_once=loops_counted_once(module),
         ranks=comparison,
         ranks_differ=differ,
+        zero=_bytes_of_zero(collectives, degrees) if degrees else "",
     )
 
 
@@ -191,7 +200,14 @@ def _last_new_step(numbers: list[list[int]]) -> int:
     return last
 
 
-def _collective_rows(graph: CapturedGraph, world_size: int) -> list[CollectiveRow]:
+_AXES = [("tp",), ("cp",), ("dp",), ("ep",), ("etp",), ("dp_exp",), ("dp", "cp"), ("pp", "tp"), ("dp", "cp", "tp")]
+
+
+def _collective_rows(graph: CapturedGraph, world_size: int, mesh: Mesh | None) -> list[CollectiveRow]:
+    axes: dict[frozenset[frozenset[int]], str] = {}
+    if mesh is not None:
+        for names in _AXES:
+            axes.setdefault(_as_sets(mesh.groups(*names)), "+".join(names))
     groups: dict[tuple[str, str, tuple[tuple[int, ...], ...]], CollectiveRow] = {}
     largest: dict[tuple[str, str, tuple[tuple[int, ...], ...]], int] = {}
     for collective in find_collectives(graph.module, world_size=world_size):
@@ -204,7 +220,27 @@ def _collective_rows(graph: CapturedGraph, world_size: int) -> list[CollectiveRo
         groups[key] = CollectiveRow(
             *key, before.count + collective.runs, before.bytes_sent + collective.step_bytes, told
         )
-    return sorted(groups.values(), key=lambda row: -row.bytes_sent)
+    rows = [replace(row, axis=axes.get(_as_sets(row.groups), "")) for row in groups.values()]
+    return sorted(rows, key=lambda row: -row.bytes_sent)
+
+
+def _as_sets(groups: Sequence[Sequence[int]]) -> frozenset[frozenset[int]]:
+    return frozenset(map(frozenset, groups))
+
+
+def _bytes_of_zero(collectives: Sequence[CollectiveRow], degrees: ParallelDegrees) -> str:
+    """Return a line with the bytes of gradients and parameters between the replicas that share states."""
+    if not degrees.zero_stage:
+        return ""
+
+    def sent(kind: str) -> str:
+        axes = ("dp", "dp+cp", "dp_exp")
+        return f"{sum(row.bytes_sent for row in collectives if row.kind == kind and row.axis in axes):,}"
+
+    return (
+        f"ZeRO-{degrees.zero_stage} sends {sent('reduce-scatter')} bytes of gradients (reduce-scatter) and "
+        f"{sent('all-gather')} of parameters (all-gather) between replicas"
+    )
 
 
 def _compare_ranks(recorded: Sequence[RecordedRank]) -> tuple[str, bool]:
@@ -247,6 +283,8 @@ def _parts(report: GraphReport) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(report.title, style="bold"), _graphs(report)]
     parts += [Text(f"graph {row.number} is new: {row.why}") for row in report.graphs if row.why]
     parts.append(_collectives(report) if report.collectives else Text(f"graph {report.main} has no collectives"))
+    if report.zero:
+        parts.append(Text(report.zero))
     parts.append(_memory(report))
     if report.casts:
         parts.append(_casts(report))
@@ -279,12 +317,13 @@ def _graphs(report: GraphReport) -> Table:
 
 
 def _collectives(report: GraphReport) -> Table:
-    columns = ("collective", "type", " per step", "groups", " bytes sent", "largest")
+    columns = ("collective", "type", " per step", "axis", "groups", " bytes sent", "largest")
     table = _table(f"collectives of graph {report.main}", *columns)
     for row in report.collectives:
         groups = " ".join(str(list(group)) for group in row.groups[:4])
         more = f" and {len(row.groups) - 4} more" if len(row.groups) > 4 else ""
-        table.add_row(row.kind, row.dtype, str(row.count), groups + more, f"{row.bytes_sent:,}", row.largest)
+        numbers = [str(row.count), row.axis or "-", groups + more, f"{row.bytes_sent:,}"]
+        table.add_row(row.kind, row.dtype, *numbers, row.largest)
     return table
 
 

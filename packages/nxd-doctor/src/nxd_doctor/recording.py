@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nxd_state import ParallelDegrees
 from nxd_state.device import has_torch_xla
 
 from nxd_doctor.graphs import CapturedGraph, read_graphs
@@ -42,11 +43,13 @@ class RecordedSteps:
         title: name of the recording and its layout.
         ranks: the first and the last rank, or the only one.
         world_size: number of ranks in the job.
+        degrees: the layout; None if it is unknown.
     """
 
     title: str
     ranks: list[RecordedRank]
     world_size: int
+    degrees: ParallelDegrees | None = None
 
 
 def record_script(command: Sequence[str]) -> RecordedRank:

@@ -60,7 +60,7 @@ def record_recipe(file: str, settings: Sequence[str], *, ranks: int | None, step
     recorded = _record_ranks(recipe, ranks=first_and_last, world_size=world_size, num_steps=steps)
     which = "one rank, as it ran" if world_size == 1 else f"ranks 0 and {world_size - 1}, recorded without running"
     title = f"{file or 'the default recipe'}: {degrees.describe()}; {which}"
-    return RecordedSteps(title, recorded, world_size)
+    return RecordedSteps(title, recorded, world_size, degrees)
 
 
 def _record_ranks(recipe: Recipe, *, ranks: Sequence[int], world_size: int, num_steps: int) -> list[RecordedRank]:
