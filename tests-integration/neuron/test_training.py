@@ -11,7 +11,7 @@ import pytest
 import torch
 from nxd_engine.models import LlamaConfig, LlamaForCausalLM
 from nxd_layers.experts import ExpertMLPs, MoE, RouterTopK, load_balancing_loss
-from nxd_state import get_device, get_group, initialize_model_parallel
+from nxd_state import get_device, get_group, initialize_model_parallel, whole_parameters
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces, run_on_neuron, run_torchrun
 from nxd_testing.neuron_device import register_neuron_compiler
 from nxd_trainer.generate import generate
@@ -38,6 +38,9 @@ LAYOUTS = {
     "tp2-autocast": (2, [TP2, "train.autocast=bfloat16"]),
     "pp2-accumulating": (2, [PP2, "train.gradient_accumulation_steps=2"]),
     "cp2": (2, [CP2]),
+    "dp2-zero1-offload": (2, [ZERO1, "parallel.zero_offload=optimizer"]),
+    "tp2-sp-dp2-zero3-offload": (4, [TP2, SP, "parallel.zero_stage=3", "parallel.zero_offload=parameters"]),
+    "pp2-dp2-zero3-offload": (4, [PP2, "parallel.zero_stage=3", "parallel.zero_offload=parameters"]),
     "cp2-tp2-sp-zero1": (4, [CP2, TP2, SP, ZERO1]),
 }
 STAND_IN = "from nxd_testing import register_neuron_ranks\n\nregister_neuron_ranks()\n"
@@ -91,7 +94,8 @@ def run(settings: list[str]) -> tuple[float, list[LogicalPiece], set[str]]:
     with StopRequest() as stop:
         result = run_training(state, resumed, stop)
     named = list(state.model.named_parameters())
-    pieces = logical_pieces((name, parameter, parameter.detach().cpu()) for name, parameter in named)
+    with whole_parameters(state.model.parameters()):
+        pieces = logical_pieces((name, parameter, parameter.detach().cpu()) for name, parameter in named)
     return result.loss, pieces, {parameter.device.type for _, parameter in named}
 
 
@@ -155,7 +159,7 @@ def test_experts_split_over_ranks_compute_on_neuron_as_on_the_cpu(run_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2-zero1"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2-zero1", "dp2-zero1-offload", "pp2-dp2-zero3-offload"])
 @pytest.mark.parametrize("first", ["cpu", "neuron"])
 def test_run_resumed_on_the_other_device_equals_the_uninterrupted_one(first, layout, run_ranks, settings, tmp_path):
     world, more = LAYOUTS[layout]

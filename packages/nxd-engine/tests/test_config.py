@@ -25,6 +25,7 @@ def test_config_without_arguments_has_the_documented_defaults_and_initialises_th
         "zero_stage": 0,
         "shard_group_size": None,
         "reshard_after_forward": None,
+        "zero_offload": None,
     }
     assert config["model_init_config"] == {
         "sequential_move_factor": 11,
@@ -66,6 +67,9 @@ def test_zero_stage_and_zero_one_enabled_follow_each_other(given, stage):
         ({"shard_group_size": "2", "zero_stage": 1}, "shard_group_size='2' is not allowed"),
         ({"reshard_after_forward": False, "zero_stage": 2}, "reshard_after_forward needs zero_stage=3"),
         ({"reshard_after_forward": "no", "zero_stage": 3}, "reshard_after_forward='no' is not allowed"),
+        ({"zero_offload": "nvme", "zero_stage": 3}, "zero_offload='nvme' is not allowed; expected 'optimizer'"),
+        ({"zero_offload": "optimizer"}, "zero_offload='optimizer' needs zero_stage=1"),
+        ({"zero_offload": "parameters", "zero_stage": 2}, "zero_offload='parameters' needs zero_stage=3"),
     ],
 )
 def test_mistakes_in_sharding(given, message):

@@ -251,7 +251,9 @@ def _begin_sharding(config: Mapping[str, Any]) -> FullySharded:
     options = config["optimizer_config"]
     reshard = options["reshard_after_forward"]
     return FullySharded(
-        shard_group_size=options["shard_group_size"], reshard_after_forward=True if reshard is None else reshard
+        shard_group_size=options["shard_group_size"],
+        reshard_after_forward=True if reshard is None else reshard,
+        offload=options["zero_offload"] == "parameters",
     )
 
 
@@ -281,8 +283,10 @@ class _Filling:
         """Shard the layers of which this module was the last to be filled."""
         for unit in dict.fromkeys(self._unit_of[it] for it in filled.parameters(recurse=False) if it in self._unit_of):
             if unit in self._of_unit and not any(it.is_meta for it in self._of_unit[unit]):
-                move_model_to_device(unit, get_device())
-                self.sharded.add(unit, self._of_unit.pop(unit))
+                its = set(self._of_unit.pop(unit))
+                names = [name for name, parameter in unit.named_parameters() if parameter in its]
+                move_model_to_device(unit, get_device())  # which makes other objects of them on some devices
+                self.sharded.add(unit, [unit.get_parameter(name) for name in names])
 
 
 def _checkpoint_activations(

@@ -32,6 +32,7 @@ OPTIMIZER_DEFAULTS: dict[str, Any] = {
     "zero_stage": None,
     "shard_group_size": None,
     "reshard_after_forward": None,
+    "zero_offload": None,
 }
 MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
 
@@ -73,7 +74,9 @@ def neuronx_distributed_config(
         optimizer_config: `zero_one_enabled` (False) shards optimizer states over the replicas, `grad_clipping`
             (True) and `max_grad_norm` (1.0) clip gradients. `zero_stage` (None) is 1 for the same, 2 to shard gradients
             as well, 3 also parameters; `shard_group_size` (None) shards over that many neighboring replicas, which the
-            others mirror; `reshard_after_forward` (None) is that of `nxd_optim.fully_shard`.
+            others mirror; `reshard_after_forward` (None) is that of `nxd_optim.fully_shard`. `zero_offload` (None)
+            keeps this rank's part of mean gradients and states in host memory and updates there ("optimizer"), or also
+            its part of the parameters ("parameters", with `zero_stage=3`).
         activation_checkpoint_config: modules to recompute in backward: "full" for every transformer layer,
             "selective" for the same without matrix products with weights and attention kernels, a module class
             (or its name, or several) for these modules, None for none.
@@ -213,7 +216,17 @@ def _complete_sharding(options: dict[str, Any], given: Mapping[str, Any]) -> lis
         )
     elif reshard is not None and stage < 3:
         mistakes.append("optimizer_config.reshard_after_forward needs zero_stage=3, which shards the parameters")
-    return mistakes
+    return mistakes + _mistakes_in_offload(options["zero_offload"], stage)
+
+
+def _mistakes_in_offload(offload: Any, stage: int) -> list[str]:
+    if offload not in (None, "optimizer", "parameters"):
+        return [f"optimizer_config.zero_offload={offload!r} is not allowed; expected 'optimizer', 'parameters' or None"]
+    if offload == "optimizer" and not stage:
+        return ["optimizer_config.zero_offload='optimizer' needs zero_stage=1 or more; 1 is the same with one replica"]
+    if offload == "parameters" and stage < 3:
+        return ["optimizer_config.zero_offload='parameters' needs zero_stage=3, which shards the parameters"]
+    return []
 
 
 def given_param_init_fn(config: Mapping[str, Any]) -> Any:

@@ -69,6 +69,7 @@ def initialize_parallel_optimizer(
             lazy_init=True,
             shard_gradients=options["zero_stage"] >= 2,
             shard_group_size=options["shard_group_size"],
+            offload=options["zero_offload"] is not None,
             **precision.zero1_arguments(_first_dtype(groups)),
             **defaults,
         )

@@ -89,6 +89,7 @@ def training_config(
     loss_scaling: bool = False,
     stochastic_rounding: bool = False,
     reshard_after_forward: bool | int | None = None,
+    zero_offload: str | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `neuronx_distributed_config` to train a model.
 
@@ -106,6 +107,7 @@ def training_config(
         loss_scaling: whether the loss is scaled, for float16.
         stochastic_rounding: whether bfloat16 weights are rounded stochastically, in place of master weights.
         reshard_after_forward: with ZeRO-3, see `nxd_optim.fully_shard`; None for true.
+        zero_offload: with ZeRO, what is kept in host memory: "optimizer" states, also "parameters", or None.
     """
     pipeline: dict[str, Any] = {
         "num_microbatches": num_microbatches,
@@ -131,6 +133,7 @@ def training_config(
             "zero_stage": degrees.zero_stage,
             "shard_group_size": degrees.shard_group_size or None,
             "reshard_after_forward": reshard_after_forward,
+            "zero_offload": zero_offload,
             "grad_clipping": max_grad_norm > 0,
             "max_grad_norm": max_grad_norm or 1.0,
         },

@@ -134,7 +134,7 @@ def _histograms(
     for it in gradients:
         if it.parameter in rows:
             for copies, part in counted_parts(it, placement_of(it.parameter)):
-                rows[it.parameter] += _count(part / scale) / copies
+                rows[it.parameter] += (_count(part / scale) / copies).to(tallies)
     totals = dict(zip(parameters, _of_all_ranks(tallies, parameters, sharded).round().long().cpu(), strict=True))
     return {
         name: GradientHistogram(totals[it][:_MAGNITUDES], int(totals[it][-2]), int(totals[it][-1]))

@@ -61,6 +61,14 @@ def copy_settings(sources: Sequence[Mapping[str, Any]], targets: Sequence[dict[s
         target.update(settings_of(source))
 
 
+def copy_changed_settings(
+    after: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], targets: Sequence[dict[str, Any]]
+) -> None:
+    """Copy the settings that an optimizer has changed in its groups, such as a number of steps, to other groups."""
+    for new, old, target in zip(after, before, targets, strict=True):
+        target.update({key: it for key, it in settings_of(new).items() if key not in old or it is not old[key]})
+
+
 def state_tensor(value: object, key: str, parameter: str) -> Tensor:
     """Return a state of a parameter as a tensor; `key` and `parameter` identify it in errors.
 

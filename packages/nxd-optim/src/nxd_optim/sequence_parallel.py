@@ -40,11 +40,11 @@ def sum_sequence_parallel(gradients: Iterable[tuple[Tensor, Tensor]], group: Gro
         gradients: parameters, marked or not, each with its gradient or the same part of it on every rank.
         group: the process group to sum over.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter, gradient in gradients:
         if is_sequence_parallel(parameter):
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for grads in by_dtype.values():
-        summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]), group)
+            alike.setdefault((gradient.dtype, parameter.device), []).append(gradient)
+    for (_, device), grads in alike.items():  # gradients may be in host memory, which not every group can send
+        summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in grads]).to(device), group)
         for grad, part in zip(grads, summed.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))

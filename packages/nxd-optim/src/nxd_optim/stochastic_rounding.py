@@ -62,13 +62,13 @@ def _noise_of_box(key: str, logical_shape: tuple[int, ...], box: Box, device: to
     return ((mixed >> 33) & ((1 << _NOISE_BITS) - 1)).to(torch.int32)
 
 
-def _noise_of_range(parameter: Tensor, start: int, stop: int, key: str, shape: torch.Size) -> Tensor:
-    """Return noise for elements `start:stop`, in this shape, equal for equal logical elements at any layout."""
-    flat = torch.zeros(shape.numel(), dtype=torch.int32, device=parameter.device)
+def _noise_of_range(parameter: Tensor, start: int, stop: int, key: str, like: Tensor) -> Tensor:
+    """Return noise for elements `start:stop`, of a tensor's shape, equal for equal logical elements at any layout."""
+    flat = torch.zeros(like.numel(), dtype=torch.int32, device=like.device)
     for shard in shards_of_range(parameter, start, stop, flat[: stop - start]):
         name = f"{key}/{shard.name}" if shard.name else key
         shard.tensor.copy_(_noise_of_box(name, shard.logical_shape, shard.box, flat.device))
-    return flat.view(shape)
+    return flat.view(like.shape)
 
 
 class StochasticRounding:
@@ -159,7 +159,7 @@ class StochasticRounding:
         for parameter, data, grad in self._rounded:
             whole, start, stop = self._ranges.get(parameter, (parameter, 0, parameter.numel()))
             key = f"{self.seed}/{self.steps}/{self._names.get(whole, '')}"
-            data.copy_(_round_with(parameter.data, _noise_of_range(whole, start, stop, key, data.shape)))
+            data.copy_(_round_with(parameter.data, _noise_of_range(whole, start, stop, key, data)))
             parameter.grad = None
             parameter.data = data
             parameter.grad = grad

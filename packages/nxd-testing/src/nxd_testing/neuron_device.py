@@ -58,6 +58,7 @@ def register_neuron_device() -> None:
     _LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
     for overload in (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset):
         _LIBRARY.impl(overload, partial(overload.redispatch, _HOST), "PrivateUse1")
+    torch.UntypedStorage.resize_ = _resize_storage  # type: ignore[assignment,method-assign]  # torch's asks hooks in C++
     torch._tensor_str._str = _printed  # type: ignore[assignment]  # torch's computes in float64, with shapes that depend on the values
     for name in _LOWERED:
         _register_autocast(name, lambda: torch.get_autocast_dtype(NAME))
@@ -145,7 +146,7 @@ def _run_on_host(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) ->
             return originals[id(value)][1]
         return on_device(value, storages.get(value.untyped_storage()._cdata))
 
-    host_args, host_kwargs = tree_map(down, (args, kwargs))
+    host_args, host_kwargs = tree_map(down, (_with_tensors(operation, args), kwargs))
     with _generator_of_device() if torch.Tag.nondeterministic_seeded in operation.tags else _nothing():
         result = operation(*host_args, **host_kwargs)
     for host, original in originals.values():
@@ -154,11 +155,34 @@ def _run_on_host(operation: torch._ops.OpOverload, *args: Any, **kwargs: Any) ->
     return tree_map(up, result)
 
 
+def _with_tensors(operation: torch._ops.OpOverload, args: tuple[Any, ...]) -> list[Any]:
+    """Return arguments with tensors in place of numbers, into which torch turns 0-d tensors on their way here."""
+    kinds = [str(it.type) for it in operation._schema.arguments]
+    return [
+        torch.tensor(it) if kind == "Tensor" and isinstance(it, int | float) else it
+        for it, kind in zip(args, kinds, strict=False)
+    ]
+
+
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     _check_dtype(source.dtype if is_on_device(source) else target.dtype)
     to = on_host(target) if is_on_device(target) else target
     to.copy_(on_host(source) if is_on_device(source) else source)
     return target
+
+
+def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """Give memory back and take it again, as fully sharded parameters do: here what is given back reads as NaN."""
+    if storage.device.type != NAME:
+        return _torch_resize(storage, size)
+    if size == 0:
+        storage.memory.fill_(0xFF)  # type: ignore[attr-defined]
+    elif size != storage.nbytes():
+        raise RuntimeError(f"a storage of {storage.nbytes()} bytes on {NAME!r} is resized to {size}; make another one")
+    return storage
+
+
+_torch_resize = torch.UntypedStorage.resize_
 
 
 def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype | None = None, **_: Any) -> Tensor:

@@ -201,6 +201,7 @@ def nxd_config(recipe: Recipe, model: ModelSpec) -> dict[str, Any]:
         loss_scaling=recipe.scales_loss,
         stochastic_rounding=recipe.optimizer.stochastic_rounding,
         reshard_after_forward=parallel.reshard_after_forward,
+        zero_offload=None if parallel.zero_offload == "none" else parallel.zero_offload,
     )
     if parallel.pipeline_parallel_size > 1:
         config["pipeline_config"]["trace_file_path"] = recipe.pipeline.trace_file

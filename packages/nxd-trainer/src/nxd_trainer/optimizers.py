@@ -96,6 +96,9 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
     parallel, or_use = recipe.parallel, "or use adamw or sgd"
     if cls is Muon and is_lazy_device():
         raise ValueError(f"{_named(recipe)} does not support XLA, where no rank may gather matrices; use adamw")
+    if cls is Muon and parallel.zero_offload != "none":
+        text = "computes with whole matrices on the device; set parallel.zero_offload=none, or use adamw"
+        raise ValueError(f"{_named(recipe)} {text}")
     try:
         if parallel.zero_stage:
             check_elementwise(cls, arguments, advice=f"set parallel.zero_stage=0, {or_use}")

@@ -83,6 +83,8 @@ def _not_counted(recipe: Recipe) -> Iterator[str]:
         yield f"parallel.activation_checkpointing={checkpointing}"
     if recipe.parallel.activation_offload:
         yield "parallel.activation_offload=true"
+    if recipe.parallel.zero_offload != "none":
+        yield f"parallel.zero_offload={recipe.parallel.zero_offload}"
     if recipe.lora.rank:
         yield f"lora.rank={recipe.lora.rank}"
     if recipe.dpo.beta:

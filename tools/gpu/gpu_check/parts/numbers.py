@@ -16,7 +16,7 @@ from nxd_engine import initialize_parallel_model, initialize_parallel_optimizer,
 from nxd_engine.checkpoints.state import logical_name
 from nxd_lora import LoraConfig
 from nxd_parity import InFloat64
-from nxd_state import get_group
+from nxd_state import get_group, whole_parameters
 from nxd_state.device import get_device
 from nxd_testing import LogicalPiece, RankFailure, assemble_logical, logical_pieces
 from torch import Tensor, nn
@@ -43,7 +43,13 @@ class Layout:
 
 
 PIPELINE = {"num_microbatches": 2, "auto_partition": True, "input_names": ["input_ids", "labels"]}
-ZERO = {"optimizer_config": {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0}}
+
+
+def _zero(stage: int, offload: str | None = None) -> dict[str, Any]:
+    clipping = {"grad_clipping": True, "max_grad_norm": 1.0}
+    return {"optimizer_config": {"zero_stage": stage, "zero_offload": offload, **clipping}}
+
+
 TP, PP, CP, EP = (f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context", "expert"))
 LAYOUTS = [
     Layout("1 rank", 1, {}),
@@ -51,10 +57,13 @@ LAYOUTS = [
     Layout("TP 2 + SP", 2, {TP: 2, "sequence_parallel": True}),
     Layout("CP 2", 2, {CP: 2}),
     Layout("PP 2", 2, {PP: 2, "pipeline_config": PIPELINE}),
-    Layout("DP 2 + ZeRO-1", 2, ZERO),
+    Layout("DP 2 + ZeRO-1", 2, _zero(1)),
+    Layout("DP 2 + ZeRO-1, states on the host", 2, _zero(1, "optimizer")),
+    Layout("DP 2 + ZeRO-3", 2, _zero(3)),
+    Layout("DP 2 + ZeRO-3 on the host", 2, _zero(3, "parameters")),
     Layout("TP 2 + LoRA", 2, {TP: 2}, lora=True),
     Layout("TP 2 x PP 2", 4, {TP: 2, PP: 2, "pipeline_config": PIPELINE}),
-    Layout("TP 2 x DP 2 + ZeRO-1", 4, {TP: 2, **ZERO}),
+    Layout("TP 2 x DP 2 + ZeRO-1", 4, {TP: 2, **_zero(1)}),
 ]
 WITH_EXPERTS = [
     Layout("1 rank", 1, {}),
@@ -129,7 +138,8 @@ def in_layout(model_type: str, layout: Layout, dtype: torch.dtype) -> Trained:
     with InFloat64() if dtype == torch.float64 else nullcontext():
         model = initialize_parallel_model(config, lambda: model_of(model_type, dtype))
         trained = {name: it for name, it in model.pipeline.local_named_parameters() if it.requires_grad}
-        before = {name: it.detach().clone() for name, it in trained.items()}
+        with whole_parameters(trained.values()):
+            before = {name: it.detach().clone() for name, it in trained.items()}
         optimizer = initialize_parallel_optimizer(config, torch.optim.AdamW, trained.values(), **OPTIMIZER)
         replicas = get_group("dp")
         batch = {name: it.chunk(replicas.size)[replicas.rank] for name, it in batch_of(model_type).items()}
@@ -140,7 +150,8 @@ def in_layout(model_type: str, layout: Layout, dtype: torch.dtype) -> Trained:
             optimizer.zero_grad()
             if isinstance(loss, Tensor):
                 losses.append(loss.detach())
-        named = [(name, it, (it - before[name]).double()) for name, it in trained.items()]
+        with whole_parameters(trained.values()):
+            named = [(name, it, (it - before[name]).double()) for name, it in trained.items()]
     pieces = [replace(it, name=logical_name(*it.name.partition(":")[::2])) for it in logical_pieces(named)]
     return Trained(losses, pieces)
 

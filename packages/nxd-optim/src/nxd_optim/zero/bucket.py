@@ -76,6 +76,8 @@ class Bucket(Protocol):
         placement: their placement; its replicas share the bucket.
         dtypes: the dtypes of gradients and master weights.
         device: device of the parameters.
+        is_on_host: whether this rank's part of gradients and updated weights is in host memory, and not on the device.
+        parameters_on_host: whether its part of the parameters is, too.
         ranges: this rank's part of each parameter, if any.
         used: ids of the parameters that had a gradient when the bucket was sent in this step.
         stale: ids of the parameters whose master weights must still be set from them; see `refresh_stale_masters`.
@@ -86,6 +88,8 @@ class Bucket(Protocol):
     placement: Placement
     dtypes: Dtypes
     device: torch.device
+    is_on_host: bool
+    parameters_on_host: bool
     ranges: list[WeightRange]
     used: set[int]
     stale: set[int]

@@ -4,6 +4,8 @@ This module manages the memory of gradients while they are needed, and of the we
 `flat_parameters` that of the parameters. The order of sending is in `gradients`, the update in `sharded_weights`.
 """
 
+from collections.abc import Callable
+
 import torch
 from nxd_state import Pending, is_cpu, reduce_scatter_mean
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from nxd_optim.placement import Placement
 from nxd_optim.zero.bucket import Dtypes, WeightRange
 from nxd_optim.zero.flat_parameters import FlatParameters
+from nxd_optim.zero.host_memory import copy_on_host, host_memory, start_copy_to_host
 
 
 class FlatBucket:
@@ -24,24 +27,33 @@ class FlatBucket:
         flat: the parameters.
         placement: the placement; its replicas share the bucket.
         dtypes: see `Dtypes`.
+        offload: whether this rank's part of the gradients, and the weights that its optimizer updates, are kept in host
+            memory; those of parameters whose own part is there always are.
 
     Attributes:
-        master: this rank's part of the parameters in the optimizer's dtype; the part itself if the dtypes are equal.
+        master: this rank's part of the parameters in the optimizer's dtype; the part itself if dtype and memory agree.
     """
 
-    def __init__(self, flat: FlatParameters, placement: Placement, dtypes: Dtypes) -> None:
+    def __init__(self, flat: FlatParameters, placement: Placement, dtypes: Dtypes, *, offload: bool = False) -> None:
         self._flat = flat
         self.parameters = flat.parameters
         self.placement = placement
         self.dtypes = dtypes
-        self.device = flat.shard.device
-        self.master = flat.shard.to(dtypes.master)
+        self.device = flat.device
+        self.parameters_on_host = flat.is_on_host
+        self.is_on_host = flat.is_on_host or (offload and not is_cpu(flat.device))
+        crosses = self.is_on_host and not flat.is_on_host  # updated weights come back to the device
+        self.master = copy_on_host(flat.shard, dtypes.master) if crosses else flat.shard.to(dtypes.master)
+        is_rounded = crosses and dtypes.master != flat.shard.dtype
+        self._outgoing = self._host_memory(flat.shard.dtype) if is_rounded else None  # on the way back to the device
         self.ranges = [
             WeightRange(it, start, stop, offset, nn.Parameter(self.master[offset : offset + stop - start]))
             for it, start, stop, offset in flat.own_ranges()
         ]
         self.used: set[int] = set()
-        self.gradient: Tensor | None = None
+        self._mean: Tensor | None = None
+        self._arrival: Callable[[], None] | None = None  # of a mean in host memory
+        self._further_mean: Tensor | None = None  # memory of one that arrives there to be added
         self._gradients: Tensor | None = None
         self._gradient_views: dict[int, Tensor] = {}
         self._mean_memory = self._memory_of_means()
@@ -60,14 +72,29 @@ class FlatBucket:
         return self._flat.nbytes
 
     @property
+    def gradient(self) -> Tensor | None:
+        """The mean gradient of this rank's part; waits for its way to the host."""
+        self._finish_arrival()
+        return self._mean
+
+    @gradient.setter
+    def gradient(self, mean: Tensor | None) -> None:
+        self._finish_arrival()
+        self._mean = mean
+
+    @property
     def has_masters(self) -> bool:
-        """Whether the optimizer updates separate weights, not the parameters themselves."""
-        return self.master is not self._flat.shard
+        """Whether the optimizer updates weights of another dtype than the parameters."""
+        return self.dtypes.master != self._flat.shard.dtype
 
     @property
     def master_bytes(self) -> int:
         """Bytes of the weights that the optimizer updates, if they are separate."""
-        return self.master.nbytes if self.has_masters else 0
+        return self.master.nbytes if self._updates_copies else 0
+
+    @property
+    def _updates_copies(self) -> bool:
+        return self.master is not self._flat.shard
 
     @property
     def gradient_bytes(self) -> int:
@@ -77,8 +104,8 @@ class FlatBucket:
     @property
     def mean_bytes(self) -> int:
         """Bytes of `gradient`, and of the memory kept for it between steps."""
-        mean = self.gradient if self._mean_memory is None else self._mean_memory
-        return 0 if mean is None else mean.nbytes
+        mean = self._mean if self._mean_memory is None else self._mean_memory
+        return sum(it.nbytes for it in (mean, self._further_mean) if it is not None)
 
     def take_gradient(self, parameter: Tensor) -> None:
         """Move a parameter's new gradient into the bucket's buffer, or add it to the sum there."""
@@ -120,7 +147,7 @@ class FlatBucket:
             self.placement.replicas,
             sum_dtype=self.dtypes.reduction,
             dtype=self.dtypes.master,
-            out=self._mean_memory if self.gradient is None else None,
+            out=self._mean_memory if self._mean is None and not self.is_on_host else None,
         )
         self._release_gradients()
 
@@ -130,8 +157,35 @@ class FlatBucket:
             mean = self._reduction.wait()
             if self.placement.scale != 1:
                 mean = mean.mul_(self.placement.scale)
-            self.gradient = mean if self.gradient is None else self.gradient.add_(mean)
+            if self.is_on_host:
+                self._send_to_host(mean)
+            else:
+                self._mean = mean if self._mean is None else self._mean.add_(mean)
             self._reduction = None
+
+    def _send_to_host(self, mean: Tensor) -> None:
+        """Start adding a mean to the gradient in host memory."""
+        self._finish_arrival()
+        if self._mean is None:
+            assert self._mean_memory is not None
+            self._mean = self._mean_memory
+            self._arrival = start_copy_to_host(mean, self._mean)
+            return
+        if self._further_mean is None:
+            self._further_mean = self._host_memory(mean.dtype)
+        total, further = self._mean, self._further_mean
+        wait = start_copy_to_host(mean, further)
+
+        def add() -> None:
+            wait()
+            total.add_(further)
+
+        self._arrival = add
+
+    def _finish_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival()
+            self._arrival = None
 
     def drop_gradients(self) -> None:
         """Drop all gradients of a step."""
@@ -154,15 +208,16 @@ class FlatBucket:
     def refresh_stale_masters(self) -> None:
         """Set the master weights of the stale parameters."""
         for it in self.ranges:
-            if self.has_masters and id(it.parameter) in self.stale:
+            if self._updates_copies and id(it.parameter) in self.stale:
                 it.weight.copy_(it.slice_of(self._flat.shard))
         self.stale = set()
 
     @torch.no_grad()
     def publish(self) -> None:
         """Start sending this rank's updated part to the others, or forget the parameters gathered before."""
-        if self.has_masters:
-            self._flat.shard.copy_(self.master)
+        if self._updates_copies:
+            updated = self.master if self._outgoing is None else self._outgoing.copy_(self.master)
+            self._flat.shard.copy_(updated, non_blocking=True)
         self._flat.publish()
 
     def wait_for_parameters(self) -> None:
@@ -175,10 +230,15 @@ class FlatBucket:
         self._flat.check_places()
 
     def _memory_of_means(self) -> Tensor | None:
-        """Memory for `gradient` that is kept between steps, on the CPU: new pages would cost more than the sums."""
-        if not is_cpu(self._flat.shard) or self.placement.replicas.size == 1:
+        """Memory for `gradient` that is kept between steps, on the host: new pages would cost more than the sums."""
+        if self.is_on_host:
+            return self._host_memory(self.dtypes.master)
+        if not is_cpu(self.device) or self.placement.replicas.size == 1:
             return None
         return torch.empty_like(self._flat.shard, dtype=self.dtypes.master)
+
+    def _host_memory(self, dtype: torch.dtype) -> Tensor:
+        return host_memory(self._flat.shard.numel(), dtype, self.device)
 
     def _empty_gradients(self) -> Tensor:
         return torch.empty(self._flat.numel, dtype=self.dtypes.gradient, device=self.device)

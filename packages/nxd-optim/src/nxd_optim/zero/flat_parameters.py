@@ -9,9 +9,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from nxd_state import Group, Pending, all_gather_
+from nxd_state import Group, Pending, all_gather_, is_cpu
 from nxd_state.sharded_values import OwnedRange, set_holder
 from torch import Tensor
+
+from nxd_optim.zero.host_memory import beside_computation, copy_on_host, record_copies
 
 ALIGNMENT_BYTES = 64  # a cache line, and more than any kernel requires
 
@@ -25,17 +27,26 @@ class FlatParameters:
         is_released: whether only the own part is kept while the parameters are not used (ZeRO-3).
         near: the ranks that share what remains after a forward, some of `group`: each keeps an equal part of the buffer
             until the backward. None to keep only the own part then, too.
+        offload: whether the own part of a released buffer is kept in host memory.
 
     Attributes:
         shard: this rank's part, 1-d; a part of the buffer itself unless the buffer is released.
+        device: device of the parameters, and of the buffer.
+        is_on_host: whether `shard` is in host memory, and not on the device.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], group: Group, *, is_released: bool = False, near: Group | None = None
+        self,
+        parameters: Sequence[Tensor],
+        group: Group,
+        *,
+        is_released: bool = False,
+        near: Group | None = None,
+        offload: bool = False,
     ) -> None:
         first = parameters[0]
         self.parameters = list(parameters)
-        self.group, self.is_released = group, is_released
+        self.group, self.is_released, self.device = group, is_released, first.device
         self._near = near
         self._near_part: Tensor | None = None
         self._starts, length = _lay_out(parameters, group.size)
@@ -45,8 +56,12 @@ class FlatParameters:
             self._places[id(parameter)].copy_(parameter.detach())
             parameter.data = self._places[id(parameter)]
         self._own = self._buffer.chunk(group.size)[group.rank]
-        self.shard = self._own.clone() if is_released else self._own
+        self.is_on_host = offload and is_released and not is_cpu(first)
+        self.shard = self._own
+        if is_released:
+            self.shard = copy_on_host(self._own, self._own.dtype) if self.is_on_host else self._own.clone()
         self._gathering: Pending[Tensor] | None = None
+        self._arriving: torch.Event | None = None  # of this rank's part from the host
         self._is_whole = True
         self._holds, self._was_whole = 0, True  # blocks that keep it whole, and whether it was before the first
         self._bytes = self._buffer.nbytes
@@ -118,8 +133,14 @@ class FlatParameters:
         if self._near_part is not None and self._near is not None:
             part, group, self._near_part = self._near_part, self._near, None
             own = self._buffer.chunk(group.size)[group.rank]
-        own.copy_(part)
-        self._gathering = all_gather_(self._buffer, group, async_op=True)
+        if part.device == self.device:
+            own.copy_(part)
+            self._gathering = all_gather_(self._buffer, group, async_op=True)
+        else:
+            with beside_computation(self.device):
+                own.copy_(part, non_blocking=True)
+                self._gathering = all_gather_(self._buffer, group, async_op=True)
+                self._arriving = record_copies(self.device)
         self._is_whole = True
         for parameter in self.parameters:
             parameter.data = self._places[id(parameter)]
@@ -127,6 +148,9 @@ class FlatParameters:
     def wait(self) -> None:
         """Return when the parameters are whole; gathers them if they are released."""
         self.gather()
+        if self._arriving is not None:
+            self._arriving.wait(torch.accelerator.current_stream(self.device))
+            self._arriving = None
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None

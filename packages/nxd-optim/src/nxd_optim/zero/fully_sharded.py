@@ -29,6 +29,7 @@ def fully_shard(
     *,
     shard_group_size: int | None = None,
     reshard_after_forward: bool | int = True,
+    offload: bool = False,
 ) -> "FullySharded":
     """Shard the parameters of models over their replicas (ZeRO-3). Called by all ranks, before the optimizer is made.
 
@@ -43,12 +44,16 @@ def fully_shard(
         reshard_after_forward: whether a unit is given up after its forward, and gathered again for its backward. False
             keeps parameters whole until the optimizer's step: more memory, fewer bytes with several microbatches. A
             number keeps them sharded over that many neighboring ranks meanwhile, so that backward gathers from these.
+        offload: whether a rank keeps its part of the parameters in host memory, and with it its part of gradients and
+            states, which the optimizer then updates there. On the CPU it has no effect.
 
     Raises:
         ValueError: there are no groups of this size, a unit is not in the models, parameters are sharded already or not
             the same on all replicas, or the device is XLA.
     """
-    sharded = FullySharded(shard_group_size=shard_group_size, reshard_after_forward=reshard_after_forward)
+    sharded = FullySharded(
+        shard_group_size=shard_group_size, reshard_after_forward=reshard_after_forward, offload=offload
+    )
     sharded.finish(models, units)
     return sharded
 
@@ -87,7 +92,7 @@ class _UnitParameters(FlatParameters):
     """The sharded parameters of a unit, or those outside the units."""
 
     def __init__(self, owner: "FullySharded", parameters: Sequence[Tensor], group: Group, near: Group | None) -> None:
-        super().__init__(parameters, group, is_released=True, near=near)
+        super().__init__(parameters, group, is_released=True, near=near, offload=owner.offload)
         self.owner = owner
 
 
@@ -100,6 +105,7 @@ class FullySharded:
     Args:
         shard_group_size: see `fully_shard`.
         reshard_after_forward: see `fully_shard`.
+        offload: see `fully_shard`.
 
     Attributes:
         reshards: whether parameters are given up after each forward and backward, and not after the step.
@@ -109,8 +115,15 @@ class FullySharded:
         ValueError: there are no groups of this size.
     """
 
-    def __init__(self, *, shard_group_size: int | None = None, reshard_after_forward: bool | int = True) -> None:
+    def __init__(
+        self,
+        *,
+        shard_group_size: int | None = None,
+        reshard_after_forward: bool | int = True,
+        offload: bool = False,
+    ) -> None:
         require_mesh()
+        self.offload = offload
         self._placements = sharding_placements(active_group("dp", "cp"), shard_group_size)
         self.reshards = reshard_after_forward is not False
         self._near = [_near_group(it.replicas, reshard_after_forward) for it in self._placements]

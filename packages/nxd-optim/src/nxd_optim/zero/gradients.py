@@ -15,6 +15,7 @@ from nxd_optim.bucket_sender import BucketSender, UsedParameters
 from nxd_optim.placement import Placement, ranks_with_gradients
 from nxd_optim.sequence_parallel import sum_sequence_parallel
 from nxd_optim.zero.bucket import Bucket, mean_gradients
+from nxd_optim.zero.host_memory import on_device
 
 MAX_MESSAGES = 2  # reduce-scatters in flight: enough to keep the transport busy without more buffers
 
@@ -102,4 +103,5 @@ def _average_over_mirrors(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         if bucket.placement.mirrors is not None:
             assert bucket.gradient is not None
-            all_reduce_(bucket.gradient, bucket.placement.mirrors, op="avg")
+            with on_device(bucket.gradient, bucket.device) as gradient:
+                all_reduce_(gradient, bucket.placement.mirrors, op="avg")

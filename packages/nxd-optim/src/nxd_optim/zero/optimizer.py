@@ -75,6 +75,9 @@ class NeuronZero1Optimizer(Optimizer):
             sum of its part only (ZeRO-2). Parameters that `fully_shard` has sharded stay so (ZeRO-3).
         shard_group_size: number of neighboring replicas that share states (hybrid sharding); the others mirror them.
             None for all replicas.
+        offload: whether this rank's part of mean gradients, states and master weights is kept in host memory, and
+            updated there by torch's fused kernel (ZeRO-Offload). So are those of parameters that `fully_shard` keeps
+            there. On the CPU it has no effect.
         **defaults: arguments of `optimizer_class`.
 
     Attributes:
@@ -108,6 +111,7 @@ class NeuronZero1Optimizer(Optimizer):
         higher_cc_precision: bool = False,
         shard_gradients: bool = False,
         shard_group_size: int | None = None,
+        offload: bool = False,
         **defaults: Any,
     ) -> None:
         self.inited = self._has_compared = False
@@ -134,6 +138,7 @@ class NeuronZero1Optimizer(Optimizer):
             lambda parameter: Dtypes.choose(
                 parameter, optimizer_dtype, accumulate_wide=use_grad_acc_hook, average_wide=higher_cc_precision
             ),
+            offload=offload,
         )
         self._gradient_hooks: list[Callable[[Sequence[GradientRange]], None]] = []
         super().__init__(params, check_elementwise(optimizer_class, defaults))

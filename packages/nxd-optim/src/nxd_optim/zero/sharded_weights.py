@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from nxd_optim.bucket_sender import DEFAULT_BUCKET_BYTES, batch_parameters
 from nxd_optim.elementwise import has_joint_step
-from nxd_optim.groups_and_states import copy_settings, settings_of
+from nxd_optim.groups_and_states import copy_changed_settings, copy_settings, settings_of
 from nxd_optim.placement import Placement, check_same_parameters, placement_among
 from nxd_optim.updated_parts import UpdatedParts
 from nxd_optim.zero.bucket import Bucket, Dtypes
@@ -23,6 +23,7 @@ from nxd_optim.zero.flat_bucket import FlatBucket
 from nxd_optim.zero.flat_parameters import FlatParameters
 from nxd_optim.zero.fully_sharded import in_order_of_backward
 from nxd_optim.zero.gradients import check_same_sequence_parallel_ranges
+from nxd_optim.zero.host_memory import settings_on_host
 from nxd_optim.zero.xla_bucket import XlaBucket
 
 
@@ -48,13 +49,20 @@ class ShardedWeights:
     Args:
         make_optimizer: function that makes an optimizer of parameter groups.
         dtypes_of: function from a parameter dtype to the dtypes of training.
+        offload: whether this rank's parts, their gradients and states are kept and updated in host memory.
 
     Attributes:
         buckets: the buckets, in the order in which their gradients are sent.
     """
 
-    def __init__(self, make_optimizer: Callable[[Any], Optimizer], dtypes_of: Callable[[torch.dtype], Dtypes]) -> None:
-        self._make_optimizer, self._dtypes_of = make_optimizer, dtypes_of
+    def __init__(
+        self,
+        make_optimizer: Callable[[Any], Optimizer],
+        dtypes_of: Callable[[torch.dtype], Dtypes],
+        *,
+        offload: bool = False,
+    ) -> None:
+        self._make_optimizer, self._dtypes_of, self._offload = make_optimizer, dtypes_of, offload
         self.buckets: list[Bucket] = []
         self._base_optimizers: list[Optimizer] = []  # one per bucket, so that a bucket can be gathered once updated
         self._joint_step: Any = None  # of optimizers that have one
@@ -81,15 +89,16 @@ class ShardedWeights:
         Raises:
             ValueError: parameters are on the meta device, or differ between ranks of the group.
         """
-        for base in self._base_optimizers:  # all have the user's groups, empty ones too
+        for bucket, base in self.parts():  # all have the user's groups, empty ones too
             for added in param_groups[len(base.param_groups) :]:
-                base.add_param_group(settings_of(added) | {"params": []})
+                base.add_param_group(_settings(added, bucket) | {"params": []})
         buckets = self._make_buckets(parameters, group, placements, bucket_bytes)
         self.buckets = [*self.buckets, *buckets]
         for bucket in buckets:
             weights = {it.parameter: it.weight for it in bucket.ranges}
             groups = [
-                settings_of(it) | {"params": [weights[p] for p in it["params"] if p in weights]} for it in param_groups
+                _settings(it, bucket) | {"params": [weights[p] for p in it["params"] if p in weights]}
+                for it in param_groups
             ]
             self._base_optimizers.append(self._make_optimizer(groups))
         self._joint_step = _joint_step(self.buckets, self._base_optimizers)
@@ -113,12 +122,18 @@ class ShardedWeights:
             placement = placement_among(placements, batch[0])
             dtypes = self._dtypes_of(batch[0].dtype)
             if is_lazy_device(batch[0]):
+                if self._offload:
+                    raise ValueError(
+                        "offload=True does not support XLA, which plans the memory of its graphs; use False"
+                    )
                 buckets.append(XlaBucket(batch, placement, dtypes))
             else:
-                buckets.append(FlatBucket(FlatParameters(batch, placement.replicas), placement, dtypes))
+                flat = FlatParameters(batch, placement.replicas)
+                buckets.append(FlatBucket(flat, placement, dtypes, offload=self._offload))
         for flat in in_order_of_backward(trained):
             placement = placement_among(placements, flat.parameters[0])
-            buckets.append(FlatBucket(flat, placement, self._dtypes_of(flat.parameters[0].dtype)))
+            dtypes = self._dtypes_of(flat.parameters[0].dtype)
+            buckets.append(FlatBucket(flat, placement, dtypes, offload=self._offload))
         return buckets
 
     def parts(self) -> Iterator[tuple[Bucket, Optimizer]]:
@@ -135,7 +150,8 @@ class ShardedWeights:
         weights = {it.parameter: it.weight for bucket in self.buckets for it in bucket.ranges}
         flat = [[weights.get(p, p.new_empty(0)) for p in group["params"]] for group in param_groups]
         groups = zip(param_groups, flat, strict=True)
-        whole = self._make_optimizer([settings_of(group) | {"params": params} for group, params in groups])
+        like = self.buckets[0] if self.buckets else None
+        whole = self._make_optimizer([_settings(group, like) | {"params": params} for group, params in groups])
         for _, base in self.parts():
             whole.state.update(base.state)
         return whole
@@ -146,7 +162,7 @@ class ShardedWeights:
             return
         for bucket in self.buckets:
             assert bucket.gradient is not None
-            bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
+            bucket.gradient.mul_(scale.to(bucket.gradient))
 
     def update(self, used: Set[int], param_groups: list[dict[str, Any]]) -> None:
         """Step on this rank's part of each bucket, and gather the bucket while the next one is updated.
@@ -156,8 +172,9 @@ class ShardedWeights:
             param_groups: the user's parameter groups; values that an optimizer counts in its own groups are copied
                 there.
         """
-        for base in self._base_optimizers:
-            copy_settings(param_groups, base.param_groups)
+        for bucket, base in self.parts():
+            copy_settings([_settings(group, bucket) for group in param_groups], base.param_groups)
+        given = [settings_of(group) for base in self._base_optimizers[:1] for group in base.param_groups]
         if self._joint_step is not None:
             for bucket in self.buckets:
                 _give_gradients(bucket, used)
@@ -167,7 +184,7 @@ class ShardedWeights:
                 _step(bucket, base, used)
                 bucket.publish()
         for base in self._base_optimizers[:1]:
-            copy_settings(base.param_groups, param_groups)
+            copy_changed_settings(base.param_groups, given, param_groups)
         if self._forward_gather is None:
             self.wait()
 
@@ -209,11 +226,22 @@ def _joint_step(buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> A
     """Return what optimizers do together before their steps; None for elementwise ones."""
     if not optimizers or not has_joint_step(type(optimizers[0])):
         return None
+    if any(bucket.is_on_host for bucket in buckets):
+        raise ValueError(
+            f"{type(optimizers[0]).__name__} exchanges parts of matrices on the device, so its states cannot be kept in "
+            "host memory; use offload=False, or AdamW"
+        )
     parts = [
         UpdatedParts(bucket.parameters, [it.updated for it in bucket.ranges], bucket.placement.replicas)
         for bucket in buckets
     ]
     return type(optimizers[0]).joint_step(parts)  # type: ignore[attr-defined]
+
+
+def _settings(group: Mapping[str, Any], bucket: Bucket | None) -> dict[str, Any]:
+    """Return a group's settings for the optimizer of a bucket."""
+    settings = settings_of(group)
+    return settings_on_host(settings) if bucket is not None and bucket.is_on_host else settings
 
 
 def _give_gradients(bucket: Bucket, used: Set[int]) -> None:

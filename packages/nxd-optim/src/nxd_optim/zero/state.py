@@ -233,16 +233,24 @@ class MemoryBytes:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Measured and predicted bytes; `str()` formats them as a table."""
+    """Measured and predicted bytes; `str()` formats them as a table.
+
+    Attributes:
+        measured: what there is.
+        predicted: what the model's sizes say.
+        on_host: names of the attributes of `MemoryBytes` that are in host memory, and not on the device.
+    """
 
     measured: MemoryBytes
     predicted: MemoryBytes
+    on_host: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [f"{'':16}{'measured':>12}{'predicted':>12}"]
         for kind in MemoryBytes.__dataclass_fields__:
             numbers = (getattr(self.measured, kind), getattr(self.predicted, kind))
-            rows.append(f"{kind.replace('_', ' '):16}" + "".join(f"{number / 2**20:8.1f} MiB" for number in numbers))
+            row = f"{kind.replace('_', ' '):16}" + "".join(f"{number / 2**20:8.1f} MiB" for number in numbers)
+            rows.append(f"{row}  in host memory" if kind in self.on_host else row)
         return "\n".join(rows)
 
 
@@ -281,7 +289,10 @@ def memory_report(
                 if here:
                     bytes_per_element = _state_bytes_per_element(make_optimizer, group, bucket.dtypes.master, shape)
                     state += here * bytes_per_element // group_size
-    return MemoryReport(measured, MemoryBytes(parameters, gradients, means, masters, state, 0))
+    on_host = ("mean_gradients", "master_weights", "state") if any(it.is_on_host for it, _ in parts) else ()
+    of_parameters = ("parameters",) if any(it.parameters_on_host for it, _ in parts) else ()
+    predicted = MemoryBytes(parameters, gradients, means, masters, state, 0)
+    return MemoryReport(measured, predicted, (*of_parameters, *on_host))
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

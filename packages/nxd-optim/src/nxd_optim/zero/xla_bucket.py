@@ -30,6 +30,7 @@ class XlaBucket:
         self.placement = placement
         self.dtypes = dtypes
         self.device = parameters[0].device
+        self.is_on_host = self.parameters_on_host = False
         self.has_masters = dtypes.master != parameters[0].dtype
         self._group = placement.replicas
         self.ranges = self._make_ranges()

@@ -97,6 +97,10 @@ class ParallelSection:
         "zero_stage=3: give parameters up after each forward (true, the default), keep them until the step (false: "
         "fewer messages with several microbatches), or share them among N neighbors meanwhile",
     )
+    zero_offload: Literal["none", "optimizer", "parameters"] = option(
+        "none",
+        "what zero_stage keeps in host memory: none, optimizer (states, updated there), or with 3 also parameters",
+    )
     activation_checkpointing: str = option(
         "none",
         "recomputed in backward: none, full (decoder layers), selective (all but matrix products), or class names",
