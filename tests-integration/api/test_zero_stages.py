@@ -22,6 +22,7 @@ from nxd_testing import assemble_logical, logical_pieces
 pytest.importorskip("transformers", reason="some of the models are of transformers: pip install transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+OF_EXPERTS = ("mixtral", "gpt_oss")
 STEPS, SAMPLES, LENGTH, VOCABULARY = 10, 8, 8, 48
 RTOL = 1e-10
 
@@ -61,8 +62,12 @@ def make_model(name: str, *, sequence_parallel: bool = False) -> torch.nn.Module
     return tiny_model(name)
 
 
-def lora_config() -> LoraConfig:
-    return LoraConfig(lora_rank=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"])
+def lora_config(model: str) -> LoraConfig:
+    if model in OF_EXPERTS:
+        targets = {"target_modules": ["q_proj", "v_proj"], "target_parameters": ["experts.down_proj"]}
+    else:
+        targets = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+    return LoraConfig(lora_rank=2, lora_alpha=4, **targets)
 
 
 def batches(model: str) -> list[dict[str, torch.Tensor]]:
@@ -94,7 +99,7 @@ def config_of(layout: Layout) -> dict:
         },
         activation_checkpoint_config=layout.checkpointing,
         sequence_parallel=layout.sequence_parallel,
-        lora_config=lora_config() if layout.lora else None,
+        lora_config=lora_config(layout.model) if layout.lora else None,
     )
 
 
@@ -130,7 +135,7 @@ def one_process(layout: Layout):
     with InFloat64():
         model = make_model(layout.model)
         if layout.lora:
-            LoraModel(model, lora_config())
+            LoraModel(model, lora_config(layout.model))
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW([p for _, p in trained], lr=1e-2)
         losses, norms = [], []
@@ -260,7 +265,6 @@ STAGES = {
     "hybrid ZeRO-3": {"group": 2},
 }
 MODELS = ("llama", "tied", "qwen3", "gemma3_text", "mixtral", "gpt_oss")
-OF_EXPERTS = ("mixtral", "gpt_oss")
 
 
 def _fits(axes: str, stage: str, model: str) -> bool:

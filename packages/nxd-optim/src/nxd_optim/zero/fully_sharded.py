@@ -126,7 +126,11 @@ class FullySharded:
         self.offload = offload
         self._placements = sharding_placements(active_group("dp", "cp"), shard_group_size)
         self.reshards = reshard_after_forward is not False
-        self._near = [_near_group(it.replicas, reshard_after_forward) for it in self._placements]
+        dense, experts = self._placements
+        near = of_experts = reshard_after_forward
+        if not isinstance(near, bool):
+            of_experts = min(near, experts.replicas.size)  # fewer ranks hold the same experts
+        self._near = [_near_group(dense.replicas, near), _near_group(experts.replicas, of_experts)]
         self._flats: dict[nn.Module, list[_UnitParameters]] = {}  # by unit; outside the units by model
         self._models: dict[nn.Module, set[Tensor]] = {}
         self._used: dict[nn.Module, list[_UnitParameters]] = {}  # what `of` has found
