@@ -228,8 +228,8 @@ def _joint_step(buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> A
         return None
     if any(bucket.is_on_host for bucket in buckets):
         raise ValueError(
-            f"{type(optimizers[0]).__name__} exchanges parts of matrices on the device, so its states cannot be kept in "
-            "host memory; use offload=False, or AdamW"
+            f"{type(optimizers[0]).__name__} exchanges parts of matrices on the device, so its states cannot be "
+            "kept in host memory; use offload=False, or AdamW"
         )
     parts = [
         UpdatedParts(bucket.parameters, [it.updated for it in bucket.ranges], bucket.placement.replicas)
