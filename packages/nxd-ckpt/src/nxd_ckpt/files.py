@@ -258,3 +258,8 @@ def local_copy(path: "str | os.PathLike[str]") -> Iterator[str]:
         except Exception as error:  # each scheme's package has its own errors
             raise CheckpointError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
         yield target
+
+
+def has_file(folder: str, name: str) -> bool:
+    """Whether the folder has a file of this name."""
+    return os.path.isfile(os.path.join(folder, name))

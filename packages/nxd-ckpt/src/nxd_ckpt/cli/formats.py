@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.files import is_remote, local_copy
+from nxd_ckpt.files import has_file, is_remote, local_copy
 from nxd_ckpt.interop import (
     from_checkpoint,
     open_deepspeed,
@@ -176,18 +176,18 @@ def _detect(path: str, tag: str | None) -> SourceKind:
         return "hf"
     known: dict[SourceKind, Callable[[str], bool]] = {
         "hf": holds_model,
-        "dcp": lambda it: _has(it, ".metadata"),
+        "dcp": lambda it: has_file(it, ".metadata"),
         "fsdp": is_fsdp,
         "deepspeed": is_deepspeed,
     }
     if kind := next((kind for kind, is_kind in known.items() if is_kind(folder)), None):
         return kind
     names = os.listdir(path) if os.path.isdir(path) else []
-    if _has(folder, "manifest.json") or any(_has(os.path.join(path, name), "manifest.json") for name in names):
+    if has_file(folder, "manifest.json") or any(has_file(os.path.join(path, name), "manifest.json") for name in names):
         return "nxd"
     if (
-        _has(folder, "checkpoint")
-        or _has(folder, "done")
+        has_file(folder, "checkpoint")
+        or has_file(folder, "done")
         or complete_tags(path)
         or any(name.startswith("tp_rank_") for name in names)
     ):
@@ -219,7 +219,3 @@ def _open_foreign(kind: SourceKind, path: str, place: Place) -> TensorSource:
 
 def _is_list_of_names(content: Any) -> bool:
     return isinstance(content, list) and all(isinstance(name, str) for name in content)
-
-
-def _has(folder: str, name: str) -> bool:
-    return os.path.isfile(os.path.join(folder, name))

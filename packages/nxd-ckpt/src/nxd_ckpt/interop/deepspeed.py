@@ -6,7 +6,6 @@
 The folder of a run, whose files hold each rank's part of flat buffers, is refused with the commands that convert it.
 """
 
-import json
 import math
 import os
 import re
@@ -16,13 +15,14 @@ from typing import Any
 import torch
 
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import has_file
+from nxd_ckpt.interop.huggingface.reading import read_index
 from nxd_ckpt.interop.safe_pickle import load_torch_file
 from nxd_ckpt.interop.source import TensorSource
-from nxd_ckpt.interop.torch_files import OPTIMIZER_PREFIX, FilesOfTensors, has_file, load_mapping, plain_tensor
+from nxd_ckpt.interop.torch_files import OPTIMIZER_PREFIX, FilesOfTensors, load_mapping, plain_tensor
 
 WEIGHTS_FILE = "pytorch_model.bin"
 WEIGHTS_INDEX = "pytorch_model.bin.index.json"
-MAX_INDEX_BYTES = 100_000_000
 
 _ZERO = "zero"
 _LATEST = ("latest_universal", "latest")  # text files with the name of a folder beside them
@@ -181,7 +181,7 @@ def _weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in load_mapping(path).items():
             yield name, plain_tensor(value, f"{name!r} in {path}")
         return
-    file_of = _weight_map(os.path.join(folder, WEIGHTS_INDEX))
+    file_of = read_index(os.path.join(folder, WEIGHTS_INDEX), _WEIGHTS_NAME)
     for file in sorted(set(file_of.values())):
         path = os.path.join(folder, file)
         content = load_mapping(path)
@@ -189,15 +189,3 @@ def _weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
             if name not in content:
                 raise CheckpointError(f"{path} lacks {name!r}, which the index {WEIGHTS_INDEX} lists there")
             yield name, plain_tensor(content[name], f"{name!r} in {path}")
-
-
-def _weight_map(path: str) -> dict[str, str]:
-    try:
-        with open(path, "rb") as file:
-            weight_map = json.loads(file.read(MAX_INDEX_BYTES))["weight_map"]
-        for name, file_name in weight_map.items():
-            if not isinstance(file_name, str) or not _WEIGHTS_NAME.fullmatch(file_name):
-                raise ValueError(f"it says that {name!r} is in {file_name!r}, which is not a plain file name")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
-    return dict(weight_map)

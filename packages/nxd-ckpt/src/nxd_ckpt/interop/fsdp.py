@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
+from nxd_ckpt.files import has_file
 from nxd_ckpt.interop.source import TensorSource
 from nxd_ckpt.interop.torch_files import (
     OPTIMIZER_PREFIX,
     FilesOfTensors,
-    has_file,
     load_mapping,
     plain_tensor,
     tensors_of_states,

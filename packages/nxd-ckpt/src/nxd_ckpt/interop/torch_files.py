@@ -1,6 +1,5 @@
 """Tensors in files of `torch.save`, which are read with restrictions and stay mapped files."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,8 +82,3 @@ def tensors_of_states(states: Any, path: str) -> Iterator[tuple[str, torch.Tenso
             is_number = isinstance(value, int | float)
             tensor = torch.tensor(float(value)) if is_number else plain_tensor(value, f"{name}/{key} in {path}")
             yield f"{OPTIMIZER_PREFIX}{name}/{key}", tensor
-
-
-def has_file(folder: str, name: str) -> bool:
-    """Whether the folder has a file of this name."""
-    return os.path.isfile(os.path.join(folder, name))

@@ -17,7 +17,7 @@ import torch
 
 from nxd_ckpt.boxes import Box
 from nxd_ckpt.errors import CheckpointError
-from nxd_ckpt.files import regular_file
+from nxd_ckpt.files import has_file, regular_file
 from nxd_ckpt.interop.source import TensorSource
 from nxd_ckpt.manifest_text import without_repeats
 from nxd_ckpt.objects import is_unicode
@@ -184,7 +184,7 @@ def open_hugging_face(folder: "str | os.PathLike[str]") -> TensorSource:
     path = os.fspath(folder)
     if os.path.isfile(path):
         return _HuggingFaceFolder({path: read_header(path)})
-    chosen = _chosen_by_config(path) or next((it for it in (SINGLE_FILE, INDEX_FILE) if _has(path, it)), None)
+    chosen = _chosen_by_config(path) or next((it for it in (SINGLE_FILE, INDEX_FILE) if has_file(path, it)), None)
     if chosen is None:
         raise CheckpointError(_nothing_to_open(path))
     if _INDEX_NAME.fullmatch(chosen):
@@ -195,7 +195,7 @@ def open_hugging_face(folder: "str | os.PathLike[str]") -> TensorSource:
 
 def holds_model(folder: str) -> bool:
     """Whether `open_hugging_face` finds files to open in a folder."""
-    return _chosen_by_config(folder) is not None or _has(folder, SINGLE_FILE) or _has(folder, INDEX_FILE)
+    return _chosen_by_config(folder) is not None or has_file(folder, SINGLE_FILE) or has_file(folder, INDEX_FILE)
 
 
 def _chosen_by_config(folder: str) -> str | None:
@@ -253,13 +253,9 @@ def other_kind(folder: str) -> str:
     return found
 
 
-def _has(folder: str, name: str) -> bool:
-    return os.path.isfile(os.path.join(folder, name))
-
-
 def _read_indexed(folder: str, name: str) -> dict[str, dict[str, StoredTensor]]:
     index = os.path.join(folder, name)
-    file_of = _read_index(index)
+    file_of = read_index(index, _FILE_NAME)
     files = {name: read_header(os.path.join(folder, name)) for name in sorted(set(file_of.values()))}
     found = {(name, file) for file, tensors in files.items() for name in tensors}
     expected = set(file_of.items())
@@ -273,7 +269,12 @@ def _read_indexed(folder: str, name: str) -> dict[str, dict[str, StoredTensor]]:
     return {os.path.join(folder, file): tensors for file, tensors in files.items()}
 
 
-def _read_index(path: str) -> dict[str, str]:
+def read_index(path: str, file_names: re.Pattern[str]) -> dict[str, str]:
+    """Return the file of each tensor by an index, whose file names must match the pattern.
+
+    Raises:
+        CheckpointError: the index is missing, damaged or too long, or names another file.
+    """
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_INDEX_BYTES + 1)
@@ -281,9 +282,9 @@ def _read_index(path: str) -> dict[str, str]:
             raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes")
         weight_map = json.loads(text)["weight_map"]
         for name, file_name in weight_map.items():
-            if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
+            if not isinstance(file_name, str) or not file_names.fullmatch(file_name):
                 raise ValueError(f"it says that {name!r} is in {file_name!r}, which is not a plain file name")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be used: {type(error).__name__}: {error}") from error
     return dict(weight_map)
 

@@ -18,8 +18,8 @@ from nxd_ckpt.errors import CheckpointError
 from nxd_ckpt.interop.neuronx.rank_files import Rank
 from nxd_ckpt.interop.neuronx.sharding import Degrees, LocalTensor, SavedBox, Sharding, check_storable, placements_of
 from nxd_ckpt.interop.source import TensorSource, read_whole
+from nxd_ckpt.interop.torch_files import OPTIMIZER_PREFIX
 
-OPTIMIZER_PREFIX = "optimizer/"
 MASTER_KEY = "master_weight"
 
 _ZERO1_STATE = "base_state"
