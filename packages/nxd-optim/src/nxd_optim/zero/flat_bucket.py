@@ -4,8 +4,6 @@ This module manages the memory of gradients while they are needed, and of the we
 `flat_parameters` that of the parameters. The order of sending is in `gradients`, the update in `sharded_weights`.
 """
 
-from collections.abc import Callable
-
 import torch
 from nxd_state import Pending, is_cpu, reduce_scatter_mean
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from nxd_optim.placement import Placement
 from nxd_optim.zero.bucket import Dtypes, WeightRange
 from nxd_optim.zero.flat_parameters import FlatParameters
-from nxd_optim.zero.host_memory import copy_on_host, host_memory, start_copy_to_host
+from nxd_optim.zero.host_memory import HostSum, copy_on_host, host_memory
 
 
 class FlatBucket:
@@ -45,15 +43,18 @@ class FlatBucket:
         crosses = self.is_on_host and not flat.is_on_host  # updated weights come back to the device
         self.master = copy_on_host(flat.shard, dtypes.master) if crosses else flat.shard.to(dtypes.master)
         is_rounded = crosses and dtypes.master != flat.shard.dtype
-        self._outgoing = self._host_memory(flat.shard.dtype) if is_rounded else None  # on the way back to the device
+        self._outgoing: Tensor | None = None  # updated weights on their way back
+        if is_rounded:
+            self._outgoing = host_memory(flat.shard.numel(), flat.shard.dtype, self.device)
         self.ranges = [
             WeightRange(it, start, stop, offset, nn.Parameter(self.master[offset : offset + stop - start]))
             for it, start, stop, offset in flat.own_ranges()
         ]
         self.used: set[int] = set()
         self._mean: Tensor | None = None
-        self._arrival: Callable[[], None] | None = None  # of a mean in host memory
-        self._further_mean: Tensor | None = None  # memory of one that arrives there to be added
+        self._sum_on_host: HostSum | None = None
+        if self.is_on_host:
+            self._sum_on_host = HostSum(flat.shard.numel(), dtypes.master, self.device)
         self._gradients: Tensor | None = None
         self._gradient_views: dict[int, Tensor] = {}
         self._mean_memory = self._memory_of_means()
@@ -74,12 +75,14 @@ class FlatBucket:
     @property
     def gradient(self) -> Tensor | None:
         """The mean gradient of this rank's part; waits for its way to the host."""
-        self._finish_arrival()
+        if self._sum_on_host is not None:
+            self._sum_on_host.wait()
         return self._mean
 
     @gradient.setter
     def gradient(self, mean: Tensor | None) -> None:
-        self._finish_arrival()
+        if self._sum_on_host is not None:
+            self._sum_on_host.wait()
         self._mean = mean
 
     @property
@@ -104,8 +107,10 @@ class FlatBucket:
     @property
     def mean_bytes(self) -> int:
         """Bytes of `gradient`, and of the memory kept for it between steps."""
+        if self._sum_on_host is not None:
+            return self._sum_on_host.nbytes
         mean = self._mean if self._mean_memory is None else self._mean_memory
-        return sum(it.nbytes for it in (mean, self._further_mean) if it is not None)
+        return 0 if mean is None else mean.nbytes
 
     def take_gradient(self, parameter: Tensor) -> None:
         """Move a parameter's new gradient into the bucket's buffer, or add it to the sum there."""
@@ -147,7 +152,7 @@ class FlatBucket:
             self.placement.replicas,
             sum_dtype=self.dtypes.reduction,
             dtype=self.dtypes.master,
-            out=self._mean_memory if self._mean is None and not self.is_on_host else None,
+            out=self._mean_memory if self._mean is None else None,
         )
         self._release_gradients()
 
@@ -157,35 +162,11 @@ class FlatBucket:
             mean = self._reduction.wait()
             if self.placement.scale != 1:
                 mean = mean.mul_(self.placement.scale)
-            if self.is_on_host:
-                self._send_to_host(mean)
+            if self._sum_on_host is not None:
+                self._mean = self._sum_on_host.start_adding(mean, is_first=self._mean is None)
             else:
                 self._mean = mean if self._mean is None else self._mean.add_(mean)
             self._reduction = None
-
-    def _send_to_host(self, mean: Tensor) -> None:
-        """Start adding a mean to the gradient in host memory."""
-        self._finish_arrival()
-        if self._mean is None:
-            assert self._mean_memory is not None
-            self._mean = self._mean_memory
-            self._arrival = start_copy_to_host(mean, self._mean)
-            return
-        if self._further_mean is None:
-            self._further_mean = self._host_memory(mean.dtype)
-        total, further = self._mean, self._further_mean
-        wait = start_copy_to_host(mean, further)
-
-        def add() -> None:
-            wait()
-            total.add_(further)
-
-        self._arrival = add
-
-    def _finish_arrival(self) -> None:
-        if self._arrival is not None:
-            self._arrival()
-            self._arrival = None
 
     def drop_gradients(self) -> None:
         """Drop all gradients of a step."""
@@ -230,15 +211,10 @@ class FlatBucket:
         self._flat.check_places()
 
     def _memory_of_means(self) -> Tensor | None:
-        """Memory for `gradient` that is kept between steps, on the host: new pages would cost more than the sums."""
-        if self.is_on_host:
-            return self._host_memory(self.dtypes.master)
+        """Memory for `gradient` that is kept between steps, on the CPU: new pages would cost more than the sums."""
         if not is_cpu(self.device) or self.placement.replicas.size == 1:
             return None
         return torch.empty_like(self._flat.shard, dtype=self.dtypes.master)
-
-    def _host_memory(self, dtype: torch.dtype) -> Tensor:
-        return host_memory(self._flat.shard.numel(), dtype, self.device)
 
     def _empty_gradients(self) -> Tensor:
         return torch.empty(self._flat.numel, dtype=self.dtypes.gradient, device=self.device)

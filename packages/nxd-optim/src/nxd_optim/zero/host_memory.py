@@ -26,15 +26,48 @@ def copy_on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return host_memory(tensor.numel(), dtype, tensor.device).copy_(tensor)
 
 
-def start_copy_to_host(source: Tensor, target: Tensor) -> Callable[[], None]:
-    """Start copying a device's tensor to host memory; returns a function that waits for the copy."""
-    with beside_computation(source.device):
-        target.copy_(source, non_blocking=True)
-        copied = record_copies(source.device)
-    if copied is None:
-        return lambda: None
-    source.record_stream(_copy_stream(source.device))  # its memory must not be used again before
-    return copied.synchronize
+class HostSum:
+    """A sum in host memory of a device's 1-d tensors, which arrive while the device computes on.
+
+    Args:
+        length: length of the tensors.
+        dtype: their dtype.
+        device: the device.
+    """
+
+    def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._device = device
+        self._total = host_memory(length, dtype, device)
+        self._further: Tensor | None = None  # memory of a tensor that arrives to be added
+        self._finish: Callable[[], Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host memory."""
+        return sum(it.nbytes for it in (self._total, self._further) if it is not None)
+
+    def start_adding(self, tensor: Tensor, *, is_first: bool) -> Tensor:
+        """Start adding a tensor, or start the sum with it; returns the sum, which is complete after `wait`."""
+        self.wait()
+        if is_first:
+            self._finish = _start_copy(tensor, self._total)
+            return self._total
+        if self._further is None:
+            self._further = host_memory(len(self._total), self._total.dtype, self._device)
+        total, further, arrive = self._total, self._further, _start_copy(tensor, self._further)
+
+        def add() -> None:
+            arrive()
+            total.add_(further)
+
+        self._finish = add
+        return self._total
+
+    def wait(self) -> None:
+        """Return when all tensors have arrived and are added."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 def beside_computation(device: torch.device) -> AbstractContextManager[Any]:
@@ -68,6 +101,17 @@ def settings_on_host(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "fused" in changed and not changed.get("foreach") and not changed.get("differentiable"):
         changed["fused"] = True
     return changed
+
+
+def _start_copy(source: Tensor, target: Tensor) -> Callable[[], None]:
+    """Start copying a device's tensor to host memory; returns a function that waits for the copy."""
+    with beside_computation(source.device):
+        target.copy_(source, non_blocking=True)
+        copied = record_copies(source.device)
+    if copied is None:
+        return lambda: None
+    source.record_stream(_copy_stream(source.device))  # its memory must not be used again before
+    return copied.synchronize
 
 
 @cache
