@@ -1,6 +1,6 @@
 """Every ZeRO stage, composed with every other axis, trains like one process: losses, norms, weights and states.
 
-Ten steps of AdamW in float64. The states hold every gradient: `exp_avg` is a mean of them.
+Ten steps of AdamW or Muon in float64. The states hold every gradient: `exp_avg` and the momentum are means of them.
 """
 
 import sys
@@ -15,6 +15,7 @@ from nxd_engine.checkpoints.optimizer_state import optimizer_state
 from nxd_engine.checkpoints.state import OPTIMIZER_PREFIX, logical_name
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_lora import LoraConfig, LoraModel
+from nxd_optim import Muon, muon_parameter_groups
 from nxd_parity import InFloat64
 from nxd_state import destroy_model_parallel, get_group, owned_range, whole_parameters
 from nxd_testing import assemble_logical, logical_pieces
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 OF_EXPERTS = ("mixtral", "gpt_oss")
 STEPS, SAMPLES, LENGTH, VOCABULARY = 10, 8, 8, 48
 RTOL = 1e-10
+STATES = ("/exp_avg", "/exp_avg_sq", "/momentum_buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class Layout:
     schedule: str = "1f1b"
     model: str = "llama"
     lora: bool = False
+    optimizer: str = "adamw"
 
 
 def make_model(name: str, *, sequence_parallel: bool = False) -> torch.nn.Module:
@@ -103,13 +106,20 @@ def config_of(layout: Layout) -> dict:
     )
 
 
+def optimizer_of(name: str, model: torch.nn.Module) -> tuple[type[torch.optim.Optimizer], list]:
+    if name == "muon":
+        return Muon, muon_parameter_groups(model)
+    return torch.optim.AdamW, [it for it in model.parameters() if it.requires_grad]
+
+
 def train(layout: Layout) -> tuple[list[float], list[float], list, dict]:
     with InFloat64():
         config = config_of(layout)
         model = nxd.initialize_parallel_model(
             config, lambda: make_model(layout.model, sequence_parallel=layout.sequence_parallel)
         )
-        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+        cls, parameters = optimizer_of(layout.optimizer, model)
+        optimizer = nxd.initialize_parallel_optimizer(config, cls, parameters, lr=1e-2)
         replicas = get_group("dp")
         losses, norms = [], []
         for batch in batches(layout.model):
@@ -125,7 +135,7 @@ def train(layout: Layout) -> tuple[list[float], list[float], list, dict]:
         parts = [
             (name, tuple(it.global_shape), [(shard.box.offsets, shard.tensor.clone()) for shard in it.shards])
             for name, it in states.items()
-            if name.endswith(("/exp_avg", "/exp_avg_sq"))
+            if name.endswith(STATES)
         ]
         destroy_model_parallel()
     return losses, norms, weights, parts
@@ -137,7 +147,8 @@ def one_process(layout: Layout):
         if layout.lora:
             LoraModel(model, lora_config(layout.model))
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW([p for _, p in trained], lr=1e-2)
+        cls, parameters = optimizer_of(layout.optimizer, model)
+        optimizer = cls(parameters, lr=1e-2)
         losses, norms = [], []
         for batch in batches(layout.model):
             output = model(**batch)
@@ -149,10 +160,11 @@ def one_process(layout: Layout):
             optimizer.zero_grad()
         weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
         states = {
-            f"{name}/{key}": optimizer.state[p][key]
+            f"{name}/{key}": value
             for name, p in trained
             if p in optimizer.state
-            for key in ("exp_avg", "exp_avg_sq")
+            for key, value in optimizer.state[p].items()
+            if f"/{key}" in STATES
         }
     return losses, norms, weights, states
 
@@ -163,8 +175,8 @@ def assert_close(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @cache
-def expected_of(model: str, lora: bool):
-    return one_process(Layout(model=model, lora=lora))
+def expected_of(model: str, lora: bool, optimizer: str = "adamw"):
+    return one_process(Layout(model=model, lora=lora, optimizer=optimizer))
 
 
 def assert_equal(outcomes, expected) -> None:
@@ -275,14 +287,23 @@ def _fits(axes: str, stage: str, model: str) -> bool:
     return replicas == 4 or stage not in ("hybrid ZeRO-3",)
 
 
-GRID = [
-    pytest.param(axes, stage, model, lora, id=f"{axes}, {stage}, {model}{' with LoRA' if lora else ''}")
-    for model in MODELS
-    for lora in (False, True)
-    for stage in STAGES
-    for axes in AXES
-    if _fits(axes, stage, model)
-]
+def _grid(models: tuple[str, ...], stages: tuple[str, ...], adapted: tuple[str, ...]) -> list:
+    return [
+        pytest.param(axes, stage, model, lora, id=f"{axes}, {stage}, {model}{' with LoRA' if lora else ''}")
+        for model in models
+        for lora in ((False, True) if model in adapted else (False,))
+        for stage in stages
+        for axes in AXES
+        if _fits(axes, stage, model)
+    ]
+
+
+GRID = _grid(MODELS, tuple(STAGES), MODELS)
+GRID_OF_MUON = _grid(
+    ("llama", "phi3", "qwen3", "gemma3_text", "mixtral", "gpt_oss"),
+    ("ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid ZeRO-1", "hybrid ZeRO-3"),
+    adapted=("llama", "mixtral"),
+)
 
 
 @pytest.mark.sample(6)
@@ -294,3 +315,14 @@ def test_every_stage_trains_like_one_process(run_ranks, axes, stage, model, lora
     outcomes = run_ranks(lambda: train(layout), ranks)
 
     assert_equal(outcomes, expected_of(model, lora))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("axes", "stage", "model", "lora"), GRID_OF_MUON)
+def test_muon_trains_like_one_process(run_ranks, axes, stage, model, lora):
+    ranks, degrees = AXES[axes]
+    layout = Layout(**degrees, **STAGES[stage], model=model, lora=lora, optimizer="muon")
+
+    outcomes = run_ranks(lambda: train(layout), ranks)
+
+    assert_equal(outcomes, expected_of(model, lora, "muon"))

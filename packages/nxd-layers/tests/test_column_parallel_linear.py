@@ -4,6 +4,7 @@ import pytest
 import torch
 from nxd_layers import ColumnParallelLinear, scatter_to_sequence_parallel_region
 from nxd_state import get_shard_spec, get_tensor_model_parallel_rank
+from nxd_state.parameter_marks import MatrixLayout, get_matrix_layout
 from torch.nn import functional as F
 
 INPUT, OUTPUT = 5, 72  # 72 splits into up to 4 ranks x 3 fused matrices
@@ -156,6 +157,15 @@ def test_column_linear_parameters_carry_the_documented_attributes(on_tp):
         ]
 
     assert on_tp(2, job) == [[(True, 0, 2, 2, "tp")] * 2] * 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_column_linear_of_fused_matrices_is_marked_with_them(on_tp, tp):
+    def job():
+        layers = ColumnParallelLinear(4, 8, stride=2), ColumnParallelLinear(4, 8)
+        return [get_matrix_layout(layer.weight) for layer in layers]
+
+    assert on_tp(tp, job) == [[MatrixLayout(sections=(4, 4)), None]] * tp
 
 
 def test_column_linear_bias_shards_differ_between_ranks(on_tp):

@@ -27,6 +27,7 @@ from nxd_state import (
     initialize_model_parallel,
     static_shapes,
 )
+from nxd_state.parameter_marks import MatrixLayout, get_matrix_layout
 from torch import nn
 from torch.nn import functional as F
 
@@ -287,6 +288,13 @@ def test_token_that_would_overflow_in_an_expert_of_others_stays_a_number_in_floa
     torch.testing.assert_close(found.detach(), expected)
     assert tokens.grad.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in mlps.parameters())
+
+
+def test_weights_of_experts_are_marked_with_their_matrices():
+    gated, plain = (ExpertMLPs(EXPERTS, 1, HIDDEN, INNER, glu_mlp=it).mlp_op for it in (True, False))
+
+    assert get_matrix_layout(gated.gate_up_proj.weight) == MatrixLayout(-1, (INNER, INNER))
+    assert get_matrix_layout(gated.down_proj.weight) == get_matrix_layout(plain.up_proj.weight) == MatrixLayout(-1)
 
 
 def test_balanced_load_has_the_loss_one():

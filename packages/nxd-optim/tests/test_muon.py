@@ -17,7 +17,7 @@ from nxd_state import (
     set_shard_spec,
     shard_along,
 )
-from nxd_state.parameter_marks import mark_expert
+from nxd_state.parameter_marks import MatrixLayout, get_matrix_layout, mark_expert, mark_matrix_layout
 from nxd_testing import assemble_logical, logical_pieces
 from torch import nn
 
@@ -31,8 +31,17 @@ LOGICAL = {
     "qkv:q.weight": (16, 10),
     "qkv:k.weight": (8, 10),
     "experts": (4, 6, 5),
+    "fused": (32, 10),
+    "by_head": (24, 10),
+    "alternating": (4, 6, 20),
     "bias": (9,),
 }
+LAYOUTS_OF_FUSED = {
+    "fused": MatrixLayout(sections=(16, 8, 8)),
+    "by_head": MatrixLayout(sections=(2, 2, 2)),
+    "alternating": MatrixLayout(-1, (1, 1)),
+}
+STACKS = ("experts", "alternating")
 
 
 def values(kind, step):
@@ -41,22 +50,31 @@ def values(kind, step):
 
 
 def specs():
-    tp, ep, etp = (active_group(axis) for axis in ("tp", "ep", "etp"))
+    tp = active_group("tp")
     here = {"rank": tp.rank, "size": tp.size}
     fused = [shard_along(LOGICAL[f"qkv:{name}"], 0, name=name, **here) for name in ("q.weight", "k.weight")]
-    experts, rows, columns = LOGICAL["experts"]
-    each, share = experts // ep.size, columns // etp.size if ep.size > 1 else columns
-    local = Box((0, 0, 0), (each, rows, share))
-    piece = ShardPiece(local, Box((ep.rank * each, 0, 0), local.shape), LOGICAL["experts"], copies=etp.size)
     return {
         "column": shard_along(LOGICAL["column"], 0, **here),
         "row": shard_along(LOGICAL["row"], 1, **here),
         "square": None,
         "vocabulary": shard_along(LOGICAL["vocabulary"], 0, padded_length=24, **here),
         "qkv": fuse_along(fused, 0),
-        "experts": ShardSpec(local.shape, (piece,), axis="ep") if ep.size > 1 else None,
+        "experts": spec_of_experts("experts"),
+        "fused": shard_along(LOGICAL["fused"], 0, **here),
+        "by_head": shard_along(LOGICAL["by_head"], 0, **here),
+        "alternating": spec_of_experts("alternating"),
         "bias": None,
     }
+
+
+def spec_of_experts(name):
+    ep, etp = active_group("ep"), active_group("etp")
+    if ep.size == 1:
+        return None
+    experts, rows, columns = LOGICAL[name]
+    local = Box((0, 0, 0), (experts // ep.size, rows, columns // etp.size))
+    here = Box((ep.rank * local.shape[0], 0, etp.rank * local.shape[2]), local.shape)
+    return ShardSpec(local.shape, (ShardPiece(local, here, LOGICAL[name]),), axis="ep")
 
 
 def local_values(wholes, name, spec):
@@ -74,8 +92,10 @@ def make_parameters(dtype=torch.float64):
         parameter = parameters[name] = nn.Parameter(local_values(wholes, name, spec).to(dtype))
         if spec is not None:
             set_shard_spec(parameter, spec)
-    if active_group("ep").size > 1:
-        mark_expert(parameters["experts"])
+    for name in STACKS if active_group("ep").size > 1 else ():
+        mark_expert(parameters[name])
+    for name, layout in LAYOUTS_OF_FUSED.items():
+        mark_matrix_layout(parameters[name], layout)
     return parameters
 
 
@@ -102,12 +122,33 @@ def pieces(parameters, tensors=None):
     return logical_pieces((name, p, p if tensors is None else tensors[p]) for name, p in parameters.items())
 
 
+def unfused(name, whole):
+    """The matrices in a logical tensor, one after the other."""
+    matrices = list(whole) if name in STACKS else [whole]
+    if name == "fused":
+        matrices = list(whole.split([16, 8, 8]))
+    if name == "by_head":
+        matrices = list(whole.view(4, 3, 2, 10).transpose(0, 1).reshape(3, 8, 10))
+    if name == "alternating":
+        matrices = [it[:, first::2] for it in whole for first in (0, 1)]
+    return [it.clone(memory_format=torch.contiguous_format) for it in matrices]
+
+
+def fused(name, matrices):
+    """The inverse of `unfused`."""
+    if name == "experts":
+        return torch.stack(matrices)
+    if name == "by_head":
+        return torch.stack(matrices).view(3, 4, 2, 10).transpose(0, 1).reshape(24, 10)
+    if name == "alternating":
+        pairs = zip(matrices[::2], matrices[1::2], strict=True)
+        return torch.stack([torch.stack(pair, dim=-1).flatten(1) for pair in pairs])
+    return torch.cat(matrices)
+
+
 def trained_by_torch():
     """The logical matrices of the same model, with torch's Muon and AdamW."""
-    weights = {}
-    for name, whole in values(0, 0).items():
-        parts = whole.unbind() if name == "experts" else [whole]
-        weights[name] = [nn.Parameter(part.clone()) for part in parts]
+    weights = {name: [nn.Parameter(it) for it in unfused(name, whole)] for name, whole in values(0, 0).items()}
     rest = ("vocabulary", "bias")
     optimizers = [
         torch.optim.Muon([p for name, parts in weights.items() if name not in rest for p in parts], **SETTINGS),
@@ -116,17 +157,17 @@ def trained_by_torch():
     ]
     for step in range(1, STEPS + 1):
         for name, whole in values(1, step).items():
-            for parameter, grad in zip(weights[name], whole.unbind() if name == "experts" else [whole], strict=True):
-                parameter.grad = grad.clone()
+            for parameter, grad in zip(weights[name], unfused(name, whole), strict=True):
+                parameter.grad = grad
         for optimizer in optimizers:
             optimizer.step()
-    wholes = {name: torch.stack(list(parts)) if name == "experts" else parts[0] for name, parts in weights.items()}
-    momenta = [optimizers[name == "vocabulary"].state for name in weights if name != "bias"]
-    states = {
-        name: [state[p]["momentum_buffer"] for p in weights[name]]
-        for name, state in zip([it for it in weights if it != "bias"], momenta, strict=True)
+    wholes = {name: fused(name, [p.detach() for p in parts]) for name, parts in weights.items()}
+    momenta = {
+        name: fused(name, [optimizers[name == "vocabulary"].state[p]["momentum_buffer"] for p in parts])
+        for name, parts in weights.items()
+        if name != "bias"
     }
-    return wholes, {name: torch.stack(it) if name == "experts" else it[0] for name, it in states.items()}
+    return wholes, momenta
 
 
 def assert_equal(found, expected):
@@ -155,6 +196,29 @@ def test_one_process_equals_torch_bit_by_bit(dtype, settings):
             it.step()
 
     assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("adjusted", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12)])
+def test_weight_of_inputs_and_outputs_moves_as_its_transpose_does_with_torch(shape, adjusted):
+    start, grad = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ours, theirs = nn.Parameter(start.T.contiguous()), nn.Parameter(start.clone())
+    mark_matrix_layout(ours, MatrixLayout(outputs_dim=-1))
+    ours.grad, theirs.grad = grad.T.contiguous(), grad.clone()
+
+    Muon([ours], lr=0.1, adjust_lr_fn=adjusted).step()
+
+    torch.optim.Muon([theirs], lr=0.1, adjust_lr_fn=adjusted).step()
+    torch.testing.assert_close(ours.T, theirs, rtol=1e-12, atol=0)
+
+
+def test_layout_that_does_not_fit_a_parameter_is_refused():
+    parameter = nn.Parameter(torch.ones(8, 3))
+    mark_matrix_layout(parameter, MatrixLayout(sections=(3, 2)))
+    parameter.grad = torch.ones(8, 3)
+
+    with pytest.raises(ValueError, match=r"dim 0 .* \(8, 3\) cannot hold matrices of \[3, 2\] outputs"):
+        Muon([parameter]).step()
 
 
 def train_layout(tp, ep, etp, zero1):
@@ -211,7 +275,7 @@ def test_states_are_a_momentum_of_matrices_and_two_moments_of_the_rest(run_ranks
     found = run_ranks(state_of_zero1, 2)
 
     keys = set().union(*(keys for keys, _ in found))
-    matrices = {"column", "row", "square", "vocabulary", "qkv", "experts"}
+    matrices = {"column", "row", "square", "vocabulary", "qkv", "experts", "fused", "by_head", "alternating"}
     adamw = {("bias", key) for key in ("step", "exp_avg", "exp_avg_sq", MASTER_KEY)}
     assert keys == adamw | {(name, key) for name in matrices for key in ("momentum_buffer", MASTER_KEY)}
     report = found[0][1]
@@ -353,6 +417,62 @@ def test_groups_are_chosen_by_shape_and_role(caplog):
     ]
     assert "Muon updates 2 parameters of this rank, AdamW 11:" in caplog.text
     assert "layers.*.bias" in caplog.text
+
+
+class FusedLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(5, 12)
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.w13 = nn.Linear(5, 8)
+        self.experts = Experts()
+        self.experts.is_transposed, self.experts.is_concatenated = False, True
+        self.alternating = nn.Module()
+        self.alternating.experts = Experts()
+        self.alternating.experts.gate_up_proj = nn.Parameter(torch.ones(4, 5, 6))
+        self.alternating.experts.is_transposed, self.alternating.experts.is_concatenated = True, False
+        self.plain = nn.Linear(5, 5)
+
+
+def test_fused_parameters_are_marked_with_their_matrices(caplog):
+    model = FusedLayers()
+
+    with caplog.at_level("INFO", logger="nxd_optim"):
+        muon, *_ = muon_parameter_groups(model)
+
+    names = {p: name for name, p in model.named_parameters()}
+    assert {names[p]: get_matrix_layout(p) for p in muon["params"]} == {
+        "gate_up_proj.weight": MatrixLayout(sections=(6, 6)),
+        "attention.in_proj_weight": MatrixLayout(sections=(6, 6, 6)),
+        "attention.out_proj.weight": MatrixLayout(),
+        "w13.weight": None,
+        "experts.gate_up_proj": MatrixLayout(sections=(3, 3)),
+        "alternating.experts.gate_up_proj": MatrixLayout(-1, (1, 1)),
+        "plain.weight": MatrixLayout(),
+    }
+    assert "attention.in_proj_weight: matrices of 6, 6, 6 outputs" in caplog.text
+    assert "w13.weight: one matrix, although it seems to hold several" in caplog.text
+    assert "alternating.experts.gate_up_proj: matrices of 3, 3 outputs, stored as [inputs, outputs]" in caplog.text
+
+
+def test_layout_that_is_marked_already_is_kept():
+    model = FusedLayers()
+    mark_matrix_layout(model.w13.weight, MatrixLayout(sections=(4, 4)))
+
+    muon_parameter_groups(model)
+
+    assert get_matrix_layout(model.w13.weight) == MatrixLayout(sections=(4, 4))
+
+
+def test_stack_with_a_layout_is_one_of_experts_whatever_its_name():
+    model = nn.Module()
+    model.mlps = nn.Module()
+    model.mlps.register_parameter("weight", nn.Parameter(torch.ones(4, 3, 2)))
+    mark_matrix_layout(model.mlps.weight, MatrixLayout(outputs_dim=-1))
+
+    muon, *_ = muon_parameter_groups(model)
+
+    assert [p is model.mlps.weight for p in muon["params"]] == [True]
 
 
 def test_head_tied_to_embeddings_is_listed_once_and_not_for_muon():

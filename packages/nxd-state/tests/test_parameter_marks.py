@@ -3,8 +3,10 @@
 import pytest
 import torch
 from nxd_state.parameter_marks import (
+    MatrixLayout,
     Partition,
     copy_marks,
+    get_matrix_layout,
     get_partition,
     is_expert,
     is_sequence_parallel,
@@ -12,6 +14,7 @@ from nxd_state.parameter_marks import (
     is_tensor_parallel,
     is_tied_copy,
     mark_expert,
+    mark_matrix_layout,
     mark_sequence_parallel,
     mark_tied_over_stages,
     set_partition_attributes,
@@ -64,6 +67,16 @@ def test_partition_of_a_whole_parameter_is_none_and_missing_numbers_are_one():
     assert get_partition(parameter) is None
     parameter.partition_dim = 1
     assert get_partition(parameter) == Partition(1, num_partitions=1, stride=1)
+
+
+def test_matrix_layout_is_copied_with_the_marks():
+    source, target = new_parameter(), new_parameter()
+    assert get_matrix_layout(source) is None
+    mark_matrix_layout(source, MatrixLayout(-1, (2, 1)))
+
+    copy_marks(source, target)
+
+    assert get_matrix_layout(target) == MatrixLayout(outputs_dim=-1, sections=(2, 1))
 
 
 def test_copy_marks_leaves_sums_over_stages_to_the_pipeline():

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from nxd_state import Group, ShardSpec, active_group, shard_along
+from nxd_state.parameter_marks import MatrixLayout, mark_matrix_layout
 from torch import Tensor, nn
 
 from nxd_layers.initialization import InitMethod, default_bias_init, empty_sharded_parameter, fill_from_logical
@@ -81,6 +82,9 @@ class ShardedLinear(nn.Module):
         """Create weight and bias, and initialize them. Subclasses call it when they have set their attributes."""
         self._specs = self._specs_of(self.group().rank)
         self.weight = self.new_parameter(self.weight_spec, dtype, device, split_dim=self.partition_dim)
+        if self.num_matrices > 1 and self.partition_dim == 0:
+            each = self.logical_shape[0] // self.num_matrices
+            mark_matrix_layout(self.weight, MatrixLayout(sections=(each,) * self.num_matrices))
         self.bias = self.new_parameter(self.bias_spec, dtype, device, split_dim=self.output_split_dim) if bias else None
         self.reset_parameters()
 

@@ -4,7 +4,7 @@ Each logical matrix has one owner among the ranks that together hold it. The own
 sends every rank its part of the result. Messages carry many matrices, and travel while the owners compute others.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -24,8 +24,6 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_optim.flat_shards import StateShard
-
 ROUND_ELEMENTS = 2**25  # elements of an owner's matrices that travel at a time
 
 
@@ -37,11 +35,13 @@ class MatrixKey:
         parameter: index of the parameter, the same on all ranks.
         name: name of the logical tensor, as in `ShardPiece`.
         index: index of the matrix in a stack `[matrices, rows, columns]`; 0 for a single matrix.
+        section: index of the matrix among those that are fused, as in `MatrixLayout.sections`; 0 for a single matrix.
     """
 
     parameter: int
     name: str
     index: int
+    section: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,40 +52,13 @@ class MatrixPart:
         key: the matrix.
         shape: shape of the whole matrix, `(rows, columns)`.
         box: the elements.
-        values: their values, of the box's shape; the results replace them.
+        values: their values in the order of the box, possibly in more dims; the results replace them.
     """
 
     key: MatrixKey
     shape: tuple[int, ...]
     box: Box
     values: Tensor
-
-
-def matrix_parts(parameter: int, shards: Iterable[StateShard]) -> list[MatrixPart]:
-    """Return boxes of logical tensors, which are matrices or stacks of them, as boxes of matrices.
-
-    Args:
-        parameter: index of the parameter.
-        shards: this rank's boxes of its logical tensors.
-
-    Raises:
-        ValueError: a logical tensor is neither a matrix nor a stack of matrices.
-    """
-    parts = []
-    for it in shards:
-        shape, box = it.logical_shape, it.box
-        if len(shape) == 2:
-            parts.append(MatrixPart(MatrixKey(parameter, it.name, 0), shape, box, it.tensor))
-        elif len(shape) == 3:
-            inner = Box(box.offset[1:], box.shape[1:])
-            for index, values in enumerate(it.tensor, start=box.offset[0]):
-                parts.append(MatrixPart(MatrixKey(parameter, it.name, index), shape[1:], inner, values))
-        else:
-            raise ValueError(
-                f"a parameter of logical shape {tuple(shape)} is not a matrix; give it to AdamW by use_muon=False, as "
-                "nxd_optim.muon_parameter_groups(model) does"
-            )
-    return parts
 
 
 @dataclass(frozen=True)
@@ -189,7 +162,8 @@ class MatrixExchange:
             if matrix.owner == rank:
                 for it in matrix.holdings:
                     if it.rank == rank:
-                        parts[it.position].values.copy_(results[matrix.key][it.box.slices])
+                        values = parts[it.position].values
+                        values.copy_(results[matrix.key][it.box.slices].reshape(values.shape))
         sent = {
             holder: [
                 results[m.key][it.box.slices]
@@ -249,12 +223,12 @@ class _Gather:
         for matrix in self.own:
             mine = [it for it in matrix.sources if it.rank == self.rank]
             values = self.parts[mine[0].position].values if mine else self.parts[0].values
-            if len(mine) == len(matrix.sources) == 1:
+            if len(mine) == len(matrix.sources) == 1 and _is_dense(values):
                 wholes[matrix.key] = values  # not a copy, so that it keeps the layout in memory
                 continue
             whole = wholes[matrix.key] = values.new_empty(matrix.shape)
             for it in mine:
-                whole[it.box.slices].copy_(self.parts[it.position].values)
+                whole[it.box.slices].copy_(self.parts[it.position].values.reshape(it.box.shape))
         for source, found in self.received.items():
             if found:
                 pieces = self.buffers[source].split([it.box.numel for _, it in found])
@@ -279,7 +253,12 @@ class _Scatter:
             if found:
                 pieces = self.buffers[owner].split([it.box.numel for it in found])
                 for part, piece in zip(found, pieces, strict=True):
-                    part.values.copy_(piece.view(part.box.shape))
+                    part.values.copy_(piece.view(part.values.shape))
+
+
+def _is_dense(values: Tensor) -> bool:
+    """Whether values fill their memory as a matrix or its transpose; not every second column, say."""
+    return values.dim() == 2 and (values.is_contiguous() or values.T.is_contiguous())
 
 
 def _assign(announced: Sequence[Sequence[tuple[MatrixKey, tuple[int, ...], Box]]], group: Group) -> list[_Matrix]:
@@ -293,7 +272,7 @@ def _assign(announced: Sequence[Sequence[tuple[MatrixKey, tuple[int, ...], Box]]
         for position, (key, shape, box) in enumerate(parts):
             shapes.setdefault(key, shape)
             holdings.setdefault(key, []).append(_Holding(rank, position, box))
-    by_cost = sorted(shapes, key=lambda key: (-_cost(shapes[key]), key.parameter, key.name, key.index))
+    by_cost = sorted(shapes, key=lambda key: (-_cost(shapes[key]), key.parameter, key.name, key.index, key.section))
     busy = [0] * group.size
     matrices = []
     for key in by_cost:

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from nxd_state import Group, all_gather_object
-from nxd_state.parameter_marks import is_expert
+from nxd_state.parameter_marks import MatrixLayout, get_matrix_layout, is_expert
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
-from nxd_optim.matrix_exchange import MatrixExchange, MatrixKey, MatrixPart, matrix_parts
+from nxd_optim.matrix_exchange import MatrixExchange, MatrixKey, MatrixPart
+from nxd_optim.matrix_sections import Section, matrix_parts, outputs_and_inputs, sections_of
 from nxd_optim.updated_parts import UpdatedParts, UpdatedRange, ranks_that_share
 
 _MOMENTUM = "momentum_buffer"  # torch's name
@@ -29,9 +30,9 @@ class Muon(Optimizer):
 
     In one process, float32 and float64 weights equal those of `torch.optim.Muon` and `AdamW` bit by bit. On many ranks
     it updates every matrix as if it were whole: tensor- and expert-parallel parts are gathered at one of the ranks that
-    hold them, fused parameters are the matrices that their `ShardSpec` names, and a stack `[experts, rows, columns]`
-    has a matrix for each expert. `NeuronZero1Optimizer` accepts it as well. As in torch, the iterations compute in
-    bfloat16; messages have that dtype, too.
+    hold them, fused parameters are the matrices that their `ShardSpec` and `MatrixLayout` name, and a stack
+    `[experts, rows, columns]` has a matrix for each expert. `NeuronZero1Optimizer` accepts it as well. As in torch, the
+    iterations compute in bfloat16; messages have that dtype, too.
 
     Args:
         params: parameter groups, such as those of `muon_parameter_groups`; a group without `use_muon` is updated by
@@ -44,8 +45,8 @@ class Muon(Optimizer):
         ns_coefficients: coefficients of the Newton-Schulz polynomial.
         eps: smallest norm that a matrix is divided by.
         ns_steps: number of Newton-Schulz iterations.
-        adjust_lr_fn: how the shape of a matrix `[outputs, inputs]` scales its learning rate: "original" (also None),
-            "match_rms_adamw", or another of the installed torch.
+        adjust_lr_fn: how the shape of a matrix `[outputs, inputs]`, also one that is stored as `[inputs, outputs]`,
+            scales its learning rate: "original" (also None), "match_rms_adamw", or another of the installed torch.
         betas: AdamW's decay rates of the two moments.
         adamw_eps: AdamW's term in the denominator.
         fused: whether AdamW uses torch's fused kernel; None for torch's choice.
@@ -269,7 +270,7 @@ class _SharedMatrices:
             key = id(it.parameter)
             if key in used:
                 direction = optimizers[index]._take_direction(it, groups[key])
-                parts += matrix_parts(self._indices[key], it.shards_of(direction))
+                parts += matrix_parts(self._indices[key], _sections(it, direction))
             else:
                 parts += self._absent(it)
 
@@ -281,7 +282,7 @@ class _SharedMatrices:
     def _absent(self, it: UpdatedRange) -> list[MatrixPart]:
         """Return parts without values."""
         nothing = it.weight.new_empty((), dtype=_COMPUTED).expand(it.weight.shape)
-        return matrix_parts(self._indices[id(it.parameter)], it.shards_of(nothing))
+        return matrix_parts(self._indices[id(it.parameter)], _sections(it, nothing))
 
 
 def _adamw(defaults: Mapping[str, Any]) -> AdamW:
@@ -296,6 +297,16 @@ def _update(weight: Tensor, it: UpdatedRange, direction: Tensor, group: Mapping[
     """Decay a weight and move it along a direction, at a rate for the shape of each logical matrix."""
     rate = float(group["lr"])
     weight.mul_(1 - rate * group["weight_decay"])
-    for target, source in zip(it.shards_of(weight), it.shards_of(direction), strict=True):
-        shape = torch.Size(target.logical_shape[-2:])
-        target.tensor.add_(source.tensor, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], shape))
+    layout = _layout(it)
+    for target, source in zip(_sections(it, weight), _sections(it, direction), strict=True):
+        shape = outputs_and_inputs(target.shape, layout)
+        target.values.add_(source.values, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], shape))
+
+
+def _sections(it: UpdatedRange, tensor: Tensor) -> list[Section]:
+    """Return a tensor of a weight's shape as boxes of matrices, which share its memory."""
+    return sections_of(it.shards_of(tensor), _layout(it))
+
+
+def _layout(it: UpdatedRange) -> MatrixLayout:
+    return get_matrix_layout(it.parameter) or MatrixLayout()

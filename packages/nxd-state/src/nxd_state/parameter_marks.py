@@ -11,6 +11,7 @@ logical tensor a rank holds is not a mark: see `shard_spec`.
 | `summed_over_stages` | the pipeline adds gradients of other stages to `.grad` of a tied weight | the pipeline |
 | `tensor_model_parallel` | split over the tensor-parallel ranks | layers, `set_partition_attributes` |
 | `partition_dim`, `partition_stride`, `num_partitions` | how it is split; see `Partition` | the same |
+| `matrix_layout` | which matrices it holds; see `MatrixLayout` | layers, `nxd_optim.muon_parameter_groups` |
 """
 
 from typing import NamedTuple
@@ -22,6 +23,7 @@ _EXPERT = "expert_model_parallel"
 _TIED_COPY = "shared"
 _SUMMED_OVER_STAGES = "summed_over_stages"
 _TENSOR_PARALLEL = "tensor_model_parallel"
+_MATRIX_LAYOUT = "matrix_layout"
 _PARTITION_DIM, _PARTITION_STRIDE, _NUM_PARTITIONS = "partition_dim", "partition_stride", "num_partitions"
 
 
@@ -99,9 +101,35 @@ def set_partition_attributes(parameter: Tensor, *, partition_dim: int, num_parti
     setattr(parameter, _NUM_PARTITIONS, num_partitions)
 
 
+class MatrixLayout(NamedTuple):
+    """The matrices of linear maps in the last two dims of a parameter, or of each of its logical tensors.
+
+    Attributes:
+        outputs_dim: the dim of the outputs: -2 in `[..., outputs, inputs]`, as in `nn.Linear`; -1 in `[..., inputs,
+            outputs]`.
+        sections: numbers of outputs of several matrices that take turns along this dim, from its start to its end:
+            `(q, kv, kv)` for queries above keys above values, `(1, 1)` for two matrices whose outputs alternate.
+            Empty for one matrix.
+    """
+
+    outputs_dim: int = -2
+    sections: tuple[int, ...] = ()
+
+
+def get_matrix_layout(parameter: Tensor) -> MatrixLayout | None:
+    """The matrices in a parameter; None if it is not marked, and so is one matrix `[outputs, inputs]`, or a stack."""
+    layout: MatrixLayout | None = getattr(parameter, _MATRIX_LAYOUT, None)
+    return layout
+
+
+def mark_matrix_layout(parameter: Tensor, layout: MatrixLayout) -> None:
+    """Say which matrices a parameter holds, for optimizers that treat each matrix as a whole."""
+    setattr(parameter, _MATRIX_LAYOUT, layout)
+
+
 def copy_marks(source: Tensor, target: Tensor) -> None:
     """Copy all marks but `summed_over_stages` to a parameter that replaces another."""
     copied = (_TENSOR_PARALLEL, _EXPERT, _PARTITION_DIM, _PARTITION_STRIDE, _NUM_PARTITIONS, _SEQUENCE_PARALLEL)
-    for attribute in (*copied, _TIED_COPY):
+    for attribute in (*copied, _TIED_COPY, _MATRIX_LAYOUT):
         if hasattr(source, attribute):
             setattr(target, attribute, getattr(source, attribute))

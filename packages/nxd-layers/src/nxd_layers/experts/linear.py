@@ -22,7 +22,7 @@ from nxd_state import (
     splits_experts,
 )
 from nxd_state.degrees import expert_tensor_parallel_mistake
-from nxd_state.parameter_marks import copy_marks, mark_expert
+from nxd_state.parameter_marks import MatrixLayout, copy_marks, mark_expert, mark_matrix_layout
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -173,6 +173,8 @@ class ExpertLinear(nn.Module):
         self.weight = empty_parameter(self._spec.local_shape, dtype, device)
         if group.size > 1:
             set_partition_attributes(self.weight, partition_dim=dim, num_partitions=group.size, stride=stride)
+        is_fused = stride > 1 and split == "outputs"
+        mark_matrix_layout(self.weight, MatrixLayout(-1, (output_size // stride,) * stride if is_fused else ()))
         if splits_experts():
             mark_expert(self.weight)
         if splits_experts() or group.size > 1:
