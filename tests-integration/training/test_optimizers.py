@@ -21,19 +21,27 @@ LAYOUTS = {
     "DP 2": (2, []),
     "DP 2 + ZeRO-1": (2, [ZERO1]),
     "TP 2 x DP 2 + ZeRO-1": (4, [TP2, ZERO1]),
+    "DP 2 + ZeRO-2": (2, ["parallel.zero_stage=2"]),
+    "DP 2 + ZeRO-3": (2, ["parallel.zero_stage=3"]),
 }
 SGD = ["optimizer.type=sgd", "optimizer.config.momentum=0.9", "optimizer.lr=0.1"]
 ADAFACTOR = ["optimizer.type=adafactor", "optimizer.config.d=1.5"]
 OF_TRANSFORMERS = ["optimizer.factory=transformers:Adafactor", "optimizer.config.relative_step=false"]
 OTHER = ["optimizer.factory=torch.optim:RAdam", "optimizer.config.betas=[0.8,0.9]"]
-OPTIMIZERS = {"sgd": SGD, "adafactor": ADAFACTOR, "Adafactor of transformers": OF_TRANSFORMERS, "RAdam": OTHER}
+OPTIMIZERS = {
+    "sgd": SGD,
+    "adafactor": ADAFACTOR,
+    "Adafactor of transformers": OF_TRANSFORMERS,
+    "Adafactor of torch": ["optimizer.factory=torch.optim:Adafactor"],
+    "RAdam": OTHER,
+}
 EXACT = {
     "sgd": LAYOUTS,
     "RAdam": LAYOUTS,
-    "adafactor": ("PP 2", "DP 2"),
+    "adafactor": LAYOUTS,
     "Adafactor of transformers": ("PP 2", "DP 2"),
 }
-QUICK = [("sgd", "DP 2 + ZeRO-1"), ("adafactor", "PP 2")]
+QUICK = [("sgd", "DP 2 + ZeRO-1"), ("adafactor", "TP 2 x DP 2 + ZeRO-1")]
 
 
 @pytest.fixture
@@ -74,14 +82,19 @@ def test_losses_of_a_layout_are_those_of_one_process(run_ranks, short, tmp_path,
 @pytest.mark.parametrize(
     ("optimizer", "layout", "reason"),
     [
-        ("adafactor", "TP 2", r"optimizer\.type=adafactor: Adafactor is not elementwise.*tensor_parallel_size=1"),
+        ("Adafactor of transformers", "TP 2", r"optimizer\.factory=transformers:Adafactor: Adafactor "),
         pytest.param(
-            "adafactor",
+            "Adafactor of torch",
             "DP 2 + ZeRO-1",
-            r"optimizer\.type=adafactor: Adafactor is not elementwise.*zero_stage=0, or use",
+            r"optimizer\.factory=torch\.optim:Adafactor: Adafactor is not elementwise.*zero_stage=0, or use",
             marks=pytest.mark.slow,
         ),
-        ("Adafactor of transformers", "TP 2", r"optimizer\.factory=transformers:Adafactor: Adafactor "),
+        pytest.param(
+            "Adafactor of torch",
+            "TP 2",
+            r"optimizer\.factory=torch\.optim:Adafactor: Adafactor is not elementwise.*tensor_parallel_size=1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_optimizer_that_looks_at_whole_matrices_is_refused_where_ranks_hold_parts(
@@ -96,7 +109,9 @@ def test_optimizer_that_looks_at_whole_matrices_is_refused_where_ranks_hold_part
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
     [
-        ("adafactor", "DP 2"),
+        ("adafactor", "TP 2 x DP 2 + ZeRO-1"),
+        pytest.param("adafactor", "TP 2", marks=pytest.mark.slow),
+        pytest.param("adafactor", "DP 2 + ZeRO-3", marks=pytest.mark.slow),
         pytest.param("sgd", "DP 2 + ZeRO-1", marks=pytest.mark.slow),
         pytest.param("Adafactor of transformers", "PP 2", marks=pytest.mark.slow),
         pytest.param("RAdam", "TP 2 x DP 2 + ZeRO-1", marks=pytest.mark.slow),

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from nxd_cli.command import import_named
 from nxd_engine import NxDModel, NxDOptimizer, initialize_parallel_optimizer
-from nxd_optim import Muon, check_elementwise, check_parameterwise, muon_parameter_groups
+from nxd_optim import Adafactor, Muon, check_elementwise, check_parameterwise, muon_parameter_groups
 from nxd_state import get_device, has_fused_optimizers, is_lazy_device
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.recipe import Recipe
@@ -93,12 +93,15 @@ def check_is_exact(recipe: Recipe, cls: type[Optimizer], arguments: dict[str, An
         ValueError: it needs whole matrices but ranks hold parts, or all parameters but ranks hold some; or the device
             does not support it.
     """
-    parallel, or_use = recipe.parallel, "or use adamw or sgd"
+    parallel, or_use = recipe.parallel, "or use adamw, adafactor or sgd"
     if cls is Muon and is_lazy_device():
         raise ValueError(f"{_named(recipe)} does not support XLA, where no rank may gather matrices; use adamw")
-    if cls is Muon and parallel.zero_offload != "none":
+    if cls in (Muon, Adafactor) and parallel.zero_offload != "none":
         text = "computes with whole matrices on the device; set parallel.zero_offload=none, or use adamw"
         raise ValueError(f"{_named(recipe)} {text}")
+    splits = parallel.zero_stage or parallel.tensor_parallel_size > 1 or parallel.degrees.splits_experts
+    if cls is Adafactor and is_lazy_device() and splits:
+        raise ValueError(f"{_named(recipe)} does not support XLA where ranks hold parts of matrices; use adamw")
     try:
         if parallel.zero_stage:
             check_elementwise(cls, arguments, advice=f"set parallel.zero_stage=0, {or_use}")

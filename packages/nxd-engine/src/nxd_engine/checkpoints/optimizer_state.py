@@ -7,7 +7,7 @@ import torch
 from nxd_ckpt import Shard, ShardedTensor
 from nxd_ckpt.optimizer_states import states_of
 from nxd_ckpt.shard_marks import is_sharded
-from nxd_optim import MASTER_KEY, NeuronZero1Optimizer, give_states, restore_numbers, state_tensor
+from nxd_optim import MASTER_KEY, Adafactor, NeuronZero1Optimizer, give_states, restore_numbers, state_tensor
 from nxd_state import active_group, get_shard_spec
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,8 +31,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
     With ZeRO each rank contributes the boxes that it owns; names, shapes and values are the same as without it, so
     a checkpoint of one loads into the other.
     """
-    if isinstance(optimizer, NeuronZero1Optimizer):
-        return _zero1_state(model, optimizer)
+    if isinstance(optimizer, NeuronZero1Optimizer | Adafactor):
+        return _state_in_boxes(model, optimizer)
     state: CheckpointState = {}
     for name, parameter in _optimized_parameters(model, optimizer):
         for key, found in optimizer.state.get(parameter, {}).items():
@@ -44,7 +44,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
                 raise ValueError(
                     f"optimizer state {key!r} of {name} is {list(value.shape)}, but this rank's part of the parameter "
                     f"is {list(parameter.shape)}, so it is unknown which part other ranks hold; use an elementwise "
-                    "optimizer with tensor parallelism"
+                    "optimizer with tensor parallelism, or nxd_optim.Adafactor"
                 )
             else:  # such as a step count, which each logical tensor of a fused parameter has
                 names = logical_names_of(name, parameter)
@@ -52,7 +52,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> CheckpointState:
     return state
 
 
-def _zero1_state(model: nn.Module, optimizer: NeuronZero1Optimizer) -> CheckpointState:
+def _state_in_boxes(model: nn.Module, optimizer: NeuronZero1Optimizer | Adafactor) -> CheckpointState:
+    """Return the state of an optimizer that says which boxes of logical tensors it holds."""
     names = {parameter: name for name, parameter in _optimized_parameters(model, optimizer)}
     state: CheckpointState = {}
     shards: dict[tuple[str, tuple[int, ...]], list[Shard]] = {}
@@ -98,7 +99,7 @@ def allocate_optimizer_state(
             for key, description in keys_by_name.get(logical, {}).items()
         }
 
-    if isinstance(optimizer, NeuronZero1Optimizer):
+    if isinstance(optimizer, NeuronZero1Optimizer | Adafactor):
         optimizer.allocate_state(stored_keys)
         return
 
