@@ -89,6 +89,24 @@ def test_group_of_a_process_group_is_the_meshs_or_its_own(run_ranks):
     assert on_mesh(run_ranks, job, tensor_model_parallel_size=2) == [3.0] * 4
 
 
+def test_group_of_overlapping_messages_is_not_that_of_an_axis(run_ranks):
+    def make():
+        initialize_model_parallel(2)
+        runs = get_group("tp").replica_groups
+        apart = group_among(runs, messages="sharding")
+        again = group_among(runs, messages="sharding")
+        sums = all_reduce(torch.ones(1), apart).item()
+        return (
+            apart.ranks == get_group("tp").ranks,
+            apart is get_group("tp"),
+            group_among(runs) is apart,
+            again is apart,
+            sums,
+        )
+
+    assert run_ranks(make, 4) == [(True, False, False, True, 2.0)] * 4
+
+
 def test_group_among_given_ranks_is_made_once_or_is_an_axis(run_ranks):
     def job():
         assert group_among([[0, 1], [2, 3]]) is get_group("tp")

@@ -132,8 +132,12 @@ def _split_replicas(placement: Placement, size: int) -> Placement:
 
 
 def neighbors(group: Group, size: int) -> Group:
-    """Return this rank's run of `size` neighboring ranks of a group, which it divides. Called by all ranks."""
-    return group_among([it[start : start + size] for it in group.replica_groups for start in range(0, len(it), size)])
+    """Return this rank's run of `size` neighboring ranks of a group, which it divides. Called by all ranks.
+
+    Its messages overlap those of the layers, so it is not the group of experts or of context parallelism.
+    """
+    runs = [it[start : start + size] for it in group.replica_groups for start in range(0, len(it), size)]
+    return group_among(runs, messages="sharding")
 
 
 def placement_among(placements: Sequence[Placement], parameter: Tensor) -> Placement:

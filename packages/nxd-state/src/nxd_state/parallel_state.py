@@ -44,6 +44,7 @@ class _ParallelState:
     groups: dict[str, Group]
     created: list[dist.ProcessGroup] = field(default_factory=list)
     subgroups: dict[tuple[str, int] | RankGroups, Group] = field(default_factory=dict)  # by axis and size, or ranks
+    apart: dict[tuple[str, RankGroups], Group] = field(default_factory=dict)  # by messages and ranks
     foreign: dict[dist.ProcessGroup, Group] = field(default_factory=dict)  # by the process group that was given
     timeout: timedelta | None = None
     world: dist.ProcessGroup | None = None  # all ranks, as torch.distributed had them; None if they are planned
@@ -185,7 +186,9 @@ def abort_model_parallel(reason: str) -> None:
     """
     state = _state
     if state is not None and dist.is_initialized():
-        groups = {group.name: group for group in (*state.groups.values(), *state.subgroups.values())}
+        groups = {
+            group.name: group for group in (*state.groups.values(), *state.subgroups.values(), *state.apart.values())
+        }
         for group in groups.values():
             abort_group(group, reason)
 
@@ -194,7 +197,7 @@ def _end(state: _ParallelState) -> None:
     stop_heartbeat()
     if state.first_steps is not None:
         state.first_steps.remove()
-    for group in (*state.groups.values(), *state.subgroups.values()):
+    for group in (*state.groups.values(), *state.subgroups.values(), *state.apart.values()):
         if group.shared_memory is not None:
             group.shared_memory.close()
     if state.is_stale:
@@ -301,7 +304,7 @@ def subgroup(axis: str, size: int) -> Group:
     return state.subgroups[axis, size]
 
 
-def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
+def group_among(replica_groups: Sequence[Sequence[int]], *, messages: str | None = None) -> Group:
     """This rank's group among given ones, each rank in at most one of them; the same object at each call.
 
     The first call makes the process group and waits for the other members' first calls; other ranks need not call it.
@@ -309,13 +312,17 @@ def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
     Args:
         replica_groups: global ranks of each group, the same on all its members. If an axis or an earlier subgroup has
             these groups, its group is returned.
+        messages: a name for messages that overlap those of the axes. They need a group of their own, which the calls
+            with this name share: within a group all ranks must send in the same order.
 
     Raises:
         RuntimeError: not initialized.
         ValueError: this rank is in none of them.
     """
     state, wanted = _current(), tuple(tuple(ranks) for ranks in replica_groups)
-    for group in (*state.groups.values(), *state.subgroups.values()):
+    if messages is not None and (messages, wanted) in state.apart:
+        return state.apart[messages, wanted]
+    for group in (*state.groups.values(), *state.subgroups.values()) if messages is None else ():
         if group.replica_groups == wanted:
             return group
     if not any(state.rank in ranks for ranks in wanted):
@@ -323,7 +330,11 @@ def group_among(replica_groups: Sequence[Sequence[int]]) -> Group:
             f"rank {state.rank} is in none of the groups {list(map(list, wanted))}; "
             "do not call this on ranks outside them"
         )
-    made = state.subgroups[wanted] = _make_subgroup(state, "given", wanted)
+    made = _make_subgroup(state, "given", wanted)
+    if messages is None:
+        state.subgroups[wanted] = made
+    else:
+        state.apart[messages, wanted] = made
     return made
 
 
@@ -339,7 +350,7 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
             "pass one from torch.distributed.new_group or get_tensor_model_parallel_group()"
         )
     state = _state
-    known = (*state.groups.values(), *state.subgroups.values()) if state is not None else ()
+    known = (*state.groups.values(), *state.subgroups.values(), *state.apart.values()) if state is not None else ()
     for group in known:
         if group.process_group is process_group:
             return group
