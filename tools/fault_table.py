@@ -31,6 +31,7 @@ DURING = {
     "tp": "TP",
     "pp": "PP",
     "zero1": "ZeRO-1",
+    "zero3": "ZeRO-3",
     "save": "save",
     "background save": "background save",
     "serve": "serve",

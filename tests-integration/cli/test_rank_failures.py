@@ -25,6 +25,7 @@ PLACES = {
     "tp": ("forward:21", ["parallel.tensor_parallel_size=2"]),
     "pp": ("forward:21", ["parallel.pipeline_parallel_size=2"]),
     "zero1": ("forward:21", ["parallel.zero_stage=1"]),
+    "zero3": ("forward:21", ["parallel.zero_stage=3"]),
     "save": ("fsync:4", ["parallel.tensor_parallel_size=2", "checkpoint.save_every=2"]),
     "background save": (
         "forward:21",
