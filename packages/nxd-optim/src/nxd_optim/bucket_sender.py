@@ -18,6 +18,8 @@ from torch import Tensor
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
+_UNIT = -1  # no id of a parameter
+
 # The phase of a step. "overlapping": in a block around a last backward. "leaving": after such a block, which may not
 # have covered all parameters. "arrived": every gradient is averaged, and none was added since. "failed": an exception
 # left the gradients incomplete.
@@ -68,6 +70,9 @@ class BucketSender:
         send: starts sending the bucket with this index.
         finish: name of the owner's call that ends a step, for errors.
         drop: name of the owner's call that drops a failed step, for errors.
+        follow_unit: has a function called when backward has left the unit of a bucket's parameters, and returns whether
+            it will be called. Other messages travel in the same group during backward then, so that the bucket is sent
+            at that moment on all ranks, also on those that lack gradients. None if there are no units.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class BucketSender:
         *,
         finish: str,
         drop: str,
+        follow_unit: Callable[[int, Callable[[], None]], bool] | None = None,
     ) -> None:
         self._buckets = buckets
         self._send = send
@@ -88,12 +94,19 @@ class BucketSender:
         }
         self._parameters = [frozenset(map(id, bucket.parameters)) for bucket in buckets]
         self._bucket_of = {key: index for index, keys in enumerate(self._parameters) for key in keys}
+        on_unit = WeakMethod(self._on_unit)
+        self._of_units = {
+            index
+            for index in range(len(buckets))
+            if follow_unit is not None and follow_unit(index, partial(_call, on_unit, index))
+        }
         watched = [p for bucket in buckets for p in bucket.parameters]
         # Parameters keep their hooks alive. A hook that kept this object alive would be a cycle that is never freed.
         on_gradient = WeakMethod(self._on_gradient)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(_call, on_gradient)) for p in watched]
         self._phase: Phase = "accumulating"
-        self._missing: dict[int, set[int]] = {}  # by bucket: parameters whose last gradient is still to come
+        # By bucket: parameters whose last gradient is still to come, and _UNIT until backward has left its unit.
+        self._missing: dict[int, set[int]] = {}
         self._last: set[int] = set()  # parameters that get their last gradient in the backward that is running
         self._waiting: list[int] = []  # in and after a block: the buckets still to be sent, in order
         self._sent: set[int] = set()  # buckets that `each_backward` has sent in this step
@@ -125,13 +138,15 @@ class BucketSender:
         self.refuse("last_backward()", "overlapping", "failed")
         if self._phase != "leaving":
             self._waiting = list(range(len(self._buckets)))
-            self._missing = {index: set(keys) for index, keys in enumerate(self._parameters)}
+            self._missing = self._all_of(self._waiting)
         self._phase = "overlapping"
         self._last = self._bucket_of.keys() & set(parameters)
         try:
             yield
             for missing in self._missing.values():
                 missing.difference_update(self._last)
+                if missing == {_UNIT}:
+                    missing.clear()
             self._last = set()
             self._send_filled()
         except BaseException:
@@ -151,9 +166,9 @@ class BucketSender:
         """
         self.refuse("each_backward()", "overlapping", "leaving", "failed")
         wanted = set(parameters)
-        self._missing = {index: set(keys) for index, keys in enumerate(self._parameters) if keys <= wanted}
+        self._missing = self._all_of(index for index, keys in enumerate(self._parameters) if keys <= wanted)
         self._waiting = list(self._missing)
-        self._last = set().union(*self._missing.values())
+        self._last = set().union(*(self._parameters[index] for index in self._waiting))
         self._phase = "overlapping"
         try:
             yield
@@ -220,6 +235,15 @@ class BucketSender:
             self._missing[index].remove(id(parameter))
             self._send_filled()
 
+    def _on_unit(self, index: int) -> None:
+        """Called when backward has left the unit of a bucket: gradients that are still missing will not come."""
+        if self._phase == "overlapping" and index in self._missing and self._parameters[index] <= self._last:
+            self._missing[index].clear()
+            self._send_filled()
+
+    def _all_of(self, buckets: Iterable[int]) -> dict[int, set[int]]:
+        return {it: {*self._parameters[it], *((_UNIT,) if it in self._of_units else ())} for it in buckets}
+
     def _send_filled(self) -> None:
         # Buckets are sent in the same order on all ranks, whatever order they fill in.
         while self._waiting and not self._missing[self._waiting[0]]:
@@ -243,11 +267,11 @@ class BucketSender:
         self._messages, self._sent, self._late = {}, set(), set()
 
 
-def _call(method: "WeakMethod[Any]", parameter: Tensor) -> None:
+def _call(method: "WeakMethod[Any]", argument: Any) -> None:
     """Call the method if its object still exists."""
     bound = method()
     if bound is not None:
-        bound(parameter)
+        bound(argument)
 
 
 class UsedParameters:

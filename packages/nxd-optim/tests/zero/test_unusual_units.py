@@ -183,6 +183,47 @@ def test_a_step_equals_one_process(run_ranks, model_class, backward):
         assert_equal(of_rank, expected)
 
 
+class UsedSometimes(Unit):
+    def __init__(self):
+        super().__init__()
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.is_used = True
+
+    def forward(self, hidden):
+        hidden = super().forward(hidden)
+        return hidden + self.sometimes(hidden) if self.is_used else hidden
+
+
+class OfDifferentParts(Chain):
+    """Uses parameters for the inputs of one replica only, as experts without tokens on the other."""
+
+    def __init__(self, units=5):
+        super().__init__(units, UsedSometimes)
+
+    def forward(self, hidden):
+        for unit in self.units:
+            unit.is_used = bool(hidden[0, 0] > inputs_of_all()[::SAMPLES, 0].mean())
+        return super().forward(hidden)
+
+
+def test_gradients_that_one_replica_lacks_do_not_change_the_order_of_messages(run_ranks):
+    def train_it():
+        initialize_model_parallel()
+        model = make(OfDifferentParts)
+        fully_shard([model], units_of(model))
+        optimizer = NeuronZero1Optimizer(
+            model.parameters(), torch.optim.SGD, grad_clipping=False, shard_gradients=True, lr=0.1
+        )
+        with optimizer.each_backward(list(model.parameters())):
+            model(my_inputs()).backward()
+        optimizer.step()
+        with whole_parameters(model.parameters()):
+            return {name: it.detach().clone() for name, it in model.named_parameters()}
+
+    for of_rank in run_ranks(train_it, 2):
+        assert_equal(of_rank, by_one_process(OfDifferentParts, backward_once))
+
+
 class KeepsALoss(Unit):
     def forward(self, hidden):
         self.loss = self.last(hidden).square().mean()

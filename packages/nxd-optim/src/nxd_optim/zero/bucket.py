@@ -3,7 +3,7 @@
 Two classes implement it: `FlatBucket` in one buffer, and `XlaBucket` on XLA, where tensors cannot share memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,6 +121,9 @@ class Bucket(Protocol):
 
     def take_gradient(self, parameter: Tensor) -> None:
         """Take a parameter's new gradient from its `.grad` into the bucket's sum, where the bucket keeps one."""
+
+    def follow_unit(self, done: Callable[[], None]) -> bool:
+        """Have `done` called when backward has left the unit of the parameters; returns whether it will be called."""
 
     def send(self) -> None:
         """Start averaging the gradients over the ranks; a parameter without one counts as zero."""

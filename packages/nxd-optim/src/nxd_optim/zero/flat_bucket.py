@@ -4,6 +4,8 @@ This module manages the memory of gradients while they are needed, and of the we
 `flat_parameters` that of the parameters. The order of sending is in `gradients`, the update in `sharded_weights`.
 """
 
+from collections.abc import Callable
+
 import torch
 from nxd_state import Pending, is_cpu, reduce_scatter_mean
 from torch import Tensor, nn
@@ -135,6 +137,10 @@ class FlatBucket:
             view.copy_(grad)
         self._filled.add(id(parameter))
         parameter.grad = None
+
+    def follow_unit(self, done: Callable[[], None]) -> bool:
+        """Have `done` called when backward has left the unit of sharded parameters; returns whether it will be."""
+        return self._flat.follow_unit(done)
 
     def send(self) -> None:
         """Start averaging the gradients over the ranks; a parameter without one counts as zero."""

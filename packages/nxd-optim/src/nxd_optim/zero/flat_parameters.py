@@ -6,7 +6,7 @@ reads as NaN and takes no memory.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from nxd_state import Group, Pending, all_gather_, is_cpu
@@ -112,6 +112,10 @@ class FlatParameters:
             return None
         start, stop, offset = self._owned.get(id(parameter), (0, 0, 0))
         return OwnedRange(start, stop, self.shard[offset : offset + stop - start])
+
+    def follow_unit(self, done: Callable[[], None]) -> bool:
+        """Have `done` called when backward has left the unit of the parameters; returns whether it will be called."""
+        return False
 
     @torch.no_grad()
     def publish(self) -> None:

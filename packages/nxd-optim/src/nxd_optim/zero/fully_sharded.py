@@ -91,9 +91,22 @@ _KNOWN = (Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype
 class _UnitParameters(FlatParameters):
     """The sharded parameters of a unit, or those outside the units."""
 
-    def __init__(self, owner: "FullySharded", parameters: Sequence[Tensor], group: Group, near: Group | None) -> None:
+    def __init__(
+        self, owner: "FullySharded", parameters: Sequence[Tensor], group: Group, near: Group | None, *, is_of_unit: bool
+    ) -> None:
         super().__init__(parameters, group, is_released=True, near=near, offload=owner.offload)
-        self.owner = owner
+        self.owner, self.is_of_unit = owner, is_of_unit
+        self._done: Callable[[], None] | None = None
+
+    def follow_unit(self, done: Callable[[], None]) -> bool:
+        """Have `done` called when backward has left the unit; returns whether it will be called."""
+        self._done = done
+        return self.is_of_unit and self.owner.reshards
+
+    def unit_is_done(self) -> None:
+        """Say that backward has left the unit, after all of its calls in a forward."""
+        if self._done is not None:
+            self._done()
 
 
 class FullySharded:
@@ -145,7 +158,7 @@ class FullySharded:
         """
         its = list(parameters)
         self._start.add(its)
-        self._flats.setdefault(unit, []).extend(self._make(its))
+        self._flats.setdefault(unit, []).extend(self._make(its, is_of_unit=True))
 
     def finish(self, models: Sequence[nn.Module], units: Iterable[nn.Module]) -> None:
         """Shard what `add` has not, and gather parameters from now on when they are used; see `fully_shard`."""
@@ -159,7 +172,10 @@ class FullySharded:
             self._start.add(its)
             self._flats.setdefault(module, [])
         self._start.check()
-        self._flats = {module: [*self._flats[module], *self._make(its)] for module, its in rest.items()}
+        self._flats = {
+            module: [*self._flats[module], *self._make(its, is_of_unit=module not in models)]
+            for module, its in rest.items()
+        }
         self._models = {model: set(model.parameters()) for model in models}
         for model in models:
             _keep_replicas_in_step(model)
@@ -193,9 +209,9 @@ class FullySharded:
         for parameter in flat.parameters:
             parameter.data = parameter.data.clone()
         parts = [[p for p in flat.parameters if (p in wanted) is chosen] for chosen in (True, False)]
-        return [it for part in parts for it in self._make(part)]
+        return [it for part in parts for it in self._make(part, is_of_unit=flat.is_of_unit)]
 
-    def _make(self, parameters: Iterable[Tensor]) -> list[_UnitParameters]:
+    def _make(self, parameters: Iterable[Tensor], *, is_of_unit: bool) -> list[_UnitParameters]:
         kinds: dict[tuple[Any, ...], list[Tensor]] = {}
         for parameter in parameters:
             kind = (parameter.dtype, parameter.device, is_expert(parameter), parameter.requires_grad)
@@ -203,7 +219,8 @@ class FullySharded:
         made = []
         for (_, _, of_experts, _), alike in kinds.items():
             index = -1 if of_experts else 0
-            made.append(_UnitParameters(self, alike, self._placements[index].replicas, self._near[index]))
+            group, near = self._placements[index].replicas, self._near[index]
+            made.append(_UnitParameters(self, alike, group, near, is_of_unit=is_of_unit))
         return made
 
 
@@ -220,6 +237,7 @@ class _ModelHooks:
         self._sharded, self._model, self._units = sharded, model, list(units)
         self._index = {unit: index for index, unit in enumerate(units)}
         self._ends_backward = False
+        self._calls: dict[nn.Module, set[object]] = {}  # of the last forward, by unit: calls without a backward yet
         model.register_state_dict_pre_hook(_before_state_dict)
         model.register_load_state_dict_pre_hook(_before_load_state_dict)
         model.register_forward_pre_hook(_in_eager_mode(self._before_model), prepend=True)
@@ -237,6 +255,7 @@ class _ModelHooks:
         self._gather(model)
         if not _in_backward():
             self._ends_backward = False  # the last one may have failed
+            self._calls = {}
             if self._units:
                 self._gather(self._units[0])
         self._wait(model)
@@ -258,9 +277,11 @@ class _ModelHooks:
         if not torch.is_grad_enabled() or not self._sharded.reshards:
             return None
         args, kwargs = _own_inputs(args), {name: _own_inputs(it) for name, it in kwargs.items()}
+        calls, call = self._calls.setdefault(unit, set()), object()
+        calls.add(call)
         for tensor in _that_need_gradients((args, kwargs)):
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._after_backward, unit))
+                tensor.register_hook(partial(self._after_backward, unit, calls, call))
         return args, kwargs
 
     def _after_unit(self, unit: nn.Module, args: Any, output: Any) -> None:
@@ -302,13 +323,24 @@ class _ModelHooks:
         if before >= 0:
             self._gather(self._units[before])
 
-    def _after_backward(self, unit: nn.Module, gradient: Any) -> None:
+    def _after_backward(self, unit: nn.Module, calls: set[object], call: object, gradient: Any) -> None:
         """Give a unit up when backward takes a gradient out of it, to what was computed before the unit.
 
         torch runs what is ready in the reverse order of forward, so nothing that needs the unit is left, wherever else
         gradients go: to inputs that several units share, or that backward does not reach.
+
+        Args:
+            unit: the unit.
+            calls: those of its calls in a forward that backward has not left.
+            call: the one that it leaves.
+            gradient: the gradient.
         """
         self._release(unit)
+        if call in calls:
+            calls.remove(call)
+            if not calls:
+                for flat in self._sharded.of(unit):
+                    flat.unit_is_done()
 
     def _end_backward(self) -> None:
         self._ends_backward = False

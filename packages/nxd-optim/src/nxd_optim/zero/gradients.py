@@ -34,7 +34,13 @@ class GradientExchange:
 
     def __init__(self, buckets: Sequence[Bucket], placements: Sequence[Placement], frozen: Sequence[Tensor]) -> None:
         self._buckets, self._frozen = buckets, frozen
-        self.sender = BucketSender(buckets, self._send, finish="step()", drop="zero_grad() of the optimizer")
+        self.sender = BucketSender(
+            buckets,
+            self._send,
+            finish="step()",
+            drop="zero_grad() of the optimizer",
+            follow_unit=lambda index, done: buckets[index].follow_unit(done),
+        )
         dense = placements[0]
         mirrors = () if dense.mirrors is None else (dense.mirrors,)
         asked = (dense.replicas, *mirrors, *ranks_with_gradients())

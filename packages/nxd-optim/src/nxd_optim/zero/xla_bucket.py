@@ -5,7 +5,7 @@ have the same shape on every rank, the last ones padded with zeros. Tensors cann
 buffer with views would be split and joined by copies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from nxd_state import all_gather, reduce_scatter
@@ -75,6 +75,10 @@ class XlaBucket:
         parameter.grad = None
 
     @torch.no_grad()
+    def follow_unit(self, done: Callable[[], None]) -> bool:
+        """There are no units on XLA."""
+        return False
+
     def send(self) -> None:
         """Average the gradients over the ranks; a parameter without one counts as zero."""
         for parameter in self.parameters:
