@@ -4,6 +4,7 @@ The reference is torch's Muon for the matrices, experts each their own, and torc
 """
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ import runs_by_hand
 import torch
 from nxd_parity import compare as parity
 from nxd_parity.reference import run_reference
+from nxd_state.parameter_marks import get_matrix_layout
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training.parity_case import case_of_recipe
@@ -44,17 +46,25 @@ MODELS = {
 QUICK = [("own Llama", "TP 2 x DP 2, ZeRO-1"), ("Qwen3", "PP 2"), ("Mixtral", "EP 2, ZeRO-1")]
 
 
+def _matrices_in(parameter):
+    if parameter.dim() < 3:
+        return [...]
+    layout = get_matrix_layout(parameter)
+    bounds = [0, *accumulate(layout.sections if layout and layout.sections else [parameter.shape[1]])]
+    return [(expert, slice(*part)) for expert in range(len(parameter)) for part in pairwise(bounds)]
+
+
 class TorchMuon(torch.optim.Optimizer):
     """torch's Muon and AdamW for the groups of a recipe; a stack of experts is a list of matrices."""
 
     def __init__(self, groups, betas, adamw_eps, **settings):
         super().__init__(groups, {})
         self._matrices = [
-            (parameter, index, nn.Parameter(parameter.data if index is None else parameter.data[index]))
+            (parameter, index, nn.Parameter(parameter.data[index]))
             for group in self.param_groups
             if group["use_muon"]
             for parameter in group["params"]
-            for index in (range(len(parameter)) if parameter.dim() == 3 else [None])
+            for index in _matrices_in(parameter)
         ]
         decay = self.param_groups[0]["weight_decay"]
         others = [{"params": it["params"], "weight_decay": it["weight_decay"]} for it in groups if not it["use_muon"]]
@@ -66,7 +76,7 @@ class TorchMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for parameter, index, matrix in self._matrices:
-            matrix.grad = parameter.grad if index is None else parameter.grad[index]
+            matrix.grad = parameter.grad[index]
         for optimizer in self._optimizers:
             optimizer.step()
 

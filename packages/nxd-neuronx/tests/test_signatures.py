@@ -165,14 +165,14 @@ DOCUMENTED = {
             "save_master_weights": False,
             "higher_cc_precision": False,
         },
-        f"{OPTIM}/zero1",
+        f"{OPTIM}/zero",
         "**",
     ),
     "optimizer.NeuronZero1Optimizer.save_sharded_state_dict": Documented(
-        {"output_dir": REQUIRED, "save_serially": True}, f"{OPTIM}/zero1"
+        {"output_dir": REQUIRED, "save_serially": True}, f"{OPTIM}/zero"
     ),
     "optimizer.NeuronZero1Optimizer.load_sharded_state_dict": Documented(
-        {"output_dir": REQUIRED, "num_workers_per_step": 8}, f"{OPTIM}/zero1"
+        {"output_dir": REQUIRED, "num_workers_per_step": 8}, f"{OPTIM}/zero"
     ),
     "trainer.neuronx_distributed_config": Documented(
         {

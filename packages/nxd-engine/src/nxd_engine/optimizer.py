@@ -252,6 +252,11 @@ class NxDOptimizer(Optimizer):
         """Send the remaining gradients, and wait until all are averaged, as `run_train` does at its end."""
         self._sender().synchronize()
 
+    def refresh_master_weights(self) -> None:
+        """Set what is updated in place of the parameters from these, after they were loaded without the optimizer."""
+        if isinstance(self.optimizer, NeuronZero1Optimizer):
+            self.optimizer.refresh_master_weights()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's `state_dict` on this rank."""
         return self.optimizer.state_dict()

@@ -115,6 +115,8 @@ class NeuronCheckpointIO(CheckpointIOBase):
             warnings.warn(f"{path} has no {' and no '.join(lacking)}; these start fresh", stacklevel=2)
         found = {name: value for name, value in others.items() if name not in lacking}
         load_checkpoint(_resolved(path), model=model, strict=strict, **found)
+        if "optimizer" in lacking:
+            others["optimizer"].refresh_master_weights()
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, or a link to one, if it exists. Called by one rank."""

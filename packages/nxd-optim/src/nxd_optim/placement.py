@@ -18,6 +18,7 @@ from nxd_state import (
     all_gather_object,
     get_world_group,
     group_among,
+    is_lazy_device,
     model_parallel_is_initialized,
     splits_experts,
 )
@@ -100,7 +101,8 @@ def sharding_placements(group: Group, shard_group_size: int | None) -> tuple[Pla
     if shard_group_size is None or shard_group_size == group.size:
         if group is active_group("dp") and active_group("cp").size > 1:
             dense = replace(dense, mirrors=active_group("cp"))
-        return dense, experts or dense
+        dense = with_messages_apart(dense)
+        return dense, dense if experts is None else with_messages_apart(experts)
     if group is not active_group("dp", "cp") or shard_group_size < 1 or group.size % shard_group_size:
         raise ValueError(
             f"shard_group_size={shard_group_size} must divide the {group.size} replicas (data times context parallel)"
@@ -117,6 +119,19 @@ def expert_shard_group_size(replicas: int, expert_replicas: int, shard_group_siz
     So that both have as many mirrors; at least one.
     """
     return max(1, expert_replicas * shard_group_size // replicas)
+
+
+def with_messages_apart(placement: Placement) -> Placement:
+    """Return a placement whose replicas have a group of their own if an axis that sends inside layers has theirs.
+
+    Gradients are sent while backward goes on, and on a rank that lacks some they are sent later than on others. Called
+    by all ranks.
+    """
+    group = placement.replicas
+    inside = [active_group(axis).replica_groups for axis in ("ep", "cp")]
+    if group.size == 1 or is_lazy_device() or group.replica_groups not in inside:
+        return placement
+    return replace(placement, replicas=group_among(group.replica_groups, messages="sharding"))
 
 
 def _split_replicas(placement: Placement, size: int) -> Placement:

@@ -31,6 +31,7 @@ from nxd_optim.placement import (
     placements_of,
     ranks_with_gradients,
     require_mesh,
+    with_messages_apart,
 )
 
 
@@ -83,7 +84,8 @@ class GradientReducer:
         if group is None:
             require_mesh()
         self.reduce_dtype = reduce_dtype
-        self._dense, self._experts = placements_of(group)
+        placements = placements_of(group)
+        self._dense, self._experts = map(with_messages_apart, placements) if group is None else placements
         self.group = self._dense.replicas
         self._given, self._group_given = list(dict.fromkeys(parameters)), group
         self._has_compared = False

@@ -166,6 +166,36 @@ def test_what_reads_gradients_and_states_finds_them_on_the_host():
             assert rows == expected_rows
 
 
+def test_weights_loaded_with_masters_of_a_narrower_dtype_are_kept():
+    def load():
+        initialize_model_parallel()
+        model = make()
+        optimizer = NeuronZero1Optimizer(
+            model.parameters(), torch.optim.SGD, offload=True, save_master_weights=True, lr=0.0
+        )
+        for parameter in model.parameters():
+            parameter.detach().fill_(1.0)
+        optimizer.allocate_state(lambda parameter: {"master_weight": (torch.float32, tuple(parameter.shape))})
+        optimizer.finish_loading({})
+        model(torch.ones(2, WIDTH, device=get_device())).backward()
+        optimizer.step()
+        return weights_of(model)
+
+    for weights in run_on_neuron(load, 2):
+        assert all(torch.equal(it, torch.ones_like(it)) for it in weights.values())
+
+
+def test_gradients_travel_apart_from_the_messages_of_experts(run_ranks):
+    def groups():
+        initialize_model_parallel(expert_model_parallel_size=2)
+        model = make()
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        assert active_group("dp", "cp").process_group is active_group("ep").process_group
+        return optimizer.placements[0].replicas.process_group is active_group("ep").process_group
+
+    assert run_ranks(groups, 2) == [False, False]
+
+
 def test_an_optimizer_that_needs_whole_matrices_refuses():
     def make_it():
         initialize_model_parallel()

@@ -206,16 +206,20 @@ class OfDifferentParts(Chain):
         return super().forward(hidden)
 
 
-def test_gradients_that_one_replica_lacks_do_not_change_the_order_of_messages(run_ranks):
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gradients_that_one_replica_lacks_do_not_change_the_order_of_messages(run_ranks, reshard):
     def train_it():
         initialize_model_parallel()
         model = make(OfDifferentParts)
-        fully_shard([model], units_of(model))
+        fully_shard([model], units_of(model), reshard_after_forward=reshard)
         optimizer = NeuronZero1Optimizer(
             model.parameters(), torch.optim.SGD, grad_clipping=False, shard_gradients=True, lr=0.1
         )
+        loss = model(my_inputs())
+        with torch.no_grad():
+            model(my_inputs())
         with optimizer.each_backward(list(model.parameters())):
-            model(my_inputs()).backward()
+            loss.backward()
         optimizer.step()
         with whole_parameters(model.parameters()):
             return {name: it.detach().clone() for name, it in model.named_parameters()}

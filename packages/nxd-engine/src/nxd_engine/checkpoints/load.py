@@ -74,7 +74,7 @@ def load_checkpoint(
     Also reads checkpoints of NeuronX Distributed, see `load_legacy_checkpoint`. A saved adapter, with or without its
     base, fills the model's adapter; a model saved without adapters fills the base, and adapters are reset. Tensors of
     another dtype are converted. If a ZeRO optimizer is not loaded along with its model, call its
-    `refresh_master_weights()`, since it may hold master weights.
+    `refresh_master_weights()`, since it may hold master weights, or weights in host memory.
 
     Args:
         path: the folder or URL that was given to `save_checkpoint`.

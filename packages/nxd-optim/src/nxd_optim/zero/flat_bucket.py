@@ -208,8 +208,10 @@ class FlatBucket:
         self._flat.publish()
 
     def wait_for_parameters(self) -> None:
-        """Return when all parameters that are sent after an update are whole again."""
-        if not self._flat.is_released:
+        """Return when all parameters that are sent after an update are whole again, and those on the host are read."""
+        if self._flat.is_released:
+            self._flat.finish_reading()
+        else:
             self._flat.wait()
 
     def check_places(self) -> None:

@@ -33,6 +33,7 @@ class FlatParameters:
         shard: this rank's part, 1-d; a part of the buffer itself unless the buffer is released.
         device: device of the parameters, and of the buffer.
         is_on_host: whether `shard` is in host memory, and not on the device.
+        is_kept: whether the parameters stay whole until `publish`, once they are.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class FlatParameters:
             self.shard = copy_on_host(self._own, self._own.dtype) if self.is_on_host else self._own.clone()
         self._gathering: Pending[Tensor] | None = None
         self._arriving: torch.Event | None = None  # of this rank's part from the host
-        self._is_whole = True
+        self._reading: torch.Event | None = None  # the same, until the host has waited for it
+        self._is_whole, self.is_kept = True, False
         self._holds, self._was_whole = 0, True  # blocks that keep it whole, and whether it was before the first
         self._bytes = self._buffer.nbytes
         self._owned = {id(it): tuple(place) for it, *place in self.own_ranges()}
@@ -110,8 +112,15 @@ class FlatParameters:
         """Return the elements of a parameter that this rank owns; None while it is held whole."""
         if self._holds:
             return None
+        self.finish_reading()
         start, stop, offset = self._owned.get(id(parameter), (0, 0, 0))
         return OwnedRange(start, stop, self.shard[offset : offset + stop - start])
+
+    def finish_reading(self) -> None:
+        """Return when the device has read `shard` from the host, which may then change it."""
+        if self._reading is not None:
+            self._reading.synchronize()
+            self._reading = None
 
     def follow_unit(self, done: Callable[[], None]) -> bool:
         """Have `done` called when backward has left the unit of the parameters; returns whether it will be called."""
@@ -121,6 +130,7 @@ class FlatParameters:
     def publish(self) -> None:
         """Make changes of `shard` known: start gathering the parts, or forget the gathered parameters."""
         if self.is_released:
+            self.is_kept = False
             self.release()
             self._near_part = None
         else:
@@ -144,7 +154,7 @@ class FlatParameters:
             with beside_computation(self.device):
                 own.copy_(part, non_blocking=True)
                 self._gathering = all_gather_(self._buffer, group, async_op=True)
-                self._arriving = record_copies(self.device)
+                self._arriving = self._reading = record_copies(self.device)
         self._is_whole = True
         for parameter in self.parameters:
             parameter.data = self._places[id(parameter)]
@@ -168,7 +178,7 @@ class FlatParameters:
         Args:
             until_backward: whether to keep the part of the near ranks, which the next `gather` then uses.
         """
-        if not self.is_released or not self._is_whole or self._holds:
+        if not self.is_released or not self._is_whole or self._holds or self.is_kept:
             return
         self.wait()  # for a gather under way, in which other ranks take part
         if until_backward and self._near is not None:

@@ -264,7 +264,10 @@ class _ModelHooks:
         self._wait(self._model)
 
     def _after_model(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._watch(model, output) is False:
+        comes_back = self._watch(model, output)
+        if comes_back and not self._sharded.reshards:
+            self._keep(model)
+        elif comes_back is False:
             self._release(model)
 
     def _before_unit(self, unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -291,7 +294,9 @@ class _ModelHooks:
         comes_back = self._watch(unit, output)
         if comes_back is False:
             self._release(unit)
-        elif comes_back and self._sharded.reshards and not is_last:  # backward begins with the last one
+        elif comes_back and not self._sharded.reshards:
+            self._keep(unit)
+        elif comes_back and not is_last:  # backward begins with the last one
             self._release(unit, until_backward=True)
 
     def _watch(self, module: nn.Module, output: Any) -> bool | None:
@@ -356,6 +361,10 @@ class _ModelHooks:
         for flat in self._sharded.of(module):
             flat.wait()
 
+    def _keep(self, module: nn.Module) -> None:
+        for flat in self._sharded.of(module):
+            flat.is_kept = True
+
     def _release(self, module: nn.Module, *, until_backward: bool = False) -> None:
         for flat in self._sharded.of(module):
             flat.release(until_backward=until_backward)
@@ -367,7 +376,9 @@ def _keep_replicas_in_step(model: nn.Module) -> None:
     `generate` of replicas that stop at different lengths continues, and layers that are dropped at random are called.
     """
     for module in model.modules():
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        if hasattr(module, "generate") or hasattr(module, "layerdrop"):
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            module._fsdp_use_orig_params = True  # type: ignore[assignment]  # or torch.compile would leave it out
 
 
 def _before_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:

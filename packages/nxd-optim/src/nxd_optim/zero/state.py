@@ -59,10 +59,11 @@ def parameters_of_wider_masters(parts: Parts) -> list[Tensor]:
 def allocate_state(parts: Parts, stored: StoredKeys, *, with_masters: bool) -> None:
     """Allocate zeros for the stored states of every owned range.
 
-    Master weights that are not stored, or not wanted, are marked to be set from the parameters.
+    Updated weights that are not stored, or not wanted, are marked to be set from the parameters.
     """
     for bucket, base in parts:
-        bucket.stale = {id(p) for p in bucket.parameters if not (with_masters and MASTER_KEY in stored(p))}
+        fills = with_masters and bucket.has_masters  # other copies, such as those on the host, are not in checkpoints
+        bucket.stale = {id(p) for p in bucket.parameters if not (fills and MASTER_KEY in stored(p))}
         wanted = {
             it: {key: description for key, description in stored(it.parameter).items() if key != MASTER_KEY}
             for it in bucket.ranges

@@ -74,11 +74,11 @@ class XlaBucket:
         self._sums[id(parameter)] = grad if before is None else before + grad
         parameter.grad = None
 
-    @torch.no_grad()
     def follow_unit(self, done: Callable[[], None]) -> bool:
         """There are no units on XLA."""
         return False
 
+    @torch.no_grad()
     def send(self) -> None:
         """Average the gradients over the ranks; a parameter without one counts as zero."""
         for parameter in self.parameters:

@@ -18,7 +18,6 @@ from nxd_engine.checkpoints.model_description import (
 from nxd_engine.hugging_face import CONFIG_FILE, full_config, load_pretrained, read_model_config
 from nxd_engine.hugging_face.loading import weights_fingerprint
 from nxd_lora import adapter_names
-from nxd_optim import NeuronZero1Optimizer
 
 from nxd_trainer.training.run_state import RunState, on_first_rank_of_each_host
 
@@ -43,6 +42,7 @@ def load_first_weights(state: RunState) -> None:
                 "the base model and lora.rank to the adapter's, or use the merged model that nxd export writes"
             )
         load_checkpoint(adapter.root, adapter.tag or None, model=state.model)
+        _tell_weights(state.model, state.optimizer, has_adapter=True)
 
 
 def load_base(state: RunState) -> Found | None:
@@ -170,8 +170,8 @@ def _tell_weights(model: NxDModel, optimizer: NxDOptimizer | None, *, has_adapte
     """Notify adapters and optimizer that weights have been loaded without them."""
     if model.lora_model is not None and not has_adapter:
         model.lora_model.reset_magnitudes()
-    if optimizer is not None and isinstance(optimizer.optimizer, NeuronZero1Optimizer):
-        optimizer.optimizer.refresh_master_weights()
+    if optimizer is not None:
+        optimizer.refresh_master_weights()
 
 
 def model_differences(
