@@ -64,6 +64,10 @@ from nxd_trainer.recipe import RecipeError, check_layout, load_recipe, padded_vo
             "train.dtype=float32 with train.autocast=float16",
         ),
         (
+            ["parallel.zero_offload=parameters", "parallel.zero_stage=2"],
+            "parallel.zero_offload=parameters needs parallel.zero_stage=3",
+        ),
+        (
             ["parallel.shard_group_size=2"],
             "parallel.shard_group_size=2 needs parallel.zero_stage=1 or more, which shards over the replicas",
         ),

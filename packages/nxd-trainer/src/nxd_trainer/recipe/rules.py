@@ -139,6 +139,10 @@ def _parallel_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     ):
         if value_of(recipe, name) is not None and parallel.zero_stage < stage:
             yield _mistake(recipe, name, f"needs {text}", "parallel.zero_stage")
+    needed = {"none": 0, "optimizer": 1, "parameters": 3}[parallel.zero_offload]
+    if parallel.zero_stage < needed:
+        text = f"needs parallel.zero_stage={needed}{' or more' if needed < 3 else ''}"
+        yield _mistake(recipe, "parallel.zero_offload", text, "parallel.zero_stage")
     name = "parallel.context_parallel_size"
     if parallel.context_parallel_size > 1 and compiled:
         text = "computes different blocks on each rank; set train.compile=false"
