@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,19 @@ def settings(text_folder, tmp_path) -> list[str]:
         "optimizer.lr=1e-2",
         "checkpoint.save_every=0",
     ]
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    """`folder_of("Qwen3")`: the folder of one of the models of `optimizer_parity`."""
+    from optimizer_parity import save_model
+
+    root = tmp_path_factory.mktemp("models")
+
+    def make(name: str) -> Path:
+        folder = root / name
+        if not folder.exists():
+            save_model(name, folder)
+        return folder
+
+    return make

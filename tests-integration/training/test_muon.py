@@ -3,25 +3,17 @@
 The reference is torch's Muon for the matrices, experts each their own, and torch's AdamW for the rest, in float64.
 """
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
-from unittest.mock import patch
 
 import pytest
-import runs_by_hand
 import torch
-from nxd_parity import compare as parity
-from nxd_parity.reference import run_reference
 from nxd_state.parameter_marks import get_matrix_layout
-from nxd_trainer.recipe import load_recipe
-from nxd_trainer.report import read_records
-from nxd_trainer.training.parity_case import case_of_recipe
+from optimizer_parity import MODELS, STEPS, check_resumed_run, losses, report_of, settings_of
 from runs_by_hand import train_in_float64
 from torch import nn
 
-transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 
-STEPS = 10
 MUON = ["optimizer.type=muon", "optimizer.lr=0.01", "optimizer.config.momentum=0.9"]
 TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 ACCUMULATE, EP2 = "train.gradient_accumulation_steps=2", "parallel.expert_parallel_size=2"
@@ -38,11 +30,6 @@ LAYOUTS = {
 }
 OF_EXPERTS = {"TP 2": (2, [TP2]), "EP 2": (2, [EP2]), "EP 2, ZeRO-1": (2, [EP2, ZERO1])}
 REPLICATED_EXPERTS = ("PP 2", "DP 2, ZeRO-1", "TP 2 x DP 2, ZeRO-1", "DP 2, ZeRO-3", "TP 2 x DP 2, ZeRO-3")
-MODELS = {
-    "own Llama": None,
-    "Qwen3": ("qwen3", {"head_dim": 8}),
-    "Mixtral": ("mixtral", {"num_local_experts": 4}),
-}
 QUICK = [("own Llama", "TP 2 x DP 2, ZeRO-1"), ("Qwen3", "PP 2"), ("Mixtral", "EP 2, ZeRO-1")]
 
 
@@ -81,38 +68,6 @@ class TorchMuon(torch.optim.Optimizer):
             optimizer.step()
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """`folder_of("Qwen3")`: a small model in float64, with random weights, as transformers saves it."""
-    root = tmp_path_factory.mktemp("models")
-
-    def make(name):
-        folder, (model_type, further) = root / name, MODELS[name]
-        if not folder.exists():
-            config = transformers.AutoConfig.for_model(model_type, **runs_by_hand.SIZES, **further)
-            torch.manual_seed(0)
-            transformers.AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
-        return folder
-
-    return make
-
-
-def settings_of(settings, folder_of, model):
-    if MODELS[model] is None:
-        return [*settings, *MUON]
-    own = [it for it in settings if not it.startswith("model.")]
-    return [*own, *MUON, f"model.path={folder_of(model)}"]
-
-
-def report_of(settings):
-    def by_torch(case, config, dtype):
-        return run_reference(replace(case, optimizer_class=TorchMuon), config, dtype)
-
-    case = case_of_recipe(load_recipe(None, settings), STEPS)
-    with patch("nxd_parity.compare.run_reference", by_torch):
-        return str(parity(case, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -125,20 +80,16 @@ def report_of(settings):
 def test_steps_are_those_of_torch_in_one_process(run_ranks, settings, folder_of, model, layout):
     ranks, degrees = (LAYOUTS | OF_EXPERTS)[layout]
 
-    report = run_ranks(report_of, ranks, [*settings_of(settings, folder_of, model), *degrees])[0]
+    report = run_ranks(report_of, ranks, [*settings_of(settings, folder_of, model), *MUON, *degrees], TorchMuon)[0]
 
     assert "DIFFERENT" not in report, report
     assert f"{STEPS} steps" in report
 
 
-def losses(folder):
-    return [record.loss for record in read_records(folder / "metrics.jsonl")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", REPLICATED_EXPERTS)
 def test_losses_with_whole_experts_are_those_of_one_process(run_ranks, settings, folder_of, tmp_path, layout):
-    settings = [*settings_of(settings, folder_of, "Mixtral"), "train.steps=10", "train.eval_every=0"]
+    settings = [*settings_of(settings, folder_of, "Mixtral"), *MUON, "train.steps=10", "train.eval_every=0"]
     ranks, degrees = LAYOUTS[layout]
 
     run_ranks(train_in_float64, 1, [*settings, f"output={tmp_path / 'one'}"])
@@ -156,13 +107,4 @@ def test_losses_with_whole_experts_are_those_of_one_process(run_ranks, settings,
     ],
 )
 def test_run_that_resumes_at_another_layout_is_the_run_of_one_process(run_ranks, settings, tmp_path, saved, loaded):
-    settings = [*settings, *MUON, "train.steps=4", "train.eval_every=0", "optimizer.warmup_steps=0"]
-    run_ranks(train_in_float64, 1, [*settings, f"output={tmp_path / 'one'}"])
-
-    for layout, further in ((saved, ["train.stop_after=2"]), (loaded, [])):
-        ranks, degrees = LAYOUTS[layout]
-        run_ranks(train_in_float64, ranks, [*settings, *degrees, *further])
-
-    expected = losses(tmp_path / "one")
-    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-10, abs=0)
-    assert expected[-1] < expected[0]
+    check_resumed_run(run_ranks, [*settings, *MUON], tmp_path, [LAYOUTS[saved], LAYOUTS[loaded]])

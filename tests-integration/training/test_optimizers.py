@@ -10,6 +10,7 @@ from nxd_trainer.lr_schedule import lr_multiplier
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import train
+from optimizer_parity import losses
 
 pytestmark = pytest.mark.sample(5)  # each takes its time
 
@@ -54,10 +55,6 @@ def run(settings):
     recipe = load_recipe(None, settings)
     initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
     return train(recipe).step
-
-
-def losses(folder):
-    return [record.loss for record in read_records(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize(
