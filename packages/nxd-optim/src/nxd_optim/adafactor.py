@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from nxd_state import Group, get_device, get_shard_spec, is_lazy_device
-from nxd_state.parameter_marks import is_expert
 from torch import Tensor
-from torch.optim import Optimizer
 
 from nxd_optim.groups_and_states import give_states, restore_numbers, settings_of, state_tensor
+from nxd_optim.joint_optimizer import JointOptimizer
 from nxd_optim.logical_sums import (
     LogicalKey,
     LogicalPart,
@@ -32,7 +31,7 @@ from nxd_optim.updated_parts import UpdatedParts, UpdatedRange, ranks_that_share
 _ROWS, _COLUMNS, _ELEMENTS, _STEP = "row_var", "col_var", "variance", "step"  # torch's names
 
 
-class Adafactor(Optimizer):
+class Adafactor(JointOptimizer):
     """`torch.optim.Adafactor` at any layout.
 
     Parameters that a rank updates whole are updated by torch's own code. Of the others, where ranks hold tensor- or
@@ -87,17 +86,12 @@ class Adafactor(Optimizer):
             "maximize": maximize,
         }
         self._torch = torch.optim.Adafactor([{"params": []}], **defaults)  # type: ignore[arg-type]
-        self._joint_step: JointStep | None = None  # of the model's own parameters
-        self._is_prepared = False
         self._moves: dict[Tensor, list[_Move]] = {}  # of the weights that torch's code does not update
         super().__init__(params, defaults)
 
     @classmethod
     def joint_step(cls, parts: Sequence[UpdatedParts]) -> "JointStep":
-        """Return what several optimizers of this class, each of which updates one of the parts, do before their steps.
-
-        `check_elementwise` accepts a class with this method: it is exact although it is given parts of matrices.
-        """
+        """Return what several optimizers of this class do before their steps; see `JointOptimizer`."""
         return JointStep(parts)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,21 +102,12 @@ class Adafactor(Optimizer):
         """
         super().__setstate__(state)
         self.__dict__.setdefault("_torch", torch.optim.Adafactor([{"params": []}]))  # groups have the settings
-        self.__dict__.setdefault("_joint_step", None)
-        self.__dict__.setdefault("_is_prepared", False)
         self.__dict__.setdefault("_moves", {})
         for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
             for parameter in group["params"]:
                 found = self.state.get(parameter, {})
                 if found and not found.keys() <= {_STEP, _ELEMENTS} and not any(key.startswith(_ROWS) for key in found):
                     raise KeyError(_ROWS)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings."""
-        super().add_param_group(param_group)
-        self._joint_step = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -140,9 +125,7 @@ class Adafactor(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_prepared:
-            self._prepare_own_parameters()
-        self._is_prepared = False
+        self._prepare()
         moves, self._moves = self._moves, {}
         for group in self.param_groups:
             for weight in group["params"]:
@@ -194,17 +177,6 @@ class Adafactor(Optimizer):
 
     def _own_ranges(self) -> list[UpdatedRange]:
         return [UpdatedRange(p, 0, p.numel(), p) for group in self.param_groups for p in group["params"]]
-
-    def _prepare_own_parameters(self) -> None:
-        ranges = self._own_ranges()
-        if self._joint_step is None:
-            alone = Group.solo("dp")
-            by_placement = [[it for it in ranges if is_expert(it.parameter) is experts] for experts in (False, True)]
-            self._joint_step = JointStep(
-                [UpdatedParts([it.parameter for it in own], own, alone) for own in by_placement]
-            )
-        used = {id(it.parameter) for it in ranges if it.weight.grad is not None}
-        self._joint_step.prepare([self] * 2, used, self.param_groups)
 
 
 @dataclass(eq=False)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from nxd_state import Group, all_gather_object
-from nxd_state.parameter_marks import MatrixLayout, get_matrix_layout, is_expert
+from nxd_state.parameter_marks import MatrixLayout, get_matrix_layout
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from nxd_optim.joint_optimizer import JointOptimizer
 from nxd_optim.matrix_exchange import MatrixExchange, MatrixKey, MatrixPart
 from nxd_optim.matrix_sections import Section, matrix_parts, outputs_and_inputs, sections_of
 from nxd_optim.updated_parts import UpdatedParts, UpdatedRange, ranks_that_share
@@ -25,7 +26,7 @@ _SETTINGS_OF_MUON = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficie
 _SETTINGS_OF_ADAMW = ("lr", "weight_decay", "betas", "fused")
 
 
-class Muon(Optimizer):
+class Muon(JointOptimizer):
     """Muon for the matrices in groups with `use_muon=True`, AdamW for the parameters of the other groups.
 
     In one process, float32 and float64 weights equal those of `torch.optim.Muon` and `AdamW` bit by bit. On many ranks
@@ -87,17 +88,12 @@ class Muon(Optimizer):
         }
         torch.optim.Muon([torch.zeros(1, 1)], **{key: defaults[key] for key in _SETTINGS_OF_MUON})  # type: ignore[arg-type]
         self._adamw = _adamw(defaults)
-        self._joint_step: JointStep | None = None  # of whole parameters
-        self._is_prepared = False
         self._directions: dict[Tensor, tuple[UpdatedRange, Tensor]] = {}
         super().__init__(params, defaults)
 
     @classmethod
     def joint_step(cls, parts: Sequence[UpdatedParts]) -> "JointStep":
-        """Return what several optimizers of this class, each of which updates one of the parts, do before their steps.
-
-        `check_elementwise` accepts a class with this method: it is exact although it is given parts of matrices.
-        """
+        """Return what several optimizers of this class do before their steps; see `JointOptimizer`."""
         return JointStep(parts)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,21 +104,12 @@ class Muon(Optimizer):
         """
         super().__setstate__(state)
         self.__dict__.setdefault("_adamw", _adamw(self.defaults))
-        self.__dict__.setdefault("_joint_step", None)
-        self.__dict__.setdefault("_is_prepared", False)
         self.__dict__.setdefault("_directions", {})
         for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
             expected = _MOMENTUM if group["use_muon"] else "exp_avg"
             for parameter in group["params"]:
                 if self.state.get(parameter) and expected not in self.state[parameter]:
                     raise KeyError(expected)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings."""
-        super().add_param_group(param_group)
-        self._joint_step = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -139,9 +126,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_prepared:
-            self._prepare_whole_parameters()
-        self._is_prepared = False
+        self._prepare()
         for group in self.param_groups:
             if group["use_muon"]:
                 for weight in group["params"]:
@@ -149,6 +134,10 @@ class Muon(Optimizer):
                         _update(weight, *self._directions.pop(weight), group)
         self._step_of_adamw()
         return loss
+
+    def _own_ranges(self) -> list[UpdatedRange]:
+        matrices = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
+        return [UpdatedRange(p, 0, p.numel(), p) for p in matrices]
 
     def _take_direction(self, it: UpdatedRange, group: Mapping[str, Any]) -> Tensor:
         """Update the momentum by a weight's gradient; `step` moves the weight along the direction returned.
@@ -176,18 +165,6 @@ class Muon(Optimizer):
         direction = direction.to(_COMPUTED, copy=True)
         self._directions[it.weight] = (it, direction)
         return direction
-
-    def _prepare_whole_parameters(self) -> None:
-        groups = [group for group in self.param_groups if group["use_muon"]]
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        if self._joint_step is None:
-            alone = Group.solo("dp")
-            by_placement = [[p for p in parameters if is_expert(p) is experts] for experts in (False, True)]
-            self._joint_step = JointStep(
-                [UpdatedParts(own, [UpdatedRange(p, 0, p.numel(), p) for p in own], alone) for own in by_placement]
-            )
-        used = {id(p) for p in parameters if p.grad is not None}
-        self._joint_step.prepare([self] * 2, used, self.param_groups)
 
     def _step_of_adamw(self) -> None:
         self._adamw.state = self.state
