@@ -335,31 +335,6 @@ def test_states_of_matrices_take_almost_no_memory(run_ranks):
         assert report.measured.state <= 512 * 4 // 2 + 2 * 128 * 4 + 3 * 4
 
 
-def test_copy_keeps_training_alike():
-    first = nn.Parameter(torch.ones(4, 3))
-    optimizer = Adafactor([first], lr=0.1)
-    first.grad = torch.eye(4, 3)
-    optimizer.step()
-
-    second_optimizer = copy.deepcopy(optimizer)
-
-    second = second_optimizer.param_groups[0]["params"][0]
-    second.grad = first.grad.clone()
-    optimizer.step()
-    second_optimizer.step()
-    assert torch.equal(first, second)
-
-
-def test_states_of_another_optimizer_are_refused():
-    parameter = nn.Parameter(torch.ones(4, 3))
-    other = torch.optim.AdamW([parameter])
-    parameter.grad = torch.ones(4, 3)
-    other.step()
-
-    with pytest.raises(KeyError, match="row_var"):
-        Adafactor([parameter]).load_state_dict(other.state_dict())
-
-
 @pytest.mark.parametrize(("argument", "message"), [({"d": 0.5}, "threshold d"), ({"beta2_decay": 1.0}, "beta2_decay")])
 def test_wrong_arguments_raise_errors_of_torch(argument, message):
     with pytest.raises(ValueError, match=message):

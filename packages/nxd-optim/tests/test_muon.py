@@ -310,31 +310,6 @@ def test_resumed_training_is_that_which_never_stopped(run_ranks):
     assert all(torch.equal(it, expected[name]) for name, it in assemble_logical(resumed).items())
 
 
-def test_copy_and_pickle_keep_training_alike():
-    first = nn.Parameter(torch.ones(4, 3))
-    optimizer = Muon([first], lr=0.1)
-    first.grad = torch.eye(4, 3)
-    optimizer.step()
-
-    second_optimizer = copy.deepcopy(optimizer)
-
-    second = second_optimizer.param_groups[0]["params"][0]
-    second.grad = first.grad.clone()
-    optimizer.step()
-    second_optimizer.step()
-    assert torch.equal(first, second)
-
-
-def test_states_of_another_optimizer_are_refused():
-    parameter = nn.Parameter(torch.ones(4, 3))
-    other = torch.optim.AdamW([parameter])
-    parameter.grad = torch.ones(4, 3)
-    other.step()
-
-    with pytest.raises(KeyError, match="momentum_buffer"):
-        Muon([parameter]).load_state_dict(other.state_dict())
-
-
 def test_parameter_that_is_no_matrix_is_refused():
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.ones(4)
