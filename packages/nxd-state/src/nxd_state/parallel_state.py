@@ -45,6 +45,10 @@ class _ParallelState:
     created: list[dist.ProcessGroup] = field(default_factory=list)
     subgroups: dict[tuple[str, int] | RankGroups, Group] = field(default_factory=dict)  # by axis and size, or ranks
     apart: dict[tuple[str, RankGroups], Group] = field(default_factory=dict)  # by messages and ranks
+
+    def all_groups(self) -> tuple[Group, ...]:
+        return (*self.groups.values(), *self.subgroups.values(), *self.apart.values())
+
     foreign: dict[dist.ProcessGroup, Group] = field(default_factory=dict)  # by the process group that was given
     timeout: timedelta | None = None
     world: dist.ProcessGroup | None = None  # all ranks, as torch.distributed had them; None if they are planned
@@ -186,9 +190,7 @@ def abort_model_parallel(reason: str) -> None:
     """
     state = _state
     if state is not None and dist.is_initialized():
-        groups = {
-            group.name: group for group in (*state.groups.values(), *state.subgroups.values(), *state.apart.values())
-        }
+        groups = {group.name: group for group in state.all_groups()}
         for group in groups.values():
             abort_group(group, reason)
 
@@ -197,7 +199,7 @@ def _end(state: _ParallelState) -> None:
     stop_heartbeat()
     if state.first_steps is not None:
         state.first_steps.remove()
-    for group in (*state.groups.values(), *state.subgroups.values(), *state.apart.values()):
+    for group in state.all_groups():
         if group.shared_memory is not None:
             group.shared_memory.close()
     if state.is_stale:
@@ -350,7 +352,7 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
             "pass one from torch.distributed.new_group or get_tensor_model_parallel_group()"
         )
     state = _state
-    known = (*state.groups.values(), *state.subgroups.values(), *state.apart.values()) if state is not None else ()
+    known = state.all_groups() if state is not None else ()
     for group in known:
         if group.process_group is process_group:
             return group
