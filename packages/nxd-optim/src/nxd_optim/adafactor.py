@@ -109,23 +109,7 @@ class Adafactor(JointOptimizer):
                 if found and not found.keys() <= {_STEP, _ELEMENTS} and not any(key.startswith(_ROWS) for key in found):
                     raise KeyError(_ROWS)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients. Called by all ranks that hold parts of the same parameters.
-
-        Returns:
-            The result of `closure`.
-
-        Raises:
-            RuntimeError: gradients are sparse or complex.
-            ValueError: on the first step: the ranks hold other parts than their shard specs say.
-            NotImplementedError: this rank holds parts of parameters, on XLA.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._prepare()
+    def _update(self) -> None:
         moves, self._moves = self._moves, {}
         for group in self.param_groups:
             for weight in group["params"]:
@@ -139,7 +123,6 @@ class Adafactor(JointOptimizer):
             for group in self.param_groups
         ]
         self._torch.step()
-        return loss
 
     def sharded_state(self) -> list[StateTensor]:
         """Return all states as boxes of logical tensors, for checkpoints that load at any layout; they share memory.

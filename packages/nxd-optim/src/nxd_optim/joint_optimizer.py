@@ -4,9 +4,10 @@ Before such an optimizer steps, the ranks that hold parts of the same matrices c
 whole ones. `NeuronZero1Optimizer`, whose buckets have an optimizer each, does so once for all of them.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
+import torch
 from nxd_state import Group
 from nxd_state.parameter_marks import is_expert
 from torch.optim import Optimizer
@@ -52,6 +53,31 @@ class JointOptimizer(Optimizer):
         """Add parameters with their own settings."""
         super().add_param_group(param_group)
         self._joint_step = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients. Called by all ranks that hold parts of the same ones.
+
+        Returns:
+            The result of `closure`.
+
+        Raises:
+            RuntimeError: gradients are sparse or complex.
+            ValueError: on the first step: the ranks hold other parts than their shard specs say, or a parameter that
+                must be a matrix is none.
+            NotImplementedError: Adafactor's parameters are split over ranks, on XLA.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        """Update the weights, after a joint step."""
+        raise NotImplementedError
 
     def _own_ranges(self) -> list[UpdatedRange]:
         """Return the model's own parameters, whole, that a joint step is for."""

@@ -5,7 +5,7 @@ so each rank keeps that of its part. Only the Newton-Schulz iterations need whol
 each to one rank. Which parameters are matrices is chosen in `muon_groups`.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -111,29 +111,13 @@ class Muon(JointOptimizer):
                 if self.state.get(parameter) and expected not in self.state[parameter]:
                     raise KeyError(expected)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have gradients. Called by all ranks that hold parts of the same matrices.
-
-        Returns:
-            The result of `closure`.
-
-        Raises:
-            ValueError: on the first step: a parameter of Muon is not a matrix, or the ranks hold other parts than their
-                shard specs say.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._prepare()
+    def _update(self) -> None:
         for group in self.param_groups:
             if group["use_muon"]:
                 for weight in group["params"]:
                     if weight in self._directions:
                         _update(weight, *self._directions.pop(weight), group)
         self._step_of_adamw()
-        return loss
 
     def _own_ranges(self) -> list[UpdatedRange]:
         matrices = [p for group in self.param_groups if group["use_muon"] for p in group["params"]]
