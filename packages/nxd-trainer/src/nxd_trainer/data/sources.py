@@ -254,8 +254,11 @@ def _walk(
 
 
 def _stays_in(folder: Path, file: Path) -> bool:
-    if not file.is_symlink():
-        return True
+    return not file.is_symlink() or target_stays_in(folder, file)
+
+
+def target_stays_in(folder: Path, file: Path) -> bool:
+    """Whether a file is inside a folder after following all links; a snapshot of the hub may link to its blobs."""
     target, own = Path(os.path.realpath(file)), Path(os.path.realpath(folder))
     if own.parent.name == "snapshots" and _HUB_REPOSITORY.match(own.parents[1].name):
         # A snapshot in the cache of the Hugging Face hub is a folder of links to its blobs.
