@@ -16,14 +16,18 @@ from nxd_layers.hf import find_routers, parallelize
 from nxd_optim import GradientReducer, reduce_sequence_parallel_gradients
 from nxd_parity import InFloat64
 from nxd_pipeline import NxDPPModel
+from nxd_pipeline.runtime.microbatches import split_batch
 from nxd_state import all_reduce, get_group, initialize_model_parallel
 from nxd_testing import LogicalPiece, assemble_logical, logical_pieces
 from torch import Tensor
 
 from hf_survey.architectures import SAMPLES, tiny_batch, tiny_model
+from hf_survey.vision import VISION_FAMILIES, vision_model
+from hf_survey.vision_batch import vision_inputs
 
 RTOL = 1e-10
 MICROBATCHES = 2
+TEXT_ALONE = ", text alone"  # after the name of a vision-language family: its rows have no pictures
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Step:
 def one_process(model_type: str, **changes: Any) -> Step:
     """Forward and backward of the unsharded model, with these keys of its config changed."""
     with InFloat64():
-        model = tiny_model(model_type, **changes)
+        model = _model(model_type, changes)
         balance = RouterBalance(dict(model.named_modules()), find_routers(model), BalanceConfig())
         losses = balance.train(
             lambda: [model(**part).loss for part in _microbatches(model_type)],
@@ -109,18 +113,22 @@ def one_rank(model_type: str, layout: Layout, changes: Mapping[str, Any]) -> Ste
     """
     initialize_model_parallel(layout.tp, layout.pp, layout.ep, context_parallel_size=layout.cp)
     with InFloat64():
-        model = tiny_model(model_type, **changes)
+        model = _model(model_type, changes)
         routers = find_routers(model)
+        replicas = get_group("dp")
+        own = _batch(model_type, replicas.rank, replicas.size)
         try:
             if layout.tp * layout.ep * layout.cp > 1:
                 model = parallelize(model, expert_parallel=layout.ep > 1, context_transport=layout.transport)
             pipeline = NxDPPModel(
-                model, num_microbatches=MICROBATCHES, auto_partition=layout.pp > 1, use_optimizer_wrapper=True
+                model,
+                num_microbatches=MICROBATCHES,
+                auto_partition=layout.pp > 1,
+                input_names=list(own),
+                use_optimizer_wrapper=True,
             )
         except (ValueError, NotImplementedError) as refusal:
             return Step(refusal=str(refusal))
-        replicas = get_group("dp")
-        own = {name: it.chunk(replicas.size)[replicas.rank] for name, it in tiny_batch(model_type).items()}
         balance = RouterBalance(dict(pipeline.local_named_modules()), routers, BalanceConfig())
         loss = balance.train(
             lambda: pipeline.run_train(**own),
@@ -191,6 +199,19 @@ def _some(names: Sequence[str] | set[str]) -> str:
     return ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
 
 
-def _microbatches(model_type: str) -> list[dict[str, Tensor]]:
-    parts = {name: value.chunk(MICROBATCHES) for name, value in tiny_batch(model_type).items()}
-    return [{name: value[index] for name, value in parts.items()} for index in range(MICROBATCHES)]
+def _model(model_type: str, changes: Mapping[str, Any]) -> Any:
+    family, _, _ = model_type.partition(TEXT_ALONE)
+    return vision_model(family, **changes) if family in VISION_FAMILIES else tiny_model(model_type, **changes)
+
+
+def _batch(model_type: str, replica: int = 0, num_replicas: int = 1) -> dict[str, Any]:
+    """Return a replica's inputs of a step."""
+    family, is_text, _ = model_type.partition(TEXT_ALONE)
+    if family not in VISION_FAMILIES:
+        return {name: it.chunk(num_replicas)[replica] for name, it in tiny_batch(model_type).items()}
+    rows = torch.arange(SAMPLES).chunk(num_replicas)[replica].chunk(MICROBATCHES)
+    return vision_inputs(family, [it.tolist() for it in rows], pictures=not is_text)
+
+
+def _microbatches(model_type: str) -> list[dict[str, Any]]:
+    return split_batch(_batch(model_type), MICROBATCHES)

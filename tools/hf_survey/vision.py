@@ -329,7 +329,7 @@ def vision_config(family: str, **text: Any) -> Any:
         text_config=of_text, vision_config=dict(about.tower), **about.config, **ids, **further
     )
     config.architectures = [f"{about.name}ForConditionalGeneration"]
-    for part in (config, config.text_config, config.vision_config):
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         part._experts_implementation = "eager"  # the other ones have no float64
         for name in list(vars(part)):
             if "dropout" in name and isinstance(getattr(part, name), float):

@@ -2,7 +2,7 @@
 
 from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import OLD_RUNTIME_FLAGS, Stage, layer_flops, manual_partition
-from nxd_pipeline.runtime import GradientSync, current_microbatch
+from nxd_pipeline.runtime import GradientSync, Microbatches, current_microbatch
 from nxd_pipeline.schedules import (
     SCHEDULE_NAMES,
     TRAINING_SCHEDULES,
@@ -34,6 +34,7 @@ __all__ = [
     "OLD_RUNTIME_FLAGS",
     "GradientSync",
     "current_microbatch",
+    "Microbatches",
     "Stage",
     "manual_partition",
     "layer_flops",

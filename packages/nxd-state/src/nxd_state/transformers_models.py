@@ -1,4 +1,4 @@
-"""What layers and pipelines both ask of models of transformers: whether a model is one, and its loss.
+"""What layers and pipelines both ask of models of transformers: whether a model is one, its parts, and its loss.
 
 The loss of causal language models is nan where no token has a label; here it is 0, because a pipeline's microbatch may
 have no labels. transformers is not imported: classes and loss functions are recognized by their names.
@@ -20,6 +20,31 @@ def has_transformers_base(thing: object, name: str) -> bool:
     return any(
         cls.__name__ == name and cls.__module__.partition(".")[0] == "transformers" for cls in type(thing).__mro__
     )
+
+
+def is_multimodal(model: Any) -> bool:
+    """Whether a model has a language model and encoders of something else, such as images, each with its config."""
+    return is_transformers_model(model) and model.config.get_text_config() is not model.config
+
+
+def towers_of(model: Any) -> list[str]:
+    """Return the names of a multimodal model's encoders and projectors: what is not its language model or its head.
+
+    Others have none.
+    """
+    if not is_multimodal(model):
+        return []
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    parts = path.split(".")
+    around = ["", *(".".join(parts[:depth]) for depth in range(1, len(parts)))]
+    return [
+        f"{outer}.{name}".lstrip(".")
+        for outer in around
+        if is_multimodal(model.get_submodule(outer))
+        for name, child in model.get_submodule(outer).named_children()
+        if child is not head and not f"{path}.".startswith(f"{outer}.{name}.".lstrip("."))
+    ]
 
 
 def takes_causal_lm_loss(model: Any) -> bool:

@@ -159,6 +159,7 @@ def _example(paths: list[str]) -> str:
 # embeddings by itself. Modules that a plan does not name are full on every rank, such as Falcon-H1's Mamba mixers.
 
 _FEED_FORWARD = {"fc1": "colwise", "fc2": "rowwise"}
+_GATED = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
 
 def _under(prefix: str, styles: dict[str, str]) -> dict[str, str]:
@@ -192,9 +193,9 @@ def _t5(stack: str, feed_forward: int) -> dict[str, str]:
     }
 
 
-def _norms_of_heads(*names: str) -> dict[str, str]:
+def _norms_of_heads(*names: str, attention: str = "self_attn") -> dict[str, str]:
     """Norms that all heads share."""
-    return _under("layers.*.self_attn", dict.fromkeys(names, "replicated_with_grad_allreduce"))
+    return _under(f"layers.*.{attention}", dict.fromkeys(names, "replicated_with_grad_allreduce"))
 
 
 ADDED_PLANS: dict[str, dict[str, str]] = {
@@ -219,7 +220,7 @@ ADDED_PLANS: dict[str, dict[str, str]] = {
     },
     "falcon_h1": {
         **_attention("layers.*.self_attn", "o_proj"),
-        **_under("layers.*.feed_forward", {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}),
+        **_under("layers.*.feed_forward", _GATED),
         "embed_tokens": "embedding_rowwise",
     },
     "gpt2": {
@@ -239,10 +240,27 @@ ADDED_PLANS: dict[str, dict[str, str]] = {
         "embed_tokens": "embedding_rowwise",
     },
     "mamba2": {"embeddings": "embedding_rowwise"},
+    "mllama": _under(
+        "language_model",
+        {
+            **_attention("layers.*.self_attn", "o_proj"),
+            **_attention("layers.*.cross_attn", "o_proj"),
+            **_norms_of_heads("q_norm", "k_norm", attention="cross_attn"),
+            **_under("layers.*.mlp", _GATED),
+        },
+    ),
     "opt": {
         **_attention("decoder.layers.*.self_attn", "out_proj"),
         **_under("decoder.layers.*", _FEED_FORWARD),
     },
+    "qwen3_vl": _under(
+        "language_model",
+        {
+            **_attention("layers.*.self_attn", "o_proj"),
+            **_norms_of_heads("q_norm", "k_norm"),
+            **_under("layers.*.mlp", _GATED),
+        },
+    ),
     "roberta": _bert("encoder.layer.*"),
     "t5": {**_t5("encoder", 1), **_t5("decoder", 2)},
     "vit": {

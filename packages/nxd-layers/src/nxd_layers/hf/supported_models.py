@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nxd_state import is_transformers_model
+from nxd_state import is_multimodal, is_transformers_model
 from torch import nn
 
 from nxd_layers.hf.transformers_models import (
@@ -54,6 +54,14 @@ COMPARED_EXPERTS = frozenset(
         "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe",
         "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "sarvam_mla",
         "sarvam_moe", "solar_open", "zaya",
+    ]
+)
+
+# Multimodal types, with images and without. Their language models are of a type in `COMPARED`, or of one of their own.
+COMPARED_MULTIMODAL = frozenset(
+    [
+        "aya_vision", "cohere2_vision", "gemma3", "glm4v", "granite4_vision", "idefics3", "internvl", "llava_next",
+        "mistral3", "mllama", "paligemma", "qwen2_5_vl", "qwen3_5", "qwen3_vl",
     ]
 )
 # fmt: on
@@ -99,13 +107,21 @@ COMPARED_CONTEXT = COMPARED.difference(REFUSED_CONTEXT) | {"dory"}
 def check_tensor_parallel(model: Any) -> None:
     """Raise a ValueError if models of this type have not been compared with one process."""
     model_type = model_type_of(model)
-    if model_type not in COMPARED and not _is_remembered(model):
+    if not _is_compared(model) and not _is_remembered(model):
         reason = REFUSED.get(model_type, "its loss and gradients have not been compared with those of one process")
         raise ValueError(
             f"models of type {model_type!r} are not split by their own plan: {reason}. Run "
             "nxd parity --hf FOLDER with its config.json, which compares them in a minute and, if they are equal, "
             "records that they may be split; or pass another plan (plan=...)"
         )
+
+
+def _is_compared(model: Any) -> bool:
+    model_type = model_type_of(model)
+    if not is_multimodal(model):
+        return model_type in COMPARED
+    of_text = str(model.config.get_text_config().model_type)
+    return model_type in COMPARED_MULTIMODAL and (of_text in COMPARED or of_text.startswith(f"{model_type}_text"))
 
 
 def check_expert_parallel(model: Any) -> None:

@@ -5,13 +5,20 @@ transformers is never imported: its models are recognized by their class, and as
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from nxd_state import towers_of
 from torch import nn
 
 from nxd_pipeline.partition.cuts import LayerClasses, layer_names
 from nxd_pipeline.partition.structure import ModelStructure
+
+# What the language model of a multimodal one takes if image and sound features are in its embeddings only.
+_INPUTS_OF_DECODER = {
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states", "return_dict", "cache_position", "logits_to_keep", "kwargs"),
+}
 
 # Inputs of forward that belong to generation, or request values that a pipeline does not keep.
 _NOT_INPUTS = re.compile(
@@ -24,6 +31,8 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
 
     Its layers are those of `transformer_layer_cls`, or of the pipeline plan, or of its one list of blocks. Input and
     output embeddings, the plan's modules and the head go to the first or last stage; everything else is on every stage.
+    Encoders of images and sounds are on the first stage if the language model gets their features in its embeddings
+    only; if its layers read them as well, every stage computes them.
 
     Raises:
         ValueError: the list of layers cannot be determined, or the model's config requests outputs that a pipeline does
@@ -42,13 +51,39 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
     base = getattr(model, "base_model", model)
     if base is not model:
         last |= {name for name, child in model.named_children() if child is not base and not _holds(child, layer_list)}
+    encoders = [] if _layers_read_features(model) else towers_of(model)
+    first |= set(encoders)
     return ModelStructure(
         layers,
         first=frozenset(_outermost(model, first)),
         last=frozenset(_outermost(model, last - first)),
+        inputs_of_first=frozenset(_inputs_of_encoders(model) if encoders else ()),
+        skipped=_cross_attention_layers(model, layers),
         recorded=_recorded_routers(model, layers),
         arguments={"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {},
     )
+
+
+def _layers_read_features(model: Any) -> bool:
+    """Whether layers of the language model read features of an encoder, by cross-attention or deep-stack."""
+    return bool(towers_of(model)) and not set(_parameters(model.get_decoder().forward)) <= _INPUTS_OF_DECODER
+
+
+def _cross_attention_layers(model: Any, layers: Sequence[str]) -> frozenset[str]:
+    """Return the layers that are not called if there is no image."""
+    if not towers_of(model):
+        return frozenset()
+    return frozenset(layers[it] for it in getattr(model.config.get_text_config(), "cross_attention_layers", ()))
+
+
+def _inputs_of_encoders(model: Any) -> list[str]:
+    """Return the inputs without which a multimodal model calls none of its encoders."""
+    methods = (getattr(model, f"get_{kind}_features", None) for kind in ("image", "video", "audio"))
+    return [_parameters(method)[0] for method in methods if method is not None]
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def hugging_face_inputs(model: nn.Module) -> list[str]:
@@ -83,10 +118,11 @@ def _layers(model: nn.Module, plan: dict[str, Any], transformer_layer_cls: Layer
 def _lists_of_blocks(model: nn.Module) -> list[str]:
     """Return lists of modules that the model declares unsplittable; else lists of one class with submodules."""
     unsplit = set(getattr(model, "_no_split_modules", None) or ())
+    encoders = tuple(f"{name}." for name in towers_of(model))
     declared: list[str] = []
     alike: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or not len(module):
+        if not isinstance(module, nn.ModuleList) or not len(module) or name.startswith(encoders):
             continue
         classes = {type(child).__name__ for child in module}
         if classes <= unsplit:

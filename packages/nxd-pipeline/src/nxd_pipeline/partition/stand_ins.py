@@ -58,14 +58,16 @@ class AbsentLayer(nn.Module):
     """Stands in for a layer of an earlier or later stage; it has the layer's plain attributes.
 
     Layers of earlier stages return the received value, which the model takes for the output of the previous layer.
+    With `ends_stage`, a layer of a later stage ends this one when the model has skipped the last layer of this stage.
     """
 
-    def __init__(self, layer: nn.Module, run: StageForward, *, is_later: bool) -> None:
+    def __init__(self, layer: nn.Module, run: StageForward, *, is_later: bool, ends_stage: bool = False) -> None:
         super().__init__()
         own = {name: value for name, value in vars(layer).items() if name not in vars(self)}
         self.__dict__.update({name: value for name, value in own.items() if not isinstance(value, Tensor | nn.Module)})
         self._run = run
         self._is_later = is_later
+        self._ends_stage = ends_stage
         self._replays: list[nn.Module] = []
 
     def add_replay(self, path: str, module: nn.Module) -> None:
@@ -92,7 +94,11 @@ class AbsentLayer(nn.Module):
 
         Raises:
             RuntimeError: the layer belongs to a later stage, or the model calls it twice.
+            StageEnd: it is the end of this stage.
         """
+        if self._ends_stage:
+            self._run.leaving = args[0] if args else kwargs["hidden_states"]
+            raise StageEnd
         if self._is_later:
             raise RuntimeError(
                 f"the model calls a layer of a later stage before the layers of this stage; {OTHER_WAYS}"

@@ -34,6 +34,8 @@ class ModelStructure:
         layers: names of the layers in the order of calls, all in one `nn.ModuleList`.
         first: names of modules used only before the layers, and only for the input of the first layer.
         last: names of modules used only after the layers.
+        inputs_of_first: names of inputs that only modules in `first` use; later stages get none.
+        skipped: names of layers that the model does not call for some inputs, such as cross-attention without images.
         recorded: names of modules in a layer whose output the model also uses after the layers, by layer.
         arguments: arguments passed in every call of the model.
     """
@@ -41,6 +43,8 @@ class ModelStructure:
     layers: tuple[str, ...]
     first: frozenset[str] = frozenset()
     last: frozenset[str] = frozenset()
+    inputs_of_first: frozenset[str] = frozenset()
+    skipped: frozenset[str] = frozenset()
     recorded: Mapping[str, Sequence[str]] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,7 +52,7 @@ class ModelStructure:
 def structural_partition(
     model: nn.Module, structure: ModelStructure, cuts: Sequence[str], input_names: Sequence[str]
 ) -> tuple[Stage, ...]:
-    """Cut `model` after the layers named `cuts`; every stage takes all inputs.
+    """Cut `model` after the layers named `cuts`; every stage takes all inputs but those of the first alone.
 
     Modules that are neither layers nor in `first` or `last` are on every stage, their parameters as tied weights.
 
@@ -65,9 +69,10 @@ def structural_partition(
     stages = []
     for index in range(len(bounds) - 1):
         layers = _LayerRange(bounds[index], bounds[index + 1], len(structure.layers))
-        inputs = tuple(input_names) if layers.is_first else (boundary(index - 1), *input_names)
+        names = [name for name in input_names if layers.is_first or name not in structure.inputs_of_first]
+        inputs = tuple(names) if layers.is_first else (boundary(index - 1), *names)
         outputs = () if layers.is_last else (boundary(index),)
-        stages.append(Stage(StructuralStage(model, structure, layers, input_names), inputs, outputs, {"model": ""}))
+        stages.append(Stage(StructuralStage(model, structure, layers, names), inputs, outputs, {"model": ""}))
     return tuple(stages)
 
 
@@ -149,7 +154,11 @@ class StructuralStage(nn.Module):
         for index, name in enumerate(structure.layers):
             if self._layers.start <= index < self._layers.end:
                 continue
-            absent = AbsentLayer(modules[name], self._run, is_later=index >= self._layers.end)
+            is_later = index >= self._layers.end
+            last = structure.layers[self._layers.end - 1]
+            absent = AbsentLayer(
+                modules[name], self._run, is_later=is_later, ends_stage=is_later and last in structure.skipped
+            )
             if self._layers.is_last:
                 for path in structure.recorded.get(name, ()):
                     absent.add_replay(path, replay_of(modules[f"{name}.{path}"], self._run))

@@ -26,14 +26,36 @@ def forward_of(microbatch: int) -> Iterator[None]:
         _under_way.reset(token)
 
 
+class Microbatches(list[Any]):
+    """An input that is already split: one value for each microbatch, None for those that have none.
+
+    It is for inputs whose dim 0 is not the batch, such as the pixels of all images of some rows.
+    """
+
+
 def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
     """Split a batch into equal microbatches, in order, as views.
 
     Tensors of `[batch, ...]` are cut; those of `[1, ...]`, scalars and everything else go to each microbatch whole.
+    `Microbatches` are split already.
 
     Raises:
-        ValueError: there is no tensor to cut, tensors disagree about the batch, or it cannot be cut evenly.
+        ValueError: there is no tensor to cut, tensors disagree about the batch, or it cannot be cut evenly; or
+            `Microbatches` have another number of values.
     """
+    split = {name: value for name, value in batch.items() if isinstance(value, Microbatches)}
+    for name, values in split.items():
+        if len(values) != num_microbatches:
+            raise ValueError(f"{name} has {len(values)} microbatches; expected num_microbatches={num_microbatches}")
+    rest = {name: value for name, value in batch.items() if name not in split}
+    whole = _cut(rest, num_microbatches) if rest else [{}] * num_microbatches
+    return [
+        {name: split[name][index] if name in split else parts[name] for name in batch}
+        for index, parts in enumerate(whole)
+    ]
+
+
+def _cut(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
     if num_microbatches == 1:
         return [dict(batch)]
     lengths = {tensor.shape[0] for tensor in tree_leaves(dict(batch)) if isinstance(tensor, Tensor) and tensor.dim()}

@@ -25,7 +25,7 @@ from nxd_pipeline.schedules import (
     make_schedule,
 )
 
-Microbatches = Sequence[Mapping[str, Any]]
+SplitBatch = Sequence[Mapping[str, Any]]
 ReadOutput = Callable[[Any], Any]  # selects from the model's output; in training the loss
 
 
@@ -79,7 +79,7 @@ class WholeModelRunner:
 
     def train(
         self,
-        microbatches: Microbatches,
+        microbatches: SplitBatch,
         read_loss: ReadOutput,
         syncs: GradientSyncs,
         record: Record | None,
@@ -106,7 +106,7 @@ class WholeModelRunner:
         return losses
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Microbatches, read_output: ReadOutput) -> list[Any]:
+    def evaluate(self, microbatches: SplitBatch, read_output: ReadOutput) -> list[Any]:
         """Run forward without gradients; return the outputs that this rank computes, as `read_output` selects them."""
         results = []
         for index, microbatch in enumerate(microbatches):
@@ -171,7 +171,7 @@ class StagesRunner:
 
     def train(
         self,
-        microbatches: Microbatches,
+        microbatches: SplitBatch,
         read_loss: ReadOutput,
         syncs: GradientSyncs,
         record: Record | None,
@@ -198,7 +198,7 @@ class StagesRunner:
             syncs.synchronize()
         return losses
 
-    def evaluate(self, microbatches: Microbatches, read_output: ReadOutput) -> list[Any]:
+    def evaluate(self, microbatches: SplitBatch, read_output: ReadOutput) -> list[Any]:
         """See `WholeModelRunner.evaluate`."""
         with self._abort.end_all_ranks():
             self._tied_weights.synchronize()
