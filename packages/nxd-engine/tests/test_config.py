@@ -31,6 +31,7 @@ def test_config_without_arguments_has_the_documented_defaults_and_initialises_th
         "sequential_move_factor": 11,
         "meta_device_init": False,
         "param_init_fn": None,
+        "weights_are_loaded": False,
     }
     assert config["pad_model"] is config["sequence_parallel"] is False
     for name in ("pipeline_config", "activation_checkpoint_config", "lora_config"):

@@ -338,7 +338,23 @@ def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable
     parameters = inspect.signature(fill).parameters.values()
     takes_device = sum(it.kind in _POSITIONAL and it.default is it.empty for it in parameters) > 1
     fill_plain = (lambda plain: fill(plain, torch.device("cpu"))) if takes_device else fill
-    return hf.param_init_fn_of(module, fill_plain)
+    fill_own = hf.param_init_fn_of(module, fill_plain)
+    return _with_zeros(fill_own) if config["model_init_config"]["weights_are_loaded"] else fill_own
+
+
+def _with_zeros(fill: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Return a function that sets what `fill` leaves unset to zero, except for buffers that no file holds."""
+
+    def fill_all(module: nn.Module) -> None:
+        fill(module)
+        stored = {**module._parameters, **module._buffers}
+        for name, tensor in stored.items():
+            if tensor is None or not tensor.is_floating_point() or name in module._non_persistent_buffers_set:
+                continue
+            if bool(tensor.isnan().any()):
+                tensor.zero_()
+
+    return fill_all
 
 
 def _is_split(module: nn.Module) -> bool:

@@ -34,7 +34,12 @@ OPTIMIZER_DEFAULTS: dict[str, Any] = {
     "reshard_after_forward": None,
     "zero_offload": None,
 }
-MODEL_INIT_DEFAULTS: dict[str, Any] = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
+MODEL_INIT_DEFAULTS: dict[str, Any] = {
+    "sequential_move_factor": 11,
+    "meta_device_init": False,
+    "param_init_fn": None,
+    "weights_are_loaded": False,
+}
 
 _BOUNDS = {"sequential_move_factor": {"at_least": 1, "at_most": 32}, "_debug_pp_rank": {"at_least": 0}}
 _LISTS_IN_PIPELINE = ("pipeline_cuts", "input_names", "leaf_module_cls", "autowrap_functions", "autowrap_modules")
@@ -84,8 +89,10 @@ def neuronx_distributed_config(
             `config.num_attention_heads`.
         sequence_parallel: whether the model's layers split activations along the sequence; it must be built that way.
         model_init_config: `meta_device_init` (False) makes the model without memory; `param_init_fn` (None) then
-            fills this rank's part module by module. `sequential_move_factor` (11) is the number of ranks per host
-            that make their model at the same time, 1 to 32.
+            fills this rank's part module by module. `weights_are_loaded` (False) says that all weights are loaded
+            afterwards: those of a transformers model that `param_init_fn` does not set are zero until then, instead of
+            an error. `sequential_move_factor` (11) is the number of ranks per host that make their model at the same
+            time, 1 to 32.
         lora_config: adapters to train instead of the model.
         mixed_precision_config: `use_master_weights` and `use_fp32_grad_acc` (both default to `zero_one_enabled`), and
             `use_master_weights_in_ckpt` (False). `use_loss_scaling` (False) multiplies the loss by a scale that adapts,

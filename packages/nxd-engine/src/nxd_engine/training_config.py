@@ -29,6 +29,9 @@ class ModelSpec:
         layer_class: the class of the layers between which a pipeline is cut; None if the model determines it.
         param_init_fn: a function that gives a model without memory its initial weights, module by module.
         aux_loss_coef: its config's coefficient of the load-balancing loss, which its own forward no longer adds.
+        weights_are_loaded: whether all its weights are loaded before it is trained, so that `param_init_fn` may leave
+            some unset.
+        notes: lines about the model, for people.
     """
 
     make: Callable[[], nn.Module]
@@ -37,6 +40,8 @@ class ModelSpec:
     layer_class: type[nn.Module] | None = None
     param_init_fn: ParamInit | None = None
     aux_loss_coef: float = 0.0
+    weights_are_loaded: bool = False
+    notes: Sequence[str] = ()
 
 
 def llama_spec(config: LlamaConfig, *, sequence_parallel: bool, dtype: torch.dtype) -> ModelSpec:
@@ -128,7 +133,10 @@ def training_config(
         **degrees.as_config(),
         "pipeline_config": pipeline,
         "activation_checkpoint_config": checkpointed.get(activation_checkpointing, activation_checkpointing.split(",")),
-        "model_init_config": {"param_init_fn": spec.param_init_fn},
+        "model_init_config": {
+            "param_init_fn": spec.param_init_fn,
+            "weights_are_loaded": spec.weights_are_loaded,
+        },
         "optimizer_config": {
             "zero_stage": degrees.zero_stage,
             "shard_group_size": degrees.shard_group_size or None,

@@ -6,7 +6,7 @@
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,11 +22,12 @@ from nxd_engine.checkpoints.model_description import (
     describe_model,
     tokenizer_in,
 )
-from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes
+from nxd_engine.hugging_face import check_keys, config_of_type, read_model_config, stored_shapes, text_config
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, llama_spec, training_config, transformers_spec
 from nxd_layers.experts import BalanceConfig, RouterLayer
-from nxd_layers.hf import find_routers
+from nxd_layers.hf import find_routers, find_towers
+from nxd_layers.hf.towers import count_parameters, freeze, leave_out
 from nxd_lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import materialize
@@ -125,7 +126,7 @@ def _recipe_model(recipe: Recipe) -> ModelSpec:
         model = _made_by_factory(recipe, recipe.model.factory)
     else:
         model = _of_config(recipe, tokenizer)
-    _check_fits(recipe, model.description.config, tokenizer)
+    _check_fits(recipe, text_config(model.description.config), tokenizer)
     return replace(model, description=replace(model.description, tokenizer=tokenizer_name))
 
 
@@ -295,14 +296,29 @@ def _of_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelSpec:
     dtype = DTYPES[recipe.train.dtype]
     on_meta = model_on_meta_of(description, dtype)
     _check_heads(on_meta, description)
-    return transformers_spec(on_meta, description, dtype)
+    if model.path is None:
+        return transformers_spec(on_meta, description, dtype)
+    towers = find_towers(on_meta)
+    notes = [_describe_towers(on_meta, towers, model.use_of_towers)] if towers else []
+    if model.use_of_towers == "left_out":
+        description = replace(description, left_out=leave_out(on_meta, towers))
+    elif model.use_of_towers == "frozen":
+        freeze(on_meta, towers)
+    return replace(transformers_spec(on_meta, description, dtype), weights_are_loaded=True, notes=notes)
+
+
+def _describe_towers(model: nn.Module, towers: Sequence[str], choice: str) -> str:
+    """Say in one line what becomes of the parts of a multimodal model outside of its language model."""
+    done = {"frozen": "frozen", "train": "trained", "left_out": "left out"}[choice]
+    return f"towers {done}: {', '.join(towers)}, {count_parameters(model, towers):,} parameters (model.towers={choice})"
 
 
 def _check_heads(model: nn.Module, description: ModelDescription) -> None:
     """Raise ValueError if a transformers model has fewer query heads than key-value heads; only a step notices."""
     if all(getattr(module, "num_key_value_groups", 1) for module in model.modules()):
         return
-    config: Any = model.config
+    of_model: Any = model.config
+    config = of_model.get_text_config()
     heads, pairs = config.num_attention_heads, config.num_key_value_heads
     default = "" if "num_key_value_heads" in description.config else " (the default of transformers)"
     raise ValueError(
@@ -347,7 +363,7 @@ def _made_by_factory(recipe: Recipe, factory: str) -> ModelSpec:
 
 
 def _check_fits(recipe: Recipe, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise ValueError if the model's config shows that the tokenizer's ids or the sequences do not fit."""
+    """Raise ValueError if the config of the model's text shows that the tokenizer's ids or the sequences do not fit."""
     rows = config.get("vocab_size")
     positions = next((config[name] for name in ("max_position_embeddings", "n_positions") if name in config), None)
     named = next(f"model.{it}={name}" for it in ("path", "type", "factory") if (name := getattr(recipe.model, it)))

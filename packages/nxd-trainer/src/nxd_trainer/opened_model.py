@@ -206,32 +206,42 @@ def open_checkpointed_model(
         raise ValueError(
             f"{where} has no moving average of the weights; leave --ema out. Runs with train.ema_decay keep one"
         )
-    if not holds_adapter_alone(checkpoint):
+    has_base, left_out = not holds_adapter_alone(checkpoint), description_of(checkpoint).left_out
+    if has_base and not left_out:
         weights = model_weights(checkpoint, description, averaged=averaged)
         return OpenedModel(description, weights, model_dtype(checkpoint), where, tokenizer)
     own, adapter = ModelTensors(from_checkpoint(checkpoint), averaged), adapter_in(checkpoint)
-    base = _open_base(description, where) if like is None else whole_model_tensors(str(like.folder))
-    dtype = common_dtype(info.dtype for info in base.tensors.values())
+    what = f"the model without {', '.join(left_out)}" if has_base else "a LoRA adapter without its base model"
+    base = _open_base(description, where, what) if like is None else whole_model_tensors(str(like.folder))
+    dtype = model_dtype(checkpoint) if has_base else common_dtype(info.dtype for info in base.tensors.values())
     return OpenedModel(description, _merged_beside(base, own, adapter, description), dtype, where, tokenizer)
 
 
-def _open_base(description: ModelDescription, where: str) -> TensorSource:
-    """Open the base weights of an adapter in the place that its checkpoint names."""
+def _open_base(description: ModelDescription, where: str, what: str) -> TensorSource:
+    """Open the weights that a checkpoint lacks in the place that it names.
+
+    Args:
+        description: the checkpoint's description.
+        where: the checkpoint, for messages.
+        what: its contents, for messages.
+    """
     initial = description.initial
-    if initial is None:
-        raise ValueError(
-            f"{where} holds a LoRA adapter without its base model, and does not name it; give the base model instead, "
-            "and this folder as --adapter (for nxd export, give the base model as --like)"
-        )
-    get_logger("nxd_trainer").warning(
-        f"reading the base model of the adapter in {where} from {initial}, which the checkpoint names"
+    is_adapter = not description.left_out
+    instead = (
+        "give it instead, and this folder as --adapter (for nxd export, give the base model as --like)"
+        if is_adapter
+        else "for nxd export, give it as --like"
     )
+    if initial is None:
+        raise ValueError(f"{where} holds {what}, and does not name the model it started from; {instead}")
+    part = "the base model of the adapter" if is_adapter else f"what is left out ({', '.join(description.left_out)})"
+    get_logger("nxd_trainer").warning(f"reading {part} in {where} from {initial}, which the checkpoint names")
     try:
         return open_initial(initial)
     except (ValueError, OSError, CheckpointError) as error:
         raise ValueError(
-            f"{where} holds a LoRA adapter, and its base model {initial} cannot be used: {error}. If it has moved, "
-            "give it instead, and this folder as --adapter (for nxd export, give the base model as --like)"
+            f"{where} holds {what}, and the model that it started from, {initial}, cannot be used: {error}. If it has "
+            f"moved, {instead}"
         ) from error
 
 

@@ -8,7 +8,7 @@ self-contained. It may come from a stranger: paths on this machine that it names
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,10 @@ class ModelDescription:
         stored_shapes: names and shapes of the tensors in that folder's files; None for those of transformers itself.
         factory: for a model without such a config, the `model.factory` of its recipe; `config` holds the arguments.
             It is shown to people, and never imported.
-        initial: the base weights of an adapter that is saved without them; also those of a reference model.
+        initial: the base weights of an adapter that is saved without them; also those of a reference model, and those
+            that hold what is left out.
+        left_out: paths of the modules and parameters that the run left out of the model; their weights are those of
+            `initial`.
         files: the files of tokenizer, chat template and generation config, by their names in a model's folder. They
             are stored next to a checkpoint's other values, see `nxd_ckpt.interop.read_companions`.
     """
@@ -74,6 +77,7 @@ class ModelDescription:
     stored_shapes: Mapping[str, tuple[int, ...]] | None = None
     factory: str | None = None
     initial: InitialWeights | None = None
+    left_out: Sequence[str] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -91,6 +95,7 @@ class ModelDescription:
             "stored_shapes": None if self.stored_shapes is None else dict(self.stored_shapes),
             "factory": self.factory,
             "initial": None if self.initial is None else asdict(self.initial),
+            "left_out": list(self.left_out) or None,
         }
         return {KEY: {name: value for name, value in values.items() if value is not None}}
 
@@ -165,6 +170,7 @@ def find_description(checkpoint: Checkpoint) -> ModelDescription | None:
             {name: tuple(shape) for name, shape in shapes.items()} if isinstance(shapes, dict) else None,
             found.get("factory"),
             _initial_weights(found.get("initial")),
+            [str(path) for path in found.get("left_out") or ()],
         )
     return _described_before(objects)
 

@@ -10,6 +10,7 @@ from nxd_engine.hugging_face.conversion import (
     full_config,
     leave_out_masks,
     model_on_meta,
+    text_config,
     with_architecture,
 )
 from nxd_engine.hugging_face.folder import CONFIG_FILE, read_config
@@ -27,6 +28,7 @@ __all__ = [
     "read_model_config",
     "config_of_type",
     "full_config",
+    "text_config",
     "check_keys",
     "with_architecture",
     "model_on_meta",

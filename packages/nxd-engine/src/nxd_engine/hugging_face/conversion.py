@@ -269,6 +269,21 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a multimodal model's config that describes its language model, with all keys.
+
+    The config of another model, and one of a type that transformers does not know, is returned unchanged.
+    """
+    has_parts = any(name.endswith("_config") and isinstance(value, Mapping) for name, value in config.items())
+    config_class = _config_class(str(config.get("model_type"))) if has_parts else None
+    if config_class is None:
+        return config
+    whole = config_class.from_dict(with_plain_floats(config))
+    text = whole.get_text_config()
+    content: Mapping[str, Any] = config if text is whole else text.to_dict()
+    return content
+
+
 def check_keys(config: Mapping[str, Any], further: Iterable[str]) -> None:
     """Raise ValueError for keys that the config's architecture does not have; the message suggests the nearest ones.
 

@@ -47,6 +47,7 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     strict: bool = True,
     may_lack: Collection[str] = (),
+    left_out: Sequence[str] = (),
 ) -> list[str]:
     """Fill a model of any layout with the weights of a Hugging Face folder. Called by all ranks.
 
@@ -62,6 +63,7 @@ def load_pretrained(
         dtype: new dtype of the floating-point parameters; unchanged if None. Values are converted.
         strict: require the model and the folder to have the same tensors. Otherwise missing tensors keep their values.
         may_lack: names of tensors that may be missing even if `strict`, such as those of adapters.
+        left_out: paths of modules and parameters that the folder has, but the model may lack even if `strict`.
 
     Returns:
         The sorted names of this rank's tensors that the folder lacks.
@@ -80,7 +82,8 @@ def load_pretrained(
     missing = sorted(state.keys() - source.tensors.keys())
     needed = on_meta.union(name for name in missing if strict and name not in may_lack)
     lacking = [name for name in missing if name in needed]
-    _agree(folder, source, state, unexpected=found.unexpected, lacking=lacking, strict=strict)
+    outside = [name for name in source.tensors if any(f"{name}.".startswith(f"{path}.") for path in left_out)]
+    _agree(folder, source, state, unexpected=found.unexpected, lacking=lacking, strict=strict, not_needed=outside)
     run_or_raise_peer_error(f"reading {folder}", lambda: fill_state(source, state))
     values_changed(it for _, it in parameters_in_checkpoint(module))
     return missing
@@ -262,6 +265,7 @@ def _agree(
     unexpected: Sequence[str],
     lacking: list[str],
     strict: bool,
+    not_needed: Collection[str],
 ) -> None:
     """Raise ValueError on every rank if the folder does not fit on any of them."""
     shapes = {name: as_sharded(name, tensor).global_shape for name, tensor in state.items()}
@@ -276,7 +280,7 @@ def _agree(
         views = all_gather_object(views[0], get_world_group())
     everyone = {problem: None for _, found in views for problem in found}
     if strict:
-        wanted = {name for names, _ in views for name in names}
+        wanted = {name for names, _ in views for name in names}.union(not_needed)
         names = [*unexpected, *(name for name in source.tensors if name not in wanted)]
         everyone |= {f"{name!r} is in the folder, but not in the model": None for name in names}
     if everyone:

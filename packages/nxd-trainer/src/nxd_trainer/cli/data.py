@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if is_launched():
         raise UserError("nxd data runs in one process; start it without torchrun")
 
+    from nxd_engine.hugging_face import text_config  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     from nxd_trainer.training.run_data import open_data, prepare_data, with_counted_steps  # noqa: PLC0415
 
     model = reports_user_errors(lambda: recipe_model(recipe))
-    vocab_size = model.description.config.get("vocab_size")
+    vocab_size = text_config(model.description.config).get("vocab_size")
     data = reports_user_errors(lambda: open_data(recipe, prepare_data(recipe, vocab_size=vocab_size)))
     recipe = reports_user_errors(lambda: with_counted_steps(recipe, data.train))
     tokenizer, length = tokenizer_of(recipe)[0], recipe.data.sequence_length

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -182,8 +181,15 @@ def model_keys(text: str) -> Keys:
     config = Path(text) / "config.json"
     if not config.is_file():
         raise ValueError(f"{text} has no config.json; give the folder of a model, or {' or '.join(MODELS)}")
-    found = re.search(r'"max_position_embeddings":\s*(\d{1,9})\b', config.read_text(encoding="utf-8"))
-    return {"model.path": text, "data.sequence_length": min(512, int(found[1]) if found else 512), "optimizer.lr": 1e-5}
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{config} is not JSON: {error}") from error
+    content = content if isinstance(content, dict) else {}
+    text_config = content.get("text_config")  # of a multimodal model
+    positions = (text_config if isinstance(text_config, dict) else content).get("max_position_embeddings")
+    longest = positions if isinstance(positions, int) else 512
+    return {"model.path": text, "data.sequence_length": min(512, longest), "optimizer.lr": 1e-5}
 
 
 def _check_path(key: str, text: str) -> None:

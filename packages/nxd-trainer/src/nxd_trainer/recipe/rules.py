@@ -23,7 +23,8 @@ _OTHER_MODELS = "choose another model by model.path or model.type"
 _OBJECT_NAME = re.compile(r"[\w.]+:\w+")
 
 # Keys that a folder or a factory determines itself.
-SIZES = [field for field in fields(ModelSection) if field.name not in ("path", "type", "factory", "config")]
+_NOT_SIZES = ("path", "type", "factory", "config", "towers")
+SIZES = [field for field in fields(ModelSection) if field.name not in _NOT_SIZES]
 
 
 class Mistake(NamedTuple):
@@ -39,6 +40,7 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     Rules about the number of steps wait until the steps of `train.epochs` have been counted.
     """
     yield from _model_mistakes(recipe)
+    yield from _tower_mistakes(recipe)
     limits = [("data.sequence_length", "model.max_position_embeddings")] if recipe.model.has_these_sizes else []
     if recipe.train.stop_after is not None and recipe.train.epochs is None:
         limits.append(("train.stop_after", "train.steps"))
@@ -53,6 +55,23 @@ def consistency_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         yield from rules(recipe)
     for rules in (_optimizer_mistakes, _lora_mistakes, _checkpoint_mistakes, _moe_mistakes):
         yield from rules(recipe)
+
+
+def _tower_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    """Check what becomes of the towers of a multimodal model."""
+    model = recipe.model
+    if model.towers is not None and model.path is None:
+        text = "is for the multimodal models of model.path"
+        yield _mistake(recipe, "model.towers", text, *_MODEL)
+    if model.towers == "left_out" and recipe.checkpoint.initial_weights is not None:
+        text = "takes the towers from model.path; leave checkpoint.initial_weights out, or use model.towers=frozen"
+        yield _mistake(recipe, "model.towers", text, "checkpoint.initial_weights")
+    if model.towers == "train" and recipe.lora.rank:
+        text = (
+            "trains them in full beside adapters, which lora.modules_to_save does by name; name them there, or in "
+            "lora.target_modules"
+        )
+        yield _mistake(recipe, "model.towers", text, "lora.rank")
 
 
 def _model_mistakes(recipe: Recipe) -> Iterator[Mistake]:

@@ -35,6 +35,11 @@ class ModelSection:
     config: Mapping[str, Any] | None = option(
         None, "additional config keys of model.type or model.path, or the arguments of model.factory"
     )
+    towers: Literal["frozen", "train", "left_out"] | None = option(
+        None,
+        "what reads images or sounds in model.path, with its projectors: frozen (unset), train, or left_out (not in "
+        "memory; exported folders take it from model.path)",
+    )
     hidden_size: int = option(256, "width of the residual stream", at_least=1)
     intermediate_size: int = option(768, "width inside the MLP", at_least=1)
     num_hidden_layers: int = option(4, "decoder layers", at_least=1)
@@ -65,6 +70,11 @@ class ModelSection:
     def is_own_llama(self) -> bool:
         """Whether the model is this package's Llama."""
         return self.path is None and self.type is None and self.factory is None
+
+    @property
+    def use_of_towers(self) -> Literal["frozen", "train", "left_out"]:
+        """What happens to the towers."""
+        return self.towers or "frozen"
 
     @property
     def has_these_sizes(self) -> bool:

@@ -65,7 +65,7 @@ def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> F
     known = state.description.initial
     if known is not None and known.tag is None and initial is None:
         on_first_rank_of_each_host(lambda: _check_known(known, weights_fingerprint(known.folder)))
-        _load_folder(model, optimizer, Path(known.folder))
+        _load_folder(model, optimizer, state.description, Path(known.folder))
     elif known is not None:  # by its tag: newer checkpoints may have been added to its folder
         load_initial_weights(model, optimizer, state.description, Path(known.folder), known)
     else:
@@ -74,7 +74,7 @@ def _fill(state: RunState, model: NxDModel, optimizer: NxDOptimizer | None) -> F
         if initial is not None and chosen is not None and adapter is None:
             _load_chosen(model, optimizer, state.description, initial, chosen)
         elif origin is not None:
-            _load_folder(model, optimizer, origin)
+            _load_folder(model, optimizer, state.description, origin)
         return adapter
     return None
 
@@ -146,7 +146,7 @@ def _load_chosen(
             "to those sizes"
         )
     if found is None:
-        _load_folder(model, optimizer, folder)
+        _load_folder(model, optimizer, description, folder)
     else:
         load_checkpoint(found.root, found.tag or None, model=model)
         _tell_weights(model, optimizer, has_adapter=chosen.has_adapter)
@@ -159,10 +159,10 @@ def _check_known(known: InitialWeights | None, fingerprint: str) -> None:
         )
 
 
-def _load_folder(model: NxDModel, optimizer: NxDOptimizer | None, folder: Path) -> None:
+def _load_folder(model: NxDModel, optimizer: NxDOptimizer | None, description: ModelDescription, folder: Path) -> None:
     """Fill a model, except for adapters, from a Hugging Face folder. Call it on all ranks."""
     adapters = [] if model.lora_model is None else adapter_names(model.lora_model, with_biases=False)
-    load_pretrained(model.pipeline, folder, may_lack=adapters)
+    load_pretrained(model.pipeline, folder, may_lack=adapters, left_out=description.left_out)
     _tell_weights(model, optimizer)
 
 

@@ -55,6 +55,7 @@ _OF_SECTIONS: dict[str, Rule] = {
 }
 _OF_KEYS: dict[str, Rule] = {
     "model.path": "reported",  # the weights now come from the checkpoint
+    "model.towers": "refused",
     "parallel.zero_stage": "reported",  # it adds master weights for low-precision weights
     "data.evaluation_path": "reported",
     "data.cache_folder": "free",
@@ -296,6 +297,8 @@ def _check_same_run(
     lora = {name: value for name, value in recipe["lora"].items() if name not in may_change}
     own["lora"] = lora if state.recipe.lora.rank else {"rank": 0}
     own["dpo"] = recipe["dpo"]
+    own["model"] = {"towers": state.recipe.model.use_of_towers}
+    theirs["model"] = {"towers": Recipe().model.use_of_towers, **theirs.get("model", {})}
     initial = None if description is None else description.initial
     # Adapters and preferences depend on the initial weights.
     saves_adapter = state.recipe.lora.rank > 0 and state.recipe.lora.save == "adapter"
@@ -303,7 +306,7 @@ def _check_same_run(
     if needs_initial and initial is None:
         own["train"]["seed"] = state.recipe.train.seed
         own["checkpoint"] = {"initial_weights": recipe["checkpoint"].get("initial_weights")}
-        own["model"] = {"path": recipe["model"].get("path")}
+        own["model"]["path"] = recipe["model"].get("path")
     differences = [
         f"{section}.{name} is {value}, the checkpoint has {theirs[section].get(name)}"
         for section, values in own.items()

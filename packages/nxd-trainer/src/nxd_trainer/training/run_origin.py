@@ -42,7 +42,7 @@ def find_origin(recipe: Recipe, config: Mapping[str, Any]) -> Origin:
         ValueError: a file has the wrong contents for its name, or is a link out of its folder; or the checkpoint with
             the initial weights is damaged.
     """
-    needs_initial = recipe.lora.rank > 0 or recipe.dpo.beta > 0
+    needs_initial = recipe.lora.rank > 0 or recipe.dpo.beta > 0 or recipe.model.towers == "left_out"
     files, notes = model_files(recipe, config)
     return Origin(find_initial(recipe) if needs_initial else None, files, notes)
 

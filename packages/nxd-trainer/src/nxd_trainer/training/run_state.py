@@ -9,6 +9,7 @@ from typing import IO, Any, TypeVar
 from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.adapters import check_can_be_merged
 from nxd_engine.checkpoints.model_description import ModelDescription
+from nxd_engine.hugging_face import text_config
 from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_optim import WeightAverage
 from nxd_state import (
@@ -115,12 +116,13 @@ def build_run_state(recipe: Recipe, *, output_lock: IO[str] | None = None) -> Ru
     """
     data_parallel = get_group("dp")
     source = run_or_raise_peer_error("determining the model", lambda: recipe_model(recipe), error_type=ValueError)
-    vocab_size = source.description.config.get("vocab_size")
+    of_text = text_config(source.description.config)
+    vocab_size = of_text.get("vocab_size")
     check_layout(recipe, data_parallel.size, vocab_size=vocab_size)
-    origin = on_first_rank_of_each_host(lambda: find_origin(recipe, source.description.config))
+    origin = on_first_rank_of_each_host(lambda: find_origin(recipe, {**of_text, **source.description.config}))
     prepared = on_first_rank_of_each_host(lambda: prepare_data(recipe, vocab_size=vocab_size))
     data = open_data(recipe, prepared)
-    data.notes.extend(origin.notes)
+    data.notes.extend([*source.notes, *origin.notes])
     recipe = with_counted_steps(recipe, data.train)
     built = recipe
     if recipe.lora.rank and recipe.lora.save == "adapter" and origin.initial is None:

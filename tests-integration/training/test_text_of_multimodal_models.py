@@ -1,0 +1,90 @@
+"""Multimodal folders train on text alone: losses at every layout, towers that stay as they are, whole exports."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nxd_state import initialize_model_parallel
+from nxd_trainer.export import export_hugging_face
+from nxd_trainer.recipe import load_recipe
+from nxd_trainer.report import read_records
+from nxd_trainer.training import train
+
+transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
+pytest.importorskip("torchvision", reason="processors of images need it: pip install torchvision")
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+FAMILIES = ["gemma3", "qwen2_5_vl", "llava_next", "mistral3", "mllama"]
+FEW = ["gemma3", "mllama"]
+EACH = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+RUN = ["train.steps=4", "train.eval_every=0", "train.gradient_accumulation_steps=2"]
+TWO_REPLICAS = (2, "parallel.zero_stage=1")
+
+
+@pytest.fixture(scope="session")
+def folder_of_family(tmp_path_factory):
+    """`folder_of_family("gemma3")`: the folder of one of the small models of `hf_survey.vision`, in float64."""
+    from hf_survey.vision import write_vision_folder
+
+    root = tmp_path_factory.mktemp("families")
+
+    def make(family):
+        if not (root / family).exists():
+            write_vision_folder(family, root / family, dtype=torch.float64)
+        return root / family
+
+    return make
+
+
+def run(settings):
+    recipe = load_recipe(None, settings)
+    initialize_model_parallel(recipe.parallel.tensor_parallel_size, recipe.parallel.pipeline_parallel_size)
+    train(recipe)
+
+
+@pytest.fixture
+def trained(run_ranks, settings, folder_of_family, tmp_path, capfd):
+    """`trained("gemma3", "one", 1, ...)`: the losses, the tensors of the exported folder, and what the run said."""
+    from safetensors.torch import load_file
+
+    def make(family, name, ranks, *more):
+        own = [it for it in settings if not it.startswith("model.")]
+        output = tmp_path / name
+        run_ranks(run, ranks, [*own, *RUN, f"model.path={folder_of_family(family)}", f"output={output}", *more])
+        exported = export_hugging_face(output / "checkpoints", tmp_path / f"{name}-exported")
+        losses = [record.loss for record in read_records(output / "metrics.jsonl")]
+        return losses, load_file(exported / "model.safetensors"), exported
+
+    return make
+
+
+def logits(folder):
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(40, 52)[None]).logits
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_every_use_of_the_towers_trains_the_same_language_model_at_every_layout(trained, folder_of_family, family):
+    from safetensors.torch import load_file
+
+    before = load_file(folder_of_family(family) / "model.safetensors")
+    losses, expected, folder = trained(family, "frozen", 1)
+    runs = [
+        trained(family, "replicas", *TWO_REPLICAS),
+        trained(family, "left-out", 1, "model.towers=left_out"),
+        trained(family, "left-out-of-replicas", *TWO_REPLICAS, "model.towers=left_out"),
+    ]
+
+    assert losses[-1] < losses[0]
+    unchanged = {name for name, value in expected.items() if torch.equal(value, before[name])}
+    assert any("vision" in name or "visual" in name for name in unchanged)
+    assert any("embed_tokens" in name for name in expected.keys() - unchanged)
+    for other, tensors, _ in runs:
+        assert other == pytest.approx(losses, rel=1e-6)  # norms and the loss are in float32
+        assert tensors.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(tensors[name], value, rtol=1e-3, atol=1e-5, msg=name)
+            assert name not in unchanged or torch.equal(tensors[name], value), name
+    assert torch.equal(logits(folder), logits(runs[1][2]))
