@@ -17,6 +17,7 @@ from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_lora import LoraConfig, LoraModel
 from nxd_optim import Muon, muon_parameter_groups
 from nxd_parity import InFloat64
+from nxd_pipeline import Microbatches
 from nxd_state import destroy_model_parallel, get_group, owned_range, whole_parameters
 from nxd_testing import assemble_logical, logical_pieces
 
@@ -24,6 +25,10 @@ pytest.importorskip("transformers", reason="some of the models are of transforme
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 OF_EXPERTS = ("mixtral", "gpt_oss")
+MODELS = ("llama", "tied", "qwen3", "gemma3_text", "mixtral", "gpt_oss")
+TEXT_MODELS = (*MODELS, "phi3")
+VISION = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "mllama", "mistral3", "llava_next", "internvl", "idefics3")
+VISION += ("paligemma", "glm4v", "aya_vision", "cohere2_vision", "granite4_vision")
 STEPS, SAMPLES, LENGTH, VOCABULARY = 10, 8, 8, 48
 RTOL = 1e-10
 STATES = ("/exp_avg", "/exp_avg_sq", "/momentum_buffer")
@@ -61,8 +66,9 @@ def make_model(name: str, *, sequence_parallel: bool = False) -> torch.nn.Module
         )
         return LlamaForCausalLM(config, sequence_parallel=sequence_parallel, dtype=torch.float64)
     from hf_survey.architectures import tiny_model
+    from hf_survey.vision import VISION_FAMILIES, vision_model
 
-    return tiny_model(name)
+    return vision_model(name) if name in VISION_FAMILIES else tiny_model(name)
 
 
 def lora_config(model: str) -> LoraConfig:
@@ -73,15 +79,21 @@ def lora_config(model: str) -> LoraConfig:
     return LoraConfig(lora_rank=2, lora_alpha=4, **targets)
 
 
-def batches(model: str) -> list[dict[str, torch.Tensor]]:
+def batches(model: str, replica: int = 0, num_replicas: int = 1, num_microbatches: int = 1) -> list[dict]:
+    """A replica's inputs of each step; those of a vision-language model are split into microbatches."""
+    if model not in TEXT_MODELS:
+        from hf_survey.vision_batch import vision_inputs
+
+        rows = [torch.arange(SAMPLES).roll(step).chunk(num_replicas)[replica] for step in range(STEPS)]
+        return [vision_inputs(model, [it.tolist() for it in of_step.chunk(num_microbatches)]) for of_step in rows]
     tokens = torch.randint(3, VOCABULARY, (STEPS, SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    if model in ("llama", "tied"):
-        return [{"input_ids": step[:, :-1], "labels": step[:, 1:]} for step in tokens]
-    return [{"input_ids": step[:, :-1], "labels": step[:, :-1]} for step in tokens]
+    own = [step.chunk(num_replicas)[replica] for step in tokens]
+    shift = 1 if model in ("llama", "tied") else 0
+    return [{"input_ids": step[:, :-1], "labels": step[:, shift : LENGTH + shift]} for step in own]
 
 
 def config_of(layout: Layout) -> dict:
-    pipeline = {"num_microbatches": layout.microbatches, "input_names": ["input_ids", "labels"]}
+    pipeline = {"num_microbatches": layout.microbatches, "input_names": list(batches(layout.model)[0])}
     if layout.model in ("llama", "tied"):
         pipeline["transformer_layer_cls"] = LlamaDecoderLayer
     if layout.pp > 1:
@@ -122,9 +134,8 @@ def train(layout: Layout) -> tuple[list[float], list[float], list, dict]:
         optimizer = nxd.initialize_parallel_optimizer(config, cls, parameters, lr=1e-2)
         replicas = get_group("dp")
         losses, norms = [], []
-        for batch in batches(layout.model):
-            own = {name: values.chunk(replicas.size)[replicas.rank] for name, values in batch.items()}
-            loss = model.run_train(**own)
+        for batch in batches(layout.model, replicas.rank, replicas.size, layout.microbatches):
+            loss = model.run_train(**batch)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(None if loss is None else loss.item())
@@ -151,7 +162,7 @@ def one_process(layout: Layout):
         optimizer = cls(parameters, lr=1e-2)
         losses, norms = [], []
         for batch in batches(layout.model):
-            output = model(**batch)
+            output = model(**{name: it[0] if isinstance(it, Microbatches) else it for name, it in batch.items()})
             loss = output if isinstance(output, torch.Tensor) else output.loss
             loss.backward()
             losses.append(loss.item())
@@ -276,7 +287,6 @@ STAGES = {
     "hybrid ZeRO-1": {"stage": 1, "group": 1},
     "hybrid ZeRO-3": {"group": 2},
 }
-MODELS = ("llama", "tied", "qwen3", "gemma3_text", "mixtral", "gpt_oss")
 
 
 def _fits(axes: str, stage: str, model: str) -> bool:
@@ -287,18 +297,24 @@ def _fits(axes: str, stage: str, model: str) -> bool:
     return replicas == 4 or stage not in ("hybrid ZeRO-3",)
 
 
-def _grid(models: tuple[str, ...], stages: tuple[str, ...], adapted: tuple[str, ...]) -> list:
+def _grid(models: tuple[str, ...], stages: tuple[str, ...], adapted: tuple[str, ...], axes=tuple(AXES)) -> list:
     return [
-        pytest.param(axes, stage, model, lora, id=f"{axes}, {stage}, {model}{' with LoRA' if lora else ''}")
+        pytest.param(axis, stage, model, lora, id=f"{axis}, {stage}, {model}{' with LoRA' if lora else ''}")
         for model in models
         for lora in ((False, True) if model in adapted else (False,))
         for stage in stages
-        for axes in AXES
-        if _fits(axes, stage, model)
+        for axis in axes
+        if _fits(axis, stage, model)
     ]
 
 
 GRID = _grid(MODELS, tuple(STAGES), MODELS)
+GRID_OF_VISION = _grid(
+    VISION,
+    ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, recomputed"),
+    adapted=VISION,
+    axes=("DP 2", "TP 2 x DP 2", "PP 2 x DP 2"),
+)
 GRID_OF_MUON = _grid(
     ("llama", "phi3", "qwen3", "gemma3_text", "mixtral", "gpt_oss"),
     ("ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid ZeRO-1", "hybrid ZeRO-3"),
@@ -309,6 +325,18 @@ GRID_OF_MUON = _grid(
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(("axes", "stage", "model", "lora"), GRID)
 def test_every_stage_trains_like_one_process(run_ranks, axes, stage, model, lora):
+    ranks, degrees = AXES[axes]
+    layout = Layout(**degrees, **STAGES[stage], model=model, lora=lora)
+
+    outcomes = run_ranks(lambda: train(layout), ranks)
+
+    assert_equal(outcomes, expected_of(model, lora))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("axes", "stage", "model", "lora"), GRID_OF_VISION)
+def test_vision_language_model_trains_like_one_process(run_ranks, axes, stage, model, lora):
+    pytest.importorskip("torchvision", reason="processors of images need it: pip install torchvision")
     ranks, degrees = AXES[axes]
     layout = Layout(**degrees, **STAGES[stage], model=model, lora=lora)
 

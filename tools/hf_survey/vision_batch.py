@@ -12,7 +12,12 @@ from PIL import Image
 from hf_survey.vision import vision_processor
 
 NUM_PICTURES = (1, 2, 0, 0, 0, 3, 1, 0)  # of each row; rows 2 and 3 can be a microbatch without any
-NUM_PICTURES_EVERYWHERE = (1, 2, 1, 1, 2, 3, 1, 1)  # for a model whose rows must all have some, or none
+_NUM_PICTURES_OF = {
+    # Its processor wants pictures in all rows, or in none.
+    "paligemma": (1, 2, 1, 1, 2, 3, 1, 1),
+    # The same; and what tokens before the first picture compute depends on how many the other rows have.
+    "mllama": (2,) * 8,
+}
 LABELS_PER_ROW = 16.0  # what losses are divided by, the same for all layouts, however many labels a row has
 _SIZES = ((40, 30), (64, 48), (31, 70), (20, 20))  # of pictures in turn, width and height
 _IGNORED = -100
@@ -58,7 +63,7 @@ def _inputs(family: str, rows: tuple[int, ...], pictures: bool) -> dict[str, Any
 
 def _row(family: str, row: int, pictures: bool) -> tuple[str, list[Image.Image]]:
     """Return the text of a conversation, with placeholders, and its pictures."""
-    numbers = NUM_PICTURES_EVERYWHERE if family in ("mllama", "paligemma") else NUM_PICTURES
+    numbers = _NUM_PICTURES_OF.get(family, NUM_PICTURES)
     images = [picture(row + index) for index in range(numbers[row])] if pictures else []
     question = [*({"type": "image"} for _ in images), {"type": "text", "text": "What is in the image?" * (1 + row % 2)}]
     answer = [{"type": "text", "text": "a red square and two blue circles"[: 8 + 3 * row]}]

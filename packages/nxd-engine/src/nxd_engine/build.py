@@ -31,6 +31,7 @@ from nxd_state import (
     is_transformers_model,
     move_model_to_device,
     one_random_state,
+    towers_of,
     use_loss_over_labels,
 )
 from nxd_state.parameter_marks import is_sequence_parallel
@@ -114,10 +115,10 @@ def _build(
     padding = _plan_padding(module) if config["pad_model"] and not is_transformers_model(module) else None
     adapters = choose_adapters(module, config["lora_config"]) if config["lora_config"] is not None else None
     to_recompute = _checkpointed_classes(module, config)
-    units = _unit_classes(module, config)
+    units = _units(module, config)
     kept_whole = {
         *to_recompute,
-        *units,
+        *map(type, units),
         *(type(module.get_submodule(name)) for name in (adapters.layers if adapters else ())),
     }
 
@@ -139,7 +140,7 @@ def _build(
     )
     if config["optimizer_config"]["zero_stage"] == 3:
         sharded = filling.sharded if filling is not None else _begin_sharding(config)
-        sharded.finish(model.stages, [it for stage in model.stages for it in stage.modules() if type(it) in units])
+        sharded.finish(model.stages, [it for stage in model.stages for it in stage.modules() if it in units])
     return model
 
 
@@ -239,12 +240,18 @@ def _checkpointed_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple
     return tuple({type(part): None for part in found.values()})
 
 
-def _unit_classes(module: nn.Module, config: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
-    """Return the classes of the modules whose parameters are gathered together, found in the whole model."""
+def _units(module: nn.Module, config: Mapping[str, Any]) -> set[nn.Module]:
+    """Return the modules of the whole model whose parameters are gathered together.
+
+    Encoders of images are left to the model as a whole: a rank without an image does not call them, and all ranks must
+    gather the same units.
+    """
     if config["optimizer_config"]["zero_stage"] < 3:
-        return ()
+        return set()
     layer_cls = (config["pipeline_config"] or {}).get("transformer_layer_cls")
-    return tuple({type(part): None for part in named_transformer_layers(module, layer_cls).values()})
+    classes = {type(part) for part in named_transformer_layers(module, layer_cls).values()}
+    in_towers = {part for name in towers_of(module) for part in module.get_submodule(name).modules()}
+    return {part for part in module.modules() if type(part) in classes and part not in in_towers}
 
 
 def _begin_sharding(config: Mapping[str, Any]) -> FullySharded:
@@ -272,8 +279,8 @@ class _Filling:
 
     def follow(self, module: nn.Module) -> None:
         """Find the layers of the whole model that have no memory."""
-        classes = _unit_classes(module, self._config)
-        units = [part for part in module.modules() if type(part) in classes]
+        its = _units(module, self._config)
+        units = [part for part in module.modules() if part in its]
         for unit, parameters in parameters_by_unit([module], units).items():
             if unit is not module and parameters and all(it.is_meta for it in parameters):
                 self._of_unit[unit] = parameters

@@ -319,12 +319,15 @@ class _ModelHooks:
         return bool(needing)
 
     def _before_backward(self, module: nn.Module, gradients: Any) -> None:
-        if not self._ends_backward:
+        begins = not self._ends_backward
+        if begins:
             self._ends_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._wait(self._model)
         self._wait(module)
-        before = self._index.get(module, len(self._units)) - 1
+        # Backward may reach further outputs of the model late, such as features of images, and not on every rank.
+        after_units = len(self._units) if begins else 0
+        before = self._index.get(module, after_units) - 1
         if before >= 0:
             self._gather(self._units[before])
 
