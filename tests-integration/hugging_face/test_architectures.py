@@ -22,7 +22,7 @@ EXPERTS = ["qwen3_moe", "deepseek_v3", "gpt_oss", "jamba"]
 CONTEXTS = ["gemma2", "qwen3_next", "gpt_oss", "deepseek_v3", "mamba2"]
 QUICK_CELLS = [("deepseek_v3", "EP 2"), ("gpt_oss", "EP 2 x TP 2")]
 QUICK_CELLS += [("gpt_oss", "CP 2, ring"), ("qwen3_next", "CP 2 x TP 2"), ("gemma2", "CP 2 x PP 2")]
-OF_OTHER_KINDS = ["bert", "t5", "whisper"]  # with a plan of ours
+OF_OTHER_KINDS = ["bart", "bert", "t5", "whisper"]  # with a plan of ours
 OTHERS_WITH_OUR_PLAN = ["roberta", "vit", "gpt2", "gpt_oss", "bloom", "opt", "falcon_h1", "mamba2"]
 
 

@@ -18,6 +18,7 @@ LENGTH = 13  # so that windows and chunks of the small configs end within it
 
 # Of types that are no text decoders.
 _MODEL_CLASSES = {
+    "bart": "AutoModelForSeq2SeqLM",
     "bert": "AutoModelForMaskedLM",
     "roberta": "AutoModelForMaskedLM",
     "t5": "AutoModelForSeq2SeqLM",
@@ -61,6 +62,14 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 _LATENT = {"num_key_value_heads": 4}
 _SECOND_KIND = {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 16}
 _SECOND_KIND |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_ENCODER_DECODER = {
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "decoder_layers": 2,
+    "decoder_start_token_id": 1,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _TWO_KINDS = ["sliding_attention", "full_attention"] * 2
 OWN_SIZES: dict[str, dict[str, Any]] = {
@@ -68,6 +77,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "axk2": _LATENT,
     "bailing_hybrid": _LATENT | {"layer_group_size": 2},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1, 3]},
+    "bart": _ENCODER_DECODER | {"d_model": 32, "encoder_layers": 2, "vocab_size": VOCABULARY},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "layer_types": _TWO_KINDS,
@@ -122,14 +132,9 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "t5": {"d_ff": 48, "d_kv": 8, "num_layers": 2, "decoder_start_token_id": 0},
     "vit": {"image_size": 16, "patch_size": 8},
     "whisper": {
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "decoder_layers": 2,
+        **_ENCODER_DECODER,
         "num_mel_bins": 8,
         "max_source_positions": 16,
-        "decoder_start_token_id": 1,
         "suppress_tokens": None,
         "begin_suppress_tokens": None,
     },
@@ -165,4 +170,4 @@ def tiny_batch(model_type: str) -> dict[str, Tensor]:
     if model_type == "whisper":
         sound = torch.randn(SAMPLES, 8, 32, generator=generator, dtype=torch.float64)
         return {"input_features": sound, "labels": ids}
-    return {"input_ids": ids, "labels": ids.flip(1) if model_type == "t5" else ids.clone()}
+    return {"input_ids": ids, "labels": ids.flip(1) if model_type in ("bart", "t5") else ids.clone()}

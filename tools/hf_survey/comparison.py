@@ -36,6 +36,7 @@ class Layout:
 
     Attributes:
         transport: of attention over context-parallel ranks; the cheapest if None.
+        sp: whether there is sequence parallelism.
     """
 
     tp: int = 1
@@ -44,6 +45,7 @@ class Layout:
     dp: int = 1
     cp: int = 1
     transport: Transport | None = None
+    sp: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -52,7 +54,7 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = (("EP", self.ep), ("CP", self.cp), ("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
-        degrees = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+        degrees = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) + (" + SP" if self.sp else "")
         return degrees if self.transport is None else f"{degrees}, {self.transport}"
 
 
@@ -73,6 +75,7 @@ CONTEXT_LAYOUTS = (
     Layout(cp=2, tp=2),
     Layout(cp=2, pp=2),
 )
+VISION_LAYOUTS = (*LAYOUTS, Layout(dp=2), Layout(tp=2, sp=True), Layout(cp=2), Layout(cp=2, tp=2))
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,12 @@ def one_rank(model_type: str, layout: Layout, changes: Mapping[str, Any]) -> Ste
         own = _batch(model_type, replicas.rank, replicas.size)
         try:
             if layout.tp * layout.ep * layout.cp > 1:
-                model = parallelize(model, expert_parallel=layout.ep > 1, context_transport=layout.transport)
+                model = parallelize(
+                    model,
+                    expert_parallel=layout.ep > 1,
+                    sequence_parallel=layout.sp,
+                    context_transport=layout.transport,
+                )
             pipeline = NxDPPModel(
                 model,
                 num_microbatches=MICROBATCHES,

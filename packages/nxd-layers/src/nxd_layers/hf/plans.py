@@ -198,6 +198,14 @@ def _norms_of_heads(*names: str, attention: str = "self_attn") -> dict[str, str]
     return _under(f"layers.*.{attention}", dict.fromkeys(names, "replicated_with_grad_allreduce"))
 
 
+_BART = {
+    **_attention("encoder.layers.*.self_attn", "out_proj"),
+    **_under("encoder.layers.*", _FEED_FORWARD),
+    **_attention("decoder.layers.*.self_attn", "out_proj"),
+    **_attention("decoder.layers.*.encoder_attn", "out_proj"),
+    **_under("decoder.layers.*", _FEED_FORWARD),
+}
+
 ADDED_PLANS: dict[str, dict[str, str]] = {
     # Additions to plans that transformers has.
     "cohere": _under("layers.*.self_attn", dict.fromkeys(("q_norm.weight", "k_norm.weight"), "colwise")),
@@ -210,6 +218,7 @@ ADDED_PLANS: dict[str, dict[str, str]] = {
         "layers.*.mlp.shared_experts": "moe_tp_experts",  # sums the gradients of the inputs, too
     },
     # Whole plans.
+    "bart": _BART,
     "bert": _bert("encoder.layer.*"),
     "bloom": {
         "h.*.self_attention": "alibi",
@@ -267,11 +276,5 @@ ADDED_PLANS: dict[str, dict[str, str]] = {
         **_attention("layers.*.attention", "o_proj"),
         **_under("layers.*.mlp", _FEED_FORWARD),
     },
-    "whisper": {
-        **_attention("encoder.layers.*.self_attn", "out_proj"),
-        **_under("encoder.layers.*", _FEED_FORWARD),
-        **_attention("decoder.layers.*.self_attn", "out_proj"),
-        **_attention("decoder.layers.*.encoder_attn", "out_proj"),
-        **_under("decoder.layers.*", _FEED_FORWARD),
-    },
+    "whisper": _BART,
 }

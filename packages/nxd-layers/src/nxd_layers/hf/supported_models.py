@@ -26,7 +26,7 @@ from nxd_layers.hf.transformers_models import (
 # fmt: off
 COMPARED = frozenset(
     [
-        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam",
+        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam",
         "bert", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2",
         "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone",
         "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
@@ -92,7 +92,7 @@ REFUSED_CONTEXT = {
     **dict.fromkeys(("minimax_m3_vl_text", "qwen4_exp_text"), _CHOOSES_KEYS),
     **dict.fromkeys(("bert", "roberta"), _OWN_LOSS),
     **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"), _ADDS_BIAS),
-    **dict.fromkeys(("t5", "whisper"), "it has two sequences, those of an encoder and of a decoder"),
+    **dict.fromkeys(("bart", "t5", "whisper"), "it has two sequences, those of an encoder and of a decoder"),
     "bloom": "its attention does not go through transformers' registry of attention functions",
     "doge": "its attention makes a mask of its own",
     "llama4_text": "it scales queries by their positions, which it counts on each rank",

@@ -35,9 +35,14 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
     only; if its layers read them as well, every stage computes them.
 
     Raises:
-        ValueError: the list of layers cannot be determined, or the model's config requests outputs that a pipeline does
-            not keep.
+        ValueError: the list of layers cannot be determined, the model has an encoder and a decoder, or its config
+            requests outputs that a pipeline does not keep.
     """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} has an encoder and a decoder, whose layers are not one sequence; use "
+            "pipeline_parallel_size=1 (with tensor parallelism), or write the stages by hand (stages=[...])"
+        )
     plan = dict(getattr(model, "_pp_plan", None) or {})
     layers = _layers(model, plan, transformer_layer_cls)
     _refuse_outputs(model)
