@@ -26,20 +26,20 @@ from nxd_layers.hf.transformers_models import (
 # fmt: off
 COMPARED = frozenset(
     [
-        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam",
-        "bert", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2",
-        "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone",
-        "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
-        "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2",
-        "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
-        "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax",
-        "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lara_mini",
-        "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum", "mimo_v2_flash",
-        "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral",
-        "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3",
-        "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-        "qwen4_exp_text", "roberta", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
-        "t5", "vaultgemma", "vit", "whisper", "youtu",
+        "afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart",
+        "beam", "bert", "bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm",
+        "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe",
+        "exaone", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
+        "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
+        "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+        "granitemoehybrid", "granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+        "hy_v4", "hyperclovax", "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
+        "laguna", "lara_mini", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba2", "mellum",
+        "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+        "mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
+        "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+        "qwen3_next", "qwen4_exp_text", "roberta", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open",
+        "starcoder2", "t5", "vaultgemma", "vit", "whisper", "youtu",
     ]
 )
 
