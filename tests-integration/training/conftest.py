@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tests of this folder share a module
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))  # which is no package
 
 
 @pytest.fixture(scope="session")

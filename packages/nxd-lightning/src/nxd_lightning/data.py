@@ -78,7 +78,10 @@ class TextDataModule(_LightningDataModule):
         self.eval_batches = eval_batches
         self.cache_folder = Path(cache_folder)
         self.seed = seed
-        self._batches = {"global_batch_size": global_batch_size, "gradient_accumulation_steps": grad_accum_steps}
+        self._batches: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "gradient_accumulation_steps": grad_accum_steps,
+        }
         self._tokenizer = load_tokenizer(None if tokenizer is None else Path(tokenizer))
         self._parts: tuple[PackedSequences, PackedSequences] | None = None
         self.vocab_size = -(-self._tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -125,7 +128,7 @@ class TextDataModule(_LightningDataModule):
         return self._parts
 
     @property
-    def _replica(self) -> dict[str, int]:
+    def _replica(self) -> dict[str, Any]:
         strategy = self.trainer.strategy
         return {"dp_rank": strategy.data_parallel_rank, "dp_size": strategy.data_parallel_size}
 

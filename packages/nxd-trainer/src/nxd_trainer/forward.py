@@ -1,11 +1,12 @@
 """How a recipe's model is called: its compiled layers, its inputs, and autocast."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from nxd_layers.activation_checkpoint import named_transformer_layers
 from nxd_state import compile_backend, get_device, is_lazy_device, keep_compiled_code_private, widest_float
-from torch import Tensor, nn
+from torch import nn
 
 from nxd_trainer.data import Batch
 from nxd_trainer.dpo import REFERENCE
@@ -37,12 +38,13 @@ def compile_layers(model: nn.Module, layer_class: type[nn.Module] | None) -> Non
         layer.compile(backend=compile_backend(), dynamic=False)
 
 
-def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
+def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Any]:
     """Return a batch as the model's inputs, except for the outputs of a reference model.
 
-    Labels are the next tokens; transformers models take them as `shift_labels`.
+    Labels are the next tokens; transformers models take them as `shift_labels`. Inputs for images are None in a batch
+    without images.
     """
-    values = {
+    values: dict[str, Any] = {
         "input_ids": batch.input_ids,
         "labels": batch.labels,
         "shift_labels": batch.labels,
@@ -53,7 +55,7 @@ def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Tensor]:
     if NUM_ITEMS in names:
         learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
         values[NUM_ITEMS] = learned / microbatches
-    return {name: values[name] for name in names if name != REFERENCE}
+    return {name: values.get(name, batch.images.get(name)) for name in names if name != REFERENCE}
 
 
 def autocast(recipe: Recipe) -> torch.autocast:

@@ -62,7 +62,7 @@ def test_row_of_any_form_is_the_same_conversation(row, expected):
             {"messages": [{"role": "user", "content": "a\ud83d"}]},
             r"messages\[0\] has '\\ud83d' in its content, half",
         ),
-        ({"messages": [{"role": "user", "content": [{}]}]}, r"has a list as its content; expected text"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, r"content\[0\] has the type .None.; expected a part"),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, r"is from 'narrator'; expected one of system, human"),
         ({"messages": TURNS, "tools": "look"}, r"tools is a str; expected a list of JSON schemas"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, r"has the role 'asistant'; did you mean 'assistant'"),
@@ -80,7 +80,7 @@ def test_row_without_a_conversation_is_refused_with_its_place(row, message):
 
 def learned_text(folder, conversation):
     """What is learned, token by token, where several answers are separated by a bar."""
-    tokens, learned, _ = ChatTemplate(folder).encode("here", conversation)
+    tokens, learned, *_ = ChatTemplate(folder).encode("here", conversation)
     decode = load_tokenizer(folder).decode
     parts, previous = [], False
     for token, is_learned in zip(tokens.tolist(), learned.tolist(), strict=True):

@@ -10,9 +10,11 @@ from nxd_trainer.data.conversations import (
     build_conversations,
     cut_conversations,
     describe_conversations,
+    image_folder,
     open_conversations,
 )
 from nxd_trainer.data.corpus import Corpus, build_corpus, open_corpus
+from nxd_trainer.data.image_processor import ImageProcessor
 from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader
 from nxd_trainer.data.messages import Conversation, read_conversation
 from nxd_trainer.data.preferences import PairSequences, PreferenceEncoder, cut_preferences
@@ -50,6 +52,8 @@ __all__ = [
     "build_conversations",
     "open_conversations",
     "Conversations",
+    "image_folder",
+    "ImageProcessor",
     "pack_corpus",
     "PackedSequences",
     "cut_conversations",

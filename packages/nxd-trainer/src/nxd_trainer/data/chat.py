@@ -2,7 +2,8 @@
 
 A conversation is rendered once, as a whole, and its answers are found in the text: by `{% generation %}` if the
 template marks them, otherwise by the output of each pass of its loop over messages. Without such a loop, the text
-before an answer and the text up to its end are rendered separately, and both must be prefixes of the whole.
+before an answer and the text up to its end are rendered separately, and both must be prefixes of the whole. Then the
+text that the model's processor makes of each image takes the place of the image's token.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nxd_trainer.data.content_parts import (
+    count_images,
+    forms_of_contents,
+    text_of,
+    texts_of,
+    with_text,
+)
+from nxd_trainer.data.image_processor import ImageProcessor, Spans, has_processor, template_of_processor
+from nxd_trainer.data.image_tokens import ConversationImages, check_no_image_token
 from nxd_trainer.data.messages import (
     MARKS,
     REASONING_KEYS,
@@ -36,7 +46,8 @@ from nxd_trainer.data.messages import (
     thought_of,
     with_reasoning,
 )
-from nxd_trainer.data.rendering import OWN_VARIABLES, Rendered, RenderTask, TemplateRenderer
+from nxd_trainer.data.rendering import OWN_VARIABLES, MessageLostError, Rendered, RenderTask, TemplateRenderer
+from nxd_trainer.data.stored_images import EncodedImage, ImageFiles
 from nxd_trainer.data.tokenizer import digest_files, encoding_errors, load_tokenizer_of_transformers
 
 VOCABULARY_FILES = ("vocab.txt", "merges.txt")
@@ -47,7 +58,6 @@ _DEVELOPER = re.compile(r"""["']developer["']""")
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
-Spans = list[tuple[int, int]]  # starts and ends in a text
 
 
 class EncodedConversation(NamedTuple):
@@ -56,6 +66,7 @@ class EncodedConversation(NamedTuple):
     tokens: NDArray[np.int64]  # ids `[tokens]`
     learned: NDArray[np.bool_]  # `[tokens]` true for tokens that the loss counts
     num_lost_thoughts: int = 0  # number of learned answers whose thoughts the template omits
+    images: Sequence[EncodedImage] = ()  # the images and their tokens, in order
 
 
 class EncodedRow(NamedTuple):
@@ -71,8 +82,8 @@ class RowEncoder(Protocol):
     marks_answers: bool  # whether the answers are known without searching for them
     fingerprint: str  # changes whenever the same row would give different tokens
 
-    def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
-        """Return the samples in a row; `place` is its location, for messages."""
+    def encode_row(self, place: str, row: Mapping[str, Any], files: ImageFiles | None = None) -> EncodedRow:
+        """Return the samples in a row; `place` is its location, for messages, and `files` reads its images."""
 
 
 class ChatTemplate:
@@ -90,12 +101,15 @@ class ChatTemplate:
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._folder = folder
         self._tokenizer = load_tokenizer_of_transformers(folder)
+        if of_processor := template_of_processor(folder):
+            self._tokenizer.chat_template = of_processor
         if not self._tokenizer.chat_template:
             raise NoChatTemplateError(
                 f"data.chat=true needs a chat template, but {folder} has none; set data.tokenizer to the tokenizer of "
                 "a chat model"
             )
         self._renderer = TemplateRenderer()
+        self._processor: ImageProcessor | None = None  # loaded for the first image
         self._closing: dict[str, list[int]] = {}
         self._stand_in = f"nxd{secrets.token_hex(6)}"
         self._special_ids = {number for number, it in self._tokenizer.added_tokens_decoder.items() if it.special}
@@ -105,20 +119,33 @@ class ChatTemplate:
         known = [it for it in files if it.suffix in (".json", ".model", ".jinja") or it.name in VOCABULARY_FILES]
         self.fingerprint = digest_files(sorted(known))
 
-    def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
+    def encode_row(self, place: str, row: Mapping[str, Any], files: ImageFiles | None = None) -> EncodedRow:
         """Encode the conversation in a row; raises ValueError as `read_conversation` and `encode` do."""
         conversation = read_conversation(place, row)
-        texts = (message.get("content") or "" for message in conversation.messages)
+        texts = map(text_of, conversation.messages)
         spelled = (found.group() for text in texts if (found := self._special.search(text)))
-        return EncodedRow([self.encode(place, conversation)], next(spelled, None))
+        return EncodedRow([self.encode(place, conversation, files)], next(spelled, None))
 
-    def encode(self, place: str, conversation: Conversation) -> EncodedConversation:
-        """Tokenize a conversation, and mark the assistant's tokens; `place` is its location, for messages.
+    def encode(self, place: str, conversation: Conversation, files: ImageFiles | None = None) -> EncodedConversation:
+        """Tokenize a conversation, and mark the assistant's tokens.
+
+        Args:
+            place: location of the conversation, for messages.
+            conversation: the conversation.
+            files: reads its images.
 
         Raises:
-            ValueError: the template refuses the conversation, omits a message, or hides the answers.
+            ValueError: the template refuses the conversation, omits a message, or hides the answers; or an image
+                cannot be read, or the model takes none.
         """
         messages, tools = conversation.messages, conversation.tools
+        if count_images(messages) != len(conversation.images):
+            raise ValueError(f"{place} has images, which are not supported here; leave them out")
+        pictures = None
+        if conversation.images:
+            pictures = ConversationImages(self._image_processor(place), conversation.images, files)
+        elif has_processor(self._folder) and any(self._special.search(text_of(it)) for it in messages):
+            check_no_image_token(place, self._image_processor(place), messages)
         answers = [it for it in range(conversation.first_answer, len(messages)) if is_learned(messages[it])]
         before: dict[str, int] = {}  # for each role that precedes an answer, one such answer
         for answer in answers:
@@ -134,12 +161,16 @@ class ChatTemplate:
             spans = self._spans(text, marked, conversation, answers, headers)
             if spans is None:
                 spans = self._spans_by_prefixes(text, conversation, answers)
-            ids, learned = self._tokens(text, spans)
+            of_images: Spans = []
+            if pictures is not None:
+                text, spans, of_images = pictures.take_places(text, spans)
+            ids, learned, bounds = self._tokens(text, spans, of_images)
             if answers and answers[-1] == count - 1 and len(ids) and learned[-1]:
                 closing = self._closing_tokens(messages, tools, ids)
                 ids = np.append(ids, np.asarray(closing, dtype=np.int64))
                 learned = np.append(learned, np.ones(len(closing), dtype=np.bool_))
-            return EncodedConversation(ids, learned, len(lost_thoughts.intersection(answers)))
+            images = () if pictures is None else pictures.encoded(bounds)
+            return EncodedConversation(ids, learned, len(lost_thoughts.intersection(answers)), images)
         except Exception as error:  # tokenizers raise various errors for a lone surrogate
             raise ValueError(f"{place}: {self._refusal(error)}") from error
 
@@ -158,12 +189,23 @@ class ChatTemplate:
             LookupError: the template does not read a variable, or we already set it.
         """
         plain = plain_messages("messages", messages)
+        if count_images(plain):
+            raise ValueError("messages have images, which are not supported here; send text alone")
         self._check_variables(variables or {}, tools or None)
         try:
             text, *_ = self._render(plain, tools or None, [], asks=True, variables=variables or {})
             return [int(token) for token in self._tokenize(text)["input_ids"]]
         except Exception as error:  # as in `encode`
             raise ValueError(self._refusal(error)) from error
+
+    def _image_processor(self, place: str) -> ImageProcessor:
+        """Return the processor in the tokenizer's folder, loaded once; raises ValueError if there is none."""
+        if self._processor is None:
+            try:
+                self._processor = ImageProcessor(self._folder)
+            except ValueError as error:
+                raise ValueError(f"{place} has images, but {error}") from error
+        return self._processor
 
     def _check_variables(self, variables: Mapping[str, Any], tools: Tools) -> None:
         ours = {*OWN_VARIABLES, *self._tokenizer.special_tokens_map}
@@ -177,7 +219,7 @@ class ChatTemplate:
                 raise LookupError(f"the chat template of {self._folder} does not read {short_repr(name)}; {advice}")
 
     def _refusal(self, error: Exception) -> str:
-        if isinstance(error, _MessageLostError):
+        if isinstance(error, MessageLostError):
             return str(error)
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         return f"the chat template of {self._folder} refuses it: {reason}"
@@ -201,6 +243,26 @@ class ChatTemplate:
         messages = [with_reasoning(message) for message in messages]
         if not _DEVELOPER.search(template):
             messages = [{**it, "role": "system"} if it["role"] == "developer" else it for it in messages]
+        refusal: ValueError | None = None
+        for form in forms_of_contents(messages):
+            try:
+                return self._render_form(template, form, tools, jobs, asks=asks, variables=variables)
+            except ValueError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _render_form(
+        self,
+        template: str,
+        messages: Sequence[Message],
+        tools: Tools,
+        jobs: Sequence[RenderTask],
+        *,
+        asks: bool,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, list[Rendered], set[int]]:
+        """Render messages as `_render` does, with their contents as they are."""
         found: list[Rendered] = []
         for variant in forms_of_calls(messages):
             stand_ins = [self._with_stand_ins(number, it) for number, it in enumerate(variant)]
@@ -227,9 +289,9 @@ class ChatTemplate:
         """Return a message with unique placeholder texts as its content and thought."""
         content, thought = f"{self._stand_in}x{number}x", f"{self._stand_in}y{number}y"
         changed = {key: thought for key in REASONING_KEYS if message.get(key)}
-        if message.get("content"):
+        if text_of(message):
             thinks = thought_in_content(message) is not None
-            changed["content"] = f"<think>\n{thought}\n</think>\n\n{content}" if thinks else content
+            message = with_text(message, f"<think>\n{thought}\n</think>\n\n{content}" if thinks else content)
         return {**message, **changed}
 
     def _check_rendered(self, messages: Sequence[Message], tools: Tools, text: str, probe: Rendered) -> None:
@@ -241,19 +303,19 @@ class ChatTemplate:
         other = "or give the tokenizer a template that renders them"
         for number, message in enumerate(messages):
             calls = [function_of(call).get("name", "") for call in message.get("tool_calls", ())]
-            content = (message.get("content") or "").strip()
+            content = text_of(message).strip()
             if probe.error is None:
                 is_there = not content or f"{self._stand_in}x{number}x" in probe.text
             else:
-                is_there = content in text
+                is_there = all(part.strip() in text for part in texts_of(message))
             if not all(_is_in(text, name) for name in calls):
-                raise _MessageLostError(f"{left_out} the tool_calls of message {number}; write them as text, {other}")
+                raise MessageLostError(f"{left_out} the tool_calls of message {number}; write them as text, {other}")
             if not is_there and not calls:
                 role = f"message {number}, of the role {message['role']!r}"
-                raise _MessageLostError(f"{left_out} {role}; use a role that it renders")
+                raise MessageLostError(f"{left_out} {role}; use a role that it renders")
         lost = [name for tool in tools or () if not _is_in(text, name := str(function_of(tool).get("name", "")))]
         if lost:
-            raise _MessageLostError(f"{left_out} tools, such as {lost[0]!r}; leave tools out, {other}")
+            raise MessageLostError(f"{left_out} tools, such as {lost[0]!r}; leave tools out, {other}")
 
     def _spans(
         self,
@@ -304,7 +366,7 @@ class ChatTemplate:
             for count, asks in ((answer, True), (answer + 1, False)):
                 prefix = self._render(messages[:count], tools, [], asks=asks)[0] if count else ""
                 if not prefix or not text.startswith(prefix):
-                    raise _MessageLostError(
+                    raise MessageLostError(
                         f"the chat template of {self._folder} renders the text "
                         f"{'before' if asks else 'up to'} message {answer} differently than in the whole "
                         "conversation, and has no loop over messages to find its tokens by; mark answers with "
@@ -314,8 +376,10 @@ class ChatTemplate:
             spans.append((bounds[0], bounds[1]))
         return spans
 
-    def _tokens(self, text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Tokenize a text, and mark the tokens that overlap spans.
+    def _tokens(
+        self, text: str, spans: Spans, of_images: Spans
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], list[tuple[int, int]]]:
+        """Tokenize a text, mark the tokens that overlap spans, and return the first and the end of those of images.
 
         If no special token ends a span, the special token after it is the one the assistant stops with, such as the
         next role in GLM's templates.
@@ -326,7 +390,7 @@ class ChatTemplate:
         if is_fast:
             offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         else:
-            offsets = self._offsets(text, ids, spans)
+            offsets = self._offsets(text, ids, [*spans, *of_images])
         learned = np.zeros(len(ids), dtype=np.bool_)
         for start, end in spans:
             inside = (offsets[:, 0] < end) & (offsets[:, 1] > start)
@@ -335,7 +399,12 @@ class ChatTemplate:
             following = int(np.flatnonzero(inside)[-1]) + 1 if said else len(ids)
             if following < len(ids) and ids[said[-1]] not in self._special_ids and ids[following] in self._special_ids:
                 learned[following] = True
-        return ids, learned
+        bounds = []
+        for start, end in of_images:
+            of_image = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            bounds.append((int(of_image[0]), int(of_image[-1]) + 1))
+            learned[of_image] = False
+        return ids, learned, bounds
 
     def _closing_tokens(self, messages: Sequence[Message], tools: Tools, ids: NDArray[np.int64]) -> list[int]:
         """Return the assistant's stop token after the last answer, if the template leaves it to the next message."""
@@ -398,14 +467,10 @@ def _length_of_header(turn: str, header: str, message: Message) -> int:
     """
     if turn.startswith(header):
         return len(header)
-    said = [text.strip() for text in (message.get("content"), message.get("reasoning_content")) if text]
+    said = [text.strip() for text in (text_of(message), message.get("reasoning_content")) if text]
     shared = next((it for it, pair in enumerate(zip(turn, header, strict=False)) if pair[0] != pair[1]), len(turn))
     return min([shared, *(turn.find(text) for text in said if text and text in turn)])
 
 
 class NoChatTemplateError(ValueError):
     """The tokenizer has no chat template."""
-
-
-class _MessageLostError(ValueError):
-    """A template omits messages, or hides the answers."""

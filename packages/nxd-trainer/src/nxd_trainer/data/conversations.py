@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,13 @@ from numpy.typing import NDArray
 
 from nxd_trainer.data.chat import RowEncoder
 from nxd_trainer.data.corpus import make_entry
+from nxd_trainer.data.sequences import NOT_LEARNED, OpenImage
 from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_files
+from nxd_trainer.data.stored_images import ImageFiles, ImageWriter, StoredImages, changed_images, open_images
 from nxd_trainer.data.tables import read_rows
 from nxd_trainer.data.tokenizer import Tokenizer
 
 FORMAT = 4
-NOT_LEARNED = -100  # label of a token without loss
 INDEX_FILE = "index.json"
 TOKENS_FILE = "tokens.bin"
 LEARNED_FILE = "learned.bin"
@@ -43,6 +45,7 @@ class ConversationsIndex:
     num_lost_thoughts: int  # answers whose thoughts the chat template omits
     num_with_lost_thoughts: int  # rows with such an answer
     padding: int  # id of the padding token
+    num_images: int = 0  # images in all conversations
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Conversations:
     learned: NDArray[np.bool_]  # `[num_tokens]` bool, true for the assistant's tokens
     ends: NDArray[np.int64]  # `[num_conversations]` end of each conversation in the tokens
     index: ConversationsIndex  # metadata
+    images: StoredImages | None = None  # their images; None if they have none
 
 
 def build_conversations(
@@ -65,6 +69,8 @@ def build_conversations(
 ) -> Path:
     """Tokenize conversations, unless they are cached, and return the entry for `open_conversations`.
 
+    An entry whose images have changed is left alone, and a new one is made beside it.
+
     Args:
         path, suffixes: files to read, as for `find_tables`.
         tokenizer: the tokenizer whose vocabulary the model uses.
@@ -76,22 +82,44 @@ def build_conversations(
     """
     files = scan_files(find_tables(path, suffixes=suffixes or TABLE_SUFFIXES))
     content = [FORMAT, encoder.fingerprint, tokenizer.vocab_size, [(it.name, it.digest) for it in files]]
-    name = hashlib.sha256(json.dumps(["chat", *content]).encode()).hexdigest()[:32]
-    return make_entry(Path(cache_folder), name, lambda folder: _write(folder, files, tokenizer, encoder))
+    images = image_folder(path)
+
+    def make(*further: object) -> Path:
+        name = hashlib.sha256(json.dumps(["chat", *content, *further]).encode()).hexdigest()[:32]
+        return make_entry(Path(cache_folder), name, lambda folder: _write(folder, files, tokenizer, encoder, images))
+
+    entry = make()
+    changed = changed_images(entry, images)
+    return make(changed) if changed else entry
 
 
-def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, encoder: RowEncoder) -> None:
+def image_folder(path: str | Path | Sequence[Path] | None) -> Path | None:
+    """Return the folder that images by path must be in; None if there is none. `path` is as for `find_tables`."""
+    if not isinstance(path, (str, Path)):
+        return None
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def _write(
+    folder: Path,
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    encoder: RowEncoder,
+    data_folder: Path | None,
+) -> None:
+    writer, num_images = ImageWriter(folder, data_folder), 0
     digest, ends, spelled = hashlib.sha256(), [0], Counter[str]()
     lost_thoughts: list[int] = []  # for each row that loses some
     with (folder / TOKENS_FILE).open("wb") as tokens_file, (folder / LEARNED_FILE).open("wb") as learned_file:
         for file in files:
+            image_files = ImageFiles(file.path, data_folder)
             for place, row in read_rows(file.path):
-                encoded = encoder.encode_row(place, row)
+                encoded = encoder.encode_row(place, row, image_files)
                 if encoded.special_token is not None:
                     spelled[encoded.special_token] += 1
                 if lost := sum(it.num_lost_thoughts for it in encoded.samples):
                     lost_thoughts.append(lost)
-                for tokens, learned, _ in encoded.samples:
+                for tokens, learned, _, images in encoded.samples:
                     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
                         raise ValueError(
                             f"{place} has token {tokens.max()}, but the tokenizer has {tokenizer.vocab_size} ids; "
@@ -100,7 +128,12 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
                     for stream, part in ((tokens_file, tokens.astype(np.uint32)), (learned_file, learned)):
                         stream.write(part.tobytes())
                         digest.update(part.tobytes())
+                    for image in images:
+                        writer.add(image, ends[-1])
+                        digest.update(image.source.digest.encode())
+                    num_images += len(images)
                     ends.append(ends[-1] + len(tokens))
+    writer.finish()
     if not ends[-1]:
         raise ValueError(f"{files[0].path} holds no conversations; set data.path to files that do")
     np.asarray(ends[1:], dtype=np.int64).tofile(folder / ENDS_FILE)
@@ -114,12 +147,17 @@ def _write(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, enco
         num_lost_thoughts=sum(lost_thoughts),
         num_with_lost_thoughts=len(lost_thoughts),
         padding=tokenizer.end_of_document,
+        num_images=num_images,
     )
     (folder / INDEX_FILE).write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
 
 
-def open_conversations(entry: str | Path) -> Conversations:
+def open_conversations(entry: str | Path, data_folder: Path | None = None) -> Conversations:
     """Memory-map a cache entry that `build_conversations` returned, in this or another process.
+
+    Args:
+        entry: the entry.
+        data_folder: the `image_folder` of the data; needed for images by path.
 
     Raises:
         ValueError: the entry is missing or damaged.
@@ -132,6 +170,7 @@ def open_conversations(entry: str | Path) -> Conversations:
             np.memmap(entry / LEARNED_FILE, dtype=np.bool_, mode="r", shape=(index.num_tokens,)),
             np.memmap(entry / ENDS_FILE, dtype=np.int64, mode="r", shape=(index.num_conversations,)),
             index,
+            open_images(entry, data_folder),
         )
     except (OSError, TypeError, ValueError) as error:  # numpy raises ValueError for a truncated file
         raise ValueError(f"token cache entry {entry} is damaged: {error}; delete it to rebuild it") from error
@@ -174,6 +213,22 @@ class ConversationSequences:
             positions[row, at:] = np.arange(self.sequence_length - at)
         return inputs, labels, positions
 
+    def images(self, samples: NDArray[np.int64]) -> list[list[OpenImage]]:
+        """Return functions that open the images of samples `[count]`, each a list in the order of the tokens."""
+        stored = self.conversations.images
+        if stored is None:
+            return [[] for _ in samples]
+        return [[partial(stored.open, number) for number in self.image_numbers(sample)] for sample in samples]
+
+    def image_numbers(self, sample: int) -> list[int]:
+        """Return the numbers of a sample's images in the conversations' images."""
+        stored = self.conversations.images
+        if stored is None:
+            return []
+        indices = range(int(self.bounds[sample]), int(self.bounds[sample + 1]))
+        spans = [(int(self.starts[it]), int(self.starts[it] + self.lengths[it]) - 1) for it in indices]
+        return [number for start, end in spans for number in stored.within(start, end)]
+
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""
         chosen = [slice(*self.bounds[sample : sample + 2]) for sample in samples]
@@ -189,6 +244,8 @@ class Cuts:
     tokens_cut: int  # tokens cut off
     learned_cut: int  # the assistant's tokens among them
     num_without_answer: int  # conversations left out because the loss would count none of their tokens
+    images_cut: int = 0  # images that do not fit
+    num_cut_before_image: int = 0  # conversations cut before such an image
 
 
 def cut_conversations(
@@ -224,17 +281,39 @@ def cut_conversations(
             sum(conversations.learned[starts[it] + lengths[it] : ends[it]].sum() for it in np.flatnonzero(cut))
         ),
         num_without_answer=len(ends) - len(kept),
+        images_cut=_count_cut_images(conversations, starts, lengths),
+        num_cut_before_image=int((lengths < np.minimum(ends - starts, sequence_length + 1)).sum()),
     )
     return part(kept[~is_held_out]), part(kept[is_held_out]), cuts
+
+
+def _count_cut_images(conversations: Conversations, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+    images = conversations.images
+    if images is None:
+        return 0
+    owners = np.searchsorted(conversations.ends, images.starts, side="right")
+    return int((images.ends - starts[owners] >= lengths[owners]).sum())
 
 
 def cut_lengths(
     conversations: Conversations, sequence_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return each conversation's start, its tokens within the length, and how many of their labels the loss counts."""
+    """Return each conversation's start, its tokens within the length, and how many of their labels the loss counts.
+
+    A conversation is cut before the first image whose tokens do not all fit into the inputs.
+    """
     ends = np.asarray(conversations.ends)
     starts = np.concatenate([[0], ends[:-1]])
     lengths = np.minimum(ends - starts, sequence_length + 1)
+    if (images := conversations.images) is not None:
+        owners = np.searchsorted(ends, images.starts, side="right")
+        firsts, lasts = images.starts - starts[owners], images.ends - starts[owners]
+        too_long = np.isin(owners, owners[lasts >= lengths[owners]])
+        # The last token is only a label. Backwards: where one image is left out, the one before it may be the last.
+        for number in np.flatnonzero(too_long)[::-1]:
+            owner = owners[number]
+            if firsts[number] < lengths[owner] <= lasts[number]:
+                lengths[owner] = firsts[number]
     before = np.concatenate([[0], np.cumsum(conversations.learned, dtype=np.int64)])  # learned before each token
     return starts, lengths, before[starts + lengths] - before[np.minimum(starts + 1, starts + lengths)]
 
@@ -298,6 +377,12 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
     notes.append(
         f"{len(train):,} sequences to train on, {1 - seen / (len(train) * sequence_length):.1%} of them padding"
     )
+    if (images := conversations.images) is not None:
+        lengths = images.ends - images.starts
+        notes.append(
+            f"{index.num_images:,} images ({len(images.distinct):,} different ones) of {lengths.min():,} to "
+            f"{lengths.max():,} tokens"
+        )
     if not index.marks_answers:
         notes.append(
             "the chat template has no {% generation %} marks, which is fine: the loss counts what it writes "
@@ -314,6 +399,11 @@ def describe_conversations(train: ConversationSequences, cuts: Cuts) -> Descript
         warnings.append(
             f"{cuts.num_cut:,} conversations are longer than data.sequence_length={sequence_length}: "
             f"{cuts.tokens_cut:,} tokens are cut off, {cuts.learned_cut:,} of them in answers"
+        )
+    if cuts.images_cut:
+        warnings.append(
+            f"{cuts.images_cut:,} images do not fit into data.sequence_length={sequence_length}: "
+            f"{cuts.num_cut_before_image:,} conversations are cut before one"
         )
     if cuts.num_without_answer:
         warnings.append(f"left out: {cuts.num_without_answer:,} conversations without a token that the loss counts")

@@ -12,13 +12,15 @@ that an old checkpoint resumes on the data it would have seen.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nxd_trainer.data.sequences import Sequences
+from nxd_trainer.data.image_processor import ImageProcessor
+from nxd_trainer.data.sequences import NOT_LEARNED, Sequences
 
 NUM_ROUNDS = 6  # of the shuffling network
 MASK_64 = (1 << 64) - 1
@@ -35,6 +37,9 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # [microbatch/dp, seq], int64; -100 for a token that is not learned
     position_ids: torch.Tensor  # [microbatch/dp, seq], int64; from 0 in each document that attends only to itself
     normalizer: torch.Tensor  # [2], int64: learned tokens of a step, and its microbatches over all ranks
+    # Inputs for images by the model's names, and types of tokens; the former are absent if it has no images. Of
+    # concatenated microbatches, inputs for images are `Microbatches`.
+    images: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def is_token(self) -> torch.Tensor:
@@ -48,7 +53,14 @@ class Batch(NamedTuple):
 class Slicer:
     """Slices a global batch into this rank's microbatches."""
 
-    def __init__(self, global_batch_size: int, gradient_accumulation_steps: int, dp_rank: int, dp_size: int):
+    def __init__(
+        self,
+        global_batch_size: int,
+        gradient_accumulation_steps: int,
+        dp_rank: int,
+        dp_size: int,
+        image_processor: ImageProcessor | None = None,
+    ):
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank={dp_rank} is not one of the {dp_size} data-parallel ranks")
         if global_batch_size < 1 or global_batch_size % (gradient_accumulation_steps * dp_size):
@@ -60,6 +72,7 @@ class Slicer:
         self._parts = gradient_accumulation_steps * dp_size
         self._shape = (gradient_accumulation_steps, dp_size, -1)
         self._dp_rank = dp_rank
+        self._image_processor = image_processor
 
     def microbatches(
         self, sequences: Sequences, samples: NDArray[np.int64], averaged: NDArray[np.int64]
@@ -72,9 +85,31 @@ class Slicer:
         normalizer = torch.tensor([num_learned, len(averaged) // len(samples) * self._parts])
         batches = []
         for rank_samples in samples.reshape(self._shape)[:, self._dp_rank]:  # [microbatch/dp]
-            inputs, labels, positions = map(torch.tensor, sequences.rows(rank_samples))
-            batches.append(Batch(inputs, labels, positions, normalizer))
+            rows = sequences.rows(rank_samples)
+            images = self._images(sequences, rank_samples, *rows[:2])
+            inputs, labels, positions = map(torch.tensor, rows)
+            batches.append(Batch(inputs, labels, positions, normalizer, images))
         return batches
+
+    def _images(
+        self,
+        sequences: Sequences,
+        samples: NDArray[np.int64],
+        inputs: NDArray[np.int64],
+        labels: NDArray[np.int64],
+    ) -> dict[str, torch.Tensor]:
+        """Open the images of samples `[count]`, and return `Batch.images`."""
+        of_rows = sequences.images(samples)
+        if self._image_processor is None:
+            if any(of_rows):
+                raise ValueError(
+                    "the data have images, but the model takes none; use a vision-language model, with model.towers "
+                    "other than left_out"
+                )
+            return {}
+        images = [[opened() for opened in of_row] for of_row in of_rows]
+        types = self._image_processor.token_types(inputs, labels != NOT_LEARNED)
+        return types | self._image_processor.image_inputs(images, inputs)
 
 
 class TrainLoader:
@@ -87,6 +122,7 @@ class TrainLoader:
         dp_rank: this data-parallel rank.
         dp_size: number of data-parallel ranks.
         seed: seed of the order.
+        image_processor: the processor of a model that takes images.
 
     Attributes:
         samples_consumed: samples of all steps taken so far, over all ranks and epochs.
@@ -106,10 +142,11 @@ class TrainLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
+        image_processor: ImageProcessor | None = None,
     ):
         if not len(sequences):
             raise ValueError("there are no sequences to train on; add text or lower data.held_out_fraction")
-        self._slicer = Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
+        self._slicer = Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size, image_processor)
         self._sequences = sequences
         self._seed = seed
         self.samples_consumed = self.tokens_learned = self.tokens_seen = 0
@@ -202,7 +239,7 @@ class HeldOutLoader:
     Args:
         sequences: held-out sequences.
         num_batches: global batches per evaluation.
-        global_batch_size, gradient_accumulation_steps, dp_rank, dp_size: as for `TrainLoader`.
+        global_batch_size, gradient_accumulation_steps, dp_rank, dp_size, image_processor: as for `TrainLoader`.
 
     Raises:
         ValueError: the batch is not divisible.
@@ -217,8 +254,9 @@ class HeldOutLoader:
         gradient_accumulation_steps: int = 1,
         dp_rank: int = 0,
         dp_size: int = 1,
+        image_processor: ImageProcessor | None = None,
     ):
-        self._slicer = Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size)
+        self._slicer = Slicer(global_batch_size, gradient_accumulation_steps, dp_rank, dp_size, image_processor)
         self._sequences = sequences
         available = min(num_batches, max(1, len(sequences) // global_batch_size)) if len(sequences) else 0
         count = available * global_batch_size

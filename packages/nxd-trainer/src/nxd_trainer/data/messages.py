@@ -1,7 +1,7 @@
 """Converts conversations in rows and requests to the format of chat templates.
 
-A message is an object with `role` and `content`, which is a string. Tool calls have their arguments as an object, not
-as the string that OpenAI's clients send.
+A message is an object with `role` and `content`, which is a string, or parts if it has images: see `content_parts.py`.
+Tool calls have their arguments as an object, not as the string that OpenAI's clients send.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from reprlib import repr as short_repr
 from typing import Any
+
+from nxd_trainer.data.content_parts import ImageSource, parts_of, take_images, text_of
 
 ROLES_OF_SHAREGPT = {
     "system": "system",
@@ -40,13 +42,14 @@ class Conversation:
     # JSON schemas of the tools for the template; None if there are none
     tools: Sequence[Mapping[str, Any]] | None = None
     first_answer: int = 0  # messages before this one are not learned
+    images: Sequence[ImageSource] = ()  # the images of the messages' image parts, in order
 
 
 def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
     """Read the conversation in a row: `messages`, ShareGPT's `conversations`, or `prompt` and `completion`.
 
     A prompt and a completion are texts of the user and the assistant, or lists of messages; only the completion is
-    learned. A column `tools` is allowed with any form.
+    learned. A column `tools` is allowed with any form, and a column `images` or `image`; see `take_images`.
 
     Raises:
         ValueError: the row has none of these forms; the message starts with `place`.
@@ -54,10 +57,12 @@ def read_conversation(place: str, row: Mapping[str, Any]) -> Conversation:
     tools = tools_in(place, row)
     for column in ("messages", "conversations"):
         if row.get(column) is not None:
-            return Conversation(messages_of(place, column, row[column]), tools)
+            messages, images = take_images(place, row, messages_of(place, column, row[column]))
+            return Conversation(messages, tools, images=images)
     if row.get("prompt") is not None and row.get("completion") is not None:
         prompt, completion = _said(place, row, "prompt", "user"), _said(place, row, "completion", "assistant")
-        return Conversation([*prompt, *completion], tools, first_answer=len(prompt))
+        messages, images = take_images(place, row, [*prompt, *completion])
+        return Conversation(messages, tools, first_answer=len(prompt), images=images)
     raise ValueError(
         f"{place} is not a conversation; expected messages, conversations, or prompt and completion, "
         f"but it has {', '.join(map(str, row)) or 'no columns'}; for plain text set data.column instead of data.chat"
@@ -128,7 +133,7 @@ def _message(place: str, given: object) -> dict[str, Any]:
         message |= {"role": role, "content": message.pop("value", None)}
     _check_role(place, message.get("role"))
     calls = message.get("tool_calls")
-    message["content"] = _text(place, message.get("content"), required=calls is None)
+    message["content"] = _content(place, message.get("content"), required=calls is None)
     if calls is not None:
         if not isinstance(calls, list):
             raise ValueError(f"{place} has {_shown(calls)} as its tool_calls; expected a list")
@@ -152,22 +157,24 @@ def _check_role(place: str, role: object) -> None:
             raise ValueError(f"{place} has the role {role!r}; did you mean {meant[0]!r}?")
 
 
-def _text(place: str, content: object, *, required: bool) -> str | None:
-    """Return a string, from a string or parts."""
+def _content(place: str, content: object, *, required: bool) -> str | list[dict[str, Any]] | None:
+    """Return a string, from a string or parts, or parts if there are images among them."""
     if isinstance(content, list):
-        parts = [part["text"] for part in content if _is_text_part(part)]
-        if len(parts) == len(content):
-            return _text(place, "".join(parts), required=required)
-        raise ValueError(f"{place} has a list as its content; expected text, or a list of parts of the type text")
-    if not isinstance(content, str) and (content is not None or required):
-        raise ValueError(f"{place} has {_shown(content)} as its content; expected text")
-    if half := _HALF_A_CHARACTER.search(content or ""):
-        raise ValueError(f"{place} has {half.group()!a} in its content, half of a character; fix the text")
+        parts = parts_of(place, content)
+        text = "".join(part.get("text", "") for part in parts)
+        _check_text(place, text)
+        return parts if any(part["type"] == "image" for part in parts) else text
+    if content is None and not required:
+        return None
+    if not isinstance(content, str):
+        raise ValueError(f"{place} has {_shown(content)} as its content; expected text, or a list of parts")
+    _check_text(place, content)
     return content
 
 
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _check_text(place: str, text: str) -> None:
+    if half := _HALF_A_CHARACTER.search(text):
+        raise ValueError(f"{place} has {half.group()!a} in its content, half of a character; fix the text")
 
 
 def _call(place: str, call: object) -> dict[str, Any]:
@@ -277,5 +284,5 @@ def thought_of(message: Mapping[str, Any]) -> str:
 
 def thought_in_content(message: Mapping[str, Any]) -> str | None:
     """Return the thought at the start of an answer's content, between `<think>` and `</think>`."""
-    thought, end, _ = (message.get("content") or "").partition("</think>")
+    thought, end, _ = text_of(message).partition("</think>")
     return thought.rpartition("<think>")[2] if end and message["role"] == "assistant" else None

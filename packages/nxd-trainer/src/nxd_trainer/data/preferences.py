@@ -5,7 +5,7 @@ They are stored like conversations, the chosen answer of a row before the reject
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxd_trainer.data.chat import ChatTemplate, EncodedConversation, EncodedRow
+from nxd_trainer.data.content_parts import has_images
 from nxd_trainer.data.conversations import (
     Conversations,
     ConversationSequences,
@@ -22,6 +23,8 @@ from nxd_trainer.data.conversations import (
     warnings_of_thoughts,
 )
 from nxd_trainer.data.messages import Conversation, messages_of, tools_in
+from nxd_trainer.data.sequences import OpenImage
+from nxd_trainer.data.stored_images import ImageFiles
 from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
 
 
@@ -46,7 +49,7 @@ class PreferenceEncoder:
             digest_files(files) if self._template is None else self._template.fingerprint
         )
 
-    def encode_row(self, place: str, row: Mapping[str, Any]) -> EncodedRow:
+    def encode_row(self, place: str, row: Mapping[str, Any], files: ImageFiles | None = None) -> EncodedRow:
         """Tokenize a row's chosen and rejected answers, each after the prompt, and mark the answers' tokens.
 
         Columns are as in TRL: `prompt`, `chosen` and `rejected`, all texts or all lists of messages; with messages the
@@ -69,6 +72,8 @@ class PreferenceEncoder:
             prompt, answers = _common_beginning(place, *answers)
         else:
             prompt = messages_of(place, "prompt", row["prompt"])
+        if any(has_images(messages) for messages in (prompt, *answers)):
+            raise ValueError(f"{place} has images, which preferences do not support; leave them out")
         if self._template is None:
             raise ValueError(
                 f"{place} has messages, but {self._folder} has no chat template; set data.tokenizer to the tokenizer "
@@ -119,6 +124,10 @@ class PairSequences:
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Count the tokens of answers, and the tokens without padding, of pairs `[count]` together."""
         return self.answers.count(_both(samples))
+
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+        """Return the images of pairs `[count]`, `[2 * count]` lists."""
+        return self.answers.images(_both(samples))
 
 
 def cut_preferences(

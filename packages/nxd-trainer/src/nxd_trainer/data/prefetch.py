@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from nxd_pipeline import Microbatches
 from nxd_state import get_device, send_to_device
 
+from nxd_trainer.data.image_processor import TOKEN_TYPES
 from nxd_trainer.data.loader import Batch, HeldOutLoader, TrainLoader
 from nxd_trainer.data.streaming import StreamLoader
 
@@ -59,13 +61,27 @@ def held_out_batches(loader: HeldOutLoader) -> Iterator[Batch]:
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
     """Concatenate a step's microbatches into one batch, which the model splits again."""
-    input_ids, labels, position_ids, _ = zip(*batches, strict=True)
-    return Batch(torch.cat(input_ids), torch.cat(labels), torch.cat(position_ids), batches[0].normalizer)
+    input_ids, labels, position_ids, normalizers, images = zip(*batches, strict=True)
+    names = dict.fromkeys(name for of_batch in images for name in of_batch)
+    joined = {name: _joined(name, [of_batch.get(name) for of_batch in images]) for name in names}
+    return Batch(torch.cat(input_ids), torch.cat(labels), torch.cat(position_ids), normalizers[0], joined)
+
+
+def _joined(name: str, values: list[Any]) -> Any:
+    return torch.cat(values) if name in TOKEN_TYPES else Microbatches(values)
 
 
 def _sent(batch: Batch) -> Batch:
-    # A list: code that walks all objects must not get hold of a tuple half built from a generator.
-    return Batch(*[send_to_device(tensor, get_device()) for tensor in batch])
+    # Not from a generator: code that walks all objects must not get hold of a tuple half built.
+    input_ids, labels, position_ids, normalizer, images = batch
+    sent = [send_to_device(tensor, get_device()) for tensor in (input_ids, labels, position_ids, normalizer)]
+    return Batch(sent[0], sent[1], sent[2], sent[3], {name: _sent_input(value) for name, value in images.items()})
+
+
+def _sent_input(value: Any) -> Any:
+    if isinstance(value, Microbatches):
+        return Microbatches([_sent_input(one) for one in value])
+    return None if value is None else send_to_device(value, get_device())
 
 
 def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:

@@ -33,6 +33,10 @@ OWN_VARIABLES = (
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
+class MessageLostError(ValueError):
+    """A template omits messages, or hides the answers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RenderTask:
     """A rendering to make."""

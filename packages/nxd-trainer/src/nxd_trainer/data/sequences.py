@@ -8,7 +8,7 @@ the next piece. `conversations.py` and `preferences.py` have other sources; `loa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from nxd_trainer.data.corpus import Corpus
 
 NUM_ZONES = 64
+NOT_LEARNED = -100  # label of a token without loss
+
+OpenImage = Callable[[], Any]  # opens an image of a sample: a `PIL.Image`, RGB
 
 
 class Sequences(Protocol):
@@ -35,6 +38,9 @@ class Sequences(Protocol):
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""
+
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+        """Return the images of samples `[count]`, each a list in the order of their tokens in `rows`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,10 @@ class TokenRows:
         """Count the labels in the loss, and the tokens, of samples `[count]` together: all of them."""
         num_tokens = len(samples) * self.sequence_length
         return num_tokens, num_tokens
+
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+        """Return no images for each of the samples `[count]`."""
+        return [()] * len(samples)
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,10 @@ class PackedSequences:
         """Count the labels in the loss, and the tokens, of samples `[count]` together: all of them."""
         num_tokens = len(samples) * self.sequence_length
         return num_tokens, num_tokens
+
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+        """Return no images for each of the samples `[count]`."""
+        return [()] * len(samples)
 
 
 def pack_corpus(
@@ -161,6 +175,14 @@ class MixedSequences:
         """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""
         counts = [part.count(numbers) for _, part, numbers in self._by_part(samples)]
         return sum(learned for learned, _ in counts), sum(seen for _, seen in counts)
+
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+        """Return the images of samples `[count]`."""
+        taken: list[Sequence[OpenImage]] = [()] * len(samples)
+        for here, part, numbers in self._by_part(samples):
+            for row, images in zip(np.flatnonzero(here), part.images(numbers), strict=True):
+                taken[row] = images
+        return taken
 
     def _by_part(self, samples: NDArray[np.int64]) -> list[tuple[NDArray[np.bool_], Sequences, NDArray[np.int64]]]:
         """Return, for each part with some of the samples, a mask `[count]`, the part, and sample numbers in it."""

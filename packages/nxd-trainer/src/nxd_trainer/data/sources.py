@@ -20,6 +20,7 @@ from pathlib import Path
 
 TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
 TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TOKEN_SUFFIXES = (".npy", ".bin", ".idx")
 PIECE_BYTES = 1 << 22
 INSTALLED_PACKAGES = ("site-packages", "dist-packages")
@@ -221,6 +222,8 @@ def files_left_out(path: str | Path | None, suffixes: Sequence[str] | None, *, t
     folder = Path(path)
     taken = tuple(suffixes or (TABLE_SUFFIXES if takes_rows else TEXT_SUFFIXES))
     names = [name for name, _ in _walk(folder, ("",), {"__pycache__"}) if not name.endswith(taken)]
+    if takes_rows:  # which may name images
+        names = [name for name in names if not name.lower().endswith(IMAGE_SUFFIXES)]
     left = Counter(Path(name).suffix for name in names).most_common()
     named = [f"{count} {suffix or 'without suffix'}{_key_of(suffix, taken)}" for suffix, count in left]
     further = [f"{len(left) - MAX_NAMED_SUFFIXES} more kinds"] if len(left) > MAX_NAMED_SUFFIXES else []

@@ -30,6 +30,7 @@ from nxd_trainer.data import (
     files_left_out,
     find_tables,
     hub_files,
+    image_folder,
     mix,
     open_conversations,
     open_corpus,
@@ -50,6 +51,7 @@ class Source:
 
     name: str  # path, or name on the hub
     entry: Path  # folder in the cache
+    folder: Path | None = None  # folder that images by path are in; None if there is none
     weight: float = 1.0  # share of the samples, relative to the sum of all weights
     left_out: str | None = None  # a line about skipped files; None if there are none
 
@@ -120,7 +122,7 @@ def _prepared(recipe: Recipe, path: Path | None, vocab_size: int | None) -> Sour
         )
     left_out = files_left_out(path, options.suffixes, takes_rows=has_answers or options.column is not None)
     name = str(path or options.dataset or "the standard library")
-    return Source(name=name, entry=entry, left_out=left_out)
+    return Source(name=name, entry=entry, folder=image_folder(files), left_out=left_out)
 
 
 def open_data(recipe: Recipe, prepared: PreparedData) -> RunData:
@@ -171,7 +173,7 @@ def _opened(recipe: Recipe, source: Source, held_out_fraction: float) -> RunData
         notes = [f"{len(pairs):,} pairs of answers to train on, {len(others):,} held out"]
         return RunData(pairs, others, answers.index.digest, notes, warnings, {source.name: answers})
     if options.chat:
-        conversations = open_conversations(source.entry)
+        conversations = open_conversations(source.entry, source.folder)
         train, held_out, cuts = cut_conversations(
             conversations,
             sequence_length=options.sequence_length,

@@ -22,7 +22,7 @@ from nxd_state import (
 
 from nxd_trainer.data import HeldOutLoader, StreamLoader, TrainBatches, TrainLoader
 from nxd_trainer.dpo import REFERENCE
-from nxd_trainer.from_recipe import build_model, recipe_model
+from nxd_trainer.from_recipe import build_model, image_processor_of, recipe_model
 from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.recipe.sections import LoraSection
@@ -130,18 +130,21 @@ def build_run_state(recipe: Recipe, *, output_lock: IO[str] | None = None) -> Ru
             "checkpoints also hold the base model (lora.save=both), whose weights are not stored anywhere else"
         )
         built = replace(recipe, lora=replace(recipe.lora, save="both"))
-    sizes = {
+    sizes: dict[str, int] = {
         "global_batch_size": recipe.train.global_batch_size,
         "gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
         "dp_rank": data_parallel.rank,
         "dp_size": data_parallel.size,
     }
+    images = image_processor_of(recipe, source)
     train_loader: TrainLoader | StreamLoader
     if data.stream is None:
-        train_loader = TrainLoader(data.train, seed=recipe.train.seed, **sizes)
+        train_loader = TrainLoader(data.train, seed=recipe.train.seed, image_processor=images, **sizes)
     else:
         train_loader = StreamLoader(data.stream, seed=recipe.train.seed, **sizes)
-    held_out_loader = HeldOutLoader(data.held_out, num_batches=recipe.train.eval_batches, **sizes)
+    held_out_loader = HeldOutLoader(
+        data.held_out, num_batches=recipe.train.eval_batches, image_processor=images, **sizes
+    )
     model = build_model(built, source)
     run_or_raise_peer_error("checking the adapters", lambda: check_can_be_merged(model), error_type=ValueError)
     reference = _build_reference(recipe) if recipe.dpo.beta else None

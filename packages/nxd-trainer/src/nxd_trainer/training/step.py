@@ -73,7 +73,7 @@ def compute_gradients(state: RunState) -> Tensor | None:
 
 def _inputs(state: RunState, batch: Batch) -> dict[str, Any]:
     """Return a batch as the model's inputs; with preferences, also the reference model's outputs."""
-    inputs: dict[str, Any] = model_inputs(state.input_names, batch)
+    inputs = model_inputs(state.input_names, batch)
     if REFERENCE in state.input_names:
         with model_of_reference(state.model, state.reference) as model:
             absent = {REFERENCE: None} if state.reference is None else {}
