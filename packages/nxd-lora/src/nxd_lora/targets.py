@@ -7,6 +7,7 @@ from typing import Any
 
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.hf.head_linears import CopiedHeadsLinear
+from nxd_layers.hf.towers import find_towers
 from nxd_layers.hf.transformers_models import is_conv1d, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
@@ -146,10 +147,16 @@ _HEADS = ("lm_head", "embed_out")  # of models that do not declare theirs
 
 
 def _all_linear(module: nn.Module, names: Sequence[str], config: LoraConfig) -> list[str]:
-    """Match as PEFT's "all-linear": every linear layer except the output head and modules that train themselves."""
+    """Match as PEFT's "all-linear": every linear layer except the output head and modules that train themselves.
+
+    Unlike there, the towers of a multimodal model are left as they are.
+    """
     head = output_embeddings(module)
+    towers = tuple(f"{path}." for path in find_towers(module))
     chosen = []
     for name in names:
+        if f"{name}.".startswith(towers):
+            continue
         try:
             layer = module.get_submodule(name)
         except AttributeError:  # a part of the layer that holds it
