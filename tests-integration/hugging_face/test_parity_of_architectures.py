@@ -26,6 +26,9 @@ LARGE = {
 }
 
 
+SEEING = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+
+
 @pytest.fixture
 def folder_with(tmp_path):
     """Makes a folder with a `config.json`."""
@@ -163,6 +166,17 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
     assert small_config({**LARGE, "num_key_value_heads": 1})["num_key_value_heads"] == 1
 
 
+def test_a_multimodal_architecture_of_a_large_size_becomes_small_without_its_towers(folder_with):
+    from nxd_parity.architecture import case_of_architecture
+
+    case = case_of_architecture(folder_with(**SEEING), {"intermediate_size": 40}, 2)
+
+    model = case.reference_fn()
+    assert model.model.language_model.layers[3].mlp.up_proj.weight.shape == (40, 32)
+    assert not any("visual" in name for name, _ in model.named_parameters())
+    assert model(**case.batches[0]).loss.isfinite()
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "ranks", "message"),
     [
@@ -170,7 +184,8 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
         (LARGE, {"head_dims": 16}, 2, r"head_dims is not a key of Qwen3Config; did you mean head_dim\?"),
         (LARGE, {"num_key_value_heads": 3}, 2, "the small model of type qwen3 cannot be made or run: .*head_dim=16"),
         (LARGE | {"auto_map": {"AutoModel": "code.Model"}}, {}, 2, "Python code beside the weights .auto_map."),
-        ({"model_type": "gemma3", "text_config": {}}, {}, 2, "a multimodal model; .*text decoder"),
+        ({"model_type": "glm4v"}, {}, 2, "model.type=glm4v is not a language model in transformers"),
+        (SEEING, {"vision_config": {}}, 2, "vision_config is not a key of Qwen2_5_VLTextConfig"),
         ({"model_type": "biogpt"}, {}, 2, "biogpt have no tensor-parallel plan"),
         ({"model_type": "t5"}, {}, 2, "model.type=t5 is not a language model in transformers"),
         ({"hidden_size": 8}, {}, 2, "model.type=None is not a language model"),

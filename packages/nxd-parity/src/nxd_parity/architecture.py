@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from nxd_engine.hugging_face import check_keys, full_config, model_on_meta, read_config, with_architecture
 from nxd_layers import hf
+from nxd_layers.hf.towers import leave_out
+from nxd_pipeline.partition import materialize
 from torch import nn
 
 from nxd_parity.case import ParityCase
@@ -74,27 +76,32 @@ def case_of_architecture(folder: Path, changes: Mapping[str, Any], tensor_parall
 
     Args:
         folder: the folder of a transformers model; only its `config.json` is read.
-        changes: config keys to override, in case the small sizes contradict one another.
+        changes: config keys to override, in case the small sizes contradict one another; those of the language model
+            if it is multimodal.
         tensor_parallel_size: number of ranks that split the model.
 
     Raises:
-        ValueError: there is no such config, transformers has no text decoder for it, or no small model can be made and
-            run from it.
+        ValueError: there is no such config, transformers has no language model for it, or no small model can be made
+            and run from it.
     """
     config = read_config(folder)
     if "auto_map" in config:
         raise ValueError(f"{folder}: its model is Python code beside the weights (auto_map), which is never run here")
     if tensor_parallel_size < 2:
         raise ValueError("a single rank cannot split the model; use 2 or more ranks (--nproc 2)")
-    check_keys(config, changes)
-    content = {**small_config(config), **changes}
-    _check_runs(content)
+    content, outline = _language_model(config)
+    part = _text_key(outline)
+    check_keys(content if part is None else content[part], changes)
+    small = small_config(config)
+    small = {**small, **changes} if part is None else {**small, part: {**small[part], **changes}}
+    _check_runs(small)
     shape = (2 * tensor_parallel_size, LENGTH)
     generator = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(len(SPECIAL_TOKENS), content["vocab_size"], shape, generator=generator) for _ in range(2)]
+    vocabulary = (small if part is None else small[part])["vocab_size"]
+    tokens = [torch.randint(len(SPECIAL_TOKENS), vocabulary, shape, generator=generator) for _ in range(2)]
     return ParityCase(
-        model_fn=lambda: hf.parallelize(small_model(content), plan="own"),
-        reference_fn=lambda: small_model(content),
+        model_fn=lambda: hf.parallelize(small_model(small), plan="own"),
+        reference_fn=lambda: small_model(small),
         batches=[{"input_ids": ids, "labels": ids.clone()} for ids in tokens],
         nxd_config={"tensor_parallel_size": tensor_parallel_size},
     )
@@ -104,12 +111,23 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config of the same architecture with a few thousand parameters and no dropout.
 
     Sizes are reduced to those in `SMALL_SIZES`. Lists with an entry per layer keep an entry of every kind, and there
-    are more than `LAYERS` layers if there are more kinds. Everything else is unchanged.
+    are more than `LAYERS` layers if there are more kinds. Everything else is unchanged. Of a multimodal model this is
+    the config of its language model; its towers keep their sizes, see `small_model`.
     """
-    content, outline = _text_decoder(config)
-    names: Mapping[str, str] = outline.config.attribute_map
-    small = {**content, "dtype": "float32", "use_cache": False}
+    content, outline = _language_model(config)
+    part = _text_key(outline)
+    names: Mapping[str, str] = outline.config.get_text_config().attribute_map
+    of_text = content if part is None else content[part]
+    made = _small_text(of_text, names) | _small_rotary(outline, of_text)
+    small = made if part is None else {**content, part: made}
+    small |= {"dtype": "float32"}
     small.pop("quantization_config", None)
+    return small
+
+
+def _small_text(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Reduce the config of a language model, which has other names for some keys."""
+    small = {**content, "use_cache": False}
     for name, size in SMALL_SIZES.items():
         key = names.get(name, name)
         if isinstance(content.get(key), int) and content[key] > size:
@@ -122,36 +140,63 @@ def small_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return small | _lists_of_layers(content, names.get("num_hidden_layers", "num_hidden_layers"))
 
 
+def _small_rotary(outline: nn.Module, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary positions whose three sections (mRoPE), if there are any, fit into the frequencies of a small head.
+
+    Models have sections of a large head if the config names none.
+    """
+    rope = content.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not any(hasattr(part, "mrope_section") for part in outline.modules()):
+        return {}
+    whole: dict[str, Any] = {"mrope_section": [1, 1, SMALL_SIZES["head_dim"] // 2 - 2]}
+    if rope.get("partial_rotary_factor") is not None:
+        whole["partial_rotary_factor"] = 1.0
+    return {"rope_parameters": {**rope, **whole}}
+
+
 def small_model(content: Mapping[str, Any]) -> nn.Module:
-    """Make a model with random values in every parameter, including norms and biases, from torch's RNG state."""
-    model = model_on_meta(content)
-    config = model.config
-    config._experts_implementation = "eager"  # the others do not support float64
-    made: nn.Module = type(model)(config).eval()
+    """Make a model with random values in every parameter, including norms and biases, from torch's RNG state.
+
+    The towers of a multimodal model are left out: it is compared on text alone.
+    """
+    made: Any = model_on_meta(content)
+    made.config._experts_implementation = "eager"  # the others do not support float64
+    leave_out(made, hf.find_towers(made))
+    materialize(made, hf.param_init_fn_of(made))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return made
+    small: nn.Module = made.eval()
+    return small
 
 
 def remember_equal(folder: Path) -> str:
     """Record that this user's models of the folder's type may be split by their own plan; says where it is recorded."""
-    _, outline = _text_decoder(read_config(folder))
+    _, outline = _language_model(read_config(folder))
     record = hf.remember_as_compared(outline)
-    return f"Models of type {outline.config.model_type!r} are split by their own plan from now on: {record}"
+    on_text = "" if _text_key(outline) is None else ", compared on text alone"
+    return f"Models of type {outline.config.model_type!r} are split by their own plan from now on{on_text}: {record}"
 
 
-def _text_decoder(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the complete config of a config's causal language model, and the model on the meta device."""
+def _language_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the complete config of a config's language model, and the model on the meta device.
+
+    It is the causal language model of its type, or the class that a multimodal config names.
+    """
+    content, outline = full_config(config), model_on_meta(config)
+    if outline is not None and _text_key(outline) is not None:
+        return content, outline
     headless = {name: value for name, value in config.items() if name != "architectures"}
     content = full_config(with_architecture(headless))
-    outline = model_on_meta(content)
-    if outline.config.get_text_config() is not outline.config:
-        raise ValueError(
-            f"model_type={content['model_type']} is a multimodal model; pass a folder with the config.json of its text "
-            "decoder"
-        )
-    return content, outline
+    return content, model_on_meta(content)
+
+
+def _text_key(model: Any) -> str | None:
+    """Return the key of a multimodal config that holds the config of its language model; None for other models."""
+    text = model.config.get_text_config()
+    if text is model.config:
+        return None
+    return next(key for key in model.config.sub_configs if getattr(model.config, key, None) is text)
 
 
 def _lists_of_layers(content: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from nxd_layers.hf.supported_models import check_expert_parallel, check_tensor_p
 from nxd_layers.hf.transformers_models import (
     base_model_path,
     model_type_of,
+    text_config,
     transformers_expert_plan,
     transformers_plan,
 )
@@ -95,7 +96,9 @@ def has_plan(model: Any) -> bool:
 
     A class of transformers may have a plan of its head alone, which does not count.
     """
-    return bool(getattr(model.config, "base_model_tp_plan", None)) or model_type_of(model) in ADDED_PLANS
+    configs = (model.config, text_config(model))  # of a multimodal model, that of its language model has the plan
+    has_own = any(getattr(config, "base_model_tp_plan", None) for config in configs)
+    return has_own or model_type_of(model) in ADDED_PLANS
 
 
 def named_styles(model: nn.Module, plan: Mapping[str, str], *, must_match: bool) -> dict[str, str]:
