@@ -334,7 +334,7 @@ def test_models_are_listed_and_found_by_name(client):
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages",
-            "messages[0] has content that is not text, which the model does not read",
+            "the model 'tiny' reads text alone; remove the image in messages[0].content[0]",
         ),
         ({"messages": [{"role": "user", "content": "a" * 60}]}, "messages", "the messages have 63 tokens; expected"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs=true"),

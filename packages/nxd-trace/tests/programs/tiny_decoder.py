@@ -2,7 +2,8 @@
 
 import torch
 from nxd_state import active_group, all_reduce
-from nxd_trace.generation import CacheLayer, CacheView
+from nxd_trace.generation import CacheLayer, CacheView, PromptInputs, PromptInputShapes
+from nxd_trace.generation.prompt_inputs import TokenInputs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,8 +41,11 @@ class TinyDecoder(nn.Module):
         return [CacheLayer(HEADS // active_group("tp").size, SIZE, SIZE, torch.float64)]
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
+        return self.attended(self.model["tokens"][input_ids] + self.model["places"][positions], cache)
+
+    def attended(self, hidden: Tensor, cache: CacheView) -> Tensor:
+        """Return the logits after the last column of hidden states `[batch, seq, hidden]`."""
         part = self.model
-        hidden = part["tokens"][input_ids] + part["places"][positions]  # [batch, seq, hidden]
         query, key, value = (
             torch.einsum("bsh,ndh->bnsd", hidden, part[name]) for name in ("to_query", "to_key", "to_value")
         )
@@ -61,6 +65,24 @@ class TinyDraft(TinyDecoder):
         head.data += 0.5 * torch.randn(head.shape, generator=generator, dtype=head.dtype)
 
 
+FEATURES = PromptInputShapes(HIDDEN, torch.float64, layers=(0,), num_axes=2, longest_span=5)
+
+
+class DecoderWithFeatures(TinyDecoder):
+    """Reads features in place of tokens, and tells places by the sum of two rotary positions."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, cache: CacheView, inputs: TokenInputs | None = None
+    ) -> Tensor:
+        del positions
+        part = self.model
+        hidden = part["tokens"][input_ids]
+        if inputs.features is not None:
+            hidden = torch.where(inputs.is_given.unsqueeze(-1), inputs.features[:, :, 0], hidden)
+            hidden = hidden + inputs.features[:, :, 1]
+        return self.attended(hidden + part["places"][inputs.rotary.sum(-1) // 2], cache)
+
+
 class ReadsAtMostTwoColumns(TinyDecoder):
     """Rejects more than two columns."""
 
@@ -78,19 +100,27 @@ class LargerVocabulary(TinyDecoder):
         self.model["head"] = nn.Parameter(torch.zeros(VOCAB + 1, HIDDEN, dtype=torch.float64))
 
 
-def plain_logits(tokens: list[int]) -> Tensor:
+def plain_logits(tokens: list[int], inputs: PromptInputs | None = None) -> Tensor:
     """Return the logits after the last token, `[vocab]`, computed without a cache."""
     whole = weights()
-    hidden = whole["tokens"][tokens] + whole["places"][: len(tokens)]
+    hidden, places = whole["tokens"][tokens], torch.arange(len(tokens))
+    mask = torch.ones(len(tokens), len(tokens)).tril().bool()
+    if inputs is not None:
+        hidden[inputs.at] = inputs.features.sum(1)
+        of_prompt = inputs.rotary.sum(1) // 2
+        places = torch.cat([of_prompt, places[len(of_prompt) :] + inputs.rotary.max() + 1 - len(of_prompt)])
+        for start, stop in inputs.spans:
+            mask[start:stop, start:stop] = True
+    hidden = hidden + whole["places"][places]
     query, key, value = (
         torch.einsum("sh,ndh->nsd", hidden, whole[name]) for name in ("to_query", "to_key", "to_value")
     )
-    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return (hidden + mixed.permute(1, 0, 2).flatten(1) @ whole["mix"].T)[-1] @ whole["head"].T
 
 
-def plain_greedy(prompt: list[int], new_tokens: int) -> list[int]:
+def plain_greedy(prompt: list[int], new_tokens: int, inputs: PromptInputs | None = None) -> list[int]:
     tokens = list(prompt)
     for _ in range(new_tokens):
-        tokens.append(int(plain_logits(tokens).argmax()))
+        tokens.append(int(plain_logits(tokens, inputs).argmax()))
     return tokens[len(prompt) :]

@@ -4,6 +4,7 @@ from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache
 from nxd_trace.generation.decoder import Decoder, HuggingFaceDecoder
 from nxd_trace.generation.engine import GenerationEngine
 from nxd_trace.generation.generator import Completion, Generator, compile_generator
+from nxd_trace.generation.prompt_inputs import PromptInputs, PromptInputShapes
 from nxd_trace.generation.sampling import (
     SamplingSettings,
     TokenLogprobs,
@@ -20,6 +21,8 @@ __all__ = [
     "SamplingSettings",
     "TokenLogprobs",
     "unpad_prompts",
+    "PromptInputs",
+    "PromptInputShapes",
     # for a model of your own
     "Decoder",
     "HuggingFaceDecoder",

@@ -7,7 +7,7 @@ in block 0 where the table has no other block. Sequences with equal prefixes sha
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,15 @@ class KeyValueCache(nn.Module):
             for kind, size in (("keys", layer.key_size), ("values", layer.value_size)):
                 self.register_buffer(f"{kind}_{index}", torch.zeros(*shape, size, dtype=layer.dtype))
 
-    def at(self, positions: Tensor, block_tables: Tensor, replicas: Group | None = None) -> "CacheView":
+    def at(
+        self,
+        positions: Tensor,
+        block_tables: Tensor,
+        replicas: Group | None = None,
+        spans: tuple[Tensor, Tensor] | None = None,
+    ) -> "CacheView":
         """Return the cache as a model uses it for new tokens; the arguments are those of `CacheView`."""
-        return CacheView(self, positions, block_tables, replicas)
+        return CacheView(self, positions, block_tables, replicas, spans)
 
 
 def local_columns(columns: Tensor, replicas: Group) -> Tensor:
@@ -77,6 +83,8 @@ class CacheView:
         block_tables: the blocks of each sequence, int64 `[batch, blocks per sequence]`.
         replicas: the process group that splits the model's tokens (see `local_columns`); None if this rank computes
             all of them.
+        spans: first and last position of the tokens that each new token of this replica attends to in both directions,
+            two int64 `[batch, seq]`; None if each token attends only to earlier ones.
 
     Attributes:
         mask: whether a new token of this replica may attend to a slot: bool `[batch, 1, seq, slots]`.
@@ -84,17 +92,28 @@ class CacheView:
     """
 
     def __init__(
-        self, cache: KeyValueCache, positions: Tensor, block_tables: Tensor, replicas: Group | None = None
+        self,
+        cache: KeyValueCache,
+        positions: Tensor,
+        block_tables: Tensor,
+        replicas: Group | None = None,
+        spans: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._cache = cache
         self._block_tables = block_tables
         self._blocks = block_tables.gather(1, positions // cache.block_size)  # [batch, seq]
         self._offsets = positions % cache.block_size
-        slots = torch.arange(block_tables.shape[1] * cache.block_size, device=positions.device)
+        self._slots = torch.arange(block_tables.shape[1] * cache.block_size, device=positions.device)
         self._replicas = replicas
         self.newest = positions[:, -1:]
-        own = positions if replicas is None else local_columns(positions, replicas)
-        self.mask = (slots <= own.unsqueeze(-1)).unsqueeze(1)
+        self._own = positions if replicas is None else local_columns(positions, replicas)
+        self._first, last = (self._own, self._own) if spans is None else spans
+        self.mask = (self._slots <= last.unsqueeze(-1)).unsqueeze(1)
+
+    def mask_within(self, window: int) -> Tensor:
+        """Return the mask of a layer whose tokens attend to the last `window` positions and to their spans."""
+        oldest = torch.minimum(self._own - window + 1, self._first)
+        return self.mask & (self._slots >= oldest.unsqueeze(-1)).unsqueeze(1)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values of the new tokens, as `update` of transformers' caches does.
@@ -180,12 +199,20 @@ class BlockHashes:
         tokens: the list of tokens; hashes follow as it grows.
         block_size: number of tokens per block.
         salt: texts with different salts have different hashes, so they share no blocks.
+        content: function from the bounds of a block, in tokens, to what else the block depends on.
     """
 
-    def __init__(self, tokens: Sequence[int], block_size: int, salt: bytes = b"") -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        block_size: int,
+        salt: bytes = b"",
+        content: Callable[[int, int], bytes] = lambda start, stop: b"",
+    ) -> None:
         self._tokens = tokens
         self._block_size = block_size
         self._salt = salt
+        self._content = content
         self._hashes: list[bytes] = []
 
     def up_to(self, num_tokens: int) -> list[bytes]:
@@ -194,6 +221,7 @@ class BlockHashes:
         for index in range(len(self._hashes), number):
             previous = self._hashes[-1] if index else self._salt
             start = index * self._block_size
-            block = array("q", self._tokens[start : start + self._block_size])
-            self._hashes.append(hashlib.sha256(previous + block.tobytes()).digest())
+            stop = start + self._block_size
+            block = array("q", self._tokens[start:stop]).tobytes()
+            self._hashes.append(hashlib.sha256(previous + block + self._content(start, stop)).digest())
         return self._hashes[:number]

@@ -3,8 +3,11 @@ the module that is traced: a decoder with its cache.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +15,7 @@ from nxd_state import active_group, all_gather
 from torch import Tensor, nn
 
 from nxd_trace.generation.cache import CacheLayer, CacheView, KeyValueCache, local_columns
+from nxd_trace.generation.prompt_inputs import PromptInputShapes, TokenInputs
 
 
 class Decoder(Protocol):
@@ -28,7 +32,7 @@ class Decoder(Protocol):
     def cache_layers(self) -> Sequence[CacheLayer]:
         """Return what each layer stores on this rank."""
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, cache: CacheView, *inputs: TokenInputs) -> Tensor:
         """Return the full logits after the last column, `[batch, vocab]`.
 
         Only attention may look at other tokens: replicas that share a prompt get only their columns of it.
@@ -37,6 +41,7 @@ class Decoder(Protocol):
             input_ids: int64 `[batch, seq]`.
             positions: position of each token in its sequence, int64 `[batch, seq]`.
             cache: the cache; `update` stores a layer's keys and values and returns all of them.
+            *inputs: of a model that takes more than token ids, the others.
         """
 
 
@@ -52,20 +57,34 @@ class CachedDecoder(nn.Module):
         self.decoder = decoder
         self.cache = KeyValueCache(decoder.cache_layers(), num_blocks, block_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, block_tables: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        block_tables: Tensor,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Return the logits after the last column, `[batch, vocab]`.
 
         Args:
             input_ids: int64 `[batch, seq]`.
             positions: int64 `[batch, seq]`.
             block_tables: int64 `[batch, blocks per sequence]`.
+            inputs: further inputs of the tokens, see `PromptInputShapes.example`.
         """
         replicas = active_group("dp")
+        others = [] if inputs is None else [TokenInputs(**inputs)]
         if replicas.size == 1 or input_ids.shape[1] % replicas.size:  # every replica computes a single token
-            return self.decoder(input_ids, positions, self.cache.at(positions, block_tables))
-        shared = self.cache.at(positions, block_tables, replicas)
-        logits = self.decoder(local_columns(input_ids, replicas), local_columns(positions, replicas), shared)
+            cache = self.cache.at(positions, block_tables, spans=_spans(others))
+            return self.decoder(input_ids, positions, cache, *others)
+        others = [it.local(replicas) for it in others]
+        shared = self.cache.at(positions, block_tables, replicas, _spans(others))
+        logits = self.decoder(local_columns(input_ids, replicas), local_columns(positions, replicas), shared, *others)
         return all_gather(logits.unsqueeze(0), replicas, dim=0)[-1]  # the last replica has the last column
+
+
+def _spans(inputs: Sequence[TokenInputs]) -> tuple[Tensor, Tensor] | None:
+    return next(((it.first, it.last) for it in inputs if it.first is not None and it.last is not None), None)
 
 
 @dataclass(frozen=True)
@@ -104,21 +123,28 @@ class BuildCachedDecoder:
 class HuggingFaceDecoder(nn.Module):
     """A causal language model of transformers as a `Decoder`, whole or split by `nxd_layers.hf.parallelize`.
 
-    Its forward is called with a prepared mask and our cache, which has the `update` of transformers' caches.
-    transformers itself is not imported.
+    Its forward is called with prepared masks and our cache, which has the `update` of transformers' caches. In a model
+    of text and images, this is the forward of its language model: the arguments are put in as it is called, so that the
+    rest of the model neither sees the cache nor looks for images. transformers itself is not imported.
 
     Args:
         model: the model, which may be on the meta device.
+        shapes: what the model takes beside token ids; None if it is for text alone.
 
     Raises:
         TypeError: the model's forward does not take positions or a cache.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shapes: PromptInputShapes | None = None) -> None:
         super().__init__()
+        config: Any = model.config
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        # Not registered as a module: the names of the parameters are the model's.
+        self._language_model = (model if text_config is config else language_model_of(model),)
         parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # before transformers 5.24
-        missing = [name for name in ("position_ids", self._cache_name) if name not in parameters]
+        inner = inspect.signature(inspect.unwrap(type(self._language_model[0]).forward)).parameters
+        self._cache_name = "cache" if "cache" in inner else "past_key_values"  # before transformers 5.24
+        missing = [name for name in ("position_ids", self._cache_name) if name not in inner]
         if missing:
             raise TypeError(
                 f"{type(model).__name__}.forward does not take {' and '.join(missing)}, so it cannot use a cache; "
@@ -126,9 +152,11 @@ class HuggingFaceDecoder(nn.Module):
             )
         self.model = model
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        config: Any = model.config
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        self.max_positions: int = min(config.max_position_embeddings, _smallest_window(config))
+        self._window = _sliding_window(text_config)
+        self.max_positions: int = min(
+            text_config.max_position_embeddings, inf if self._window else _smallest_window(text_config)
+        )
+        self._layers = () if shapes is None else shapes.layers
 
     def cache_layers(self) -> Sequence[CacheLayer]:
         """Return what each layer stores, found by recording the forward of one token, which computes nothing.
@@ -146,23 +174,80 @@ class HuggingFaceDecoder(nn.Module):
             raise TypeError(f"layers {without} of the model keep no keys and values in its cache")
         return [probe.stored[index] for index in sorted(probe.stored)]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, cache: "CacheView | _CacheProbe") -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, cache: "CacheView | _CacheProbe", inputs: TokenInputs | None = None
+    ) -> Tensor:
         """Return the logits after the last column, `[batch, vocab]`, for `[batch, seq]` tokens."""
-        dtype = next(self.model.parameters()).dtype
-        # An additive mask: every attention implementation of transformers supports it.
-        mask = torch.zeros(cache.mask.shape, dtype=dtype, device=cache.mask.device)
-        mask = mask.masked_fill(~cache.mask, torch.finfo(dtype).min)
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=mask,
-            use_cache=True,
-            return_dict=True,
-            **{self._cache_name: cache},
-            **self._last_only,
-        )
+        mask = self._additive(cache.mask)
+        masks: Tensor | dict[str, Tensor] = mask
+        if self._window:
+            masks = {"full_attention": mask, "sliding_attention": self._additive(cache.mask_within(self._window))}
+        arguments = {"position_ids": positions, "use_cache": True, "return_dict": True, self._cache_name: cache}
+        if self._language_model[0] is self.model:
+            output = self.model(input_ids=input_ids, attention_mask=masks, **arguments, **self._last_only)
+        else:
+            arguments |= {
+                "input_ids": None,
+                "inputs_embeds": self._embedded(input_ids, inputs),
+                "attention_mask": masks,
+            }
+            if inputs is not None and inputs.rotary is not None:
+                arguments["position_ids"] = inputs.rotary.permute(2, 0, 1)  # [axes, batch, seq]
+            with self._called_with(arguments, None if inputs is None else inputs.features):
+                # With positions and a mask of four dimensions the model makes none of its own.
+                output = self.model(
+                    input_ids=torch.zeros_like(input_ids),
+                    position_ids=positions,
+                    attention_mask=mask,
+                    use_cache=False,
+                    return_dict=True,
+                    **self._last_only,
+                )
         logits: Tensor = output.logits
         return logits[:, -1]
+
+    @contextmanager
+    def _called_with(self, arguments: Mapping[str, Any], features: Tensor | None) -> Iterator[None]:
+        """Replace the arguments of the language model, and add features to the hidden states before its layers."""
+        model: Any = self._language_model[0]
+        hooks = [
+            model.register_forward_pre_hook(lambda _, args, given: (args, {**given, **arguments}), with_kwargs=True)
+        ]
+        if features is not None:
+            for layer, added in zip(self._layers, features.unbind(2)[1:], strict=True):
+                hooks.append(model.layers[layer].register_forward_pre_hook(partial(_with_added, added)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _additive(self, mask: Tensor) -> Tensor:
+        """Return a mask as what is added to scores: every attention implementation of transformers supports that."""
+        dtype = next(self._language_model[0].parameters()).dtype
+        zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return zeros.masked_fill(~mask, torch.finfo(dtype).min)
+
+    def _embedded(self, input_ids: Tensor, inputs: TokenInputs | None) -> Tensor:
+        """Return the embeddings of tokens, or what the features have in their place, `[batch, seq, hidden]`."""
+        model: Any = self._language_model[0]
+        embed = model.get_input_embeddings()
+        if inputs is None or inputs.features is None or inputs.is_given is None:
+            embedded: Tensor = embed(input_ids)
+            return embedded
+        # The id of a token with features may be outside the vocabulary.
+        embedded = embed(input_ids.masked_fill(inputs.is_given, 0))
+        return torch.where(inputs.is_given.unsqueeze(-1), inputs.features[:, :, 0], embedded)
+
+
+def _with_added(added: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0] + added, *args[1:])
+
+
+def language_model_of(model: Any) -> nn.Module:
+    """Return the part of a model of text and images that reads embedded tokens: its layers, without its head."""
+    found: nn.Module = model.get_decoder()
+    return found
 
 
 class _CacheProbe:
@@ -171,6 +256,10 @@ class _CacheProbe:
     def __init__(self) -> None:
         self.stored: dict[int, CacheLayer] = {}  # not `layers`, which caches of transformers have
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+    def mask_within(self, window: int) -> Tensor:
+        del window
+        return self.mask
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.stored[layer] = CacheLayer(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
@@ -189,6 +278,13 @@ class _ProbedDecoder(nn.Module):
     def forward(self, token: Tensor) -> Tensor:
         self.probe.mask = self.probe.mask.to(token.device)
         return self.decoder(token, torch.zeros_like(token), self.probe)
+
+
+def _sliding_window(config: Any) -> int | None:
+    """Return the window of the layers of a model that takes a mask for each kind of layer: full and sliding ones."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    is_mixed = "sliding_attention" in kinds and kinds <= {"full_attention", "sliding_attention"}
+    return config.sliding_window if is_mixed else None
 
 
 def _smallest_window(config: Any) -> float:

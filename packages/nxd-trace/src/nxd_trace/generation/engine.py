@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nxd_trace.generation.cache import BlockPool
 from nxd_trace.generation.model_runner import DecodeRow, Drafter, ModelRunner
+from nxd_trace.generation.prompt_inputs import PromptInputs
 from nxd_trace.generation.sampling import SamplingSettings
 from nxd_trace.generation.sequence import RunningSequence, read_prompt
 from nxd_trace.model import TensorParallelModel
@@ -60,13 +61,18 @@ class GenerationEngine:
         """Numbers of tokens that the draft model has proposed, and that the model has accepted."""
         return (0, 0) if self._drafter is None else (self._drafter.num_proposed, self._drafter.num_accepted)
 
-    def check(self, prompt: Any, settings: SamplingSettings) -> list[int]:
+    def check(self, prompt: Any, settings: SamplingSettings, inputs: PromptInputs | None = None) -> list[int]:
         """Return the prompt's token ids, which may be passed as any sequence, tensor or array.
+
+        Args:
+            prompt: token ids.
+            settings: sampling settings.
+            inputs: the prompt's inputs beside its token ids, for a model that was compiled with `input_shapes`.
 
         Raises:
             TypeError: the prompt is not a sequence of integers.
             ValueError: the prompt is empty or too long for the new tokens, or the prompt or `logit_bias` has a token
-                outside the vocabulary.
+                outside the vocabulary; or the model does not take the inputs.
         """
         ids = read_prompt(prompt, self.vocab_size)
         if len(ids) + settings.max_new_tokens > self.max_length:
@@ -78,24 +84,35 @@ class GenerationEngine:
         outside = [token for token, _ in settings.logit_bias if not 0 <= token < self.vocab_size]
         if outside:
             raise ValueError(f"logit_bias is for token {outside[0]}, outside the vocabulary 0..{self.vocab_size - 1}")
+        if inputs is not None:
+            self._runner.check_inputs(inputs, len(ids))
+            if settings.prompt_logprobs:
+                raise ValueError("a prompt with features cannot be scored; leave out prompt_logprobs")
         return ids
 
-    def add(self, prompt: Any, settings: SamplingSettings, cache_salt: bytes = b"") -> RunningSequence:
+    def add(
+        self,
+        prompt: Any,
+        settings: SamplingSettings,
+        cache_salt: bytes = b"",
+        inputs: PromptInputs | None = None,
+    ) -> RunningSequence:
         """Add a prompt to the batch.
 
         Args:
             prompt: token ids.
             settings: sampling settings.
             cache_salt: prompts share cached prefixes only under the same salt.
+            inputs: as for `check`.
 
         Raises:
             TypeError: as `check`.
             ValueError: as `check`; or the batch is full.
         """
-        ids = self.check(prompt, settings)
+        ids = self.check(prompt, settings, inputs)
         if not self.num_free:
             raise ValueError(f"all {self.batch_size} rows of the batch are taken; step until one is free")
-        sequence = RunningSequence(settings, ids, self._block_size, cache_salt)
+        sequence = RunningSequence(settings, ids, self._block_size, cache_salt, inputs)
         self._running.append(sequence)
         return sequence
 
@@ -140,11 +157,11 @@ class GenerationEngine:
         for sequence in sequences:
             while room > 0 and not sequence.is_decoding:
                 self._allocate_blocks(sequence)
-                room -= self._runner.prefill_length(len(sequence.pending))
-                chunk = sequence.pending, sequence.num_computed, sequence.blocks
+                start, pending = sequence.num_computed, sequence.pending
+                room -= self._runner.prefill_length(len(pending), start, sequence.inputs)
+                number, logits = self._runner.prefill(pending, start, sequence.blocks, sequence.inputs)
                 if self._drafter is not None:
-                    self._drafter.draft.prefill(*chunk)
-                number, logits = self._runner.prefill(*chunk)
+                    self._drafter.prefill(pending[:number], start, sequence.blocks)
                 sequence.num_computed += number
                 sequence.num_draft_computed = sequence.num_computed
                 if self._take_logits(sequence, logits):
@@ -164,7 +181,7 @@ class GenerationEngine:
             starts.append(len(rows))
             tokens = [sequence.pending[0], *proposed]
             rows += [
-                DecodeRow(token, position, sequence.blocks)
+                DecodeRow(token, position, sequence.blocks, sequence.rotary_offset)
                 for position, token in enumerate(tokens, sequence.num_computed)
             ]
         logits = self._runner.decode(rows)

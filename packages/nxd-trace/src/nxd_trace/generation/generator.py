@@ -12,6 +12,7 @@ from torch import Tensor
 from nxd_trace.caching import TraceContent
 from nxd_trace.generation.decoder import BuildCachedDecoder, Decoder
 from nxd_trace.generation.engine import GenerationEngine
+from nxd_trace.generation.prompt_inputs import PromptInputs, PromptInputShapes
 from nxd_trace.generation.sampling import SamplingSettings
 from nxd_trace.generation.sequence import FinishReason, RunningSequence
 from nxd_trace.model import TensorParallelModel
@@ -67,6 +68,7 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         *,
+        inputs: Sequence[PromptInputs | None] | None = None,
         on_token: OnToken | None = None,
         **settings: Any,
     ) -> list[Completion]:
@@ -74,6 +76,7 @@ class Generator:
 
         Args:
             prompts: token ids of each prompt, in lists, tensors or arrays; `unpad_prompts` makes them from padded ones.
+            inputs: each prompt's inputs beside its token ids, for a model that was compiled with `input_shapes`.
             on_token: function called with the prompt's index and each token, as soon as it is chosen.
             **settings: fields of `SamplingSettings`. Prompt `i` is sampled with `seed + i`.
 
@@ -93,7 +96,10 @@ class Generator:
                 "returned"
             )
         sampling = SamplingSettings(**settings)
-        checked = [self.engine.check(prompt, sampling) for prompt in prompts]
+        inputs = [None] * len(prompts) if inputs is None else inputs
+        checked = [
+            (self.engine.check(prompt, sampling, given), given) for prompt, given in zip(prompts, inputs, strict=True)
+        ]
         with self._lock:
             self._caller = threading.get_ident()
             try:
@@ -105,14 +111,17 @@ class Generator:
                 self._caller = None
 
     def _generate(
-        self, prompts: Sequence[list[int]], sampling: SamplingSettings, on_token: OnToken | None
+        self,
+        prompts: Sequence[tuple[list[int], PromptInputs | None]],
+        sampling: SamplingSettings,
+        on_token: OnToken | None,
     ) -> list[Completion]:
         waiting = deque(enumerate(prompts))
         numbers: dict[RunningSequence, int] = {}
         while waiting or not self.engine.is_idle:
             while waiting and self.engine.num_free:
-                number, prompt = waiting.popleft()
-                numbers[self.engine.add(prompt, sampling.for_prompt(number))] = number
+                number, (prompt, inputs) = waiting.popleft()
+                numbers[self.engine.add(prompt, sampling.for_prompt(number), inputs=inputs)] = number
             for sequence in self.engine.step():
                 if sequence.failure is not None:
                     raise sequence.failure
@@ -145,6 +154,7 @@ def compile_generator(
     max_length: int,
     prefill_lengths: Sequence[int] = (),
     num_speculative_tokens: int = 0,
+    input_shapes: PromptInputShapes | None = None,
     tp_degree: int = 1,
     context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
@@ -164,6 +174,8 @@ def compile_generator(
             that fits. By default a quarter of `max_length`, at most 128; also 16 if that is more than 32, and 64 if it
             is 128.
         num_speculative_tokens: number of a draft model's tokens verified at once per sequence; 1 for the draft itself.
+        input_shapes: what the model takes beside token ids, as the decoder that `build` makes expects it. There is one
+            more program then, for the chunks of a prompt with features.
         tp_degree: number of ranks per replica.
         context_parallel_size: number of replicas that process a prompt together, each an equal part of its tokens;
             every replica computes single tokens. There are `tp_degree * context_parallel_size` ranks, each with a
@@ -204,10 +216,14 @@ def compile_generator(
         decoder, tp_degree, replicas=context_parallel_size, expert_parallel_size=expert_parallel_size
     )
     for length in lengths:
-        builder.trace(_example(1, length, table), tag=f"prefill_{length}")
+        builder.trace(_example(1, length, table, input_shapes), tag=f"prefill_{length}")
+    if input_shapes is not None:
+        longest = input_shapes.longest_span or max_length
+        length = max(lengths[-1], longest + -longest % context_parallel_size)
+        builder.trace(_example(1, length, table, input_shapes, with_features=True), tag=f"features_{length}")
     rows = batch_size * (1 + num_speculative_tokens)
     for size in sorted({*(1 << power for power in range(rows.bit_length())), batch_size, rows}):
-        builder.trace(_example(size, 1, table), tag=f"decode_{size}")
+        builder.trace(_example(size, 1, table, input_shapes), tag=f"decode_{size}")
     if weights is None:
         return Generator(builder.compile(**settings))
     if content is not None:
@@ -241,6 +257,10 @@ class _InnerModelWeights:
         return self.source.read_box(name.removeprefix(self.prefix), offsets, shape)
 
 
-def _example(batch_size: int, length: int, table: int) -> tuple[Tensor, Tensor, Tensor]:
+def _example(
+    batch_size: int, length: int, table: int, shapes: PromptInputShapes | None, *, with_features: bool = False
+) -> tuple[Any, ...]:
     positions = torch.arange(length).expand(batch_size, length).contiguous()
-    return torch.zeros_like(positions), positions, torch.zeros(batch_size, table, dtype=torch.long)
+    inputs = {} if shapes is None else shapes.example(batch_size, length, with_features=with_features)
+    tables = torch.zeros(batch_size, table, dtype=torch.long)
+    return (torch.zeros_like(positions), positions, tables, *([inputs] if inputs else []))

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxd_trace.generation.prompt_inputs import TEXT, PromptInputs
 from nxd_trace.generation.sequence import RunningSequence
 from nxd_trace.manifest import RankManifest, rank_folder
 from nxd_trace.model import TensorParallelModel
+from nxd_trace.programs import Signature
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,13 @@ class DecodeRow:
         token: token id.
         position: position in its sequence.
         blocks: the sequence's blocks of the cache, in order.
+        rotary_offset: difference between its rotary position and its position.
     """
 
     token: int
     position: int
     blocks: Sequence[int]
+    rotary_offset: int = 0
 
 
 class ModelRunner:
@@ -54,6 +58,10 @@ class ModelRunner:
         shapes = {name: signature.inputs[0].shape for name, signature in model.programs.items() if signature.inputs}
         self._decodes = sorted((shape[0], name) for name, shape in shapes.items() if name.startswith("decode_"))
         self._prefills = sorted((shape[1], name) for name, shape in shapes.items() if name.startswith("prefill_"))
+        self._with_features = next(
+            ((shape[1], name) for name, shape in shapes.items() if name.startswith("features_")), None
+        )
+        self._inputs = {name: _further_inputs(signature) for name, signature in model.programs.items()}
         states = RankManifest.read(model.folder / rank_folder(0)).states
         if not self._decodes or not self._prefills or "cache.keys_0" not in states:
             raise ValueError(
@@ -70,31 +78,45 @@ class ModelRunner:
         self.vocab_size = signature.outputs[0].shape[-1]
         self.prefill_lengths = tuple(length for length, _ in self._prefills)
 
-    def prefill_length(self, num_tokens: int) -> int:
+    def prefill_length(self, num_tokens: int, position: int = 0, inputs: PromptInputs | None = None) -> int:
         """Return the length, with padding, of the next prefill call if this many tokens remain."""
-        return self._prefill_for(num_tokens)[0]
+        return self._prefill_for(num_tokens, position, inputs)[0]
 
-    def prefill(self, tokens: Sequence[int], position: int, blocks: Sequence[int]) -> tuple[int, Tensor]:
+    def check_inputs(self, inputs: PromptInputs, num_tokens: int) -> None:
+        """Raise ValueError unless the model takes these inputs of a prompt of `num_tokens`."""
+        if self._with_features is None:
+            raise ValueError("the prompt has features, but the model was compiled for text alone")
+        length, program = self._with_features
+        inputs.check(num_tokens, length, self._inputs[program])
+
+    def prefill(
+        self, tokens: Sequence[int], position: int, blocks: Sequence[int], inputs: PromptInputs | None = None
+    ) -> tuple[int, Tensor]:
         """Process the next chunk of a prompt with the smallest program that fits all its tokens, or the largest one.
 
         Args:
             tokens: the remaining tokens of the prompt.
             position: position of the first one.
             blocks: blocks of the sequence.
+            inputs: the prompt's inputs beside its token ids.
 
         Returns:
             Number of tokens processed, and the logits after the last of them, `[vocab]`.
         """
-        length, program = self._prefill_for(len(tokens))
-        chunk = tokens[:length]
+        length, program = self._prefill_for(len(tokens), position, inputs)
+        number = min(length, len(tokens))
+        if inputs is not None and "features" in self._inputs[program]:
+            number = inputs.chunk(position, number)
         # Padding comes first, so the last column is the last token.
-        padding = length - len(chunk)
+        padding = length - number
         input_ids = torch.zeros(1, length, dtype=torch.long)
         positions = torch.full((1, length), self.max_length - 1)
-        input_ids[0, padding:] = torch.tensor(chunk)
-        positions[0, padding:] = torch.arange(position, position + len(chunk))
-        logits: Tensor = self._model.run(program, input_ids, positions, self._block_tables([blocks], 1))
-        return len(chunk), logits[0]
+        input_ids[0, padding:] = torch.tensor(tokens[:number])
+        positions[0, padding:] = torch.arange(position, position + number)
+        columns = (inputs or TEXT).columns(position, position + number, padding, self._inputs[program])
+        tables = self._block_tables([blocks], 1)
+        logits: Tensor = self._model.run(program, input_ids, positions, tables, *([columns] if columns else []))
+        return number, logits[0]
 
     def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
         """Process at most `num_rows` tokens; returns the logits after each, `[rows, vocab]`."""
@@ -103,17 +125,34 @@ class ModelRunner:
         input_ids = torch.tensor([row.token for row in rows] + [0] * padding).unsqueeze(1)
         positions = torch.tensor([row.position for row in rows] + [self.max_length - 1] * padding).unsqueeze(1)
         tables = self._block_tables([row.blocks for row in rows], size)
-        logits: Tensor = self._model.run(program, input_ids, positions, tables)
+        further = {}
+        if "rotary" in self._inputs[program]:
+            offsets = torch.tensor([row.rotary_offset for row in rows] + [0] * padding).unsqueeze(1)
+            further["rotary"] = (
+                (positions + offsets).unsqueeze(2).expand_as(self._inputs[program]["rotary"]).contiguous()
+            )
+        logits: Tensor = self._model.run(program, input_ids, positions, tables, *([further] if further else []))
         return logits[: len(rows)]
 
-    def _prefill_for(self, num_tokens: int) -> tuple[int, str]:
-        return next((it for it in self._prefills if it[0] >= num_tokens), self._prefills[-1])
+    def _prefill_for(self, num_tokens: int, position: int, inputs: PromptInputs | None) -> tuple[int, str]:
+        found = next((it for it in self._prefills if it[0] >= num_tokens), self._prefills[-1])
+        is_text = inputs is None or inputs.is_text(position, position + min(found[0], num_tokens))
+        return found if is_text or self._with_features is None else self._with_features
 
     def _block_tables(self, blocks: Sequence[Sequence[int]], size: int) -> Tensor:
         tables = torch.zeros(size, self._table_length, dtype=torch.long)
         for row, of_sequence in enumerate(blocks):
             tables[row, : len(of_sequence)] = torch.tensor(of_sequence)
         return tables
+
+
+def _further_inputs(signature: Signature) -> dict[str, Tensor]:
+    """Return zeros of the shapes of a program's inputs beside ids, positions and block tables, by name."""
+    match signature.input_structure["list"][0]["tuple"]:
+        case [_, _, _, {"dict": indices}]:
+            specs = {name: signature.inputs[index] for name, index in indices.items()}
+            return {name: torch.zeros(spec.shape, dtype=spec.torch_dtype) for name, spec in specs.items()}
+    return {}
 
 
 class Drafter:
@@ -149,6 +188,13 @@ class Drafter:
         self.draft = draft
         self.num_proposed = 0
         self.num_accepted = 0
+
+    def prefill(self, tokens: Sequence[int], position: int, blocks: Sequence[int]) -> None:
+        """Process a chunk of a prompt, as the ids alone."""
+        number = 0
+        while number < len(tokens):
+            processed, _ = self.draft.prefill(tokens[number:], position + number, blocks)
+            number += processed
 
     def propose(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
         """Return the proposed next tokens of each sequence, as many as can be verified and used."""

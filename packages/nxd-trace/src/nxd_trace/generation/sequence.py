@@ -1,6 +1,7 @@
 """Prompts as users pass them, and sequences: a prompt in the batch with the tokens generated after it."""
 
 from collections.abc import Iterable
+from functools import partial
 from operator import index
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nxd_trace.generation.cache import BlockHashes
+from nxd_trace.generation.prompt_inputs import PromptInputs
 from nxd_trace.generation.sampling import SamplingSettings, TokenLogprobs, choose_token
 
 FinishReason = Literal["stop", "length"]
@@ -21,6 +23,7 @@ class RunningSequence:
         prompt: token ids.
         block_size: number of tokens per block of the cache.
         cache_salt: sequences with different salts share no blocks.
+        inputs: the prompt's inputs beside its token ids, if any.
 
     Attributes:
         tokens: generated tokens, including the stop token that ended the sequence, if any.
@@ -38,9 +41,17 @@ class RunningSequence:
         num_cached_blocks: number of its full blocks that the pool knows.
     """
 
-    def __init__(self, settings: SamplingSettings, prompt: list[int], block_size: int, cache_salt: bytes = b"") -> None:
+    def __init__(
+        self,
+        settings: SamplingSettings,
+        prompt: list[int],
+        block_size: int,
+        cache_salt: bytes = b"",
+        inputs: PromptInputs | None = None,
+    ) -> None:
         self.settings = settings
         self.prompt = prompt
+        self.inputs = inputs
         self.tokens: list[int] = []
         self.num_computed = 0
         self.num_new = 0
@@ -53,13 +64,22 @@ class RunningSequence:
         self.blocks: list[int] = []
         self.num_cached_blocks = 0
         self.all_tokens = list(prompt)
-        self.block_hashes = BlockHashes(self.all_tokens, block_size, cache_salt)
+        if inputs is None:
+            self.block_hashes = BlockHashes(self.all_tokens, block_size, cache_salt)
+        else:
+            content = partial(inputs.content, self.all_tokens)
+            self.block_hashes = BlockHashes(self.all_tokens, block_size, cache_salt, content)
         self._random = torch.Generator().manual_seed(settings.seed)
 
     @property
     def pending(self) -> list[int]:
         """Tokens that the model has not processed yet."""
         return self.all_tokens[self.num_computed :]
+
+    @property
+    def rotary_offset(self) -> int:
+        """Difference between the rotary position and the position of a token after the prompt."""
+        return 0 if self.inputs is None else self.inputs.rotary_offset
 
     @property
     def is_decoding(self) -> bool:

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 _PAGE = Path(__file__).with_name("page.html")
-_PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+)
 _LARGE_BODY_BYTES = 1 << 16
-_MAX_LARGE_BODIES = 64  # received or parsed at a time
+_MAX_LARGE_BODIES = 64  # received or parsed at a time; fewer if they may be very large:
+_MAX_BYTES_OF_BODIES = 1 << 28
 
 
 def check_installed() -> None:
@@ -178,7 +181,8 @@ class _Endpoints:
         limit = self._service.limits.max_body_bytes
         if num_bytes > limit:
             raise RequestError(413, f"the request has more than {limit} bytes; send a shorter one")
-        if num_bytes > _LARGE_BODY_BYTES and self._num_large_bodies > _MAX_LARGE_BODIES:
+        most = min(_MAX_LARGE_BODIES, max(2, _MAX_BYTES_OF_BODIES // limit))
+        if num_bytes > _LARGE_BODY_BYTES and self._num_large_bodies > most:
             raise RequestError(429, "too many long requests are being received; try again later", retry_after=1)
 
 

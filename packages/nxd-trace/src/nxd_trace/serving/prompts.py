@@ -6,6 +6,7 @@ from reprlib import repr as short_repr
 from typing import Any, Protocol
 
 from nxd_trace.errors import RequestError
+from nxd_trace.generation import PromptInputs
 
 _CHARACTERS_PER_TOKEN = 32  # a prompt with more characters per token of the model's maximum length does not fit
 _REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # as in OpenAI's API
@@ -33,6 +34,34 @@ class ChatEncoder(Protocol):
         """
 
 
+class ImageEncoder(Protocol):
+    """A chat template and what reads images."""
+
+    def encode_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Sequence[tuple[str, str]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        longest: int,
+    ) -> tuple[Sequence[int], PromptInputs]:
+        """Return the tokens of a conversation, as `ChatEncoder` does, and the features of its images.
+
+        Args:
+            messages: the messages, whose content may be a list of parts: `{"type": "text", "text": ...}`, and
+                `{"type": "image"}` for each image.
+            images: where each image is in the request, for messages, and its URL; in order.
+            tools: as for `ChatEncoder`.
+            variables: as for `ChatEncoder`.
+            longest: the most tokens that a prompt may have.
+
+        Raises:
+            ValueError: also if an image cannot be read, or is refused.
+            LookupError: as `ChatEncoder`.
+        """
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """The model that requests are checked against.
@@ -47,6 +76,7 @@ class ServedModel:
         end_tokens: tokens that end a text.
         max_length: maximum length of a prompt and its completion, in tokens.
         max_prompts: maximum number of texts to generate for one request.
+        images: reads conversations with images; None for a model of text alone.
     """
 
     name: str
@@ -58,6 +88,7 @@ class ServedModel:
     end_tokens: tuple[int, ...]
     max_length: int
     max_prompts: int
+    images: ImageEncoder | None = None
 
 
 def read_prompts(prompt: Any, model: ServedModel) -> list[list[int]]:
@@ -123,8 +154,8 @@ def is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
-    """Return the tokens of `messages` and `tools`, encoded by the chat template."""
+def read_conversation(body: Mapping[str, Any], model: ServedModel) -> tuple[list[int], PromptInputs | None]:
+    """Return the tokens of `messages` and `tools`, encoded by the chat template, and the features of their images."""
     if model.chat is None:
         raise RequestError(
             400, f"the model {model.name!r} has no chat template, which messages need; use /v1/completions", "messages"
@@ -135,12 +166,22 @@ def read_conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RequestError(400, "tools must be a list of objects", "tools")
     offered = None if body.get("tool_choice") == "none" else tools or None
-    plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+    images: list[tuple[str, str]] = []
+    plain = [_plain_message(index, message, images) for index, message in enumerate(messages)]
+    if images and model.images is None:
+        raise RequestError(
+            400, f"the model {model.name!r} reads text alone; remove the image in {images[0][0]}", "messages"
+        )
     variables = _template_variables(body)
     num_characters = sum(map(_num_characters, [*plain, *(offered or ()), variables]))
     _check_characters(num_characters, "messages and tools have", "messages", model)
     try:
-        prompt = [int(token) for token in model.chat.encode_prompt(plain, offered, variables)]
+        inputs = None
+        if images and model.images is not None:
+            tokens, inputs = model.images.encode_prompt(plain, images, offered, variables, longest=model.max_length - 1)
+        else:
+            tokens = model.chat.encode_prompt(plain, offered, variables)
+        prompt = [int(token) for token in tokens]
     except LookupError as error:
         field = "chat_template_kwargs" if body.get("chat_template_kwargs") else "reasoning_effort"
         raise RequestError(400, str(error), field) from error
@@ -154,7 +195,7 @@ def read_conversation(body: Mapping[str, Any], model: ServedModel) -> list[int]:
             "messages",
             code="context_length_exceeded",
         )
-    return prompt
+    return prompt, inputs
 
 
 def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,18 +222,20 @@ def _template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     return variables
 
 
-def _plain_message(index: int, message: Any) -> dict[str, Any]:
-    """Return a message with a string as its content, which may be missing beside tool calls."""
+def _plain_message(index: int, message: Any, images: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return a message with a string as its content, which may be missing beside tool calls.
+
+    If there are images among the parts of its content, these stay parts; `images` gets their places and URLs.
+    """
     place = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(400, f"{place} must be an object with role and content", "messages")
     content = message.get("content")
     if isinstance(content, list):
-        texts = [part["text"] for part in content if _is_text_part(part)]
-        if len(texts) < len(content):
-            raise RequestError(400, f"{place} has content that is not text, which the model does not read", "messages")
-        content = "".join(texts)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls") is not None):
+        parts = [_plain_part(f"{place}.content[{number}]", part, images) for number, part in enumerate(content)]
+        has_images = any(part["type"] == "image" for part in parts)
+        content = parts if has_images else "".join(part["text"] for part in parts)
+    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls") is not None):
         raise RequestError(400, f"{place} has {short_repr(content)} as its content; expected text", "messages")
     calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
     rest = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
@@ -209,5 +252,19 @@ def _num_characters(value: Any) -> int:
     return count
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _plain_part(place: str, part: Any, images: list[tuple[str, str]]) -> dict[str, str]:
+    """Return a part of a content as chat templates take it, and add the place and URL of an image to `images`."""
+    part = part if isinstance(part, dict) else {"type": part}
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind != "image_url":
+        raise RequestError(
+            400, f"{place} is of the type {short_repr(kind)}; expected text, or image_url for an image", "messages"
+        )
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    if not isinstance(url, str):
+        raise RequestError(400, f"{place} has no image_url.url; give the image as a data URI", "messages")
+    images.append((place, url))
+    return {"type": "image"}

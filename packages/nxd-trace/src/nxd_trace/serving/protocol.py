@@ -1,13 +1,13 @@
 """Reads requests for completions and chat completions of OpenAI's API, and checks every field before generation."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from reprlib import repr as short_repr
 from typing import Any
 
 from nxd_trace.errors import RequestError
-from nxd_trace.generation import SamplingSettings
+from nxd_trace.generation import PromptInputs, SamplingSettings
 from nxd_trace.serving.detokenizer import StopString, special_token
 from nxd_trace.serving.fields import flag, include_usage, json_object, limited, logit_bias, number, stop_strings, text
 from nxd_trace.serving.prompts import ServedModel, decode_prompt, is_token_id, read_conversation, read_prompts
@@ -74,6 +74,7 @@ class CompletionRequest:
         include_usage: whether a stream ends with the token counts.
         stop: stop strings.
         cache_salt: salt of the prefix cache; requests with different salts share no blocks.
+        inputs: the features of the prompt's images, if it has any; then it is the only prompt.
     """
 
     is_chat: bool
@@ -88,6 +89,7 @@ class CompletionRequest:
     include_usage: bool
     stop: tuple[StopString, ...]
     cache_salt: str
+    inputs: PromptInputs | None = None
 
 
 def read_completion(data: bytes, model: ServedModel, random_seed: int) -> CompletionRequest:
@@ -107,14 +109,14 @@ def read_chat(data: bytes, model: ServedModel, random_seed: int) -> CompletionRe
     """Read the body of a request to `/v1/chat/completions`; otherwise like `read_completion`."""
     body = _body(data, model, _MAX_PARTS_OF_CHAT, _SUPPORTED_IN_CHAT, _ONLY_AT_IN_CHAT)
     _check_response_format(body.get("response_format"))
-    prompt = read_conversation(body, model)
+    prompt, inputs = read_conversation(body, model)
     num_logprobs = limited(body, "top_logprobs", 0, 0, _MAX_LOGPROBS)
     has_logprobs = flag(body, "logprobs")
     if num_logprobs and not has_logprobs:
         raise RequestError(400, f"top_logprobs={num_logprobs} needs logprobs=true", "top_logprobs")
     name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = number(body, name, int, max(1, model.max_length - len(prompt)))
-    return _request(
+    request = _request(
         body,
         model,
         [prompt],
@@ -123,6 +125,7 @@ def read_chat(data: bytes, model: ServedModel, random_seed: int) -> CompletionRe
         max_tokens=(name, max_tokens),
         num_logprobs=num_logprobs if has_logprobs else None,
     )
+    return replace(request, inputs=inputs)
 
 
 def _request(

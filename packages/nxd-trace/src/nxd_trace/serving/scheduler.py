@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from nxd_trace.errors import RequestError, WorkerError, headline
-from nxd_trace.generation import GenerationEngine, RunningSequence, SamplingSettings, TokenLogprobs
+from nxd_trace.generation import GenerationEngine, PromptInputs, RunningSequence, SamplingSettings, TokenLogprobs
 from nxd_trace.generation.sequence import FinishReason
 
 _log = logging.getLogger("nxd_trace.serving")
@@ -68,6 +68,7 @@ class ScheduledPrompt:
         deliver: function called in the scheduler's thread with each token, or with the error that ends the prompt.
         owners: levels among which the batch is divided evenly: the client's address, its user, the request.
         cache_salt: prompts with different salts share no blocks of the cache.
+        inputs: the prompt's inputs beside its token ids, if any.
         sequence: its sequence in the batch; None while it waits.
     """
 
@@ -76,6 +77,7 @@ class ScheduledPrompt:
     deliver: Deliver
     owners: tuple[Hashable, ...] = ()
     cache_salt: bytes = b""
+    inputs: PromptInputs | None = None
     sequence: RunningSequence | None = None
 
     @property
@@ -254,7 +256,7 @@ class Scheduler:
             while self._waiting and self._engine.num_free:
                 prompt = self._next_prompt()
                 try:
-                    prompt.sequence = self._engine.add(prompt.prompt, prompt.settings, prompt.cache_salt)
+                    prompt.sequence = self._engine.add(prompt.prompt, prompt.settings, prompt.cache_salt, prompt.inputs)
                 except (TypeError, ValueError) as error:  # the prompt was not checked
                     prompt.deliver(error)
                 else:

@@ -18,7 +18,7 @@ from nxd_trace.generation import GenerationEngine
 from nxd_trace.serving import protocol, responses
 from nxd_trace.serving.detokenizer import IncrementalDetokenizer
 from nxd_trace.serving.metrics import ServerMetrics
-from nxd_trace.serving.prompts import ChatEncoder, ServedModel
+from nxd_trace.serving.prompts import ChatEncoder, ImageEncoder, ServedModel
 from nxd_trace.serving.responses import CompletionOutput
 from nxd_trace.serving.scheduler import GeneratedToken, RestartPolicy, ScheduledPrompt, Scheduler
 
@@ -151,6 +151,7 @@ class CompletionStream:
                 partial(self._deliver, index * request.best_of + number),
                 owners,
                 salt,
+                request.inputs,
             )
             for index, prompt in enumerate(request.prompts)
             for number in range(request.best_of)
@@ -283,6 +284,7 @@ class CompletionService:
         tokenizer: tokenizer of the model.
         model: name of the model.
         chat: the chat template; None for a server without chat completions.
+        images: reads conversations with images; None for a model of text alone.
         end_tokens: tokens that end a text; by default the tokenizer's.
         limits: limits on requests.
         restarts: limits on restarts of failed workers.
@@ -303,6 +305,7 @@ class CompletionService:
         *,
         model: str,
         chat: ChatEncoder | None = None,
+        images: ImageEncoder | None = None,
         end_tokens: Sequence[int] = (),
         limits: ServerLimits | None = None,
         restarts: RestartPolicy | None = None,
@@ -318,7 +321,13 @@ class CompletionService:
             tokenizer, "token_bytes", lambda token: tokenizer.decode([token]).encode(errors="replace")
         )
         self._shared_prefixes = shared_prefixes
-        self.model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "nxd"}
+        self.model_card = {
+            "id": model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "nxd",
+            "input_modalities": ["text"] if images is None else ["text", "image"],
+        }
         self._served = ServedModel(
             name=model,
             encode=tokenizer.encode,
@@ -329,6 +338,7 @@ class CompletionService:
             end_tokens=tuple(end_tokens) or (tokenizer.end_of_document,),
             max_length=engine.max_length,
             max_prompts=self.limits.max_prompts,
+            images=images,
         )
         self._parser = BodyParser()
 
