@@ -53,6 +53,11 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
 
 # Transformers types that attend within a document only, which starts where positions restart; a test compares each.
 PACKED_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3_text", "phi3", "glm4")
+# Multimodal types that do so with text alone.
+PACKED_TYPES_OF_TEXT = (
+    *("aya_vision", "cohere2_vision", "gemma3", "granite4_vision", "internvl", "llava_next", "mistral3", "mllama"),
+    "qwen3_vl",
+)
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
@@ -130,6 +135,13 @@ def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
     model_type = model.description.config.get("model_type")
     if model.description.factory is None and model_type in PACKED_TYPES:
         return "position_ids"
+    if model_type in PACKED_TYPES_OF_TEXT:
+        if not _image_input_names(recipe, model):
+            return "position_ids"
+        raise ValueError(
+            f"data.packing=true keeps the documents of models of type {model_type} apart in text alone; set "
+            "model.towers=left_out if there are no images, or leave data.packing out"
+        )
     raise ValueError(
         f"data.packing=true is for our Llama and for transformers models of type {', '.join(PACKED_TYPES)}, which "
         f"are known to keep documents apart; leave it out for {model_type or recipe.model.factory}"
