@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import runs_by_hand
 import torch
+from beside_trl import losses_of_sft
 from nxd_state import initialize_model_parallel
 from nxd_trainer.data.loader import shuffled
 from nxd_trainer.from_recipe import PACKED_TYPES
@@ -21,7 +22,6 @@ from nxd_trainer.training.run_data import open_data, prepare_data
 from runs_by_hand import byte_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
-trl = pytest.importorskip("trl", reason="the comparison needs TRL: pip install trl")
 datasets = pytest.importorskip("datasets", reason="TRL needs it: pip install datasets")
 tokenizers = pytest.importorskip("tokenizers", reason="chat templates need them: pip install tokenizers")
 
@@ -141,22 +141,6 @@ def folder_of(tokenizer, tmp_path_factory):
     return make
 
 
-class InThisOrder(trl.SFTTrainer):
-    """Takes the rows as they come, and keeps each step's loss, of which the trainer logs four digits."""
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        self.losses = []
-
-    def _get_train_sampler(self, *arguments):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-    def training_step(self, *arguments, **settings):
-        loss = super().training_step(*arguments, **settings)
-        self.losses.append(loss.item())
-        return loss
-
-
 @pytest.fixture(scope="module")
 def losses_of_trl(folder_of, rows, tmp_path_factory):
     """`losses_of_trl("Qwen3")`: of each step, in one process; with `packing`, of the first rows, all in each step."""
@@ -166,36 +150,20 @@ def losses_of_trl(folder_of, rows, tmp_path_factory):
         if (name, packing) in found:
             return found[name, packing]
         order = range(NUM_PACKED) if packing else shuffled(np.arange(len(rows)), len(rows), seed=0, epoch=0)
-        arguments = trl.SFTConfig(
+        found[name, packing] = losses_of_sft(
+            model=transformers.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32),
+            train_dataset=datasets.Dataset.from_list([{"messages": rows[row]} for row in order]),
+            processing_class=transformers.AutoTokenizer.from_pretrained(folder_of(name)),
             output_dir=str(tmp_path_factory.mktemp("trl")),
             per_device_train_batch_size=NUM_PACKED if packing else BATCH,
-            max_steps=STEPS,
             max_length=PACKED_LENGTH if packing else LENGTH + 1,
             assistant_only_loss=True,
             packing=packing,
             router_aux_loss_coef=0.0,
+            max_steps=STEPS,
             learning_rate=RATE,
-            lr_scheduler_type="constant",
-            optim="adamw_torch",
-            adam_beta2=0.95,
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
         )
-        trainer = InThisOrder(
-            model=transformers.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32),
-            args=arguments,
-            train_dataset=datasets.Dataset.from_list([{"messages": rows[row]} for row in order]),
-            processing_class=transformers.AutoTokenizer.from_pretrained(folder_of(name)),
-        )
-        trainer.train()
-        found[name, packing] = trainer.losses
-        return trainer.losses
+        return found[name, packing]
 
     return run
 
