@@ -58,7 +58,8 @@ _LINEAR_ATTENTION = {
     "linear_value_head_dim": 8,
 }
 _QFORMER = {"hidden_size": 64, "intermediate_size": 40, "num_attention_heads": 2, "num_hidden_layers": 1}
-_QFORMER |= {"cross_attention_frequency": 1, "max_position_embeddings": 64, "use_qformer_text_input": False}
+_QFORMER |= {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "cross_attention_frequency": 1}
+_QFORMER |= {"max_position_embeddings": 64, "use_qformer_text_input": False}
 _COHERE2 = {"model_type": "cohere2", "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _SQUARE = {"height": 32, "width": 32}
 _SIGLIP = {"size": _SQUARE}

@@ -78,7 +78,7 @@ def _processor(family: str) -> Any:
 
 @cache
 def _length(family: str, pictures: bool) -> int:
-    """Return the tokens of the longest row."""
+    """Return the tokens of the longest row, filled up to a number that two ranks can split."""
     processor, longest = _processor(family), 0
     for row in range(len(NUM_PICTURES)):
         text, images = _row(family, row, pictures)
@@ -86,7 +86,7 @@ def _length(family: str, pictures: bool) -> int:
             longest = max(longest, len(processor(text=[text], images=[images] if images else None)["input_ids"][0]))
         else:
             longest = max(longest, len(processor.tokenizer([text])["input_ids"][0]))
-    return longest
+    return longest + longest % 2
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from nxd_layers.context.attention import Transport, cheapest_transport, context_parallel_attention
 from nxd_layers.context.cut import Order, SequenceCut, balanced_cut
-from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask
+from nxd_layers.context.mask import IntervalMask, MaskRule, interval_mask, with_blocks
 from nxd_layers.context.plan import AttentionPlan, Block, causal_plan, own_part, own_positions, whole_sequence
 from nxd_layers.mappings import sum_over_contexts
 
@@ -23,4 +23,5 @@ __all__ = [
     "own_positions",
     "sum_over_contexts",
     "whole_sequence",
+    "with_blocks",
 ]

@@ -1,8 +1,8 @@
 """Masks of attention as an interval of keys for each query.
 
-With causal and bidirectional masks, sliding windows, chunks, packed documents, and padding at either end, each query
-reads one run of neighboring positions. So a mask of a million tokens takes two integers per token, and its empty parts
-are known without building it.
+With causal and bidirectional masks, sliding windows, chunks, packed documents, padding at either end, and blocks whose
+tokens read each other, such as those of an image, each query reads one run of neighboring positions. So a mask of a
+million tokens takes two integers per token, and its empty parts are known without building it.
 """
 
 from dataclasses import dataclass, replace
@@ -56,6 +56,11 @@ class IntervalMask:
         further = torch.arange(self.length, length, device=self.first.device).expand(len(self.first), -1)
         first = torch.cat([self.first, self.first[:, -1:].expand_as(further)], dim=1)
         return IntervalMask(first, torch.cat([self.last, further], dim=1))
+
+    def within_window(self, window: int) -> "IntervalMask":
+        """The mask without keys that are `window` or more positions before their query."""
+        first = torch.arange(1 - window, self.length + 1 - window, device=self.first.device)
+        return replace(self, first=torch.maximum(self.first, first))
 
     def to(self, device: torch.device) -> "IntervalMask":
         """The same mask on a device."""
@@ -120,14 +125,62 @@ def interval_mask(
     return IntervalMask(first, last)
 
 
+def with_blocks(
+    mask: IntervalMask, block_ids: Tensor, *, document_ids: Tensor | None = None, padding_mask: Tensor | None = None
+) -> IntervalMask:
+    """Return the mask in which the queries of a block read all tokens of their block, too.
+
+    Args:
+        mask: a mask of these documents, or of this padding, in which each token reads itself.
+        block_ids: integer `[batch or 1, seq]`, the block of each token, negative for tokens in no block. Tokens of a
+            block are neighbors; a block ends with its document.
+        document_ids: see `interval_mask`.
+        padding_mask: see `interval_mask`; padding is in no block.
+
+    Raises:
+        ValueError: there are other tokens inside a block.
+        NotImplementedError: `block_ids` are on a device that records graphs.
+    """
+    if is_lazy_device(block_ids.device):
+        raise NotImplementedError(
+            "blocks of tokens that read each other must be read during a step, which XLA does not support; use "
+            "context_parallel_size=1"
+        )
+    ids = block_ids if padding_mask is None else block_ids.where(padding_mask.bool(), -1)
+    is_inside = ids >= 0
+    if document_ids is not None:
+        ids = (document_ids * (ids.max() + 1) + ids).where(is_inside, -1)
+        is_inside = is_inside.expand_as(ids)
+    starts = _starts(ids) & is_inside
+    for row, (of_row, inside) in enumerate(zip(ids, is_inside, strict=True)):
+        if int(starts[row].sum()) != len(of_row[inside].unique()):
+            raise ValueError(f"row {row} has other tokens inside a block of tokens that read each other")
+    begin, end = _borders(_starts(ids))
+    return IntervalMask(
+        torch.minimum(mask.first, begin).where(is_inside, mask.first),
+        torch.maximum(mask.last, end).where(is_inside, mask.last),
+    )
+
+
 def _document_borders(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the last position of each position's document."""
-    batch, length = ids.shape
-    starts = torch.ones_like(ids, dtype=torch.bool)
-    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = _starts(ids)
     if int(starts.sum()) != sum(len(row.unique()) for row in ids):
         raise ValueError("a document of document_ids begins a second time; give each run of tokens its own number")
-    position = torch.arange(length, device=ids.device).expand(batch, -1)
+    return _borders(starts)
+
+
+def _starts(ids: Tensor) -> Tensor:
+    """Where another run of equal ids begins: bool `[batch, seq]`."""
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return starts
+
+
+def _borders(starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last position of each position's run."""
+    length = starts.shape[1]
+    position = torch.arange(length, device=starts.device).expand_as(starts)
     begin = position.where(starts, 0).cummax(dim=1).values
     ends = torch.ones_like(starts)
     ends[:, :-1] = starts[:, 1:]

@@ -6,8 +6,7 @@ gathered before them; each rank computes all of them and keeps its part: exact, 
 in these layers. Rotary embeddings whose frequencies depend on the longest position get all positions.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +23,11 @@ from nxd_layers.context import (
     Transport,
     context_parallel_attention,
     interval_mask,
+    with_blocks,
 )
+from nxd_layers.hf.mask_functions import BlockRule, rule_of
 from nxd_layers.hf.sequence_parallel import SEQUENCE_DIM, change_hidden_states, change_output
-from nxd_layers.hf.transformers_models import text_config
+from nxd_layers.hf.transformers_models import language_model, text_config
 from nxd_layers.mappings import gather_from_sequence_parallel_region
 
 ATTENTION = "nxd_context_parallel"  # our name in the registries
@@ -40,8 +41,6 @@ _USED_ELSEWHERE = (
     "num_items_in_batch",
     "use_cache",
 )
-
-_WINDOWS = {"sliding_window_overlay": True, "sliding_window_bidirectional_overlay": False}  # whether it is causal
 
 # The layers that pass a state along the sequence: their types in `config.layer_types`, and where a layer has the module
 # that does so.
@@ -60,7 +59,7 @@ class ContextForward:
 
     Attributes:
         cut: how the sequences are split over the ranks.
-        position_ids: `[batch or 1, seq]`, of the full sequences.
+        position_ids: `[..., batch or 1, seq]`, of the full sequences; a multimodal model may make others of its own.
         document_ids: `[batch or 1, seq]`, for masks that separate documents; None where each sequence is one document.
         padding_mask: bool `[batch, seq]`; None without padding.
         shift_labels: `[batch, local]`, the next tokens of this rank's positions.
@@ -69,6 +68,7 @@ class ContextForward:
             at those positions. None if it need not, see `ContextParallelHooks`.
         separates_documents: whether the model has looked for documents in the positions, for the mask that it makes
             next.
+        given_mask: the mask that the language model of a multimodal model got, instead of one that it makes.
     """
 
     cut: SequenceCut
@@ -79,21 +79,44 @@ class ContextForward:
     transport: Transport | None
     learned: Tensor | None = None
     separates_documents: bool = False
+    given_mask: "ContextMask | None" = None
     _masks: dict[tuple[MaskRule, bool], "ContextMask"] = field(default_factory=dict)
 
     def mask_of(self, rule: MaskRule, device: torch.device) -> "ContextMask":
         """Return the mask of a rule, which is made once for all layers."""
         key = rule, self.separates_documents
         if key not in self._masks:
-            document_ids = self.document_ids if self.separates_documents else None
-            mask = interval_mask(
-                self.cut.length, rule, document_ids=document_ids, padding_mask=self.padding_mask, device=device
-            )
-            if self.learned is not None:
-                _check_learned_queries(mask, self.learned)
-            self._masks[key] = ContextMask(AttentionPlan(mask, self.cut), self.transport)
+            self._masks[key] = self._planned(self._interval_mask(rule, device))
         self.separates_documents = False
         return self._masks[key]
+
+    def mask_with_blocks(self, rule: BlockRule, device: torch.device) -> "ContextMask":
+        """Return the mask of a rule with blocks of tokens that read each other, such as those of an image."""
+        document_ids = self.document_ids if self.separates_documents else None
+        if document_ids is not None and rule.window is not None and bool((rule.block_ids >= 0).any()):
+            raise ValueError(
+                "transformers numbers the tokens of image blocks in packed documents from the start of each document "
+                "for layers with a window, so that other tokens read each other; pad rows instead of packing them"
+            )
+        mask = with_blocks(
+            self._interval_mask(rule.rule, device),
+            rule.block_ids.to(device),
+            document_ids=document_ids,
+            padding_mask=self.padding_mask,
+        )
+        self.separates_documents = False
+        return self._planned(mask if rule.window is None else mask.within_window(rule.window))
+
+    def _interval_mask(self, rule: MaskRule, device: torch.device) -> IntervalMask:
+        document_ids = self.document_ids if self.separates_documents else None
+        return interval_mask(
+            self.cut.length, rule, document_ids=document_ids, padding_mask=self.padding_mask, device=device
+        )
+
+    def _planned(self, mask: IntervalMask) -> "ContextMask":
+        if self.learned is not None:
+            _check_learned_queries(mask, self.learned)
+        return ContextMask(AttentionPlan(mask, self.cut), self.transport)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +146,10 @@ def make_mask(*args: Any, mask_function: Callable[..., Any], device: torch.devic
     forward = current_forward.get()
     if forward is None:
         raise RuntimeError("a part of the model was called alone; with context parallelism call the model itself")
-    return forward.mask_of(_rule_of(mask_function), device)
+    if forward.given_mask is not None:
+        return forward.given_mask
+    rule = rule_of(mask_function)
+    return forward.mask_with_blocks(rule, device) if isinstance(rule, BlockRule) else forward.mask_of(rule, device)
 
 
 def is_search_taken_over() -> bool:
@@ -178,47 +204,15 @@ def is_set(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
-def _rule_of(mask_function: Callable[..., Any]) -> MaskRule:
-    """Return the rule that a mask function of transformers computes.
-
-    The function is read, and not the config: transformers passes masks as closures only, and whether conditions of the
-    model's own have been added to a window is written nowhere else. Functions other than these are refused.
-    """
-    causal, window, chunk, is_causal_window = False, None, None, False
-    for part in _conjuncts(mask_function):
-        kind, values = part.__qualname__.partition(".")[0], inspect.getclosurevars(part).nonlocals
-        if kind == "causal_mask_function":
-            causal = True
-        elif kind in _WINDOWS and window is None:
-            window, is_causal_window = values["sliding_window"], _WINDOWS[kind]
-        elif kind == "chunked_overlay" and chunk is None:
-            chunk = values["chunk_size"]
-        elif kind != "bidirectional_mask_function":
-            raise ValueError(
-                f"context parallelism does not support the mask {part.__qualname__}; use context_parallel_size=1"
-            )
-    if window is not None and is_causal_window != causal:
-        raise ValueError(
-            "context parallelism does not support a causal window in a mask that is not causal, or the reverse; use "
-            "context_parallel_size=1"
-        )
-    return MaskRule(causal, window, chunk)
-
-
-def _conjuncts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    if function.__qualname__.startswith("and_masks."):
-        for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
-            yield from _conjuncts(part)
-    else:
-        yield function
-
-
 def layers_with_state(model: Any) -> list[nn.Module]:
     """Return the modules of a model that pass a state along the sequence, as its config's `layer_types` says."""
     kinds = getattr(text_config(model), "layer_types", None) or []
     if not any(kind in _LAYERS_WITH_STATE for kind in kinds):
         return []
-    lists = [it for name, it in model.named_modules() if name.rpartition(".")[2] == "layers" and len(it) == len(kinds)]
+    decoder = language_model(model) or model
+    lists = [
+        it for name, it in decoder.named_modules() if name.rpartition(".")[2] == "layers" and len(it) == len(kinds)
+    ]
     found = []
     for number, kind in enumerate(kinds):
         names = _LAYERS_WITH_STATE.get(kind, ())
@@ -281,13 +275,20 @@ def _give_all_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if forward is None:  # in generate()
         return args, kwargs
     hidden, *rest = args
-    if rest:
-        return (hidden, forward.position_ids, *rest[1:]), kwargs
-    return args, {**kwargs, "position_ids": forward.position_ids}
+    positions = _like(rest[0] if rest else kwargs["position_ids"], forward.position_ids)
+    return ((hidden, positions, *rest[1:]), kwargs) if rest else (args, {**kwargs, "position_ids": positions})
+
+
+def _like(local: Tensor, positions: Tensor) -> Tensor:
+    """The positions in the full sequences, in the layout in which the model gives this rank's to its embedding."""
+    if local.dim() == 2:
+        return positions if positions.dim() == 2 else positions[0]
+    rows = positions if positions.dim() > 2 else positions.unsqueeze(0)
+    return rows[-len(local) :].expand(len(local), -1, -1)  # without the row of text positions, if there is one
 
 
 def _keep_own_positions(module: nn.Module, args: Any, output: Any) -> Any:
     forward = current_forward.get()
     if forward is None:
         return output
-    return tuple(forward.cut.part_of(it, active_group("cp").rank, dim=SEQUENCE_DIM) for it in output)
+    return tuple(forward.cut.part_of(it, active_group("cp").rank, dim=-2) for it in output)

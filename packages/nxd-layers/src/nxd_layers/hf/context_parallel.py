@@ -5,9 +5,10 @@ shifted already; its attention goes through transformers' registries of attentio
 that of all tokens. All other modules compute the positions on this rank, but for layers that pass a state along the
 sequence (`nxd_layers.hf.context_forward`).
 
-The prompt of `generate()` is split for its one forward: each rank computes its own positions and keeps their keys and
-values. Then all ranks get all of them, in the cache that `generate()` has made, and decode together, as without context
-parallelism.
+In a multimodal model, what is split are the inputs of its language model, into which the features of images have been
+merged by then: each rank computes the embeddings and features of full sequences.
+
+The prompt of `generate()` is split for its one forward (`nxd_layers.hf.context_prefill`).
 """
 
 import copy
@@ -15,20 +16,20 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from nxd_state import active_group, broadcast
+from nxd_state import active_group
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nxd_layers.context import MaskRule, SequenceCut, Transport, balanced_cut, whole_sequence
+from nxd_layers.context import MaskRule, SequenceCut, Transport, balanced_cut
 from nxd_layers.context.cut import cut_under_way
 from nxd_layers.hf.context_forward import (
     ATTENTION,
     ContextForward,
+    ContextMask,
     FullSequences,
     attend,
     current_forward,
@@ -38,11 +39,13 @@ from nxd_layers.hf.context_forward import (
     layers_with_state,
     make_mask,
 )
+from nxd_layers.hf.context_prefill import Prefill, is_prompt
 from nxd_layers.hf.loss import IGNORED_LABEL, ContextLoss
+from nxd_layers.hf.merged_inputs import check_known, cross_attentions, cut_merged_inputs
 from nxd_layers.hf.transformers_models import (
     adds_z_loss,
-    empty_cache,
     intercept_document_search,
+    language_model,
     register_attention,
     text_config,
 )
@@ -50,13 +53,10 @@ from nxd_layers.hf.transformers_models import (
 _CUT = {"input_ids": 0, "inputs_embeds": 0, "token_type_ids": 0}  # with the value at filler positions
 _HANDLED = ("attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch")
 
+_ROWS_WITH_TEXT = 4  # of positions: of text, and in time, height and width
+
 _CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 _POSITIONS_OF_TOKENS = ("opt",)  # model types that number tokens, but not the padding before them
-
-_SHORTEST_PROMPT = 512  # positions; shorter prompts are not worth splitting
-_KEYS_DIM = 2  # of the sequence in keys and values `[batch, kv_heads, seq, head]`
-_NOT_CUT = ("output_attentions", "output_hidden_states")
-_TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 
 _cut_models: "WeakSet[nn.Module]" = WeakSet()
 
@@ -79,9 +79,10 @@ def check_sequences(model: Any, *, sequence_parallel: bool) -> None:
             "leave sequence_parallel out"
         )
     register_attention(ATTENTION, attend, make_mask)
-    previous = model.config._attn_implementation
-    _use_attention(model, ATTENTION)
-    _use_attention(model, previous)
+    decoder = language_model(model) or model
+    previous = decoder.config._attn_implementation
+    _use_attention(decoder, ATTENTION)
+    _use_attention(decoder, previous)
 
 
 def _use_attention(model: Any, implementation: str) -> None:
@@ -105,15 +106,18 @@ class ContextParallelHooks:
 
     def __init__(self, model: Any, transport: Transport | None, multiple: int, *, has_known_loss: bool) -> None:
         self._model = model
+        self._decoder = language_model(model) or model
+        self._is_multimodal = self._decoder is not model
         self._transport = transport
         self._multiple = multiple
         self._signature = inspect.signature(model.forward)
+        self._inputs = inspect.signature(self._decoder.forward).parameters
         self._cache_name = "cache" if "cache" in self._signature.parameters else "past_key_values"
         self._entered: list[tuple[Token[ContextForward | None], Token[SequenceCut | None]]] = []
-        self._prefill: _Prefill | None = None
+        self._prefill: Prefill | None = None
         self._is_active = True
-        _give_own_config(model)
-        self._previous = model.config._attn_implementation
+        _give_own_configs(model)
+        self._previous = self._decoder.config._attn_implementation
         # Other implementations give zeros to a query without keys, and so do sinks, which some layers may have.
         num_sinks = sum(name.endswith("sinks") for name, _ in model.named_parameters())
         num_layers = getattr(text_config(model), "num_hidden_layers", num_sinks + 1)
@@ -121,12 +125,16 @@ class ContextParallelHooks:
         self._with_state = FullSequences(model)
         give_all_positions(model)
         intercept_document_search(is_search_taken_over)
-        _use_attention(self._model, ATTENTION)
+        _use_attention(self._decoder, ATTENTION)
         self._has_loss = has_known_loss
         if has_known_loss:
             model.loss_function = ContextLoss(model.loss_function)
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
         model.register_forward_hook(self._leave, always_call=True)
+        if self._is_multimodal:
+            _keep_cross_attention(self._decoder, self._previous)
+            # Before the hooks of sequence parallelism, which split this rank's part.
+            self._decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True, prepend=True)
         _cut_models.add(model)
 
     @contextmanager
@@ -143,7 +151,7 @@ class ContextParallelHooks:
 
     def _set_active(self, is_active: bool) -> None:
         self._is_active = self._with_state.is_active = is_active
-        _use_attention(self._model, ATTENTION if is_active else self._previous)
+        _use_attention(self._decoder, ATTENTION if is_active else self._previous)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         given = self._named(args, kwargs)
@@ -151,7 +159,7 @@ class ContextParallelHooks:
             return self._enter_generating(args, kwargs, given)
         self._check(given)
         forward = self._read(given)
-        changed = self._cut_inputs(given, forward)
+        changed = {} if self._is_multimodal else self._cut_inputs(given, forward)
         if given.get("labels") is not None:
             changed["labels"] = forward.shift_labels
         if "use_cache" in self._signature.parameters:
@@ -163,20 +171,40 @@ class ContextParallelHooks:
     def _enter_generating(self, args: Any, kwargs: Any, given: Mapping[str, Any]) -> Any:
         tokens = next((it for name in _CUT if (it := given.get(name)) is not None), None)
         takes_positions = "position_ids" in self._signature.parameters
-        if tokens is None or not takes_positions or self._with_state.layers:
+        if tokens is None or not takes_positions or self._with_state.layers or self._is_multimodal:
             return args, kwargs
-        if not _is_prompt(given, tokens.shape[1], given.get(self._cache_name)):
+        if not is_prompt(given, tokens.shape[1], given.get(self._cache_name)):
             return args, kwargs
         try:
             forward = self._read(given)
             forward.mask_of(MaskRule(), tokens.device)
         except ValueError:  # its padding is not at the ends, or would be counted
             return args, kwargs
-        self._prefill = _Prefill.of(forward.cut, given[self._cache_name])
-        _use_attention(self._model, ATTENTION)
+        self._prefill = Prefill.of(forward.cut, given[self._cache_name])
+        _use_attention(self._decoder, ATTENTION)
         self._begin(forward)
         of_prompt = self._prefill.arguments(tokens.device, self._cache_name)
         return (), {**given, **self._cut_inputs(given, forward), **of_prompt}
+
+    def _enter_decoder(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cut what a multimodal model gives its language model."""
+        forward = current_forward.get()
+        if not self._is_active or forward is None:
+            return args, kwargs
+        given = _named(inspect.signature(decoder.forward), args, kwargs)
+        check_known(given, [*_CUT, *_HANDLED])
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        if positions is not None:
+            forward.position_ids = positions
+        forward.given_mask = mask if isinstance(mask, ContextMask) else None
+        changed = self._cut_inputs(given, forward)
+        if isinstance(mask, dict):  # of the masks of each kind of layer, made from full sequences
+            changed["attention_mask"] = mask
+        if "use_cache" in self._inputs:
+            changed["use_cache"] = False
+        rank = _rank(next(iter(changed.values())))
+        further = cut_merged_inputs(given, lambda it, dim: forward.cut.part_of(it, rank, dim=dim))
+        return (), {**given, **changed, **further}
 
     def _cut_inputs(self, given: Mapping[str, Any], forward: ContextForward) -> dict[str, Any]:
         """Return this rank's part of ids, positions and mask, by name."""
@@ -185,8 +213,8 @@ class ContextParallelHooks:
             if given.get(name) is not None:
                 changed[name] = forward.cut.part_of(given[name], _rank(given[name]), fill=fill)
         tokens = next(iter(changed.values()))
-        if "position_ids" in self._signature.parameters:
-            changed["position_ids"] = forward.cut.part_of(forward.position_ids, _rank(forward.position_ids))
+        if "position_ids" in self._inputs:
+            changed["position_ids"] = forward.cut.part_of(forward.position_ids, _rank(forward.position_ids), dim=-1)
         # None, so that the model looks for documents in the positions if it does so for full sequences.
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
         changed["attention_mask"] = ones if forward.document_ids is None else None
@@ -208,25 +236,24 @@ class ContextParallelHooks:
     def _end_prefill(self) -> None:
         if self._prefill is not None:
             self._prefill = None
-            _use_attention(self._model, self._previous)
+            _use_attention(self._decoder, self._previous)
 
     def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        further = [name for name, it in self._signature.parameters.items() if it.kind is it.VAR_KEYWORD]
-        for name in further:
-            given |= given.pop(name, {})
+        given = _named(self._signature, args, kwargs)
         for name in _CACHE_NAMES:  # transformers accepts either
             if name in given and name != self._cache_name:
                 given[self._cache_name] = given.pop(name)
-        return dict(given)
+        return given
 
     def _read(self, given: Mapping[str, Any]) -> ContextForward:
         tokens = next(it for name in _CUT if (it := given.get(name)) is not None)
         padding, positions = given.get("attention_mask"), given.get("position_ids")
-        document_ids = None
+        document_ids, of_text = None, positions
+        if positions is not None and positions.dim() > 2:  # only a first row of four has the positions of text
+            of_text = positions[0] if len(positions) == _ROWS_WITH_TEXT else None
         # As transformers finds packed documents, for models that ask for it, unless they make a cache.
-        if padding is None and positions is not None and not self._has_cache(given):
-            starts = positions.diff(dim=1) != 1
+        if padding is None and of_text is not None and not self._has_cache(given):
+            starts = of_text.diff(dim=1) != 1
             if bool(starts.any()):
                 document_ids = F.pad(starts.cumsum(dim=1), (1, 0))
         if padding is not None:
@@ -258,8 +285,9 @@ class ContextParallelHooks:
         if given.get(self._cache_name) is not None:
             return True
         uses = given.get("use_cache")
-        uses = getattr(text_config(self._model), "use_cache", False) if uses is None else uses
-        return "use_cache" in self._signature.parameters and bool(uses)
+        configs = (self._model.config, text_config(self._model))
+        uses = next((it.use_cache for it in configs if hasattr(it, "use_cache")), False) if uses is None else uses
+        return "use_cache" in self._inputs and bool(uses)
 
     def _cut_of(self, tokens: Tensor, document_ids: Tensor | None) -> SequenceCut:
         size = active_group("cp").size
@@ -273,7 +301,7 @@ class ContextParallelHooks:
             raise ValueError(f"{name} needs input_ids or inputs_embeds; pass one of them")
         tensors = [it for it, value in given.items() if isinstance(value, Tensor)]
         unknown = [it for it in tensors if it not in _CUT and it not in _HANDLED]
-        if unknown:
+        if unknown and not self._is_multimodal:
             raise ValueError(f"{unknown[0]} cannot be split over context-parallel ranks; leave it out")
         asked = ("use_cache", "logits_to_keep", "output_attentions")
         refused = [self._cache_name] if given.get(self._cache_name) is not None else []
@@ -286,18 +314,21 @@ class ContextParallelHooks:
         length = next(given[it] for it in _CUT if given.get(it) is not None).shape[1]
         for it in ("attention_mask", "position_ids", "labels", "shift_labels"):
             shape = tuple(getattr(given.get(it), "shape", ()))
-            if given.get(it) is not None and (len(shape) != 2 or shape[1] != length):
+            dims = (2, 3) if it == "position_ids" and self._is_multimodal else (2,)
+            if given.get(it) is not None and (len(shape) not in dims or shape[-1] != length):
                 raise ValueError(f"{it} has shape {shape}; with context parallelism pass [batch, {length}]")
         if self._model.training and getattr(self._model.config, "layerdrop", 0):
             raise ValueError(
                 f"{name} drops layers at random (layerdrop={self._model.config.layerdrop}), and not the same ones on "
                 "each rank; set layerdrop to 0 in the model's config"
             )
-        if "position_ids" not in self._signature.parameters and not self._with_state.layers:
+        if "position_ids" not in self._inputs and not self._with_state.layers:
             raise ValueError(
                 f"{name} does not take position_ids, which split sequences need; use context_parallel_size=1"
             )
-        asks_routers = given.get("output_router_logits") or getattr(self._model.config, "output_router_logits", False)
+        asks_routers = given.get("output_router_logits") or getattr(
+            text_config(self._model), "output_router_logits", False
+        )
         if given.get("labels") is not None and asks_routers:
             raise ValueError(
                 "output_router_logits=true adds a loss over this rank's positions only; set it to false, and balance "
@@ -315,74 +346,31 @@ class ContextParallelHooks:
             )
 
 
-def _give_own_config(model: Any) -> None:
-    """Give all parts of the model a copy of their config: another model may have been made from it, too."""
-    shared, own = model.config, copy.deepcopy(model.config)
+def _named(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    given = signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return dict(given)
+
+
+def _give_own_configs(model: Any) -> None:
+    """Give all parts of the model copies of their configs: another model may have been made from them, too."""
+    copies: dict[int, Any] = {}
     for module in model.modules():
-        if getattr(module, "config", None) is shared:
-            module.config = own
+        if getattr(module, "config", None) is not None:
+            module.config = copy.deepcopy(module.config, copies)
+
+
+def _keep_cross_attention(decoder: nn.Module, implementation: str) -> None:
+    """Have attention to the features of images, which all ranks have in full, use the model's own implementation."""
+    for attention in [it for layer in decoder.modules() for it in cross_attentions(layer)]:
+        own: Any = copy.deepcopy(attention.config)
+        own._attn_implementation = implementation
+        attention.config = own
 
 
 def _rank(like: Tensor) -> Tensor:
     """Return the rank in the context-parallel group, as data."""
     return active_group("cp").rank_tensor(like)
-
-
-def _is_prompt(given: Mapping[str, Any], length: int, cache: Any) -> bool:
-    """Return whether a forward of `generate()` reads a prompt that is worth splitting; the same on all ranks.
-
-    Args:
-        given: the model's arguments, by name.
-        length: number of positions.
-        cache: the cache of transformers that is given to the model, or None.
-    """
-    mask = given.get("attention_mask")
-    last_only = given.get("logits_to_keep")
-    return (
-        length >= _SHORTEST_PROMPT
-        and cache is not None
-        and cache.get_seq_length() == 0
-        and isinstance(last_only, int)
-        and last_only == 1
-        and not any(given.get(name) for name in _NOT_CUT)
-        and all(name in _TENSORS for name, it in given.items() if isinstance(it, Tensor))
-        and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
-    )
-
-
-@dataclass
-class _Prefill:
-    """The forward of a prompt.
-
-    Attributes:
-        cut: how its positions are split.
-        cache: the cache that `generate()` reads.
-        local: the cache of this rank's positions.
-    """
-
-    cut: SequenceCut
-    cache: Any
-    local: Any
-
-    @classmethod
-    def of(cls, cut: SequenceCut, cache: Any) -> "_Prefill":
-        """Prepare a forward whose keys and values are for a cache of transformers that is still empty."""
-        return cls(cut, cache, empty_cache())
-
-    def arguments(self, device: torch.device, cache_name: str) -> dict[str, Any]:
-        """Return the arguments that replace the cache, by its name in the model, and `logits_to_keep=1`."""
-        positions = self.cut.positions_of(active_group("cp").rank)
-        # The prompt's last position on the rank that has it; any position on the others, which get that rank's logits.
-        place = int((positions - self.cut.length + 1).abs().argmin())
-        return {cache_name: self.local, "logits_to_keep": torch.tensor([place], device=device)}
-
-    def finish(self, output: Any, cache_name: str) -> None:
-        """Give all ranks the last position's logits, and fill the cache with all ranks' keys and values."""
-        group = active_group("cp")
-        last = self.cut.rank_of((self.cut.length - 1) // self.cut.chunk_length)
-        output.logits = broadcast(output.logits.contiguous(), group, source=last)
-        for number, layer in enumerate(self.local.layers):
-            if layer.is_initialized:
-                keys, values = (whole_sequence(it, self.cut, dim=_KEYS_DIM) for it in (layer.keys, layer.values))
-                self.cache.update(keys, values, number)
-        setattr(output, cache_name, self.cache)

@@ -5,6 +5,8 @@ full sequence, gathered before them, and their row-parallel layers leave the sum
 are computed on a part, and the code of the blocks sees full sequences.
 A block that does not end in one row-parallel layer, such as experts, sums its output as without sequence parallelism,
 and each rank keeps its part: the same memory, with an all-reduce instead of a reduce-scatter.
+A multimodal model has merged the features of images into the embeddings before the first decoder layer of its language
+model; its towers compute full sequences. Features that are added between layers are split like the hidden states.
 Without gradients (evaluation, `generate()`) sequences stay full, and may have any length.
 """
 
@@ -12,14 +14,23 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nxd_layers.hf.layers import mark_partial_gradients
+from nxd_layers.hf.merged_inputs import (
+    add_features_before_first_layer,
+    are_cross_attentions_skipped,
+    cross_attentions,
+    split_merged_inputs,
+    without_features_before_first_layer,
+)
 from nxd_layers.hf.plans import is_within
 from nxd_layers.hf.split_activations import share_inputs, shared_inputs_of
+from nxd_layers.hf.transformers_models import language_model
 from nxd_layers.linear import RowParallelLinear
 from nxd_layers.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 
@@ -66,15 +77,24 @@ class SequenceParallelHooks:
             mark_partial_gradients([] if row.bias is None else [row.bias])
         for block in blocks:
             share_inputs(block, least=1)  # so that they can reduce-scatter its gradient
+        self._num_layers = len(layers)
         first, last = layers[0], layers[-1]
+        decoder = language_model(model)
+        if decoder is not None:
+            decoder.register_forward_pre_hook(self._split_features, with_kwargs=True)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
         first.register_forward_pre_hook(self._split, with_kwargs=True)
+        for layer in layers[1:]:
+            layer.register_forward_pre_hook(_drop_features, with_kwargs=True)
         for block in (*blocks, *summed_blocks):
             block.register_forward_pre_hook(self._gather, with_kwargs=True)
         for block in summed_blocks:
             block.register_forward_hook(self._keep_part, with_kwargs=True)
         last.register_forward_hook(self._leave)
+        if cross_attentions(last):
+            never_skipped = [it for it in layers if not cross_attentions(it)]
+            never_skipped[-1].register_forward_hook(self._leave_if_last, with_kwargs=True)
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> None:
         self._set_active(torch.is_grad_enabled())
@@ -93,7 +113,14 @@ class SequenceParallelHooks:
         for row in self._rows:
             row.sequence_parallel_enabled = is_active
 
+    def _split_features(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._is_active:
+            return args, kwargs
+        return args, {**kwargs, **split_merged_inputs(kwargs, self._num_layers, scatter_to_sequence_parallel_region)}
+
     def _split(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = change_hidden_states(args, kwargs, partial(add_features_before_first_layer, kwargs))
+        kwargs = without_features_before_first_layer(kwargs)
         return self._changed(args, kwargs, lambda it: scatter_to_sequence_parallel_region(it, SEQUENCE_DIM))
 
     def _gather(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -121,8 +148,15 @@ class SequenceParallelHooks:
             output, lambda it: gather_from_sequence_parallel_region(it, SEQUENCE_DIM, to_model_parallel=False)
         )
 
+    def _leave_if_last(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return self._leave(layer, args, output) if are_cross_attentions_skipped(kwargs) else output
+
     def _changed_output(self, output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change_output(output, change) if self._is_active else output
+
+
+def _drop_features(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, without_features_before_first_layer(kwargs)
 
 
 def change_hidden_states(args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -152,7 +186,7 @@ def sequence_blocks(model: nn.Module, styles: Mapping[str, str]) -> SequenceBloc
     summed_blocks: list[str] = []
     for path in layers:
         layer = model.get_submodule(path)
-        if any(True for _ in layer.parameters(recurse=False)):
+        if any(not _is_gate(name, it) for name, it in layer.named_parameters(recurse=False)):
             raise _refusal(path, "the layer has parameters of its own")
         for name, child in layer.named_children():
             block = f"{path}.{name}"
@@ -170,12 +204,22 @@ def sequence_blocks(model: nn.Module, styles: Mapping[str, str]) -> SequenceBloc
     return SequenceBlocks(layers, blocks, summed_blocks)
 
 
+def _is_gate(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a number that multiplies hidden states, as layers with cross-attention have."""
+    return parameter.numel() == 1 and name.endswith("_gate")
+
+
 def _layers(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
-    paths = {match[0] for path in styles if (match := re.match(r"[^\d]*\.\d+", path))}
+    decoder = language_model(model)
+    within = next((name for name, it in model.named_modules() if it is decoder), None)
+    in_decoder = [path for path in styles if within is None or is_within(path, within)]
+    paths = {match[0] for path in in_decoder if (match := re.match(r"[^\d]*\.\d+", path))}
     lists = {path.rpartition(".")[0] for path in paths}
     if len(lists) != 1:
         raise _refusal(type(model).__name__, f"its sharded layers are in {len(lists)} lists of decoder layers, not one")
     name = lists.pop()
+    if cross_attentions(model.get_submodule(f"{name}.0")):
+        raise _refusal(f"{name}.0", "the layer is skipped in a batch without images, and the next one comes first")
     in_order = [f"{name}.{index}" for index, _ in model.get_submodule(name).named_children()]
     if set(in_order) != paths:
         raise _refusal(type(model).__name__, "not all of its decoder layers are sharded")

@@ -20,6 +20,7 @@ from torch import nn
 from nxd_layers.hf.transformers_models import (
     base_model_path,
     model_type_of,
+    text_config,
     transformers_plan,
 )
 
@@ -101,13 +102,13 @@ REFUSED_CONTEXT = {
 }
 
 # Model types whose sequences were split over context-parallel ranks: the others of `COMPARED`, and one without a plan.
-COMPARED_CONTEXT = COMPARED.difference(REFUSED_CONTEXT) | {"dory"}
+COMPARED_CONTEXT = (COMPARED | COMPARED_MULTIMODAL).difference(REFUSED_CONTEXT) | {"dory"}
 
 
 def check_tensor_parallel(model: Any) -> None:
     """Raise a ValueError if models of this type have not been compared with one process."""
     model_type = model_type_of(model)
-    if not _is_compared(model) and not _is_remembered(model):
+    if not _is_in(COMPARED | COMPARED_MULTIMODAL, model) and not _is_remembered(model):
         reason = REFUSED.get(model_type, "its loss and gradients have not been compared with those of one process")
         raise ValueError(
             f"models of type {model_type!r} are not split by their own plan: {reason}. Run "
@@ -116,12 +117,15 @@ def check_tensor_parallel(model: Any) -> None:
         )
 
 
-def _is_compared(model: Any) -> bool:
-    model_type = model_type_of(model)
-    if not is_multimodal(model):
-        return model_type in COMPARED
-    of_text = str(model.config.get_text_config().model_type)
-    return model_type in COMPARED_MULTIMODAL and (of_text in COMPARED or of_text.startswith(f"{model_type}_text"))
+def _is_in(compared: frozenset[str], model: Any) -> bool:
+    """Return whether a model, and the language model in it, are of types that have been compared."""
+    model_type, of_text = model_type_of(model), _text_type_of(model)
+    is_text_known = of_text in compared or (is_multimodal(model) and of_text.startswith(f"{model_type}_text"))
+    return model_type in compared and is_text_known
+
+
+def _text_type_of(model: Any) -> str:
+    return str(text_config(model).model_type) if is_multimodal(model) else model_type_of(model)
 
 
 def check_expert_parallel(model: Any) -> None:
@@ -144,9 +148,10 @@ def check_context_parallel(model: Any, *, has_known_loss: bool) -> None:
     """
     model_type = model_type_of(model)
     refused = f"sequences of models of type {model_type!r} are not split over context-parallel ranks: "
-    if model_type in REFUSED_CONTEXT:
-        raise ValueError(f"{refused}{REFUSED_CONTEXT[model_type]}; use context_parallel_size=1")
-    if model_type not in COMPARED_CONTEXT:
+    reason = REFUSED_CONTEXT.get(model_type) or REFUSED_CONTEXT.get(_text_type_of(model))
+    if reason:
+        raise ValueError(f"{refused}{reason}; use context_parallel_size=1")
+    if not _is_in(COMPARED_CONTEXT, model):
         raise ValueError(
             f"{refused}their loss and gradients have not been compared with those of one process. To split them "
             "anyway, pass plan='own', and compare the numbers"

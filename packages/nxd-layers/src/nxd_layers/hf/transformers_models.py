@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from nxd_state import has_dynamic_shapes
+from nxd_state import has_dynamic_shapes, is_multimodal
 from nxd_state.transformers_models import has_transformers_base
 from torch import nn
 
@@ -228,6 +228,12 @@ def text_config(model: Any) -> Any:
     """Return the part of the model's config that describes its text decoder; None for a model without a config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def language_model(model: Any) -> Any:
+    """Return the part of a multimodal model that reads text and merged features; None for other models."""
+    decoder = model.get_decoder() if is_multimodal(model) else model
+    return None if decoder is model else decoder
 
 
 def input_embeddings(model: Any) -> nn.Module | None:
