@@ -38,6 +38,14 @@ OF_TRANSFORMERS = {
     "mixtral": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
 }
+TOWER = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,7 @@ ONE_RANK = [
     Case(model_type="qwen3", checkpointing="full", microbatch_size=16),
     Case(model_type="qwen3", zero_stage=1, dtype=torch.bfloat16, tied=True),
     Case(model_type="gemma3_text"),
+    Case(model_type="gemma3"),
     Case(model_type="mixtral"),
     Case(model_type="qwen3_moe", checkpointing="full"),
 ]
@@ -86,6 +95,7 @@ TWO_RANKS = [
     Case(cp=2, zero_stage=1, checkpointing="full"),
     Case(model_type="qwen3", cp=2),
     Case(zero_stage=1),
+    Case(model_type="gemma3", zero_stage=1, dtype=torch.bfloat16),
     Case(zero_stage=1, dtype=torch.bfloat16, checkpointing="full"),
     Case(model_type="qwen3", tp=2),
     Case(model_type="qwen3", tp=2, sequence_parallel=True, checkpointing="full", microbatch_size=4),
@@ -143,6 +153,12 @@ def model_of(case):
     sizes = {**SIZES, "tie_word_embeddings": case.tied}
     if case.model_type is None:
         return OwnLlama(LlamaConfig(**sizes))
+    if case.model_type == "gemma3":
+        text = {**sizes, "pad_token_id": None, **OF_TRANSFORMERS["gemma3_text"]}
+        architectures = ["Gemma3ForConditionalGeneration"]
+        return TransformersModel(
+            {"model_type": "gemma3", "architectures": architectures, "text_config": text, "vision_config": TOWER}
+        )
     architecture = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case.model_type]
     further = {"pad_token_id": None, **OF_TRANSFORMERS[case.model_type]}
     return TransformersModel({"model_type": case.model_type, "architectures": [architecture], **sizes, **further})

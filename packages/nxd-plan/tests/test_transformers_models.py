@@ -218,12 +218,34 @@ def test_a_null_that_a_recipe_cannot_say_is_named_and_the_lines_of_python_say_it
     assert "sliding_window=None" in config_call(job(model, 1), planned.layout)
 
 
-def test_a_model_of_text_and_more_is_planned_and_has_a_recipe_by_its_folder_only(tmp_path):
+@pytest.fixture
+def multimodal_folder(tmp_path):
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(text_config={**SIZES, **CONFIGS["gemma3_text"]}, vision_config=vision)
     config.architectures = ["Gemma3ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    model = planned_model(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_towers_take_the_memory_of_their_use(multimodal_folder, zero_stage):
+    def memory(towers):
+        model = planned_model(multimodal_folder, towers=towers)
+        return only(make_plan(job(model), FixedDegrees(1, 1, False, zero_stage, 1, "none"), top=1)).memory
+
+    frozen, trained, left_out = map(memory, ("frozen", "train", "left_out"))
+    with_towers, without = (elements(planned_model(multimodal_folder, towers=it)) for it in ("frozen", "left_out"))
+    per_rank = 2 if zero_stage else 1
+
+    assert trained.parameters == frozen.parameters
+    assert frozen.parameters - left_out.parameters == 4 * (with_towers - without) // (2 if zero_stage == 3 else 1)
+    assert frozen.optimizer_state == left_out.optimizer_state
+    assert trained.optimizer_state - frozen.optimizer_state == 2 * 4 * (with_towers - without) // per_rank
+    assert trained.peak > frozen.peak > left_out.peak
+
+
+def test_a_model_of_text_and_more_is_planned_and_has_a_recipe_by_its_folder_only(multimodal_folder):
+    model = planned_model(multimodal_folder)
     planned = only(make_plan(job(model, 1), FixedDegrees(1, 1, False, 0, 1, "none"), top=1))
     with pytest.raises(
         ValueError, match="model_type=gemma3 is a multimodal model, which a recipe can name only by its"

@@ -142,25 +142,26 @@ def _rank_memory(
     itemsize, elements = sharding.itemsize, sum(stage.elements for stage in stages)
     experts = sum(stage.experts for stage in stages)
     wide = max(itemsize, FLOAT32_BYTES)
+    trained = elements - sum(stage.frozen for stage in stages)
     parameters = elements * itemsize
     comes_and_goes = gradient_bytes(stages, sharding)
-    whole_gradients = elements * sharding.gradient_itemsize
+    whole_gradients = trained * sharding.gradient_itemsize
     # Buckets of gradients exist from the first microbatch on; without them, and with one microbatch, they come late.
     come_late = sharding.rounds == 1 and (sharding.stage > 0 or layout.degrees.replicas == 1)
     is_lasting = not come_late and not sharding.sends_each
     if sharding.stage:
-        own = sharding.own((elements - experts) * wide, experts * wide)
+        own = sharding.own((trained - experts) * wide, experts * wide)
         masters = own if wide != itemsize else 0
         state = MOMENTS * own + masters
         buckets = sum(
             size // parts
-            for size, parts in zip(((elements - experts) * wide, experts * wide), sharding.parts, strict=True)
+            for size, parts in zip(((trained - experts) * wide, experts * wide), sharding.parts, strict=True)
             if parts > 1 or (sharding.sends_each and not come_late)
         )
         if sharding.stage == 3:
             parameters = sharding.own((elements - experts) * itemsize, experts * itemsize)
     else:
-        state = MOMENTS * parameters
+        state = MOMENTS * trained * itemsize
         buckets = 0  # the gradients themselves are in the buckets
     if layout.degrees.pp > 1:
         buckets += len(stages) * MESSAGES_IN_FLIGHT * profile.embedding.forward.kept

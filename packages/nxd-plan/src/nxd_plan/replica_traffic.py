@@ -83,7 +83,7 @@ def _of_stage(
 ) -> ReplicaTraffic:
     degrees, parts = layout.degrees, layout.sharing_ranks[is_expert]
     replicas = degrees.expert_replicas if is_expert else degrees.replicas
-    elements = stage.experts if is_expert else stage.elements - stage.experts
+    elements = stage.experts if is_expert else stage.elements - stage.experts - stage.frozen
     if not degrees.zero_stage:
         return ReplicaTraffic(2 * elements * itemsize * (replicas - 1) // replicas)
     wide = max(itemsize, FLOAT32_BYTES)

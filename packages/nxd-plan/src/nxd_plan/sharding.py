@@ -169,6 +169,8 @@ def gradient_bytes(stages: tuple[StageParts, ...], sharding: Sharding) -> tuple[
         waiting = deque(bucket for bucket in buckets if bucket.is_sent)
         for at in reversed(range(len(stages))):
             for position, parameter in reversed([*enumerate(stages[at].parameters)]):
+                if not parameter.is_trained:
+                    continue
                 bucket = bucket_of[at, position]
                 held[bucket] = bucket.bytes
                 found = sum(held.values()) + sum(under_way)
@@ -196,7 +198,12 @@ def _until_changed(places: Sequence[int]) -> list[int]:
 
 def _buckets(stages: Sequence[StageParts], sharding: Sharding) -> list[_Bucket]:
     """Return the buckets of a rank's gradients, in the order in which they are sent."""
-    all_there_are = [(at, position) for at, stage in enumerate(stages) for position in range(len(stage.parameters))]
+    all_there_are = [
+        (at, position)
+        for at, stage in enumerate(stages)
+        for position, parameter in enumerate(stage.parameters)
+        if parameter.is_trained
+    ]
     if not sharding.stage:
         return [_bucket(stages, [it], sharding) for it in all_there_are]
     if sharding.stage == 3:

@@ -22,6 +22,7 @@ class StageParameter:
         is_matrix: whether it has several dims.
         is_expert: whether it is an expert's and sharded differently from the other layers.
         is_tied: whether another stage has it, too.
+        is_trained: whether it has a gradient and optimizer states.
     """
 
     elements: int
@@ -29,6 +30,7 @@ class StageParameter:
     is_matrix: bool
     is_expert: bool
     is_tied: bool
+    is_trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,11 @@ class StageParts:
         elements: elements of all its parameters on this rank.
         layer_elements: elements of each decoder layer.
         head_elements: elements of norm and head; 0 if it has none.
-        largest: elements of its largest parameter.
-        replicated: elements of the parameters that every tensor-parallel rank has a copy of, such as norms.
+        largest: elements of its largest trained parameter.
+        replicated: elements of the trained parameters that every tensor-parallel rank has a copy of, such as norms.
         tied: elements of the parameters that another stage also has.
         experts: elements of the expert parameters that are sharded differently from the other layers.
+        frozen: elements of the parameters that are not trained, such as a multimodal model's towers.
         parameters: all its parameters, in the model's order.
     """
 
@@ -59,6 +62,7 @@ class StageParts:
     replicated: int
     tied: int
     experts: int = 0
+    frozen: int = 0
     parameters: tuple[StageParameter, ...] = ()
 
 
@@ -72,6 +76,7 @@ class RankParameter:
         first_name: the first name of a tied parameter; otherwise its own name.
         is_expert: whether it is an expert's and sharded differently from the other layers.
         is_matrix: whether it has several dims.
+        is_trained: whether it has a gradient and optimizer states.
     """
 
     elements: int
@@ -79,6 +84,7 @@ class RankParameter:
     first_name: str
     is_expert: bool = False
     is_matrix: bool = True
+    is_trained: bool = True
 
 
 Parameters = Mapping[str, RankParameter]
@@ -108,7 +114,12 @@ class StagePlanner:
             first_name = names.setdefault(parameter, name)
             is_whole = get_shard_spec(parameter) is None
             named[name] = RankParameter(
-                parameter.numel(), is_whole, first_name, is_expert(parameter), parameter.dim() > 1
+                parameter.numel(),
+                is_whole,
+                first_name,
+                is_expert(parameter),
+                is_matrix=parameter.dim() > 1,
+                is_trained=parameter.requires_grad,
             )
         of_kinds = [
             [name.removeprefix(f"{self._prefix}{kind}.") for name in named if name.startswith(f"{self._prefix}{kind}.")]
@@ -174,12 +185,22 @@ class StagePlanner:
             elements=_elements(firsts, parameters),
             layer_elements=tuple(_elements(of_layer, parameters) for of_layer in layers.values()),
             head_elements=_elements(self._after_layers(own), parameters) if has_head else 0,
-            largest=max(parameters[name].elements for name in own),
-            replicated=_elements([name for name in firsts if parameters[name].is_whole], parameters),
+            largest=max(parameters[name].elements for name in own if parameters[name].is_trained),
+            replicated=_elements(
+                [name for name in firsts if parameters[name].is_whole and parameters[name].is_trained], parameters
+            ),
             tied=_elements(firsts & elsewhere, parameters),
             experts=_elements([name for name in firsts if parameters[name].is_expert], parameters),
+            frozen=_elements([name for name in firsts if not parameters[name].is_trained], parameters),
             parameters=tuple(
-                StageParameter(it.elements, place_of[name], it.is_matrix, it.is_expert, it.first_name in elsewhere)
+                StageParameter(
+                    it.elements,
+                    place_of[name],
+                    is_matrix=it.is_matrix,
+                    is_expert=it.is_expert,
+                    is_tied=it.first_name in elsewhere,
+                    is_trained=it.is_trained,
+                )
                 for name, it in ((name, parameters[name]) for name in own)
                 if once[it.first_name] == name
             ),

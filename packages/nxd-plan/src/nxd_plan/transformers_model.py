@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from nxd_engine.checkpoints.find import has_checkpoint, open_own
@@ -25,13 +25,16 @@ from nxd_engine.hugging_face import (
 from nxd_engine.hugging_face.folder import read_json_object
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, transformers_spec
-from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
+from nxd_layers.hf import find_towers, number_of_experts, parallelize, use_static_shapes
 from nxd_layers.hf.supported_models import check_context_parallel
+from nxd_layers.hf.towers import freeze, leave_out
 from nxd_pipeline.partition import hugging_face_structure
 from nxd_state import get_tensor_model_parallel_size, splits_experts
 from torch import nn
 
 from nxd_plan.model import OwnLlama, PlannedModel, first_of_kinds, keyword_lines, numbered
+
+Towers = Literal["frozen", "train", "left_out"]
 
 # Config keys that do not affect the model's tensors, or that are given elsewhere.
 _NOT_SAID = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "quantization_config")
@@ -45,6 +48,8 @@ class TransformersModel:
         config: content of its `config.json`, which names its class.
         folder: the folder with the initial weights; None for random weights.
         changed: config keys that differ from those in the folder.
+        towers: what happens to the parts of a multimodal model outside of its language model, which sees text alone:
+            "frozen", "train" or "left_out".
 
     Raises:
         ValueError: transformers is missing or rejects the config, or the model cannot be trained to predict the next
@@ -55,11 +60,17 @@ class TransformersModel:
     activation_modes = ("none", "full")
 
     def __init__(
-        self, config: Mapping[str, Any], *, folder: Path | None = None, changed: Mapping[str, Any] | None = None
+        self,
+        config: Mapping[str, Any],
+        *,
+        folder: Path | None = None,
+        changed: Mapping[str, Any] | None = None,
+        towers: Towers = "frozen",
     ) -> None:
         self._content = dict(config)
         self._folder = folder
         self._changed = dict(changed or {})
+        self._towers = towers
         described = self._described(torch.float32)
         outline: Any = described.make()
         self._config = outline.config
@@ -104,7 +115,8 @@ class TransformersModel:
         """
         if self._folder is not None:
             path = {"path": self._folder.as_posix()}
-            return {**path, "config": self._changed} if self._changed else path
+            use = {} if self._towers == "frozen" else {"towers": self._towers}
+            return {**path, **use, "config": self._changed} if self._changed else {**path, **use}
         if self._text_config is not self._config:
             raise ValueError(
                 f"model_type={self._config.model_type} is a multimodal model, which a recipe can name only by its "
@@ -134,12 +146,20 @@ class TransformersModel:
 
     def config_lines(self, dtype_name: str) -> list[str]:
         """See `PlannedModel`; lists the config's non-default keys, and creates the model on the meta device."""
-        values = keyword_lines({**self._not_by_default, "use_cache": False})
-        return [
+        is_multimodal = self._text_config is not self._config
+        values = keyword_lines({**self._not_by_default, **({} if is_multimodal else {"use_cache": False})})
+        auto_class = "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
+        lines = [
             f"config = {type(self._config).__name__}({values})",
             'with torch.device("meta"):',
-            f"    outline = AutoModelForCausalLM.from_config(config, dtype=torch.{dtype_name})",
+            f"    outline = {auto_class}.from_config(config, dtype=torch.{dtype_name})",
         ]
+        if self._towers != "frozen":
+            return lines
+        outline = self.outline()
+        single = dict(outline.named_parameters())
+        getters = {path: "parameter" if path in single else "submodule" for path in find_towers(outline)}
+        return [*lines, *(f'outline.get_{kind}("{path}").requires_grad_(False)' for path, kind in getters.items())]
 
     def model_arguments(self, dtype_name: str, *, sequence_parallel: bool) -> list[str]:
         """See `PlannedModel`."""
@@ -168,6 +188,10 @@ class TransformersModel:
                 f"model_type={self._content.get('model_type')!r} needs transformers, which is not installed or does "
                 f"not know {self._content.get('architectures')} (pip install transformers)"
             )
+        if self._towers == "left_out":
+            leave_out(made, find_towers(made))
+        elif self._towers == "frozen":
+            freeze(made, find_towers(made))
         return transformers_spec(made, ModelDescription(self._content), dtype)
 
 
@@ -208,7 +232,9 @@ LLAMA_TYPES = ("llama", "mistral")  # they have the same tensors
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def planned_model(file: str | Path | None = None, sizes: Mapping[str, Any] | None = None) -> PlannedModel:
+def planned_model(
+    file: str | Path | None = None, sizes: Mapping[str, Any] | None = None, *, towers: Towers = "frozen"
+) -> PlannedModel:
     """Return the model that a file describes: our own Llama if it matches, else a transformers model.
 
     Args:
@@ -216,6 +242,7 @@ def planned_model(file: str | Path | None = None, sizes: Mapping[str, Any] | Non
             is used.
         sizes: config keys that override those of the file; None counts as not given. Without a file, the model is a
             Llama and all required sizes must be given.
+        towers: see `TransformersModel`.
 
     Raises:
         ValueError: the file cannot be read, sizes are missing or not numbers, or the model cannot be trained.
@@ -230,7 +257,9 @@ def planned_model(file: str | Path | None = None, sizes: Mapping[str, Any] | Non
             return OwnLlama(config)
     try:
         check_keys(content, changed)
-        return TransformersModel(with_architecture(content), folder=_weights_beside(file), changed=changed)
+        return TransformersModel(
+            with_architecture(content), folder=_weights_beside(file), changed=changed, towers=towers
+        )
     except ValueError as error:
         raise ValueError(f"{origin}: {error}") from error
 

@@ -72,7 +72,7 @@ def _model(recipe: Recipe) -> PlannedModel:
     not_compiled = replace(recipe, train=replace(recipe.train, compile=False))  # a login node may have no compiler
     spec = recipe_model(not_compiled)
     if recipe.model.path is not None:
-        return planned_model(recipe.model.path, recipe.model.config)
+        return planned_model(recipe.model.path, recipe.model.config, towers=recipe.model.use_of_towers)
     return planned_model(None, spec.description.config)
 
 
