@@ -71,7 +71,7 @@ class NxDModel(nn.Module):
         return self._stages[0] if len(self._stages) == 1 else nn.ModuleList(self._stages)
 
     def add_adapters(self, config: LoraConfig, layers: TargetLayers) -> LoraModel:
-        """Add adapters to layers of this rank; afterwards only the adapters train.
+        """Add adapters to layers of this rank; afterwards only the adapters train. Called by all ranks.
 
         Args:
             config: the adapters' config; a pipeline's stages are adapted as their model would be.
@@ -81,6 +81,7 @@ class NxDModel(nn.Module):
             The adapters, also available as `lora_model`.
         """
         self.lora_model = LoraModel(self if self._is_cut else self._stages[0], config, layers=layers)
+        self.pipeline.tie_added_parameters()
         return self.lora_model
 
     def balance_experts(self, config: BalanceConfig, layers: Mapping[str, RouterLayer]) -> RouterBalance:

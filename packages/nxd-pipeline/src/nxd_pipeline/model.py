@@ -303,6 +303,13 @@ class NxDPPModel(nn.Module):
         """
         self._runner.synchronize_tied_weights()
 
+    def tie_added_parameters(self) -> None:
+        """Make parameters that were added to the stages, such as adapters, equal where several ranks hold their module.
+
+        Called by all ranks of the pipeline, before an optimizer is made.
+        """
+        self._runner.tie_added_parameters()
+
     def bubble_report(self) -> BubbleReport:
         """Return the measured idle fraction of the last traced step on this pipeline's ranks, and the simulated one.
 

@@ -117,6 +117,9 @@ class WholeModelRunner:
     def synchronize_tied_weights(self) -> None:
         """Do nothing: there are no copies."""
 
+    def tie_added_parameters(self) -> None:
+        """Do nothing: there are no copies."""
+
     def forget_layouts(self) -> None:
         """Do nothing: there are no messages."""
 
@@ -208,6 +211,16 @@ class StagesRunner:
         """Set all copies of a tied weight to the values of the first."""
         with self._abort.end_all_ranks():
             self._tied_weights.synchronize()
+
+    def tie_added_parameters(self) -> None:
+        """Make parameters that were added to modules which several ranks hold equal there. Called by all ranks."""
+        places = {
+            f"{path}.{name}".lstrip("."): (module, name)
+            for path, module in self.local.named_modules()
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        with self._abort.end_all_ranks():
+            self._tied_weights.add(places)
 
     def forget_layouts(self) -> None:
         """Forget the layouts of messages, because dtypes have changed."""

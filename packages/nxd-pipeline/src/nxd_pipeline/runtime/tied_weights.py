@@ -5,12 +5,12 @@ the order of sums, differ between stages, and ZeRO updates them in parts of diff
 weight, and the others are set to its values before use.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, Receive, Send, batch_isend_irecv, transport_device, whole_parameters
+from nxd_state import Group, Receive, Send, all_gather_object, batch_isend_irecv, transport_device, whole_parameters
 from nxd_state.parameter_marks import mark_tied_over_stages
 from torch import Tensor, nn
 
@@ -68,9 +68,29 @@ class TiedWeights:
             for parameter, ranks in holders.items()
             if len(ranks) > 1 and group.rank in ranks
         )
-        for weight in self.weights:
-            mark_tied_over_stages(weight.parameter, is_copy=group.rank != weight.pipeline_ranks[0])
-        self._send_first(weight for weight in self.weights if not weight.parameter.is_meta)
+        self._begin(self.weights)
+
+    def add(self, places: Mapping[str, tuple[nn.Module, str]]) -> None:
+        """Tie parameters that were added to modules which several ranks hold, such as adapters. Called by all ranks.
+
+        Args:
+            places: this rank's parameters by their name in the whole model: their module, and their name there.
+        """
+        tied = {weight.parameter for weight in self.weights}
+        names_of_ranks = all_gather_object(sorted(places), self._group)
+        added = []
+        for name in sorted(places):
+            ranks = tuple(rank for rank, names in enumerate(names_of_ranks) if name in names)
+            weight = TiedWeight(*places[name], ranks)
+            if len(ranks) > 1 and weight.parameter not in tied:
+                added.append(weight)
+        self.weights = (*self.weights, *added)
+        self._begin(added)
+
+    def _begin(self, weights: Sequence[TiedWeight]) -> None:
+        for weight in weights:
+            mark_tied_over_stages(weight.parameter, is_copy=self._group.rank != weight.pipeline_ranks[0])
+        self._send_first(weight for weight in weights if not weight.parameter.is_meta)
 
     def synchronize(self) -> None:
         """Set all copies of trained weights to the values of the first. Called by all ranks of the pipeline.
