@@ -23,6 +23,7 @@ EACH = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for 
 RUN = ["train.steps=4", "train.eval_every=0", "train.gradient_accumulation_steps=2"]
 TWO_REPLICAS = (2, "parallel.zero_stage=1")
 TENSOR_PARALLEL = (2, "parallel.tensor_parallel_size=2")
+PIPELINE = (2, "parallel.pipeline_parallel_size=2")
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +79,8 @@ def test_every_use_of_the_towers_trains_the_same_language_model_at_every_layout(
         trained(family, "replicas", *TWO_REPLICAS),
         trained(family, "left-out", 1, "model.towers=left_out"),
         trained(family, "tensor-parallel", *TENSOR_PARALLEL),
+        trained(family, "stages", *PIPELINE),
+        trained(family, "stages-without-towers", *PIPELINE, "model.towers=left_out"),
         trained(family, "left-out-of-replicas", *TWO_REPLICAS, "model.towers=left_out"),
     ]
 

@@ -88,6 +88,7 @@ class _Family:
     images: Callable[[], Any] = lambda: None  # makes its image processor
     processor: str = ""  # its class, if that has another name
     processing: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the processor
+    added_tokens: int = 0  # tokens that its processor adds to the tokenizer
     videos: str = ""  # class of its video processor, if the processor needs one
 
 
@@ -221,6 +222,7 @@ _FAMILIES: dict[str, _Family] = {
         more_tokens=("<image>",),
         ids={"image_token_index": "<image>"},
         images=lambda: transformers.SiglipImageProcessor(size=_SQUARE, image_seq_length=16),
+        added_tokens=1024 + 128,  # of places and of segments
     ),
     "glm4v": _Family(
         "Glm4v",
@@ -322,7 +324,7 @@ _TEMPLATE = (
 def vision_config(family: str, **text: Any) -> Any:
     """Return the config of a family's small model; `text` are further keys of its text model."""
     about, tokenizer = _FAMILIES[family], _tokenizer(family)
-    vocabulary = -(-len(tokenizer) // 64) * 64
+    vocabulary = -(-(len(tokenizer) + about.added_tokens) // 64) * 64
     of_text = {**_TEXT, "vocab_size": vocabulary, **about.text, **text}
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in about.ids.items()}
     further = {"vocab_size": vocabulary} if family == "paligemma" else {}
