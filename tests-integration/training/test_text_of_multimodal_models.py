@@ -159,3 +159,30 @@ def test_adapters_are_on_the_language_model_and_on_towers_that_are_named(trained
     assert projector
     saved = changed("saved", "lora.modules_to_save=multi_modal_projector", "lora.target_modules=q_proj")
     assert not saved & projector  # text gives it no gradient
+
+
+@pytest.mark.parametrize(("towers", "trained_towers"), [(None, False), ("frozen", False), ("train", True)])
+def test_a_run_says_what_it_does_with_the_towers_which_are_frozen_by_default(folder_of_family, towers, trained_towers):
+    chosen = [] if towers is None else [f"model.towers={towers}"]
+
+    model = recipe_model(load_recipe(None, [f"model.path={folder_of_family('gemma3')}", *chosen]))
+
+    trained = {name.split(".")[1] for name, it in model.make().named_parameters() if it.requires_grad}
+    assert ("vision_tower" in trained) == ("multi_modal_projector" in trained) == trained_towers
+    assert "language_model" in trained
+    [note] = model.notes
+    done = "trained" if trained_towers else "frozen"
+    assert note.startswith(f"towers {done}: model.vision_tower, model.multi_modal_projector, 19,272 parameters")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.towers=train"], "model.towers=train is for the multimodal models of model.path"),
+        (["model.path=here", "model.towers=train", "lora.rank=2"], "name them there, or in lora.target_modules"),
+        (["model.path=here", "model.towers=left_out", "checkpoint.initial_weights=there"], "towers from model.path"),
+    ],
+)
+def test_uses_of_towers_that_contradict_other_keys_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(None, settings)
