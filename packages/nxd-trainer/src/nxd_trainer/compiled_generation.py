@@ -7,12 +7,13 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from nxd_engine.checkpoints.merged_weights import ModelWeights, model_on_meta_of, transformers_model
 from nxd_engine.checkpoints.model_description import ModelDescription
+from nxd_engine.logs import get_logger
 from nxd_engine.models import LlamaCache, LlamaConfig, LlamaForCausalLM
 from nxd_engine.models.llama_config import long_rope_from, rotary_tables
 from nxd_layers import gather_from_tensor_model_parallel_region
@@ -20,11 +21,21 @@ from nxd_layers.hf import number_of_experts, parallelize
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_state import ParallelDegrees, active_group, model_parallel_is_initialized, splits_experts
 from nxd_trace import TraceContent, source_digest
-from nxd_trace.generation import CacheLayer, CacheView, Generator, HuggingFaceDecoder, compile_generator
+from nxd_trace.generation import (
+    CacheLayer,
+    CacheView,
+    Generator,
+    HuggingFaceDecoder,
+    PromptInputs,
+    PromptInputShapes,
+    compile_generator,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nxd_trainer.opened_model import TextCodec, open_codec, open_model
+from nxd_trainer.image_features import ImageFeatures
+from nxd_trainer.image_prompts import ImagePrompts, probe_inputs
+from nxd_trainer.opened_model import TextCodec, open_codec, open_image_processor, open_model, reads_images
 
 
 class LlamaDecoder(nn.Module):
@@ -110,10 +121,12 @@ class BuildHuggingFaceDecoder:
 
     description: ModelDescription  # the model's description
     dtype: torch.dtype  # the dtype of all parameters
+    input_shapes: PromptInputShapes | None = None  # what it takes beside token ids
 
     def __call__(self) -> HuggingFaceDecoder:
         """The decoder, without weights."""
-        return HuggingFaceDecoder(transformers_model(self.description, self.dtype))
+        model = transformers_model(self.description, self.dtype, text_only=True)
+        return HuggingFaceDecoder(model, self.input_shapes)
 
 
 @dataclass(frozen=True)
@@ -125,6 +138,8 @@ class CompilableCheckpoint:
     weights: ModelWeights  # the model's weights, with an adapter merged into them
     codec: TextCodec  # the tokenizer and chat template
     max_positions: int  # the longest text that the model can be compiled for, in tokens
+    images: ImagePrompts[PromptInputs] | None = None  # reads prompts with images, if the model is to take them
+    input_shapes: PromptInputShapes | None = None  # what it then takes beside token ids
 
     def compile(
         self,
@@ -217,6 +232,8 @@ class CompilableCheckpoint:
             "code": source_digest("nxd_trainer", "nxd_layers"),
             "transformers": version("transformers") if find_spec("transformers") else None,
         }
+        if self.input_shapes is not None:
+            content["input_shapes"] = {name: str(value) for name, value in vars(self.input_shapes).items()}
         check = partial(self._check_degrees, tp_degree, context_parallel_size, expert_parallel_size)
         return compile_generator(
             self.decoder_builder(tp_degree),
@@ -225,6 +242,7 @@ class CompilableCheckpoint:
             context_parallel_size=context_parallel_size,
             expert_parallel_size=expert_parallel_size,
             weights=self.weights,
+            input_shapes=self.input_shapes,
             content=TraceContent(content, check=check),
             **settings,
         )
@@ -234,7 +252,7 @@ class CompilableCheckpoint:
         config = self.description.own_llama_at(tp_degree)
         if config is not None:
             return BuildLlamaDecoder(config, self.dtype)
-        return BuildHuggingFaceDecoder(replace(self.description, files={}), self.dtype)
+        return BuildHuggingFaceDecoder(replace(self.description, files={}), self.dtype, self.input_shapes)
 
     def _check_experts(self, expert_parallel_size: int) -> None:
         """Raise ValueError if the model has no experts, or this many ranks do not divide them."""
@@ -280,16 +298,37 @@ def open_for_compilation(
     *,
     tokenizer: str | Path | None = None,
     adapter: str | Path | None = None,
+    images: Literal["no", "yes", "if it reads them"] = "no",
 ) -> CompilableCheckpoint:
     """Read a model's description and its tokenizer; arguments and errors are as for `load_for_generation`.
 
+    Args:
+        folder: as for `load_for_generation`.
+        tag: as for `load_for_generation`.
+        tokenizer: as for `load_for_generation`.
+        adapter: as for `load_for_generation`.
+        images: whether the model is to read images. Then its encoders are loaded into this process. If it reads images
+            but cannot here, "if it reads them" gives a warning.
+
     Raises:
-        ValueError: also if the model cannot be compiled.
+        ValueError: also if the model cannot be compiled, or is to read images and cannot.
     """
     opened = open_model(folder, tag, adapter=adapter)
     codec = open_codec(opened, tokenizer)
     longest = _max_positions(opened.description)
-    return CompilableCheckpoint(opened.description, opened.dtype, opened.weights, codec, longest)
+    checkpoint = CompilableCheckpoint(opened.description, opened.dtype, opened.weights, codec, longest)
+    if images == "no" or (images != "yes" and not reads_images(opened)):
+        return checkpoint
+    try:
+        processor = open_image_processor(opened, tokenizer)
+        features = ImageFeatures(opened.description, opened.weights, opened.dtype)
+        shapes = features.shapes(probe_inputs(processor))
+    except ValueError as error:
+        if images == "yes":
+            raise
+        get_logger("nxd_trainer").warning(f"{folder} is served for text alone: {error}")
+        return checkpoint
+    return replace(checkpoint, images=ImagePrompts(processor, codec.chat, features), input_shapes=shapes)
 
 
 def _max_positions(description: ModelDescription) -> int:

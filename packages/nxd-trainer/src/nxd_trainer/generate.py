@@ -1,19 +1,21 @@
 """Text generation with a trained model, from a checkpoint of any layout and at any tensor-parallel degree."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from nxd_engine.checkpoints.merged_weights import load_model
 from nxd_engine.models import LlamaCache
-from nxd_state import active_group, all_gather, get_device, is_transformers_model
+from nxd_state import active_group, all_gather, get_device, is_multimodal, is_transformers_model
 from nxd_trace.generation import SamplingSettings, choose_token
 from torch import Tensor, nn
 
 from nxd_trainer.data import Tokenizer
-from nxd_trainer.opened_model import TextCodec, open_codec, open_model_together
+from nxd_trainer.opened_model import OpenedModel, TextCodec, open_codec, open_model_together
+
+_CROSS_MASK = "cross_attention_mask"
 
 
 def load_for_generation(
@@ -53,9 +55,12 @@ def load_with_codec(
 ) -> tuple[nn.Module, TextCodec]:
     """Like `load_for_generation`, with the chat template and the tokens that end a text."""
     opened = open_model_together(folder, tag, adapter=adapter)
-    codec = open_codec(opened, tokenizer)
-    model = load_model(opened.weights, opened.description, opened.dtype, opened.where)
-    return model.eval(), codec
+    return load_opened(opened), open_codec(opened, tokenizer)
+
+
+def load_opened(opened: OpenedModel) -> nn.Module:
+    """Load an opened model on this rank's device, as `load_for_generation` does."""
+    return load_model(opened.weights, opened.description, opened.dtype, opened.where).eval()
 
 
 @torch.no_grad()
@@ -66,6 +71,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     end_token: int | None = None,
+    images: Mapping[str, Tensor] | None = None,
     **settings: Any,
 ) -> Iterator[int]:
     """Yield new tokens one by one, the same on every rank.
@@ -76,6 +82,7 @@ def generate(
         max_new_tokens: stop after this many.
         temperature: 0 takes the most likely token; higher values sample more freely.
         end_token: stop after this token.
+        images: the inputs of the prompt's images, and types of its tokens, as the model's processor makes them.
         **settings: as for `nxd_trace.generation.SamplingSettings`, such as `top_k`, `seed` and `stop_tokens`.
 
     Raises:
@@ -91,7 +98,7 @@ def generate(
     check_length(prompt.numel(), max_new_tokens, max_positions(model))
     # Every rank samples on the CPU with the same seed, so all ranks choose the same token.
     draws = torch.Generator().manual_seed(sampling.seed)
-    logits_after = _next_logits(model)
+    logits_after = _next_logits(model, images or {})
     tokens = prompt.unsqueeze(0).to(get_device())
     before: list[int] = prompt.tolist()
     written: list[int] = []
@@ -123,19 +130,33 @@ def max_positions(model: Any) -> int | None:
     return found
 
 
-def _next_logits(model: Any) -> Callable[[Tensor], Tensor]:
+def _next_logits(model: Any, images: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function from new tokens `[1, seq]` to the logits after them, `[vocab]`; it caches earlier tokens."""
+    if images and not is_multimodal(model):
+        raise ValueError(f"{type(model).__name__} reads text alone; leave the images out")
     if not is_transformers_model(model):
         cache = LlamaCache()
         return lambda tokens: all_gather(model(tokens, cache=cache)[0, -1], active_group("tp"))
     past: Any = None
     taken = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     cache_name = "cache" if "cache" in taken else "past_key_values"  # before transformers 5.24
+    dtype = next(model.parameters()).dtype
+    further = {name: it.to(get_device(), dtype if it.is_floating_point() else None) for name, it in images.items()}
+    for module in model.modules():  # of an earlier prompt
+        if hasattr(module, "rope_deltas"):
+            module.rope_deltas = None
 
     def logits_after(tokens: Tensor) -> Tensor:
-        nonlocal past
-        output = model(tokens, use_cache=True, **{cache_name: past})
+        nonlocal past, further
+        output = model(tokens, use_cache=True, **{cache_name: past}, **further)
+        if getattr(output, cache_name) is None:  # Granite 4 Vision's language model makes no cache of its own
+            from transformers import DynamicCache  # noqa: PLC0415 - optional
+
+            past = DynamicCache(config=model.config.get_text_config())
+            output = model(tokens, use_cache=True, **{cache_name: past}, **further)
         past = getattr(output, cache_name)
+        # Later tokens attend to the images as the last one of the prompt does, where layers read their features.
+        further = {name: it[:, -1:] for name, it in further.items() if name == _CROSS_MASK}
         logits: Tensor = output.logits[0, -1]
         return logits
 

@@ -28,6 +28,7 @@ from nxd_engine.checkpoints.merged_weights import (
     ModelWeights,
     holds_average,
     merged_weights,
+    model_on_meta_of,
     model_weights,
 )
 from nxd_engine.checkpoints.model_description import (
@@ -57,10 +58,12 @@ from nxd_engine.hugging_face.rearrangement import Rearranged, RearrangedSource
 from nxd_engine.logs import get_logger
 from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_lora import name_from_peft
+from nxd_state import is_multimodal
 from nxd_trace.serving.detokenizer import special_token
 
 from nxd_trainer.data import Tokenizer, load_tokenizer
 from nxd_trainer.data.chat import ChatTemplate, NoChatTemplateError
+from nxd_trainer.data.image_processor import ImageProcessor
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -141,6 +144,28 @@ def open_codec(opened: OpenedModel, given: str | Path | None = None) -> TextCode
             )
         write_config(folder, opened.description.config)  # some tokenizers can only be identified by the model's type
         return _codec(opened, folder)
+
+
+def reads_images(opened: OpenedModel) -> bool:
+    """Whether a model has encoders beside its language model."""
+    return opened.description.own_llama_at(1) is None and is_multimodal(model_on_meta_of(opened.description))
+
+
+def open_image_processor(opened: OpenedModel, given: str | Path | None = None) -> ImageProcessor:
+    """Open a model's image processor, or the one beside the given tokenizer.
+
+    Raises:
+        ValueError: the model reads text alone, or there is no processor, or it cannot be used here.
+    """
+    if not reads_images(opened):
+        raise ValueError(f"{opened.where} ({opened.description.architecture}) reads text alone, not images")
+    path = given or opened.tokenizer
+    if path and path != BYTES:
+        return ImageProcessor(Path(path) if Path(path).is_dir() else Path(path).parent)
+    with TemporaryDirectory() as folder:
+        write_companions(opened.description.files, folder)
+        write_config(folder, opened.description.config)
+        return ImageProcessor(Path(folder))
 
 
 def _codec(opened: OpenedModel, path: str) -> TextCodec:

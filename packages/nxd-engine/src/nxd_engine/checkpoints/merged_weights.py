@@ -15,7 +15,8 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop import TensorSource, from_checkpoint
 from nxd_ckpt.interop.source import fill
-from nxd_layers.hf import parallelize
+from nxd_layers.hf import find_towers, parallelize
+from nxd_layers.hf.towers import leave_out
 from nxd_lora import check_tensors, config_from_adapter_config
 from nxd_state import active_group, get_device, move_model_to_device, splits_experts
 from torch import Tensor, nn
@@ -195,9 +196,15 @@ def _model_without_weights(description: ModelDescription, dtype: torch.dtype) ->
     return model
 
 
-def transformers_model(description: ModelDescription, dtype: torch.dtype) -> nn.Module:
-    """Return this rank's part of the transformers model, with memory, but without values for its parameters."""
-    model = parallelize(model_on_meta_of(description), expert_parallel=splits_experts())
+def transformers_model(description: ModelDescription, dtype: torch.dtype, *, text_only: bool = False) -> nn.Module:
+    """Return this rank's part of the transformers model, with memory, but without values for its parameters.
+
+    With `text_only`, a multimodal model has no encoders and projectors of images and sounds, and only takes text.
+    """
+    model = model_on_meta_of(description)
+    if text_only:
+        leave_out(model, find_towers(model))
+    model = parallelize(model, expert_parallel=splits_experts())
     make_room(model, dtype)
     return model
 

@@ -186,17 +186,15 @@ class HuggingFaceDecoder(nn.Module):
         if self._language_model[0] is self.model:
             output = self.model(input_ids=input_ids, attention_mask=masks, **arguments, **self._last_only)
         else:
-            arguments |= {
-                "input_ids": None,
-                "inputs_embeds": self._embedded(input_ids, inputs),
-                "attention_mask": masks,
-            }
+            arguments["attention_mask"] = masks
             if inputs is not None and inputs.rotary is not None:
                 arguments["position_ids"] = inputs.rotary.permute(2, 0, 1)  # [axes, batch, seq]
-            with self._called_with(arguments, None if inputs is None else inputs.features):
+            if inputs is not None and inputs.is_given is not None:
+                input_ids = input_ids.masked_fill(inputs.is_given, 0)  # these ids may be outside the vocabulary
+            with self._called_with(arguments, inputs):
                 # With positions and a mask of four dimensions the model makes none of its own.
                 output = self.model(
-                    input_ids=torch.zeros_like(input_ids),
+                    input_ids=input_ids,
                     position_ids=positions,
                     attention_mask=mask,
                     use_cache=False,
@@ -207,12 +205,19 @@ class HuggingFaceDecoder(nn.Module):
         return logits[:, -1]
 
     @contextmanager
-    def _called_with(self, arguments: Mapping[str, Any], features: Tensor | None) -> Iterator[None]:
-        """Replace the arguments of the language model, and add features to the hidden states before its layers."""
+    def _called_with(self, arguments: Mapping[str, Any], inputs: TokenInputs | None) -> Iterator[None]:
+        """Replace arguments of the language model and the embeddings of given tokens, and add features to layers."""
         model: Any = self._language_model[0]
-        hooks = [
-            model.register_forward_pre_hook(lambda _, args, given: (args, {**given, **arguments}), with_kwargs=True)
-        ]
+        features = None if inputs is None else inputs.features
+
+        def replaced(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, ...]:
+            given = {**given, **arguments}
+            if inputs is not None and features is not None and inputs.is_given is not None:
+                is_given = inputs.is_given.unsqueeze(-1)
+                given["inputs_embeds"] = torch.where(is_given, features[:, :, 0], given["inputs_embeds"])
+            return args, given
+
+        hooks = [model.register_forward_pre_hook(replaced, with_kwargs=True)]
         if features is not None:
             for layer, added in zip(self._layers, features.unbind(2)[1:], strict=True):
                 hooks.append(model.layers[layer].register_forward_pre_hook(partial(_with_added, added)))
@@ -227,17 +232,6 @@ class HuggingFaceDecoder(nn.Module):
         dtype = next(self._language_model[0].parameters()).dtype
         zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         return zeros.masked_fill(~mask, torch.finfo(dtype).min)
-
-    def _embedded(self, input_ids: Tensor, inputs: TokenInputs | None) -> Tensor:
-        """Return the embeddings of tokens, or what the features have in their place, `[batch, seq, hidden]`."""
-        model: Any = self._language_model[0]
-        embed = model.get_input_embeddings()
-        if inputs is None or inputs.features is None or inputs.is_given is None:
-            embedded: Tensor = embed(input_ids)
-            return embedded
-        # The id of a token with features may be outside the vocabulary.
-        embedded = embed(input_ids.masked_fill(inputs.is_given, 0))
-        return torch.where(inputs.is_given.unsqueeze(-1), inputs.features[:, :, 0], embedded)
 
 
 def _with_added(added: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

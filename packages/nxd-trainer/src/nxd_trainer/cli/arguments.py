@@ -6,7 +6,7 @@ import argparse
 import os
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nxd_cli.command import reports_user_errors
 
@@ -97,12 +97,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_compilable(options: argparse.Namespace) -> tuple[CompilableCheckpoint, CompilableCheckpoint | None, int]:
-    """Return the model and the draft model that `add_model` names, and the longest text that both support."""
+def open_compilable(
+    options: argparse.Namespace, *, images: Literal["no", "yes", "if it reads them"] = "no"
+) -> tuple[CompilableCheckpoint, CompilableCheckpoint | None, int]:
+    """Return the model and the draft model that `add_model` names, and the longest text that both support.
+
+    `images` is as for `open_for_compilation`.
+    """
     from nxd_trainer.compiled_generation import open_for_compilation  # noqa: PLC0415
 
     model = reports_user_errors(
-        lambda: open_for_compilation(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
+        lambda: open_for_compilation(
+            options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter, images=images
+        )
     )
     draft = None
     if options.draft is not None:

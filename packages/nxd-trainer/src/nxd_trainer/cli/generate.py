@@ -3,8 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_cli.command import (
     UserError,
@@ -19,8 +19,12 @@ from nxd_cli.command import (
 from nxd_cli.launch import own_threads
 
 from nxd_trainer.cli.arguments import add_model, compile_model, open_compilable
+from nxd_trainer.cli.prompts import Conversation, Prompt, PromptReader, read_images
 
 if TYPE_CHECKING:
+    from nxd_trace.generation import PromptInputs
+
+    from nxd_trainer.image_prompts import ImagePrompts
     from nxd_trainer.opened_model import TextCodec
 
 _LENGTHS = 128  # compiled lengths are multiples of this, so that other prompts hit the program cache
@@ -38,8 +42,10 @@ _SAMPLING = (
     "seed",
 )
 
+_IMAGE = "/image "  # a line of a conversation with the file of an image for the next turn
+
 OnToken = Callable[[int], None]
-Write = Callable[[list[int], OnToken], object]
+Write = Callable[[Prompt, OnToken], object]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
             "nxd generate run --prompt 'import '",
             "nxd generate Qwen3-0.6B --chat --prompt 'What is a mesh?'",
             "nxd generate run --nproc 2 --temperature 0.8 --max-new-tokens 50",
+            "nxd generate gemma-3-4b-it --chat --image cat.png --prompt 'What is this?'",
         ],
     )
     add_model(parser)
@@ -57,7 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="answer with the model's chat template; without --prompt each line of standard input is a turn",
+        help="answer with the model's chat template; without --prompt each line of standard input is a turn, and "
+        f"'{_IMAGE}FILE' adds an image to the next one",
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image before the prompt, or in the first turn with --chat; may be repeated",
     )
     parser.add_argument("--system", help="with --chat: the system prompt")
     parser.add_argument(
@@ -103,23 +118,35 @@ def main(arguments: Sequence[str]) -> int:
     import torch  # noqa: PLC0415
     from nxd_state import get_world_group, initialize_model_parallel  # noqa: PLC0415
 
-    from nxd_trainer.generate import generate, load_with_codec, max_positions  # noqa: PLC0415
+    from nxd_trainer.generate import generate, load_opened, max_positions  # noqa: PLC0415
+    from nxd_trainer.image_prompts import ImagePrompts  # noqa: PLC0415
+    from nxd_trainer.opened_model import open_codec, open_image_processor, open_model_together  # noqa: PLC0415
 
     sampling = _sampling(options)
     initialize_model_parallel(int(os.environ.get("WORLD_SIZE", "1")))
-    model, codec = reports_user_errors(
-        lambda: load_with_codec(options.model, options.tag, tokenizer=options.tokenizer, adapter=options.adapter)
-    )
-    codec, longest = codec.ending_at(options.stop), max_positions(model)
+    opened = reports_user_errors(lambda: open_model_together(options.model, options.tag, adapter=options.adapter))
+    codec = reports_user_errors(lambda: open_codec(opened, options.tokenizer)).ending_at(options.stop)
 
-    def write(prompt: list[int], on_token: OnToken) -> None:
+    def open_images() -> ImagePrompts[dict[str, torch.Tensor]]:
+        processor = open_image_processor(opened, options.tokenizer)
+        return ImagePrompts(processor, codec.chat, _without_ids)
+
+    reader = PromptReader(codec, open_images)
+    if options.image:
+        _ = reader.images  # says so before the model is loaded if it reads text alone
+    model = reports_user_errors(lambda: load_opened(opened))
+    longest = max_positions(model)
+
+    def write(prompt: Prompt, on_token: OnToken) -> None:
         num_new = _num_new_tokens(options, prompt, longest)
-        tokens = torch.tensor(prompt)
-        for token in generate(model, tokens, max_new_tokens=num_new, stop_tokens=codec.end_tokens, **sampling):
+        tokens = torch.tensor(prompt.tokens)
+        for token in generate(
+            model, tokens, max_new_tokens=num_new, stop_tokens=codec.end_tokens, images=prompt.images, **sampling
+        ):
             on_token(token)
 
     with own_threads():
-        _write_texts(options, codec, write, is_shown=get_world_group().rank == 0)
+        _write_texts(options, codec, reader, write, is_shown=get_world_group().rank == 0)
     leave_mesh()
     return 0
 
@@ -133,23 +160,35 @@ def _run_compiled(options: argparse.Namespace) -> int:
     from nxd_trainer.generate import check_length  # noqa: PLC0415
 
     sampling = _sampling(options)  # before the minutes that compiling may take
-    checkpoint, draft, longest = open_compilable(options)
+    is_talk = options.chat and options.prompt is None
+    wanted: Literal["no", "yes", "if it reads them"] = (
+        "yes" if options.image else "if it reads them" if is_talk else "no"
+    )
+    checkpoint, draft, longest = open_compilable(options, images=wanted)
     if draft is not None and options.temperature > 0:
         print("nxd generate: --draft only helps with --temperature 0; sampling does not use it", file=sys.stderr)
     codec = checkpoint.codec.ending_at(options.stop)
-    if options.chat and options.prompt is None:
+
+    def images() -> "ImagePrompts[PromptInputs]":
+        if checkpoint.images is None:
+            raise ValueError(f"{options.model} reads text alone, not images")
+        return checkpoint.images
+
+    reader = PromptReader(codec, images)
+    if is_talk:
         length = min(_LONGEST_TALK, longest)
     else:
-        prompt = _first_prompt(options, codec)
+        prompt = _first_prompt(options, reader)
         num_new = _num_new_tokens(options, prompt, longest)
-        reports_user_errors(lambda: check_length(len(prompt), num_new, longest))
-        needed = len(prompt) + num_new
+        reports_user_errors(lambda: check_length(len(prompt.tokens), num_new, longest))
+        needed = len(prompt.tokens) + num_new
         length = max(needed, min(-(-needed // _LENGTHS) * _LENGTHS, longest))
     generator = compile_model(options, checkpoint, draft, batch_size=1, max_length=length)
 
-    def write(prompt: list[int], on_token: OnToken) -> None:
+    def write(prompt: Prompt, on_token: OnToken) -> None:
         generator.generate(
-            [prompt],
+            [prompt.tokens],
+            inputs=[prompt.images],
             max_new_tokens=_num_new_tokens(options, prompt, length),
             stop_tokens=codec.end_tokens,
             on_token=lambda _, token: on_token(token),
@@ -157,8 +196,12 @@ def _run_compiled(options: argparse.Namespace) -> int:
         )
 
     with generator:
-        _write_texts(options, codec, write, is_shown=True)
+        _write_texts(options, codec, reader, write, is_shown=True)
     return 0
+
+
+def _without_ids(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name != "input_ids"}
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
@@ -170,34 +213,55 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     return sampling
 
 
-def _num_new_tokens(options: argparse.Namespace, prompt: list[int], longest: int | None) -> int:
+def _num_new_tokens(options: argparse.Namespace, prompt: Prompt, longest: int | None) -> int:
     """Return `--max-new-tokens`; without it the usual number, or as many as a text of `longest` tokens has room for."""
     if options.max_new_tokens is not None:
         return int(options.max_new_tokens)
-    return _NEW_TOKENS if longest is None else max(1, min(_NEW_TOKENS, longest - len(prompt)))
+    return _NEW_TOKENS if longest is None else max(1, min(_NEW_TOKENS, longest - len(prompt.tokens)))
 
 
-def _write_texts(options: argparse.Namespace, codec: "TextCodec", write: Write, *, is_shown: bool) -> None:
+def _write_texts(
+    options: argparse.Namespace, codec: "TextCodec", reader: PromptReader, write: Write, *, is_shown: bool
+) -> None:
     """Generate the requested texts, and show them as they are generated."""
     show = _show if is_shown else _show_nothing
     if not options.chat:
         if options.prompt is None and is_shown:
             print(f"nxd generate: no --prompt is given; continuing {_PROMPT!r}", file=sys.stderr, flush=True)
         show(_text_of(options))
-        _write_text(_first_prompt(options, codec), options, codec, write, show)
+        _write_text(_first_prompt(options, reader), options, codec, write, show)
         return
-    messages = _system_message(options)
+    talk, images = Conversation(_system_message(options)), read_images(options.image)
     turns: Iterable[str] = sys.stdin if options.prompt is None else [options.prompt]
     for turn in turns:
         if not turn.strip():
             continue
-        messages.append({"role": "user", "content": turn.rstrip("\n")})
-        prompt = _chat_prompt(messages, codec)
-        messages.append({"role": "assistant", "content": _write_text(prompt, options, codec, write, show)})
+        if options.prompt is None and turn.startswith(_IMAGE):
+            images += _read_next_image(turn.removeprefix(_IMAGE).strip(), reader)
+            continue
+        talk.ask(turn.rstrip("\n"), images)
+        images = []
+        text = _write_text(reader.conversation(talk), options, codec, write, show)
+        talk.messages.append({"role": "assistant", "content": text})
+
+
+def _read_next_image(name: str, reader: PromptReader) -> list[tuple[str, bytes]]:
+    """Return the image of a line of a conversation, which goes on if it cannot be read."""
+    try:
+        from nxd_trainer.data.images import decode_image  # noqa: PLC0415
+
+        _ = reader.images  # not of a model that reads text alone
+        images = read_images([name])
+        for place, content in images:
+            decode_image(place, content)
+        return images
+    except (UserError, ValueError) as error:
+        print(f"nxd generate: {error}", file=sys.stderr, flush=True)
+        return []
 
 
 def _write_text(
-    prompt: list[int], options: argparse.Namespace, codec: "TextCodec", write: Write, show: Callable[[str], None]
+    prompt: Prompt, options: argparse.Namespace, codec: "TextCodec", write: Write, show: Callable[[str], None]
 ) -> str:
     """Generate one text, show it with a newline, and return it."""
     from nxd_trace.serving.detokenizer import IncrementalDetokenizer, StopString  # noqa: PLC0415
@@ -229,30 +293,21 @@ class _StopTextFound(Exception):
     """Ends a text."""
 
 
-def _first_prompt(options: argparse.Namespace, codec: "TextCodec") -> list[int]:
-    if options.chat:
-        return _chat_prompt([*_system_message(options), {"role": "user", "content": options.prompt}], codec)
-    from nxd_trainer.data.tokenizer import encode_prompt  # noqa: PLC0415
-
-    return reports_user_errors(lambda: encode_prompt(codec.tokenizer, _text_of(options)))
+def _first_prompt(options: argparse.Namespace, reader: PromptReader) -> Prompt:
+    images = read_images(options.image)
+    if not options.chat:
+        return reader.text(_text_of(options), images)
+    talk = Conversation(_system_message(options))
+    talk.ask(options.prompt, images)
+    return reader.conversation(talk)
 
 
 def _text_of(options: argparse.Namespace) -> str:
     return _PROMPT if options.prompt is None else str(options.prompt)
 
 
-def _system_message(options: argparse.Namespace) -> list[dict[str, str]]:
+def _system_message(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [] if options.system is None else [{"role": "system", "content": options.system}]
-
-
-def _chat_prompt(messages: list[dict[str, str]], codec: "TextCodec") -> list[int]:
-    chat = codec.chat
-    if chat is None:
-        raise UserError(
-            "--chat needs a chat template, which the model's tokenizer does not have; give the --tokenizer folder of a "
-            "chat model, or leave out --chat"
-        )
-    return reports_user_errors(lambda: chat.encode_prompt(messages))
 
 
 def _show(text: str) -> None:

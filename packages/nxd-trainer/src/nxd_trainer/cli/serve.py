@@ -9,6 +9,7 @@ from nxd_cli.command import check_own_process, make_parser, parse, reports_user_
 
 from nxd_trainer.cli.arguments import add_model, compile_model, open_compilable
 
+_BODY_BYTES, _BODY_BYTES_WITH_IMAGES = 1 << 20, 1 << 24
 _LONGEST = 4096  # default length in tokens: the cache has room for this many of each prompt in the batch
 EXIT_WORKERS_FAILED = 4  # uvicorn uses 3 for an address that it cannot listen on
 
@@ -69,7 +70,18 @@ def _parser() -> argparse.ArgumentParser:
         help="tensor-parallel worker processes (default: 1)",
     )
     parser.add_argument(
-        "--max-body-bytes", type=int, default=1 << 20, metavar="N", help="size of a request (default: %(default)s)"
+        "--max-body-bytes",
+        type=int,
+        metavar="N",
+        help=f"size of a request (default: {_BODY_BYTES}, or {_BODY_BYTES_WITH_IMAGES} for a model that reads images)",
+    )
+    parser.add_argument(
+        "--image-host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="host that images of requests may be fetched from, by http or https; may be repeated. Otherwise only data "
+        "URIs are read",
     )
     parser.add_argument(
         "--max-connections", type=int, default=1024, metavar="N", help="open connections (default: %(default)s)"
@@ -117,12 +129,15 @@ def main(arguments: Sequence[str]) -> int:
     )
 
     start_fork_server()  # loads its libraries while this process loads its own
+    from nxd_trainer.served_images import ServedImages  # noqa: PLC0415
 
     reports_user_errors(check_installed)  # before the minutes that compiling may take
+    checkpoint, draft, longest = open_compilable(options, images="if it reads them")
+    images = checkpoint.images
     limits = reports_user_errors(
         lambda: ServerLimits(
             max_waiting=options.max_waiting,
-            max_body_bytes=options.max_body_bytes,
+            max_body_bytes=options.max_body_bytes or (_BODY_BYTES_WITH_IMAGES if images else _BODY_BYTES),
             max_connections=options.max_connections,
             client_timeout=options.client_timeout,
             shutdown_timeout=options.shutdown_timeout,
@@ -130,12 +145,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     allowed = reports_user_errors(lambda: AllowedSites(tuple(options.allowed_host), tuple(options.allowed_origin)))
     restarts = reports_user_errors(lambda: RestartPolicy(max_restarts=options.max_restarts))
-    checkpoint, draft, longest = open_compilable(options)
     length = options.max_length or min(_LONGEST, longest)
     _say(
         f"{options.model}: {checkpoint.description.architecture}, {str(checkpoint.dtype).removeprefix('torch.')}; "
         f"batches of up to {options.batch_size}, texts of up to {length} tokens"
         f"{'' if checkpoint.codec.chat else '; no chat template'}"
+        f"{'; reads images' if images else ''}"
         f"{'' if draft is None else f'; {options.draft} drafts {options.num_speculative_tokens} tokens at a time'}"
     )
     generator = compile_model(options, checkpoint, draft, batch_size=options.batch_size, max_length=length)
@@ -146,6 +161,7 @@ def main(arguments: Sequence[str]) -> int:
             checkpoint.codec.tokenizer,
             model=options.name,
             chat=checkpoint.codec.chat,
+            images=None if images is None else ServedImages(images, options.image_host),
             end_tokens=checkpoint.codec.end_tokens,
             limits=limits,
             restarts=restarts,

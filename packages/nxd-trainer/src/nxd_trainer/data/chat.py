@@ -191,12 +191,27 @@ class ChatTemplate:
         plain = plain_messages("messages", messages)
         if count_images(plain):
             raise ValueError("messages have images, which are not supported here; send text alone")
-        self._check_variables(variables or {}, tools or None)
+        text = self.render_prompt(plain, tools, variables)
         try:
-            text, *_ = self._render(plain, tools or None, [], asks=True, variables=variables or {})
             return [int(token) for token in self._tokenize(text)["input_ids"]]
         except Exception as error:  # as in `encode`
             raise ValueError(self._refusal(error)) from error
+
+    def render_prompt(
+        self, messages: Sequence[Message], tools: Tools = None, variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """Return the text of a conversation for the assistant to answer; otherwise as `encode_prompt`.
+
+        A content may be a list of parts, `{"type": "text", "text": ...}` and `{"type": "image"}`; the text has the
+        template's token for each image.
+        """
+        plain = plain_messages("messages", messages)
+        self._check_variables(variables or {}, tools or None)
+        try:
+            text, *_ = self._render(plain, tools or None, [], asks=True, variables=variables or {})
+        except Exception as error:  # as in `encode`
+            raise ValueError(self._refusal(error)) from error
+        return text
 
     def _image_processor(self, place: str) -> ImageProcessor:
         """Return the processor in the tokenizer's folder, loaded once; raises ValueError if there is none."""

@@ -99,6 +99,26 @@ class ImageProcessor:
         [expanded], [offsets] = self._processor.get_text_with_replacements([text], list(replacements))
         return expanded, [tuple(it["span"]) for it in offsets], [tuple(it["new_span"]) for it in offsets]
 
+    def prompt(self, text: str, images: Sequence[Any], *, add_special_tokens: bool = False) -> dict[str, Tensor]:
+        """Return `input_ids` `[1, tokens]` and the model's other inputs for a prompt.
+
+        Args:
+            text: the prompt, with `token` for each image.
+            images: its images in order, each a `PIL.Image`, RGB.
+            add_special_tokens: whether the tokenizer adds those that texts begin with.
+
+        Raises:
+            ValueError: the numbers of tokens and images differ, or the processor refuses an image.
+        """
+        if text.count(self.token) != len(images):
+            raise ValueError(
+                f"its {len(images)} images become {text.count(self.token)} times {self.token!r} in the text; remove "
+                "this token from the texts, or use a chat template that renders images"
+            )
+        processed = self._process(images, text, return_tensors="pt", add_special_tokens=add_special_tokens)
+        names = ["input_ids", *self.input_names]
+        return {name: torch.as_tensor(processed[name]) for name in names if name in processed}
+
     def image_inputs(self, images: Sequence[Sequence[Any]], input_ids: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the model's inputs for the images of a batch; nothing if it has none.
 
@@ -142,11 +162,11 @@ class ImageProcessor:
         tensors = {name: torch.as_tensor(processed[name]) for name in names}
         return {name: it.to(self._dtype) if it.is_floating_point() else it for name, it in tensors.items()}
 
-    def _process(self, images: Sequence[Any], **options: Any) -> Mapping[str, Any]:
-        """Process images as those of one text."""
+    def _process(self, images: Sequence[Any], text: str | None = None, **options: Any) -> Mapping[str, Any]:
+        """Process images as those of one text, by default of their tokens alone."""
         try:
             processed: Mapping[str, Any] = self._processor(
-                text=[self.token * len(images)], images=[list(images)], **options
+                text=[self.token * len(images) if text is None else text], images=[list(images)], **options
             )
         except Exception as error:  # processors raise many types for sizes that they do not take
             sizes = ", ".join(f"{image.width}x{image.height}" for image in images[:3])
