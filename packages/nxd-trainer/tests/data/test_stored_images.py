@@ -86,7 +86,7 @@ def make(tmp_path):
 
 
 def _colors(sequences, samples):
-    return [[opened().getpixel((0, 0))[0] for opened in row] for row in sequences.images(np.array(samples))]
+    return [[image.open().getpixel((0, 0))[0] for image in row] for row in sequences.images(np.array(samples))]
 
 
 def test_images_of_samples_are_those_of_their_tokens(make):
@@ -94,6 +94,8 @@ def test_images_of_samples_are_those_of_their_tokens(make):
 
     sequences, _, cuts = cut_conversations(found, sequence_length=20)
 
+    [first] = sequences.images(np.array([0]))[0]
+    assert (first.start, first.end, first.label) == (1, 4, "image 3.png 4x6")
     assert _colors(sequences, [2, 0, 1]) == [[4, 5, 3], [3], []]
     assert cuts.images_cut == 0
     assert found.index.num_images == 4

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nxd_trainer.data.chat import RowEncoder
 from nxd_trainer.data.corpus import make_entry
-from nxd_trainer.data.sequences import NOT_LEARNED, OpenImage
+from nxd_trainer.data.sequences import NOT_LEARNED, SampleImage
 from nxd_trainer.data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_files
 from nxd_trainer.data.stored_images import ImageFiles, ImageWriter, StoredImages, changed_images, open_images
 from nxd_trainer.data.tables import read_rows
@@ -213,21 +213,19 @@ class ConversationSequences:
             positions[row, at:] = np.arange(self.sequence_length - at)
         return inputs, labels, positions
 
-    def images(self, samples: NDArray[np.int64]) -> list[list[OpenImage]]:
-        """Return functions that open the images of samples `[count]`, each a list in the order of the tokens."""
-        stored = self.conversations.images
-        if stored is None:
-            return [[] for _ in samples]
-        return [[partial(stored.open, number) for number in self.image_numbers(sample)] for sample in samples]
+    def images(self, samples: NDArray[np.int64]) -> list[list[SampleImage]]:
+        """Return the images of samples `[count]`, each a list in the order of the tokens."""
+        return [self._images_of(int(sample)) for sample in samples]
 
-    def image_numbers(self, sample: int) -> list[int]:
-        """Return the numbers of a sample's images in the conversations' images."""
-        stored = self.conversations.images
-        if stored is None:
-            return []
-        indices = range(int(self.bounds[sample]), int(self.bounds[sample + 1]))
-        spans = [(int(self.starts[it]), int(self.starts[it] + self.lengths[it]) - 1) for it in indices]
-        return [number for start, end in spans for number in stored.within(start, end)]
+    def _images_of(self, sample: int) -> list[SampleImage]:
+        stored, found, at = self.conversations.images, [], 0
+        for index in range(int(self.bounds[sample]), int(self.bounds[sample + 1])) if stored is not None else ():
+            start, length = int(self.starts[index]), int(self.lengths[index]) - 1
+            for number in stored.within(start, start + length):
+                first, end = (int(bounds[number]) - start + at for bounds in (stored.starts, stored.ends))
+                found.append(SampleImage(first, end, stored.about(number).label, partial(stored.open, number)))
+            at += length
+        return found
 
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""

@@ -107,7 +107,7 @@ class Slicer:
                     "other than left_out"
                 )
             return {}
-        images = [[opened() for opened in of_row] for of_row in of_rows]
+        images = [[image.open() for image in of_row] for of_row in of_rows]
         types = self._image_processor.token_types(inputs, labels != NOT_LEARNED)
         return types | self._image_processor.image_inputs(images, inputs)
 

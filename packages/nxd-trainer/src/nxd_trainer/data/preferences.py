@@ -23,7 +23,7 @@ from nxd_trainer.data.conversations import (
     warnings_of_thoughts,
 )
 from nxd_trainer.data.messages import Conversation, messages_of, tools_in
-from nxd_trainer.data.sequences import OpenImage
+from nxd_trainer.data.sequences import SampleImage
 from nxd_trainer.data.stored_images import ImageFiles
 from nxd_trainer.data.tokenizer import digest_files, load_tokenizer_of_transformers
 
@@ -125,7 +125,7 @@ class PairSequences:
         """Count the tokens of answers, and the tokens without padding, of pairs `[count]` together."""
         return self.answers.count(_both(samples))
 
-    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[SampleImage]]:
         """Return the images of pairs `[count]`, `[2 * count]` lists."""
         return self.answers.images(_both(samples))
 

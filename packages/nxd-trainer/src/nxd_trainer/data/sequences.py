@@ -20,7 +20,15 @@ from nxd_trainer.data.corpus import Corpus
 NUM_ZONES = 64
 NOT_LEARNED = -100  # label of a token without loss
 
-OpenImage = Callable[[], Any]  # opens an image of a sample: a `PIL.Image`, RGB
+
+@dataclass(frozen=True)
+class SampleImage:
+    """An image of a sample."""
+
+    start: int  # first of its tokens in the sample's inputs
+    end: int  # end of its tokens
+    label: str  # its name and size, for people
+    open: Callable[[], Any]  # decodes it: a `PIL.Image`, RGB
 
 
 class Sequences(Protocol):
@@ -39,7 +47,7 @@ class Sequences(Protocol):
     def count(self, samples: NDArray[np.int64]) -> tuple[int, int]:
         """Count the labels in the loss, and the tokens without padding, of samples `[count]` together."""
 
-    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[SampleImage]]:
         """Return the images of samples `[count]`, each a list in the order of their tokens in `rows`."""
 
 
@@ -68,7 +76,7 @@ class TokenRows:
         num_tokens = len(samples) * self.sequence_length
         return num_tokens, num_tokens
 
-    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[SampleImage]]:
         """Return no images for each of the samples `[count]`."""
         return [()] * len(samples)
 
@@ -105,7 +113,7 @@ class PackedSequences:
         num_tokens = len(samples) * self.sequence_length
         return num_tokens, num_tokens
 
-    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[SampleImage]]:
         """Return no images for each of the samples `[count]`."""
         return [()] * len(samples)
 
@@ -176,9 +184,9 @@ class MixedSequences:
         counts = [part.count(numbers) for _, part, numbers in self._by_part(samples)]
         return sum(learned for learned, _ in counts), sum(seen for _, seen in counts)
 
-    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[OpenImage]]:
+    def images(self, samples: NDArray[np.int64]) -> Sequence[Sequence[SampleImage]]:
         """Return the images of samples `[count]`."""
-        taken: list[Sequence[OpenImage]] = [()] * len(samples)
+        taken: list[Sequence[SampleImage]] = [()] * len(samples)
         for here, part, numbers in self._by_part(samples):
             for row, images in zip(np.flatnonzero(here), part.images(numbers), strict=True):
                 taken[row] = images

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxd_trainer.data.content_parts import ImageSource
-from nxd_trainer.data.images import data_uri_bytes, decode_image, image_name, is_data_uri, read_image_file
+from nxd_trainer.data.images import data_uri_bytes, decode_image, image_name, is_data_uri, read_image_file, shortened
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -84,6 +84,12 @@ class StoredImage:
     name: str | None = None  # path in the data folder; None if the content is in the entry
     offset: int = 0  # of the content in the entry
     modified: int = 0  # time of the file's last change, in nanoseconds
+
+    @property
+    def label(self) -> str:
+        """Its name and size, such as "image photo.png 640x480"."""
+        name = "" if self.name is None else f" {shortened(os.path.basename(self.name))}"
+        return f"image{name} {self.width}x{self.height}"
 
 
 class ImageWriter:

@@ -24,7 +24,7 @@ Decode = Callable[[Any], Any]
 
 _LEAST_ALLOWANCE, _ALLOWANCE_PER_BYTE = 1 << 26, 1024  # values, and bytes of texts; no format compresses better
 _LEAST_ROWS, _ROWS_PER_BYTE = 1 << 20, 16
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 1024, 1 << 26
 Row = tuple[str, Mapping[str, Any]]  # its location, such as "a.jsonl, line 3", and its values by column
 
 
@@ -126,8 +126,10 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
     def batches() -> Iterator[Any]:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_rows(path, file.metadata.num_rows)
-            yield from file.iter_batches(batch_size=_ROWS_AT_ONCE)
+            about = file.metadata
+            _check_rows(path, about.num_rows)
+            num_bytes = sum(about.row_group(index).total_byte_size for index in range(about.num_row_groups))
+            yield from file.iter_batches(batch_size=_rows_at_once(about.num_rows, num_bytes))
 
     yield from _rows_of_batches(path, batches)
 
@@ -158,8 +160,9 @@ def _rows_of_batches(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterat
             num_rows += batch.num_rows
             _check_rows(path, num_rows)
             decoders = _decoders(batch.schema)
-            for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                part = batch.slice(start, _ROWS_AT_ONCE)
+            count = _rows_at_once(batch.num_rows, batch.nbytes)
+            for start in range(0, batch.num_rows, count):
+                part = batch.slice(start, count)
                 for name, column in zip(part.schema.names, part.columns, strict=True):
                     left -= _cost(f"{path}: column {name!r}", column, left)
                 for row in part.to_pylist():
@@ -169,6 +172,11 @@ def _rows_of_batches(path: Path, batches: Callable[[], Iterator[Any]]) -> Iterat
     except arrow.ArrowException as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path} is not {path.suffix[1:]}: {reason}; fix it, or remove it from data.path") from error
+
+
+def _rows_at_once(num_rows: int, num_bytes: int) -> int:
+    """Return how many rows to hold at a time; images make rows large."""
+    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * num_rows // max(1, num_bytes)))
 
 
 def _decoders(schema: Any) -> dict[str, Decode | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -14,11 +15,12 @@ from rich.text import Text
 
 from nxd_trainer.data import Conversations, Corpus, Sequences, Tokenizer, cut_conversations
 from nxd_trainer.data.loader import shuffled
+from nxd_trainer.data.sequences import SampleImage
 
 NUM_SAMPLES = 3
 MAX_SHOWN = 600  # tokens of a document
 BAR_WIDTH = 40
-LEARNED, MASKED, BORDER, WARNING = "bold green", "dim", "blue", "bold yellow"
+LEARNED, MASKED, BORDER, IMAGE, WARNING = "bold green", "dim", "blue", "magenta", "bold yellow"
 BRACKETS = ("⟦", "⟧")  # around learned text, without colors
 # Data could otherwise steer the terminal.
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -49,11 +51,13 @@ def _show_sample(console: Console, title: str, sequences: Sequences, sample: int
     console.print(
         f"{title}: {seen} tokens, {learned} learned, {sequences.sequence_length - seen} padding", style="bold"
     )
+    [images] = sequences.images(np.array([sample]))
     starts = [*np.flatnonzero(positions[:seen] == 0).tolist(), seen]
     for document, (start, end) in enumerate(pairwise(starts)):
         if document:
             console.print(Text(f"--- document {document + 1} ---", BORDER))
-        shown = _document(inputs[start:end], labels[start:end], tokenizer, has_colors=_has_colors(console))
+        here = [replace(it, start=it.start - start, end=it.end - start) for it in images if start <= it.start < end]
+        shown = _document(inputs[start:end], labels[start:end], here, tokenizer, has_colors=_has_colors(console))
         console.print(shown)
 
 
@@ -61,20 +65,40 @@ def _has_colors(console: Console) -> bool:
     return console.color_system is not None
 
 
-def _document(inputs: NDArray[np.int64], labels: NDArray[np.int64], tokenizer: Tokenizer, *, has_colors: bool) -> Text:
-    """Return the text of inputs `[tokens]` and the last label; tokens that are labels of the loss are colored."""
+def _document(
+    inputs: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    images: Sequence[SampleImage],
+    tokenizer: Tokenizer,
+    *,
+    has_colors: bool,
+) -> Text:
+    """Return the text of inputs `[tokens]` and the last label; tokens that are labels of the loss are colored.
+
+    An image is a line about it in brackets, in the place of its tokens.
+    """
     is_learned = np.concatenate([[False], labels >= 0])
     tokens = np.append(inputs, max(int(labels[-1]), 0))[: len(is_learned) - (not is_learned[-1])]
-    text = Text()
-    shown = zip(is_learned[: len(tokens)][:MAX_SHOWN].tolist(), tokens[:MAX_SHOWN].tolist(), strict=True)
-    for learned, part in groupby(shown, key=lambda pair: pair[0]):
-        decoded = tokenizer.decode([token for _, token in part], skip_special_tokens=False).translate(_CONTROLS)
-        if learned and not has_colors:
+    image_of = np.zeros(len(tokens), dtype=np.int64)  # for each token, the number of its image, from 1
+    for number, image in enumerate(images, start=1):
+        image_of[image.start : image.end] = number
+    text, room = Text(), MAX_SHOWN
+    each = zip(image_of.tolist(), is_learned[: len(tokens)].tolist(), tokens.tolist(), strict=True)
+    for (number, learned), part in groupby(each, key=lambda it: it[:2]):
+        if number and room:
+            image = images[number - 1]
+            text.append(f"[{image.label}: {image.end - image.start} tokens]", IMAGE)
+            continue
+        ids = [] if number else [token for *_, token in part][:room]
+        room -= len(ids)
+        decoded = tokenizer.decode(ids, skip_special_tokens=False).translate(_CONTROLS)
+        if learned and ids and not has_colors:
             decoded = decoded.join(BRACKETS)
         for piece, style in _with_borders(decoded, tokenizer, LEARNED if learned else MASKED):
             text.append(piece, style)
-    if len(tokens) > MAX_SHOWN:
-        text.append(f" ... {len(tokens) - MAX_SHOWN} more tokens", BORDER)
+    rest = int((image_of == 0).sum()) - (MAX_SHOWN - room)
+    if rest:
+        text.append(f" ... {rest} more tokens", BORDER)
     return text
 
 
