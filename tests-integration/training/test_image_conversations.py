@@ -22,6 +22,7 @@ from nxd_trainer.data import (
 )
 from nxd_trainer.data.stored_images import ImageFiles
 from nxd_trainer.report import read_records
+from nxd_trainer.vision_inputs import PACKED_VISION_TYPES
 from PIL import Image
 from runs_by_hand import train_by_hand, train_in_float64
 from torch.nn import functional as F
@@ -30,7 +31,7 @@ transformers = pytest.importorskip("transformers", reason="processors need it: p
 pytest.importorskip("torchvision", reason="processors need it: pip install torchvision")
 
 SIZES = ((64, 48), (33, 90), (20, 20))  # of images in turn, width and height
-STEPS, LENGTH, RATE = 3, 96, 3e-3
+STEPS, LENGTH, RATE = 3, 180, 3e-3
 NUM_CONVERSATIONS, NUM_TRAINED = 12, 8
 # The template lacks the token that Mllama's processor puts first, and PaliGemma's adds some around a prompt.
 OTHER_TEXT = ("mllama", "paligemma")
@@ -293,6 +294,9 @@ LAYOUTS = {
     "DP 2": (2, [MICROBATCHES]),
     "TP 2": (2, [TP2]),
 }
+PACKED_LENGTH, NUM_PACKED = {"idefics3": 300, "llava_next": 400}, 2  # the eight are two sequences
+PACKED_LAYOUTS = {"one process": (1, []), "DP 2": (2, []), "TP 2": (2, [TP2])}
+QUICK_PACKED = [("qwen2_5_vl", "DP 2"), ("internvl", "one process")]
 QUICK = [("gemma3", "DP 2"), ("qwen2_5_vl", "DP 2"), ("qwen2_5_vl", "TP 2"), ("gemma3", "microbatches")]
 
 
@@ -318,6 +322,46 @@ def test_losses_are_those_of_a_loop_with_the_processor(
     assert [record.loss for record in records] == pytest.approx(losses, rel=tolerance, abs=0)
     assert records[-1].held_out_loss == pytest.approx(held_out_loss, rel=tolerance, abs=0)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=[] if (family, layout) in QUICK_PACKED else pytest.mark.slow)
+        for family in PACKED_VISION_TYPES
+        for layout in PACKED_LAYOUTS
+        if layout == "one process" or family == "qwen2_5_vl"
+    ],
+)
+def test_packed_conversations_have_the_losses_of_each_alone(
+    run_ranks, model_folder, expected_of, settings, image_data, tmp_path, family, layout
+):
+    (ranks, degrees), folder, length = PACKED_LAYOUTS[layout], model_folder(family), PACKED_LENGTH.get(family, 200)
+    entry = build_conversations(image_data, load_tokenizer(folder), ChatTemplate(folder), cache_folder=tmp_path)
+    packed, _, _ = cut_conversations(
+        open_conversations(entry, image_data), sequence_length=length, held_out_fraction=1 / 3, packed=True
+    )
+    assert len(packed) == NUM_PACKED
+    packing = ["data.packing=true", f"data.sequence_length={length}", f"train.global_batch_size={NUM_PACKED}"]
+
+    run_ranks(
+        train_in_float64,
+        ranks,
+        [*settings, f"model.path={folder}", *packing, "train.eval_every=0", *degrees],
+    )
+
+    losses, _ = expected_of(family)
+    records = read_records(tmp_path / "run/metrics.jsonl")
+    assert [record.loss for record in records] == pytest.approx(losses, rel=1e-7, abs=0)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mllama", "qwen3_5", "paligemma"])
+def test_model_that_mixes_packed_documents_is_refused(run_ranks, model_folder, settings, family):
+    settings = [*settings, f"model.path={model_folder(family)}", "data.packing=true"]
+
+    with pytest.raises(RuntimeError, match=rf"data\.packing=true .* {family}"):
+        run_ranks(train_in_float64, 1, settings)
 
 
 def test_model_whose_towers_are_left_out_refuses_images(run_ranks, model_folder, settings):

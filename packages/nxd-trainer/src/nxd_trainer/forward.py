@@ -55,7 +55,8 @@ def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Any]:
     if NUM_ITEMS in names:
         learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
         values[NUM_ITEMS] = learned / microbatches
-    return {name: values.get(name, batch.images.get(name)) for name in names if name != REFERENCE}
+    values |= batch.images
+    return {name: values.get(name) for name in names if name != REFERENCE}
 
 
 def autocast(recipe: Recipe) -> torch.autocast:

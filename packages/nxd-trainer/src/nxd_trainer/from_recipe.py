@@ -8,7 +8,6 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,12 +35,12 @@ from nxd_state import compile_backend, is_lazy_device, is_transformers_model, se
 from nxd_trace.compilers.builtin import INDUCTOR, has_cpp_compiler
 from torch import Tensor, nn
 
-from nxd_trainer.data import ImageProcessor, Tokenizer, load_tokenizer
-from nxd_trainer.data.image_processor import has_processor
+from nxd_trainer.data import Tokenizer, load_tokenizer
 from nxd_trainer.dpo import REFERENCE, with_dpo_loss
 from nxd_trainer.forward import DTYPES, NUM_ITEMS, compile_layers
 from nxd_trainer.recipe import Recipe, padded_vocab_size
 from nxd_trainer.recipe.rules import SIZES
+from nxd_trainer.vision_inputs import PACKED_TEXT_TYPES, PACKED_VISION_TYPES, image_input_names
 
 # Defaults of our Llama for keys that the recipe leaves to the architecture.
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -88,34 +87,8 @@ def recipe_model(recipe: Recipe) -> ModelSpec:
         return replace(model, make=with_dpo_loss(model.make, recipe), input_names=(*model.input_names, REFERENCE))
     if not recipe.data.chat:
         return model  # microbatches count equally many tokens, so their mean loss is the mean over tokens
-    names = (*model.input_names, *_image_input_names(recipe, model), NUM_ITEMS)
+    names = (*model.input_names, *image_input_names(recipe, model), NUM_ITEMS)
     return replace(model, input_names=(*names, _packing_input(recipe, model)) if recipe.data.packing else names)
-
-
-def image_processor_of(recipe: Recipe, model: ModelSpec) -> ImageProcessor | None:
-    """Return the processor of the images in a recipe's conversations; None if the model takes none."""
-    return _image_processor(recipe) if _image_input_names(recipe, model) else None
-
-
-def _image_input_names(recipe: Recipe, model: ModelSpec) -> list[str]:
-    """Return the names of a model's inputs for images, and for types of tokens."""
-    sees = not recipe.model.is_own_llama and recipe.model.use_of_towers != "left_out"
-    processor = _image_processor(recipe) if sees else None
-    if processor is None:
-        return []
-    taken = inspect.signature(model.make().forward).parameters
-    return [name for name in processor.input_names if name in taken]
-
-
-def _image_processor(recipe: Recipe) -> ImageProcessor | None:
-    folder = Path(tokenizer_of(recipe)[1])
-    folder = folder if folder.is_dir() else folder.parent
-    if not recipe.data.chat or recipe.dpo.beta or not has_processor(folder):
-        return None
-    try:
-        return ImageProcessor(folder, DTYPES[recipe.train.dtype])
-    except ValueError:  # which rows with images raise again; others do not need it
-        return None
 
 
 def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
@@ -135,16 +108,22 @@ def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
     model_type = model.description.config.get("model_type")
     if model.description.factory is None and model_type in PACKED_TYPES:
         return "position_ids"
-    if model_type in PACKED_TYPES_OF_TEXT:
-        if not _image_input_names(recipe, model):
+    if model.description.factory is None and model_type in (*PACKED_TYPES_OF_TEXT, *PACKED_VISION_TYPES):
+        takes_images = bool(image_input_names(recipe, model))
+        text_type = text_config(model.description.config).get("model_type")
+        if takes_images and model_type in PACKED_VISION_TYPES and text_type in (*PACKED_TYPES, *PACKED_TEXT_TYPES):
             return "position_ids"
-        raise ValueError(
-            f"data.packing=true keeps the documents of models of type {model_type} apart in text alone; set "
-            "model.towers=left_out if there are no images, or leave data.packing out"
-        )
+        if not takes_images and model_type in PACKED_TYPES_OF_TEXT:
+            return "position_ids"
+        if takes_images:
+            raise ValueError(
+                f"data.packing=true keeps the documents of models of type {model_type} with {text_type} apart in text "
+                "alone; set model.towers=left_out if there are no images, or leave data.packing out"
+            )
     raise ValueError(
-        f"data.packing=true is for our Llama and for transformers models of type {', '.join(PACKED_TYPES)}, which "
-        f"are known to keep documents apart; leave it out for {model_type or recipe.model.factory}"
+        "data.packing=true is for our Llama and for transformers models of type "
+        f"{', '.join((*PACKED_TYPES, *PACKED_VISION_TYPES))}, which are known to keep documents apart; leave it out "
+        f"for {model_type or recipe.model.factory}"
     )
 
 

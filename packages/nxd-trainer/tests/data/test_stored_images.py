@@ -1,5 +1,6 @@
 """Images in the cache and in batches: where their tokens are, cuts, changed files, and their order."""
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from nxd_trainer.data import (
+    ByteTokenizer,
     HeldOutLoader,
     TrainBatches,
     TrainLoader,
@@ -23,7 +25,9 @@ from nxd_trainer.data.chat import EncodedConversation, EncodedRow
 from nxd_trainer.data.content_parts import source_of
 from nxd_trainer.data.images import decode_image
 from nxd_trainer.data.stored_images import EncodedImage
+from nxd_trainer.report.data_preview import show_samples
 from PIL import Image
+from rich.console import Console
 
 IMAGE, WORD, ANSWER = 7, 1, 2
 
@@ -56,6 +60,9 @@ class Colors:
     def image_inputs(self, images, input_ids):
         colors = [image.getpixel((0, 0))[0] for row in images for image in row]
         return {"pixel_values": torch.tensor(colors)} if colors else {}
+
+    def positions(self, input_ids, positions, starts, inputs):
+        return {}
 
 
 def _save(folder, color):
@@ -146,6 +153,20 @@ def test_conversation_that_begins_with_an_image_that_does_not_fit_is_left_out(ma
     assert cuts.num_without_answer == 1
 
 
+def test_packed_images_are_in_the_order_of_their_documents(make):
+    found = make([("iwa", [1]), ("wa", []), ("iiwa", [2, 3]), ("iwa", [4])])
+
+    packed, _, _ = cut_conversations(found, sequence_length=12, packed=True)
+
+    everything = np.arange(len(packed))
+    rows, _, _ = packed.rows(everything)
+    assert len(packed) < 4
+    for row, images in zip(rows, packed.images(everything), strict=True):
+        tokens = [token for image in images for token in range(image.start, image.end)]
+        assert np.flatnonzero(row == IMAGE).tolist() == tokens
+    assert sorted(color for row in _colors(packed, everything) for color in row) == [1, 2, 3, 4]
+
+
 def test_images_of_mixed_sources_stay_with_their_rows(make):
     found = make([("iwa", [1]), ("wa", []), ("iiwa", [2, 3]), ("iwa", [4])])
     sequences, held_out, _ = cut_conversations(found, sequence_length=20, held_out_fraction=0.25)
@@ -226,6 +247,19 @@ def test_resumed_loader_goes_on_with_the_same_images(make):
 
     for pixels in expected:
         torch.testing.assert_close(second.next_step()[0].images["pixel_values"], pixels, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_preview_shows_images_in_the_places_of_their_tokens(make, packed):
+    found = make([("iwaiwa", [1, 2])])
+    sequences, _, _ = cut_conversations(found, sequence_length=20, packed=packed)
+    console = Console(file=io.StringIO(), width=200)
+
+    show_samples(console, sequences, ByteTokenizer(), seed=0)
+
+    shown = console.file.getvalue()
+    assert "[image 1.png 4x6: 3 tokens]\\x01⟦\\x02⟧[image 2.png 4x6: 3 tokens]\\x01⟦\\x02⟧" in shown
+    assert "more tokens" not in shown
 
 
 def test_model_without_a_processor_refuses_images(make):

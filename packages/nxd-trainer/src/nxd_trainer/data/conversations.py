@@ -218,8 +218,10 @@ class ConversationSequences:
         return [self._images_of(int(sample)) for sample in samples]
 
     def _images_of(self, sample: int) -> list[SampleImage]:
-        stored, found, at = self.conversations.images, [], 0
-        for index in range(int(self.bounds[sample]), int(self.bounds[sample + 1])) if stored is not None else ():
+        stored, found, at = self.conversations.images, list[SampleImage](), 0
+        if stored is None:
+            return found
+        for index in range(int(self.bounds[sample]), int(self.bounds[sample + 1])):
             start, length = int(self.starts[index]), int(self.lengths[index]) - 1
             for number in stored.within(start, start + length):
                 first, end = (int(bounds[number]) - start + at for bounds in (stored.starts, stored.ends))

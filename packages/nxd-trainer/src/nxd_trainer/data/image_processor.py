@@ -7,8 +7,9 @@ from it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class ImageProcessor:
 
     Attributes:
         token: the token that chat templates write for an image.
+        rope_index: the model's `get_rope_index`, for packed rows of a model whose positions have several dimensions.
 
     Raises:
         ValueError: there is no processor, it needs code or a package that is missing, or it has no token for images.
@@ -48,6 +50,7 @@ class ImageProcessor:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         self._folder, self._dtype = folder, dtype
+        self.rope_index: Callable[..., Any] | None = None
         if not has_processor(folder):
             raise ValueError(
                 f"{folder} has no image processor ({' or '.join(PROCESSOR_FILES)}), so its model takes text alone; use "
@@ -155,6 +158,43 @@ class ImageProcessor:
             said = np.maximum.accumulate(np.concatenate([np.zeros_like(learned[:, :1]), learned[:, :-1]], axis=1), 1)
             types = torch.tensor(said.astype(np.int64))
         return dict.fromkeys(names, types)
+
+    def positions(
+        self,
+        input_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        starts: Sequence[Sequence[int]],
+        inputs: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """Return the positions of packed rows whose documents are positioned apart; nothing without `rope_index`.
+
+        Args:
+            input_ids: the batch's ids `[batch, seq]`.
+            positions: positions of the tokens in their documents `[batch, seq]`.
+            starts: `[batch]` the first tokens of each row's images.
+            inputs: the inputs of images and types of tokens of the batch.
+
+        Returns:
+            `position_ids` `[4, batch, seq]`: the given ones, and the model's own in time, height and width.
+        """
+        if self.rope_index is None:
+            return {}
+        found = torch.tensor(positions).expand(4, *positions.shape).clone()
+        ids, types, grids = torch.tensor(input_ids), inputs["mm_token_type_ids"], inputs.get("image_grid_thw")
+        image = 0
+        for row, of_row in enumerate(starts):
+            borders = [*np.flatnonzero(positions[row] == 0).tolist(), positions.shape[1]]
+            for start, end in pairwise(borders):
+                count = sum(start <= first < end for first in of_row)
+                if count and grids is not None:
+                    own, _ = self.rope_index(
+                        ids[row : row + 1, start:end],
+                        mm_token_type_ids=types[row : row + 1, start:end],
+                        image_grid_thw=grids[image : image + count],
+                    )
+                    found[1:, row, start:end] = own[:, 0]
+                image += count
+        return {"position_ids": found}
 
     def _tensors(self, images: Sequence[Any]) -> dict[str, Tensor]:
         processed = self._process(images, return_tensors="pt")

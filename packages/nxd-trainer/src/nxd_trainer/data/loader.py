@@ -37,8 +37,8 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # [microbatch/dp, seq], int64; -100 for a token that is not learned
     position_ids: torch.Tensor  # [microbatch/dp, seq], int64; from 0 in each document that attends only to itself
     normalizer: torch.Tensor  # [2], int64: learned tokens of a step, and its microbatches over all ranks
-    # Inputs for images by the model's names, and types of tokens; the former are absent if it has no images. Of
-    # concatenated microbatches, inputs for images are `Microbatches`.
+    # Inputs for images by the model's names, absent if it has no images; types of tokens; and positions of several
+    # dimensions. Of concatenated microbatches, all but the types of tokens are `Microbatches`.
     images: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -86,7 +86,7 @@ class Slicer:
         batches = []
         for rank_samples in samples.reshape(self._shape)[:, self._dp_rank]:  # [microbatch/dp]
             rows = sequences.rows(rank_samples)
-            images = self._images(sequences, rank_samples, *rows[:2])
+            images = self._images(sequences, rank_samples, *rows)
             inputs, labels, positions = map(torch.tensor, rows)
             batches.append(Batch(inputs, labels, positions, normalizer, images))
         return batches
@@ -97,6 +97,7 @@ class Slicer:
         samples: NDArray[np.int64],
         inputs: NDArray[np.int64],
         labels: NDArray[np.int64],
+        positions: NDArray[np.int64],
     ) -> dict[str, torch.Tensor]:
         """Open the images of samples `[count]`, and return `Batch.images`."""
         of_rows = sequences.images(samples)
@@ -108,8 +109,10 @@ class Slicer:
                 )
             return {}
         images = [[image.open() for image in of_row] for of_row in of_rows]
-        types = self._image_processor.token_types(inputs, labels != NOT_LEARNED)
-        return types | self._image_processor.image_inputs(images, inputs)
+        found = self._image_processor.token_types(inputs, labels != NOT_LEARNED)
+        found |= self._image_processor.image_inputs(images, inputs)
+        starts = [[image.start for image in of_row] for of_row in of_rows]
+        return found | self._image_processor.positions(inputs, positions, starts, found)
 
 
 class TrainLoader:

@@ -22,13 +22,14 @@ from nxd_state import (
 
 from nxd_trainer.data import HeldOutLoader, StreamLoader, TrainBatches, TrainLoader
 from nxd_trainer.dpo import REFERENCE
-from nxd_trainer.from_recipe import build_model, image_processor_of, recipe_model
+from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.optimizers import build_optimizer
 from nxd_trainer.recipe import Recipe, check_layout
 from nxd_trainer.recipe.sections import LoraSection
 from nxd_trainer.report import Tracker
 from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
 from nxd_trainer.training.run_origin import find_origin
+from nxd_trainer.vision_inputs import image_processor_of
 
 T = TypeVar("T")
 
