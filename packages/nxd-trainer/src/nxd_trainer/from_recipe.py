@@ -111,14 +111,15 @@ def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
     if model.description.factory is None and model_type in (*PACKED_TYPES_OF_TEXT, *PACKED_VISION_TYPES):
         takes_images = bool(image_input_names(recipe, model))
         text_type = text_config(model.description.config).get("model_type")
-        if takes_images and model_type in PACKED_VISION_TYPES and text_type in (*PACKED_TYPES, *PACKED_TEXT_TYPES):
+        is_known = model_type in PACKED_VISION_TYPES and text_type in (*PACKED_TYPES, *PACKED_TEXT_TYPES)
+        if takes_images and is_known:
             return "position_ids"
         if not takes_images and model_type in PACKED_TYPES_OF_TEXT:
             return "position_ids"
         if takes_images:
             raise ValueError(
-                f"data.packing=true keeps the documents of models of type {model_type} with {text_type} apart in text "
-                "alone; set model.towers=left_out if there are no images, or leave data.packing out"
+                f"data.packing=true keeps the documents of models of type {model_type} apart in text alone; set "
+                "model.towers=left_out if there are no images, or leave data.packing out"
             )
     raise ValueError(
         "data.packing=true is for our Llama and for transformers models of type "
