@@ -293,11 +293,14 @@ LAYOUTS = {
     "microbatches": (1, [MICROBATCHES]),
     "DP 2": (2, [MICROBATCHES]),
     "TP 2": (2, [TP2]),
+    "TP 2 + SP": (2, [TP2, "parallel.sequence_parallel=true"]),
+    "CP 2": (2, ["parallel.context_parallel_size=2"]),
 }
 PACKED_LENGTH, NUM_PACKED = {"idefics3": 300, "llava_next": 400}, 2  # the eight are two sequences
 PACKED_LAYOUTS = {"one process": (1, []), "DP 2": (2, []), "TP 2": (2, [TP2])}
 QUICK_PACKED = [("qwen2_5_vl", "DP 2"), ("internvl", "one process")]
 QUICK = [("gemma3", "DP 2"), ("qwen2_5_vl", "DP 2"), ("qwen2_5_vl", "TP 2"), ("gemma3", "microbatches")]
+QUICK += [("gemma3", "CP 2"), ("qwen3_vl", "TP 2 + SP")]
 
 
 @pytest.mark.sample(2)
