@@ -4,8 +4,8 @@ import pytest
 import torch
 from hf_survey.architectures import tiny_config
 from hf_survey.vision import VISION_FAMILIES, vision_config, vision_model
-from nxd_layers.hf import find_towers
 from nxd_layers.hf.towers import count_parameters, freeze, leave_out
+from nxd_state import find_towers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 TOWERS = {

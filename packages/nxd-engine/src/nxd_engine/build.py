@@ -24,6 +24,7 @@ from nxd_pipeline import NxDPPModel
 from nxd_pipeline.partition import materialize
 from nxd_state import (
     ParallelDegrees,
+    find_towers,
     get_device,
     get_mesh,
     get_shard_spec,
@@ -31,7 +32,6 @@ from nxd_state import (
     is_transformers_model,
     move_model_to_device,
     one_random_state,
-    towers_of,
     use_loss_over_labels,
 )
 from nxd_state.parameter_marks import is_sequence_parallel
@@ -250,8 +250,9 @@ def _units(module: nn.Module, config: Mapping[str, Any]) -> set[nn.Module]:
         return set()
     layer_cls = (config["pipeline_config"] or {}).get("transformer_layer_cls")
     classes = {type(part) for part in named_transformer_layers(module, layer_cls).values()}
-    in_towers = {part for name in towers_of(module) for part in module.get_submodule(name).modules()}
-    return {part for part in module.modules() if type(part) in classes and part not in in_towers}
+    towers = tuple(f"{path}." for path in find_towers(module))
+    named = module.named_modules()
+    return {part for name, part in named if type(part) in classes and not f"{name}.".startswith(towers)}
 
 
 def _begin_sharding(config: Mapping[str, Any]) -> FullySharded:

@@ -7,10 +7,10 @@ from typing import Any
 
 from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.hf.head_linears import CopiedHeadsLinear
-from nxd_layers.hf.towers import find_towers
 from nxd_layers.hf.transformers_models import is_conv1d, output_embeddings
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
 from nxd_layers.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_state import find_towers
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 

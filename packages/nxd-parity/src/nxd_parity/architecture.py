@@ -14,6 +14,7 @@ from nxd_engine.hugging_face import check_keys, full_config, model_on_meta, read
 from nxd_layers import hf
 from nxd_layers.hf.towers import leave_out
 from nxd_pipeline.partition import materialize
+from nxd_state import find_towers
 from torch import nn
 
 from nxd_parity.case import ParityCase
@@ -161,7 +162,7 @@ def small_model(content: Mapping[str, Any]) -> nn.Module:
     """
     made: Any = model_on_meta(content)
     made.config._experts_implementation = "eager"  # the others do not support float64
-    leave_out(made, hf.find_towers(made))
+    leave_out(made, find_towers(made))
     materialize(made, hf.param_init_fn_of(made))
     with torch.no_grad():
         for parameter in made.parameters():

@@ -25,11 +25,11 @@ from nxd_engine.hugging_face import (
 from nxd_engine.hugging_face.folder import read_json_object
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, transformers_spec
-from nxd_layers.hf import find_towers, number_of_experts, parallelize, use_static_shapes
+from nxd_layers.hf import number_of_experts, parallelize, use_static_shapes
 from nxd_layers.hf.supported_models import check_context_parallel
 from nxd_layers.hf.towers import freeze, leave_out
 from nxd_pipeline.partition import hugging_face_structure
-from nxd_state import get_tensor_model_parallel_size, splits_experts
+from nxd_state import find_towers, get_tensor_model_parallel_size, splits_experts
 from torch import nn
 
 from nxd_plan.model import OwnLlama, PlannedModel, first_of_kinds, keyword_lines, numbered

@@ -129,11 +129,11 @@ from nxd_state.store_server import StoreServer, start_store_process
 
 __version__ = "0.1.0"
 from nxd_state.transformers_models import (
+    find_towers,
     is_multimodal,
     is_transformers_model,
     num_labels,
     takes_causal_lm_loss,
-    towers_of,
     use_loss_over_labels,
 )
 
@@ -237,7 +237,7 @@ __all__ = [
     # models of transformers
     "is_transformers_model",
     "is_multimodal",
-    "towers_of",
+    "find_towers",
     "takes_causal_lm_loss",
     "use_loss_over_labels",
     "num_labels",

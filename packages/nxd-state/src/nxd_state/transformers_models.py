@@ -5,9 +5,10 @@ have no labels. transformers is not imported: classes and loss functions are rec
 """
 
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_transformers_model(model: object) -> bool:
@@ -27,24 +28,40 @@ def is_multimodal(model: Any) -> bool:
     return is_transformers_model(model) and model.config.get_text_config() is not model.config
 
 
-def towers_of(model: Any) -> list[str]:
-    """Return the names of a multimodal model's encoders and projectors: what is not its language model or its head.
+def find_towers(model: Any) -> list[str]:
+    """Return the paths of the largest modules, and of single parameters, outside of a model's language model.
 
-    Others have none.
+    They are found by what transformers says of the model (its decoder, its embeddings and its head), not by names.
+
+    Args:
+        model: a model of transformers, which may be on the meta device.
+
+    Returns:
+        The paths in the model's order, such as ["model.vision_tower", "model.multi_modal_projector"]; empty for a
+        model of text alone, and for one that names no decoder.
     """
     if not is_multimodal(model):
         return []
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    path = next(name for name, module in model.named_modules() if module is decoder)
-    parts = path.split(".")
-    around = ["", *(".".join(parts[:depth]) for depth in range(1, len(parts)))]
-    return [
-        f"{outer}.{name}".lstrip(".")
-        for outer in around
-        if is_multimodal(model.get_submodule(outer))
-        for name, child in model.get_submodule(outer).named_children()
-        if child is not head and not f"{path}.".startswith(f"{outer}.{name}.".lstrip("."))
-    ]
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model:
+        return []
+    parts = (decoder, model.get_input_embeddings(), model.get_output_embeddings())
+    return list(_outside(model, "", [part for part in parts if part is not None]))
+
+
+def _outside(module: nn.Module, path: str, kept: Sequence[nn.Module]) -> Iterator[str]:
+    if any(part is module for part in kept):
+        return
+    inner = set(module.modules())
+    if not any(part in inner for part in kept):
+        if any(True for _ in module.parameters()):
+            yield path
+        return
+    prefix = f"{path}." if path else ""
+    for name, _ in module.named_parameters(recurse=False):
+        yield prefix + name
+    for name, child in module.named_children():
+        yield from _outside(child, prefix + name, kept)
 
 
 def takes_causal_lm_loss(model: Any) -> bool:

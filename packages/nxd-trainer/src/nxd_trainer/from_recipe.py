@@ -26,12 +26,12 @@ from nxd_engine.hugging_face import check_keys, config_of_type, read_model_confi
 from nxd_engine.models import LlamaConfig
 from nxd_engine.training_config import ModelSpec, llama_spec, training_config, transformers_spec
 from nxd_layers.experts import BalanceConfig, RouterLayer
-from nxd_layers.hf import find_routers, find_towers
+from nxd_layers.hf import find_routers
 from nxd_layers.hf.towers import count_parameters, freeze, leave_out
 from nxd_lora import ALL_LINEAR, LoraConfig
 from nxd_pipeline import Schedule, insert_communication, make_schedule, simulate
 from nxd_pipeline.partition import materialize
-from nxd_state import compile_backend, is_lazy_device, is_transformers_model, seed_model_parallel
+from nxd_state import compile_backend, find_towers, is_lazy_device, is_transformers_model, seed_model_parallel
 from nxd_trace.compilers.builtin import INDUCTOR, has_cpp_compiler
 from torch import Tensor, nn
 

@@ -15,10 +15,10 @@ from nxd_ckpt.boxes import Box
 from nxd_ckpt.coordinator import coordinator_for, on_every_rank
 from nxd_ckpt.interop import TensorSource, from_checkpoint
 from nxd_ckpt.interop.source import fill
-from nxd_layers.hf import find_towers, parallelize
+from nxd_layers.hf import parallelize
 from nxd_layers.hf.towers import leave_out
 from nxd_lora import check_tensors, config_from_adapter_config
-from nxd_state import active_group, get_device, move_model_to_device, splits_experts
+from nxd_state import active_group, find_towers, get_device, move_model_to_device, splits_experts
 from torch import Tensor, nn
 
 from nxd_engine.checkpoints.fill import check_names, check_ties, fill_state

@@ -12,7 +12,6 @@ from nxd_layers.hf.plans import has_plan, number_of_experts
 from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, register_style
 from nxd_layers.hf.supported_models import remember_as_compared
-from nxd_layers.hf.towers import find_towers
 from nxd_layers.hf.transformers_models import find_routers
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "register_style",
     "Target",
     "find_routers",
-    "find_towers",
     "number_of_experts",
     "use_static_shapes",
     "param_init_fn_of",

@@ -1,50 +1,13 @@
 """The parts of a multimodal model outside of its language model: towers that read images or sounds, and projectors.
 
-They are found by what transformers says of the model (its decoder, its embeddings and its head), not by names. Here
-they are frozen, or left out of a model that only sees text.
+`nxd_state.find_towers` finds them. Here they are frozen, or left out of a model that only sees text.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import nn
-
-from nxd_layers.hf.transformers_models import input_embeddings, output_embeddings, text_config
-
-
-def find_towers(model: Any) -> list[str]:
-    """Return the paths of the largest modules, and of single parameters, outside of a model's language model.
-
-    Args:
-        model: a model of transformers, which may be on the meta device.
-
-    Returns:
-        The paths in the model's order, such as ["model.vision_tower", "model.multi_modal_projector"]; empty for a
-        model of text alone, and for one that names no decoder.
-    """
-    if text_config(model) is getattr(model, "config", None):
-        return []
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is None or decoder is model:
-        return []
-    parts = (decoder, input_embeddings(model), output_embeddings(model))
-    return list(_outside(model, "", [part for part in parts if part is not None]))
-
-
-def _outside(module: nn.Module, path: str, kept: Sequence[nn.Module]) -> Iterator[str]:
-    if any(part is module for part in kept):
-        return
-    inner = set(module.modules())
-    if not any(part in inner for part in kept):
-        if any(True for _ in module.parameters()):
-            yield path
-        return
-    prefix = f"{path}." if path else ""
-    for name, _ in module.named_parameters(recurse=False):
-        yield prefix + name
-    for name, child in module.named_children():
-        yield from _outside(child, prefix + name, kept)
 
 
 def freeze(model: nn.Module, paths: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nxd_state import towers_of
+from nxd_state import find_towers
 from torch import nn
 
 from nxd_pipeline.partition.cuts import LayerClasses, layer_names
@@ -47,7 +47,8 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
     layers = _layers(model, plan, transformer_layer_cls)
     _refuse_outputs(model)
     layer_list = layers[0].rpartition(".")[0]
-    names = {module: name for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
+    names = {module: name for name, module in modules.items()}
     first = {names[it] for it in [_embeddings(model, "get_input_embeddings")] if it in names}
     last = {names[it] for it in [_embeddings(model, "get_output_embeddings")] if it in names}
     for name, (inputs, _) in plan.items():
@@ -56,8 +57,8 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
     base = getattr(model, "base_model", model)
     if base is not model:
         last |= {name for name, child in model.named_children() if child is not base and not _holds(child, layer_list)}
-    encoders = [] if _layers_read_features(model) else towers_of(model)
-    first |= set(encoders)
+    encoders = [] if _layers_read_features(model) else find_towers(model)
+    first |= modules.keys() & set(encoders)
     return ModelStructure(
         layers,
         first=frozenset(_outermost(model, first)),
@@ -71,12 +72,12 @@ def hugging_face_structure(model: nn.Module, transformer_layer_cls: LayerClasses
 
 def _layers_read_features(model: Any) -> bool:
     """Whether layers of the language model read features of an encoder, by cross-attention or deep-stack."""
-    return bool(towers_of(model)) and not set(_parameters(model.get_decoder().forward)) <= _INPUTS_OF_DECODER
+    return bool(find_towers(model)) and not set(_parameters(model.get_decoder().forward)) <= _INPUTS_OF_DECODER
 
 
 def _cross_attention_layers(model: Any, layers: Sequence[str]) -> frozenset[str]:
     """Return the layers that are not called if there is no image."""
-    if not towers_of(model):
+    if not find_towers(model):
         return frozenset()
     return frozenset(layers[it] for it in getattr(model.config.get_text_config(), "cross_attention_layers", ()))
 
@@ -123,7 +124,7 @@ def _layers(model: nn.Module, plan: dict[str, Any], transformer_layer_cls: Layer
 def _lists_of_blocks(model: nn.Module) -> list[str]:
     """Return lists of modules that the model declares unsplittable; else lists of one class with submodules."""
     unsplit = set(getattr(model, "_no_split_modules", None) or ())
-    encoders = tuple(f"{name}." for name in towers_of(model))
+    encoders = tuple(f"{name}." for name in find_towers(model))
     declared: list[str] = []
     alike: list[str] = []
     for name, module in model.named_modules():
