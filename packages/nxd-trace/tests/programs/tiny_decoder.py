@@ -41,11 +41,8 @@ class TinyDecoder(nn.Module):
         return [CacheLayer(HEADS // active_group("tp").size, SIZE, SIZE, torch.float64)]
 
     def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView) -> Tensor:
-        return self.attended(self.model["tokens"][input_ids] + self.model["places"][positions], cache)
-
-    def attended(self, hidden: Tensor, cache: CacheView) -> Tensor:
-        """Return the logits after the last column of hidden states `[batch, seq, hidden]`."""
         part = self.model
+        hidden = part["tokens"][input_ids] + part["places"][positions]  # [batch, seq, hidden]
         query, key, value = (
             torch.einsum("bsh,ndh->bnsd", hidden, part[name]) for name in ("to_query", "to_key", "to_value")
         )
@@ -69,18 +66,30 @@ FEATURES = PromptInputShapes(HIDDEN, torch.float64, layers=(0,), num_axes=2, lon
 
 
 class DecoderWithFeatures(TinyDecoder):
-    """Reads features in place of tokens, and tells places by the sum of two rotary positions."""
+    """Two layers of equal weights, so that what tokens before the last attend to matters.
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, cache: CacheView, inputs: TokenInputs | None = None
-    ) -> Tensor:
+    Reads features in place of tokens, and tells places by the mean of two rotary positions.
+    """
+
+    def cache_layers(self) -> list[CacheLayer]:
+        return super().cache_layers() * 2
+
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: CacheView, inputs: TokenInputs) -> Tensor:
         del positions
         part = self.model
         hidden = part["tokens"][input_ids]
         if inputs.features is not None:
             hidden = torch.where(inputs.is_given.unsqueeze(-1), inputs.features[:, :, 0], hidden)
             hidden = hidden + inputs.features[:, :, 1]
-        return self.attended(hidden + part["places"][inputs.rotary.sum(-1) // 2], cache)
+        hidden = hidden + part["places"][inputs.rotary.sum(-1) // 2]
+        for layer in range(2):
+            query, key, value = (
+                torch.einsum("bsh,ndh->bnsd", hidden, part[name]) for name in ("to_query", "to_key", "to_value")
+            )
+            key, value = cache.update(key, value, layer)
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=cache.mask)
+            hidden = hidden + all_reduce(mixed.transpose(1, 2).flatten(2) @ part["mix"].T, active_group("tp"))
+        return hidden[:, -1] @ part["head"].T
 
 
 class ReadsAtMostTwoColumns(TinyDecoder):
@@ -100,7 +109,7 @@ class LargerVocabulary(TinyDecoder):
         self.model["head"] = nn.Parameter(torch.zeros(VOCAB + 1, HIDDEN, dtype=torch.float64))
 
 
-def plain_logits(tokens: list[int], inputs: PromptInputs | None = None) -> Tensor:
+def plain_logits(tokens: list[int], inputs: PromptInputs | None = None, num_layers: int = 1) -> Tensor:
     """Return the logits after the last token, `[vocab]`, computed without a cache."""
     whole = weights()
     hidden, places = whole["tokens"][tokens], torch.arange(len(tokens))
@@ -112,15 +121,19 @@ def plain_logits(tokens: list[int], inputs: PromptInputs | None = None) -> Tenso
         for start, stop in inputs.spans:
             mask[start:stop, start:stop] = True
     hidden = hidden + whole["places"][places]
-    query, key, value = (
-        torch.einsum("sh,ndh->nsd", hidden, whole[name]) for name in ("to_query", "to_key", "to_value")
-    )
-    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return (hidden + mixed.permute(1, 0, 2).flatten(1) @ whole["mix"].T)[-1] @ whole["head"].T
+    for _ in range(num_layers):
+        query, key, value = (
+            torch.einsum("sh,ndh->nsd", hidden, whole[name]) for name in ("to_query", "to_key", "to_value")
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        hidden = hidden + mixed.permute(1, 0, 2).flatten(1) @ whole["mix"].T
+    return hidden[-1] @ whole["head"].T
 
 
-def plain_greedy(prompt: list[int], new_tokens: int, inputs: PromptInputs | None = None) -> list[int]:
+def plain_greedy(
+    prompt: list[int], new_tokens: int, inputs: PromptInputs | None = None, num_layers: int = 1
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(new_tokens):
-        tokens.append(int(plain_logits(tokens, inputs).argmax()))
+        tokens.append(int(plain_logits(tokens, inputs, num_layers).argmax()))
     return tokens[len(prompt) :]
