@@ -206,26 +206,45 @@ class OfDifferentParts(Chain):
         return super().forward(hidden)
 
 
+class ReturnsFeatures(Chain):
+    """Returns what its units start from as well, for the inputs of one replica only, as features of images."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        has_images = bool(hidden[0, 0] > inputs_of_all()[::SAMPLES, 0].mean())
+        features = self.encoder(hidden) if has_images else None
+        return super().forward(hidden if features is None else features), features
+
+
+def backward_of_loss(model, inputs, parts):
+    output = model(inputs)
+    loss = output if isinstance(output, torch.Tensor) else output[0]
+    (loss / parts).backward()
+
+
+@pytest.mark.parametrize("model_class", [OfDifferentParts, ReturnsFeatures], ids=lambda it: it.__name__)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_gradients_that_one_replica_lacks_do_not_change_the_order_of_messages(run_ranks, reshard):
+def test_what_one_replica_lacks_does_not_change_the_order_of_messages(run_ranks, model_class, reshard):
     def train_it():
         initialize_model_parallel()
-        model = make(OfDifferentParts)
+        model = make(model_class)
         fully_shard([model], units_of(model), reshard_after_forward=reshard)
         optimizer = NeuronZero1Optimizer(
             model.parameters(), torch.optim.SGD, grad_clipping=False, shard_gradients=True, lr=0.1
         )
-        loss = model(my_inputs())
         with torch.no_grad():
             model(my_inputs())
         with optimizer.each_backward(list(model.parameters())):
-            loss.backward()
+            backward_of_loss(model, my_inputs(), 1)
         optimizer.step()
         with whole_parameters(model.parameters()):
             return {name: it.detach().clone() for name, it in model.named_parameters()}
 
     for of_rank in run_ranks(train_it, 2):
-        assert_equal(of_rank, by_one_process(OfDifferentParts, backward_once))
+        assert_equal(of_rank, by_one_process(model_class, backward_of_loss))
 
 
 class KeepsALoss(Unit):
