@@ -287,17 +287,27 @@ def settings(image_data, tmp_path):
     ]
 
 
-TP2, MICROBATCHES = "parallel.tensor_parallel_size=2", "train.gradient_accumulation_steps=4"
+TP2, PP2 = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
+CP2, MICROBATCHES = "parallel.context_parallel_size=2", "train.gradient_accumulation_steps=4"
 LAYOUTS = {
     "one process": (1, []),
     "microbatches": (1, [MICROBATCHES]),
     "DP 2": (2, [MICROBATCHES]),
     "TP 2": (2, [TP2]),
     "TP 2 + SP": (2, [TP2, "parallel.sequence_parallel=true"]),
-    "CP 2": (2, ["parallel.context_parallel_size=2"]),
+    "CP 2": (2, [CP2]),
+    "PP 2": (2, [PP2, MICROBATCHES]),
+    "TP 2 x PP 2": (4, [TP2, PP2, MICROBATCHES]),
+    "DP 2, ZeRO-3": (2, ["parallel.zero_stage=3", MICROBATCHES]),
 }
 PACKED_LENGTH, NUM_PACKED = {"idefics3": 300, "llava_next": 400}, 2  # the eight are two sequences
-PACKED_LAYOUTS = {"one process": (1, []), "DP 2": (2, []), "TP 2": (2, [TP2])}
+PACKED_LAYOUTS = {
+    "one process": (1, []),
+    "DP 2": (2, []),
+    "TP 2": (2, [TP2]),
+    "CP 2": (2, [CP2]),
+    "PP 2": (2, [PP2, "train.gradient_accumulation_steps=2"]),
+}
 QUICK_PACKED = [("qwen2_5_vl", "DP 2"), ("internvl", "one process")]
 QUICK = [("gemma3", "DP 2"), ("qwen2_5_vl", "DP 2"), ("qwen2_5_vl", "TP 2"), ("gemma3", "microbatches")]
 QUICK += [("gemma3", "CP 2"), ("qwen3_vl", "TP 2 + SP")]
