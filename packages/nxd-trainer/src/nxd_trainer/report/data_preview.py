@@ -16,6 +16,7 @@ from rich.text import Text
 from nxd_trainer.data import Conversations, Corpus, Sequences, Tokenizer, cut_conversations
 from nxd_trainer.data.loader import shuffled
 from nxd_trainer.data.sequences import SampleImage
+from nxd_trainer.report.thumbnails import thumbnail
 
 NUM_SAMPLES = 3
 MAX_SHOWN = 600  # tokens of a document
@@ -59,6 +60,10 @@ def _show_sample(console: Console, title: str, sequences: Sequences, sample: int
         here = [replace(it, start=it.start - start, end=it.end - start) for it in images if start <= it.start < end]
         shown = _document(inputs[start:end], labels[start:end], here, tokenizer, has_colors=_has_colors(console))
         console.print(shown)
+        if _has_colors(console):  # without, a picture would be a block of equal characters
+            for image in here:
+                console.print(Text(image.label.translate(_CONTROLS), IMAGE))
+                console.print(thumbnail(image.open()))
 
 
 def _has_colors(console: Console) -> bool:
@@ -87,7 +92,7 @@ def _document(
     for (number, learned), part in groupby(each, key=lambda it: it[:2]):
         if number and room:
             image = images[number - 1]
-            text.append(f"[{image.label}: {image.end - image.start} tokens]", IMAGE)
+            text.append(f"[{image.label.translate(_CONTROLS)}: {image.end - image.start} tokens]", IMAGE)
             continue
         ids = [] if number else [token for *_, token in part][:room]
         room -= len(ids)
