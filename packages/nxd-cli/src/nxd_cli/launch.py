@@ -91,6 +91,7 @@ def _environment(nproc: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_per_rank(nproc)),
         PEERS_SECRET: secrets.token_hex(),  # other users of this machine could read it from the store
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "PYTHONHASHSEED": "0",  # some models call modules in the order of a set, which must not differ between ranks
     }
     return overridable | dict(os.environ) | own
 

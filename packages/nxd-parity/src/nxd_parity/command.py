@@ -75,7 +75,6 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(_parser(), remaining)
     if options.hf is not None and options.nproc is None:
         options.nproc = 2
-    os.environ.setdefault("PYTHONHASHSEED", "0")  # Gemma 3 calls a module in the order of a set, on each rank another
     code = started_ranks(options.nproc, "parity", arguments)
     if code is not None:
         return code

@@ -38,6 +38,7 @@ from nxd_engine.checkpoints.model_description import (
     adapter_in,
     common_dtype,
     description_of,
+    find_description,
     holds_adapter_alone,
     model_dtype,
     tokenizer_in,
@@ -231,7 +232,8 @@ def open_checkpointed_model(
         raise ValueError(
             f"{where} has no moving average of the weights; leave --ema out. Runs with train.ema_decay keep one"
         )
-    has_base, left_out = not holds_adapter_alone(checkpoint), description_of(checkpoint).left_out
+    stored = find_description(checkpoint)  # other programs' checkpoints have none
+    has_base, left_out = not holds_adapter_alone(checkpoint), () if stored is None else stored.left_out
     if has_base and not left_out:
         weights = model_weights(checkpoint, description, averaged=averaged)
         return OpenedModel(description, weights, model_dtype(checkpoint), where, tokenizer)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nxd_state import find_towers
+from nxd_state import find_towers, is_multimodal
 from torch import nn
 
 from nxd_pipeline.partition.cuts import LayerClasses, layer_names
@@ -77,7 +77,7 @@ def _layers_read_features(model: Any) -> bool:
 
 def _cross_attention_layers(model: Any, layers: Sequence[str]) -> frozenset[str]:
     """Return the layers that are not called if there is no image."""
-    if not find_towers(model):
+    if not is_multimodal(model):
         return frozenset()
     return frozenset(layers[it] for it in getattr(model.config.get_text_config(), "cross_attention_layers", ()))
 
