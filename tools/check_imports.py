@@ -39,15 +39,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nxd_pipeline": {"nxd_state"},
     "nxd_optim": {"nxd_state"},
     "nxd_trace": {"nxd_state"},
+    "nxd_data": {"nxd_state"},
     "nxd_trainer": PIECES
-    | {"nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli", "nxd_doctor", "nxd_elastic", "nxd_plan", "nxd_parity"},
-    "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_trainer"},
+    | {"nxd_data", "nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli", "nxd_doctor", "nxd_elastic", "nxd_plan"}
+    | {"nxd_parity"},
+    "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_data"},
     "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
 }
 
 # Files that users reach only through an extra may import that extra's dependencies at module level.
 EXTRAS_AT_MODULE_LEVEL = {
-    "nxd_trainer/data/template_process.py": {"jinja2"},  # a program, which nothing imports
+    "nxd_data/template_process.py": {"jinja2"},  # a program, which nothing imports
 }
 
 IMPORT_NAMES = {"pyyaml": "yaml"}  # where it is not the distribution's name with underscores

@@ -43,11 +43,11 @@ from nxd_ckpt.interop import (
     write_torch_dcp,
 )
 from nxd_ckpt.interop.neuronx import Split
+from nxd_data.sources import find_text_files, scan_text_files
+from nxd_data.tokenizer import load_tokenizer
 from nxd_engine.hugging_face import model_on_meta, read_config
 from nxd_lora import read_peft_config
 from nxd_trace.manifest import ModelManifest
-from nxd_trainer.data.sources import find_text_files, scan_text_files
-from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.recipe import RecipeError, load_recipe
 from torch.distributed import checkpoint as dcp
 

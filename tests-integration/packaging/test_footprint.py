@@ -16,6 +16,7 @@ PACKAGES = [
     "nxd_ckpt",
     "nxd_trace",
     "nxd_lora",
+    "nxd_data",
     "nxd_engine",
     "nxd_trainer",
     "neuronx_distributed",

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hf_survey.vision import VISION_FAMILIES, vision_processor, write_vision_folder
-from nxd_parity import InFloat64
-from nxd_trainer.data import (
+from nxd_data import (
     ChatTemplate,
     ImageProcessor,
     build_conversations,
@@ -20,7 +19,8 @@ from nxd_trainer.data import (
     load_tokenizer,
     open_conversations,
 )
-from nxd_trainer.data.stored_images import ImageFiles
+from nxd_data.stored_images import ImageFiles
+from nxd_parity import InFloat64
 from nxd_trainer.report import read_records
 from nxd_trainer.vision_inputs import PACKED_VISION_TYPES
 from PIL import Image

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from nxd_data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
 from nxd_lora import save_peft_adapter
 from nxd_parity import InFloat64
-from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.report import read_records
 from nxd_trainer.training import prepare_run
 from runs_by_hand import SIZES, settings_of_own_llama, train_by_hand, train_in_float64

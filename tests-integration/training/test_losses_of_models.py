@@ -9,8 +9,8 @@ import json
 import pytest
 import runs_by_hand
 import torch
+from nxd_data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
 from nxd_parity import InFloat64
-from nxd_trainer.data import ByteTokenizer, TrainLoader, build_corpus, open_corpus, pack_corpus
 from nxd_trainer.report import read_records
 from runs_by_hand import settings_of_own_llama, train_by_hand, train_in_float64
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import nxd_ckpt
 import pytest
 import torch
+from nxd_data.loader import TrainLoader
 from nxd_state import get_world_group, initialize_model_parallel
-from nxd_trainer.data.loader import TrainLoader
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import StepRecord, read_records
 from nxd_trainer.report.run_log import count_warnings, read_events

@@ -12,8 +12,8 @@ import pytest
 import runs_by_hand
 import torch
 from beside_trl import losses_of_sft
+from nxd_data.loader import shuffled
 from nxd_state import initialize_model_parallel
-from nxd_trainer.data.loader import shuffled
 from nxd_trainer.from_recipe import PACKED_TYPES
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records

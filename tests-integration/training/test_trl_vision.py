@@ -13,8 +13,8 @@ import torch
 from beside_trl import losses_of_sft
 from hf_survey.vision import write_vision_folder
 from hf_survey.vision_batch import picture
+from nxd_data.loader import shuffled
 from nxd_state import initialize_model_parallel
-from nxd_trainer.data.loader import shuffled
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import train

@@ -31,11 +31,11 @@ GOOD = {"prompt": "once upon a time", "max_tokens": 16, "temperature": 0}
 def serve_small_llama() -> None:
     """What the server's process does."""
     import torch  # noqa: PLC0415 - not for the clients
+    from nxd_data import ByteTokenizer  # noqa: PLC0415
     from nxd_engine.models import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
     from nxd_trace.generation import compile_generator  # noqa: PLC0415
     from nxd_trace.serving import CompletionService, ServerLimits, serve  # noqa: PLC0415
     from nxd_trainer.compiled_generation import BuildLlamaDecoder  # noqa: PLC0415
-    from nxd_trainer.data import ByteTokenizer  # noqa: PLC0415
 
     config = LlamaConfig(
         vocab_size=257,

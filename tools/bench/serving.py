@@ -46,11 +46,11 @@ def prompts_of(number: int) -> list[str]:
 def serve_llama(batch_size: int, compiler: str) -> None:
     """What the server's process does."""
     import torch  # noqa: PLC0415 - not for the clients
+    from nxd_data import ByteTokenizer  # noqa: PLC0415
     from nxd_engine.models import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
     from nxd_trace.generation import compile_generator  # noqa: PLC0415
     from nxd_trace.serving import CompletionService, serve  # noqa: PLC0415
     from nxd_trainer.compiled_generation import BuildLlamaDecoder  # noqa: PLC0415
-    from nxd_trainer.data import ByteTokenizer  # noqa: PLC0415
 
     config = LlamaConfig(**SIZES)  # type: ignore[arg-type]
     torch.manual_seed(0)

@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from nxd_data.sources import find_text_files, scan_text_files
+from nxd_data.tokenizer import load_tokenizer
 from nxd_engine.hugging_face import model_on_meta, read_config
 from nxd_state import initialize_model_parallel
-from nxd_trainer.data.sources import find_text_files, scan_text_files
-from nxd_trainer.data.tokenizer import load_tokenizer
 from nxd_trainer.recipe import RecipeError, load_recipe
 from nxd_trainer.training.output_folder import open_output
 from nxd_trainer.training.run_data import open_data, prepare_data

@@ -10,7 +10,7 @@ from torch import Tensor
 from nxd_lightning.lightning_package import lightning
 
 try:
-    from nxd_trainer.data import (
+    from nxd_data import (
         Batch,
         HeldOutLoader,
         PackedSequences,
@@ -22,7 +22,7 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ImportError(
-        "TextDataModule reads text with nxd-trainer, which is not installed; pip install 'nxd-lightning[text]'"
+        "TextDataModule reads text with nxd-data, which is not installed; pip install 'nxd-lightning[text]'"
     ) from error
 
 _LightningDataModule: Any = lightning().LightningDataModule

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from nxd_data import Batch
 from nxd_layers.activation_checkpoint import named_transformer_layers
+from nxd_pipeline import Microbatches
 from nxd_state import compile_backend, get_device, is_lazy_device, keep_compiled_code_private, widest_float
 from torch import nn
 
-from nxd_trainer.data import Batch
 from nxd_trainer.dpo import REFERENCE
 from nxd_trainer.recipe import Recipe
 from nxd_trainer.recipe.sections import DTYPE_NAMES
@@ -55,7 +56,7 @@ def model_inputs(names: Sequence[str], batch: Batch) -> dict[str, Any]:
     if NUM_ITEMS in names:
         learned, microbatches = batch.normalizer.to(widest_float(batch.normalizer.device)).unbind()
         values[NUM_ITEMS] = learned / microbatches
-    values |= batch.images
+    values |= {name: Microbatches(it) if isinstance(it, list) else it for name, it in batch.images.items()}
     return {name: values.get(name) for name in names if name != REFERENCE}
 
 

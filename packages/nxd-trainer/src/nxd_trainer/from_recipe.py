@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from nxd_cli.command import import_named
+from nxd_data import Tokenizer, load_tokenizer
 from nxd_engine import NxDModel, initialize_parallel_model
 from nxd_engine.checkpoints.merged_weights import model_on_meta_of
 from nxd_engine.checkpoints.model_description import (
@@ -35,7 +36,6 @@ from nxd_state import compile_backend, find_towers, is_lazy_device, is_transform
 from nxd_trace.compilers.builtin import INDUCTOR, has_cpp_compiler
 from torch import Tensor, nn
 
-from nxd_trainer.data import Tokenizer, load_tokenizer
 from nxd_trainer.dpo import REFERENCE, with_dpo_loss
 from nxd_trainer.forward import DTYPES, NUM_ITEMS, compile_layers
 from nxd_trainer.recipe import Recipe, padded_vocab_size

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nxd_data import Tokenizer
 from nxd_engine.checkpoints.merged_weights import load_model
 from nxd_engine.models import LlamaCache
 from nxd_state import active_group, all_gather, get_device, is_multimodal, is_transformers_model
 from nxd_trace.generation import SamplingSettings, choose_token
 from torch import Tensor, nn
 
-from nxd_trainer.data import Tokenizer
 from nxd_trainer.opened_model import OpenedModel, TextCodec, open_codec, open_model_together
 
 _CROSS_MASK = "cross_attention_mask"

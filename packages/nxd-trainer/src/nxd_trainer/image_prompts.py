@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from nxd_data.chat import ChatTemplate
+from nxd_data.image_processor import ImageProcessor
+from nxd_data.images import MAX_PIXELS, decode_image
 from torch import Tensor
-
-from nxd_trainer.data.chat import ChatTemplate
-from nxd_trainer.data.image_processor import ImageProcessor
-from nxd_trainer.data.images import MAX_PIXELS, decode_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image

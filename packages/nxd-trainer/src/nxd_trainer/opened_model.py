@@ -22,6 +22,9 @@ from nxd_ckpt.interop import (
     open_hugging_face,
     write_companions,
 )
+from nxd_data import Tokenizer, load_tokenizer
+from nxd_data.chat import ChatTemplate, NoChatTemplateError
+from nxd_data.image_processor import ImageProcessor
 from nxd_engine.checkpoints.find import open_own, open_own_together
 from nxd_engine.checkpoints.merged_weights import (
     ModelTensors,
@@ -61,10 +64,6 @@ from nxd_engine.rank_sync import run_or_raise_peer_error
 from nxd_lora import name_from_peft
 from nxd_state import is_multimodal
 from nxd_trace.serving.detokenizer import special_token
-
-from nxd_trainer.data import Tokenizer, load_tokenizer
-from nxd_trainer.data.chat import ChatTemplate, NoChatTemplateError
-from nxd_trainer.data.image_processor import ImageProcessor
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"

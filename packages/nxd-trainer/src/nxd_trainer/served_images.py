@@ -17,10 +17,10 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from nxd_data.images import data_uri_bytes, is_data_uri, shortened
 from nxd_trace.errors import RequestError
 from nxd_trace.generation import PromptInputs
 
-from nxd_trainer.data.images import data_uri_bytes, is_data_uri, shortened
 from nxd_trainer.image_prompts import ImagePrompts
 
 MAX_IMAGES = 32  # of a conversation

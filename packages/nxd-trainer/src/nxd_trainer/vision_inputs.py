@@ -3,10 +3,10 @@
 import inspect
 from pathlib import Path
 
+from nxd_data import ImageProcessor
+from nxd_data.image_processor import has_processor
 from nxd_engine.training_config import ModelSpec
 
-from nxd_trainer.data import ImageProcessor
-from nxd_trainer.data.image_processor import has_processor
 from nxd_trainer.forward import DTYPES
 from nxd_trainer.recipe import Recipe
 

@@ -421,3 +421,27 @@ def test_steps_of_epochs_are_counted_later():
     recipe = load_recipe(overrides=["train.epochs=0.5", "train.stop_after=1000", *decay])
 
     assert (recipe.train.epochs, recipe.train.stop_after) == (0.5, 1000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["data.column=text", "data.path=x"],
+            "cannot hold out data.held_out_fraction=0.05; set data.eval",
+        ),
+        (["data.held_out_fraction=0"], "data.streaming=true reads rows of text; set data.column to the column"),
+        (
+            ["data.held_out_fraction=0", "data.column=text", "data.path=x", "train.epochs=2"],
+            "data.streaming=true reads an endless stream of text, which train.epochs does not support; leave one out",
+        ),
+    ],
+)
+def test_recipe_whose_options_need_all_data_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(None, ["data.streaming=true", *settings])
+
+
+def test_buffer_without_a_stream_is_refused():
+    with pytest.raises(ValueError, match=r"data\.shuffle_buffer_size=9 is for data\.streaming=true"):
+        load_recipe(None, ["data.shuffle_buffer_size=9"])

@@ -44,12 +44,12 @@ def main(arguments: Sequence[str]) -> int:
     if is_launched():
         raise UserError("nxd data runs in one process; start it without torchrun")
 
+    from nxd_data import Conversations, Corpus, PairSequences  # noqa: PLC0415
+    from nxd_data.sources import holds_tokens  # noqa: PLC0415
     from nxd_engine.hugging_face import text_config  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    from nxd_trainer.data import Conversations, Corpus, PairSequences  # noqa: PLC0415
-    from nxd_trainer.data.sources import holds_tokens  # noqa: PLC0415
     from nxd_trainer.from_recipe import recipe_model, tokenizer_of  # noqa: PLC0415
     from nxd_trainer.report.data_preview import (  # noqa: PLC0415
         WARNING,

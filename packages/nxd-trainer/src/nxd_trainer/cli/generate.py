@@ -248,7 +248,7 @@ def _write_texts(
 def _read_next_image(name: str, reader: PromptReader) -> list[tuple[str, bytes]]:
     """Return the image of a line of a conversation, which goes on if it cannot be read."""
     try:
-        from nxd_trainer.data.images import decode_image  # noqa: PLC0415
+        from nxd_data.images import decode_image  # noqa: PLC0415
 
         _ = reader.images  # not of a model that reads text alone
         images = read_images([name])

@@ -228,8 +228,8 @@ def data_keys(text: str, model: str | None) -> Keys:
 
 def _first_row(path: Path) -> Keys | None:
     """The first row of a file, or of the first file of a folder, that holds rows; None for plain text."""
-    from nxd_trainer.data.sources import TABLE_SUFFIXES, find_tables  # noqa: PLC0415 - it loads numpy
-    from nxd_trainer.data.tables import read_rows  # noqa: PLC0415
+    from nxd_data.sources import TABLE_SUFFIXES, find_tables  # noqa: PLC0415 - it loads numpy
+    from nxd_data.tables import read_rows  # noqa: PLC0415
 
     tables = [path] if path.is_file() and path.suffix in TABLE_SUFFIXES else []
     if path.is_dir():

@@ -62,7 +62,7 @@ class PromptReader:
         """Return the prompt of a text to continue."""
         if images:
             return Prompt(*reports_user_errors(lambda: self.images.encode_text(text, images)))
-        from nxd_trainer.data.tokenizer import encode_prompt  # noqa: PLC0415
+        from nxd_data.tokenizer import encode_prompt  # noqa: PLC0415
 
         return Prompt(reports_user_errors(lambda: encode_prompt(self._codec.tokenizer, text)))
 
@@ -81,7 +81,7 @@ class PromptReader:
 
 def read_images(names: Sequence[str]) -> list[tuple[str, bytes]]:
     """Return names and contents of image files; raises UserError if one cannot be read."""
-    from nxd_trainer.data.images import read_image_file  # noqa: PLC0415
+    from nxd_data.images import read_image_file  # noqa: PLC0415
 
     def read(name: str) -> bytes:
         file = Path(name).resolve()

@@ -9,13 +9,13 @@ from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from nxd_data import Conversations, Corpus, Sequences, Tokenizer, cut_conversations
+from nxd_data.loader import shuffled
+from nxd_data.sequences import SampleImage
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nxd_trainer.data import Conversations, Corpus, Sequences, Tokenizer, cut_conversations
-from nxd_trainer.data.loader import shuffled
-from nxd_trainer.data.sequences import SampleImage
 from nxd_trainer.report.thumbnails import thumbnail
 
 NUM_SAMPLES = 3

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from nxd_data import Batch
 from nxd_parity import ParityCase
 from torch import Tensor
 
-from nxd_trainer.data import Batch
 from nxd_trainer.forward import model_inputs
 from nxd_trainer.from_recipe import nxd_config, recipe_model, tokenizer_of, whole_model
 from nxd_trainer.optimizers import check_is_exact, optimizer_arguments, optimizer_class, parameter_groups

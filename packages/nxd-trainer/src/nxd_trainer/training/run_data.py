@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-
-from nxd_trainer.data import (
+from nxd_data import (
     ChatTemplate,
     Conversations,
     Corpus,
@@ -39,7 +38,8 @@ from nxd_trainer.data import (
     stream_files,
     stream_hub,
 )
-from nxd_trainer.data.sources import TABLE_SUFFIXES
+from nxd_data.sources import TABLE_SUFFIXES
+
 from nxd_trainer.from_recipe import tokenizer_of
 from nxd_trainer.recipe import Recipe, RecipeError
 from nxd_trainer.recipe.rules import consistency_mistakes

@@ -16,14 +16,14 @@ import numpy as np
 import nxd_state
 import torch
 from nxd_cli.launch import LAUNCHER_PID
+from nxd_data import Conversations
+from nxd_data.conversations import cut_lengths
+from nxd_data.preferences import PairSequences
 from nxd_optim import NeuronZero1Optimizer
 from nxd_state import all_gather_object, count_traffic, get_device, get_world_group, is_cpu
 from nxd_state.processes import Process
 from torch import Tensor
 
-from nxd_trainer.data import Conversations
-from nxd_trainer.data.conversations import cut_lengths
-from nxd_trainer.data.preferences import PairSequences
 from nxd_trainer.report import RunLog, peak_memory_bytes
 from nxd_trainer.training.run_state import RunState
 

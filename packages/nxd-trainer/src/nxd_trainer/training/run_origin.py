@@ -13,13 +13,13 @@ from typing import Any
 import nxd_ckpt
 from nxd_ckpt import CheckpointError
 from nxd_ckpt.interop import GENERATION_CONFIG_FILE, is_of_tokenizer, read_companions
+from nxd_data import ChatTemplate, Conversation, Tokenizer
 from nxd_engine.checkpoints.find import find_checkpoint
 from nxd_engine.checkpoints.model_description import BYTES, InitialWeights, find_description, holds_adapter_alone
 from nxd_engine.hugging_face import CONFIG_FILE
 from nxd_engine.hugging_face.folder import parse_json_object
 from nxd_engine.hugging_face.loading import weights_fingerprint
 
-from nxd_trainer.data import ChatTemplate, Conversation, Tokenizer
 from nxd_trainer.from_recipe import tokenizer_of
 from nxd_trainer.recipe import Recipe
 

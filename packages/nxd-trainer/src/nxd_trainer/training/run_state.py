@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, TypeVar
 
+from nxd_data import HeldOutLoader, StreamLoader, TrainBatches, TrainLoader
 from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.adapters import check_can_be_merged
 from nxd_engine.checkpoints.model_description import ModelDescription
@@ -20,7 +21,6 @@ from nxd_state import (
     is_lazy_device,
 )
 
-from nxd_trainer.data import HeldOutLoader, StreamLoader, TrainBatches, TrainLoader
 from nxd_trainer.dpo import REFERENCE
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.optimizers import build_optimizer

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from nxd_data import Batch, concatenate, held_out_batches
 from nxd_layers.experts import RouterStatistics
 from nxd_optim import LossScaleTooSmallError
 from nxd_state import (
@@ -27,7 +28,6 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_trainer.data import Batch, concatenate, held_out_batches
 from nxd_trainer.dpo import REFERENCE, model_of_reference, reference_log_probs
 from nxd_trainer.forward import autocast, model_inputs
 from nxd_trainer.optimizers import learning_rate_on, scheduled_rate
