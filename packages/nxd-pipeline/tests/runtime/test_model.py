@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nxd_pipeline import Microbatches
 from nxd_pipeline.model import NxDPPModel
 from nxd_pipeline.partition import Stage
 from nxd_pipeline.runtime import p2p
@@ -307,6 +308,30 @@ def test_train_with_wrong_inputs_raises_on_every_rank(run_ranks, make_model, mak
             pipeline.run_train(**batch)
 
     run_ranks(train, 2)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)]).double()
+
+    def forward(self, hidden, scale):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (hidden * scale).square().mean()
+
+
+def test_beside_inputs_that_are_already_microbatches_a_number_is_given_to_each(run_ranks):
+    hidden = torch.arange(24.0, dtype=torch.float64).view(6, 4)
+
+    def train():
+        initialize_model_parallel(pipeline_model_parallel_size=2)
+        pipeline = NxDPPModel(Scaled(), nn.Linear, 2, auto_partition=True, broadcast_and_average_loss=True)
+        return pipeline.run_train(hidden=Microbatches(hidden.split([2, 4])), scale=3.0).item()
+
+    expected = sum(Scaled()(part, 3.0).item() for part in hidden.split([2, 4])) / 2
+    assert run_ranks(train, 2) == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 class Masked(nn.Module):

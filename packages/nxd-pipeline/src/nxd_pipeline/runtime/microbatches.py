@@ -37,10 +37,10 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
     """Split a batch into equal microbatches, in order, as views.
 
     Tensors of `[batch, ...]` are cut; those of `[1, ...]`, scalars and everything else go to each microbatch whole.
-    `Microbatches` are split already.
+    `Microbatches` are split already; beside them there need not be a tensor to cut.
 
     Raises:
-        ValueError: there is no tensor to cut, tensors disagree about the batch, or it cannot be cut evenly; or
+        ValueError: nothing has microbatches, tensors disagree about the batch, or it cannot be cut evenly; or
             `Microbatches` have another number of values.
     """
     split = {name: value for name, value in batch.items() if isinstance(value, Microbatches)}
@@ -48,18 +48,18 @@ def split_batch(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[st
         if len(values) != num_microbatches:
             raise ValueError(f"{name} has {len(values)} microbatches; expected num_microbatches={num_microbatches}")
     rest = {name: value for name, value in batch.items() if name not in split}
-    whole = _cut(rest, num_microbatches) if rest else [{}] * num_microbatches
+    whole = _cut(rest, num_microbatches, needs_batch=not split)
     return [
         {name: split[name][index] if name in split else parts[name] for name in batch}
         for index, parts in enumerate(whole)
     ]
 
 
-def _cut(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
-    if num_microbatches == 1:
-        return [dict(batch)]
+def _cut(batch: Mapping[str, Any], num_microbatches: int, *, needs_batch: bool) -> list[dict[str, Any]]:
     lengths = {tensor.shape[0] for tensor in tree_leaves(dict(batch)) if isinstance(tensor, Tensor) and tensor.dim()}
     lengths.discard(1)
+    if num_microbatches == 1 or not (lengths or needs_batch):
+        return [dict(batch)] * num_microbatches
     if len(lengths) != 1:
         shapes = tree_map(lambda it: tuple(it.shape) if isinstance(it, Tensor) else type(it).__name__, dict(batch))
         found = "disagree about the length of dim 0" if lengths else "have no batch along dim 0"

@@ -10,7 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from nxd_state import Group, Receive, Send, all_gather_object, batch_isend_irecv, transport_device, whole_parameters
+from nxd_state import (
+    Group,
+    Receive,
+    Send,
+    all_gather_object,
+    batch_isend_irecv,
+    is_lazy_device,
+    transport_device,
+    whole_parameters,
+)
 from nxd_state.parameter_marks import mark_tied_over_stages
 from torch import Tensor, nn
 
@@ -120,30 +129,52 @@ class TiedWeights:
 
     @contextmanager
     def gradients_summed(self) -> Iterator[None]:
-        """Add to each copy's gradient the sum of the gradients that the body adds to all copies."""
+        """Add to each copy's gradient the sum of the gradients that the body adds to all copies.
+
+        A weight that no rank uses in the body keeps a gradient of None, so that optimizers skip it; except on XLA,
+        where it gets zeros, as all steps are to be the same graph.
+        """
         before = [_take_gradient(weight.parameter) for weight in self.weights]
         yield
-        for weight, gradient in zip(self.weights, before, strict=True):
-            if weight.parameter.requires_grad:
+        for weight, gradient, is_used in zip(self.weights, before, self._used_by_any_rank(), strict=True):
+            if weight.parameter.requires_grad and is_used:
                 self._sum(weight, gradient)
+
+    def _used_by_any_rank(self) -> list[bool]:
+        """Whether a rank that holds a weight has a gradient of it, for each of the weights."""
+        if is_lazy_device():
+            return [True] * len(self.weights)
+        is_used = [weight.parameter.grad is not None for weight in self.weights]
+        for _, there in self._answers_of_peers(is_used):
+            is_used = [is_used[number] or there.get(number, False) for number in range(len(is_used))]
+        return is_used
 
     def _check_frozen_alike(self) -> None:
         """Raise if ranks disagree about which weights are trained: they would wait for messages that never come."""
-        peers = sorted({rank for weight in self.weights for rank in weight.pipeline_ranks} - {self._group.rank})
-        messages: list[Send | Receive] = []
-        answers: list[tuple[int, Tensor, Tensor]] = []
-        for peer in peers:
-            shared = [weight for weight in self.weights if peer in weight.pipeline_ranks]
-            trains = torch.tensor([weight.parameter.requires_grad for weight in shared], device=self._device)
-            answers.append((peer, trains, torch.empty_like(trains)))
-            messages += [Send(trains, peer), Receive(answers[-1][-1], peer)]
-        self._wait_for(messages)
-        for peer, trains, trains_there in answers:
-            if not torch.equal(trains, trains_there):
+        is_trained = [weight.parameter.requires_grad for weight in self.weights]
+        for peer, there in self._answers_of_peers(is_trained):
+            if any(is_trained[number] != answer for number, answer in there.items()):
                 raise ValueError(
                     f"a tied weight is frozen on only one of the pipeline ranks {self._group.rank} and {peer}; the "
                     "copies have different names (see tied_names): set requires_grad to the same value on both"
                 )
+
+    def _answers_of_peers(self, own: Sequence[bool]) -> list[tuple[int, dict[int, bool]]]:
+        """Send a yes or no for each of the weights to the ranks that hold it, too.
+
+        Returns:
+            Each of these ranks, and its answers by the numbers of the weights that it holds.
+        """
+        peers = sorted({rank for weight in self.weights for rank in weight.pipeline_ranks} - {self._group.rank})
+        messages: list[Send | Receive] = []
+        received: list[tuple[int, list[int], Tensor]] = []
+        for peer in peers:
+            shared = [number for number, weight in enumerate(self.weights) if peer in weight.pipeline_ranks]
+            answers = torch.tensor([own[number] for number in shared], device=self._device)
+            received.append((peer, shared, torch.empty_like(answers)))
+            messages += [Send(answers, peer), Receive(received[-1][-1], peer)]
+        self._wait_for(messages)
+        return [(peer, dict(zip(shared, answers.tolist(), strict=True))) for peer, shared, answers in received]
 
     def _wait_for(self, messages: Sequence[Send | Receive]) -> None:
         for pending in batch_isend_irecv(messages, self._group):
