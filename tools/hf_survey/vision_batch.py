@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from nxd_parity import InFloat64
 from nxd_pipeline import Microbatches
 from PIL import Image
 
@@ -31,7 +32,8 @@ def vision_inputs(family: str, parts: Sequence[Sequence[int]], *, pictures: bool
         parts: the numbers of the rows of each microbatch, below 8.
         pictures: whether rows have pictures.
     """
-    microbatches = [_inputs(family, tuple(rows), pictures) for rows in parts]
+    with InFloat64():  # processors keep means and deviations of pixels in the dtype that is the default at the first
+        microbatches = [_inputs(family, tuple(rows), pictures) for rows in parts]
     names = dict.fromkeys(name for it in microbatches for name in it)
     return {name: Microbatches([it.get(name) for it in microbatches]) for name in names}
 
