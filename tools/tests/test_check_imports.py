@@ -77,7 +77,7 @@ def test_find_problems_of_optional_dependency_in_two_files_names_both(tmp_path: 
 
 
 def test_find_problems_of_extra_in_its_own_file_is_empty(tmp_path: Path) -> None:
-    write_module(tmp_path, "nxd-trainer/src/nxd_data/template_process.py", "import jinja2")
+    write_module(tmp_path, "nxd-data/src/nxd_data/template_process.py", "import jinja2")
 
     assert find_problems(tmp_path) == []
 
