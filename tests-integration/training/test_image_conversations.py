@@ -4,12 +4,16 @@ hand that calls transformers' models with them."""
 import base64
 import json
 import os
+import re
+import resource
+import shutil
 from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
 from hf_survey.vision import VISION_FAMILIES, vision_processor, write_vision_folder
+from nxd_cli import main
 from nxd_data import (
     ChatTemplate,
     ImageProcessor,
@@ -21,8 +25,10 @@ from nxd_data import (
 )
 from nxd_data.stored_images import ImageFiles
 from nxd_parity import InFloat64
+from nxd_trainer.from_recipe import recipe_model
+from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
-from nxd_trainer.vision_inputs import PACKED_VISION_TYPES
+from nxd_trainer.vision_inputs import PACKED_VISION_TYPES, check_images_are_read
 from PIL import Image
 from runs_by_hand import train_by_hand, train_in_float64
 from torch.nn import functional as F
@@ -207,6 +213,18 @@ def image_data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def text_data(tmp_path_factory):
+    """A file of conversations without images."""
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {it}?"}, {"role": "assistant", "content": f"It is {it}"}]}
+        for it in range(12)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+@pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     root, made = tmp_path_factory.mktemp("models"), {}
 
@@ -377,11 +395,63 @@ def test_model_that_mixes_packed_documents_is_refused(run_ranks, model_folder, s
         run_ranks(train_in_float64, 1, settings)
 
 
-def test_model_whose_towers_are_left_out_refuses_images(run_ranks, model_folder, settings):
-    settings = [*settings, f"model.path={model_folder('gemma3')}", "model.towers=left_out"]
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("place", ["path", "sources", "evaluation_path"])
+def test_model_whose_towers_are_left_out_refuses_images(
+    run_ranks, model_folder, settings, image_data, text_data, tmp_path, place
+):
+    """The run ends before its first step, which is where `metrics.jsonl` begins."""
+    data = {
+        "path": [f"data.path={image_data}"],
+        "sources": [f"data.sources={json.dumps({str(text_data): 0.5, str(image_data): 0.5})}", "data.path="],
+        "evaluation_path": [f"data.path={text_data}", f"data.evaluation_path={image_data}"],
+    }
+    settings = [*settings, f"model.path={model_folder('gemma3')}", "model.towers=left_out", *data[place]]
 
-    with pytest.raises(RuntimeError, match="the data have images, but the model takes none"):
+    with pytest.raises(RuntimeError) as caught:
         run_ranks(train_in_float64, 1, settings)
+
+    reason = (
+        f"ValueError: {image_data} has images, but model.towers=left_out builds nothing that reads them; set "
+        "model.towers to frozen or train, or leave the images out\n"
+    )
+    assert reason in str(caught.value)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_processor_that_does_not_load_is_named_where_rows_have_images(model_folder, settings, image_data, tmp_path):
+    """Text alone does not need it; with images, it may break after they were tokenized."""
+    folder = tmp_path / "broken"
+    shutil.copytree(model_folder("gemma3"), folder)
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (folder / name).write_text("{")
+
+    vision = recipe_model(load_recipe(None, [*settings, f"model.path={folder}"])).vision
+
+    assert not vision.names
+    check_images_are_read(vision, [])
+    with pytest.raises(ValueError, match=r"^chats has images, but the image processor of .*broken cannot be loaded: "):
+        check_images_are_read(vision, ["chats"])
+
+
+def test_processor_of_a_run_is_loaded_once(model_folder, settings, monkeypatch):
+    loaded = []
+    own = ImageProcessor.__init__
+    monkeypatch.setattr(ImageProcessor, "__init__", lambda *given, **named: (loaded.append(1), own(*given, **named))[1])
+
+    model = recipe_model(
+        load_recipe(None, [*settings, f"model.path={model_folder('qwen2_5_vl')}", "data.packing=true"])
+    )
+
+    assert model.vision.processor.rope_index is not None
+    assert len(loaded) == 1
+
+
+@pytest.mark.parametrize(("family", "takes_packing"), [("gemma3", False), ("qwen2_5_vl", True)])
+def test_savings_from_packing_are_shown_where_the_model_takes_it(model_folder, settings, capsys, family, takes_packing):
+    assert main(["data", *settings, f"model.path={model_folder(family)}"]) == 0
+
+    assert ("data.packing=true" in capsys.readouterr().out) == takes_packing
 
 
 def test_resumed_run_has_the_losses_of_the_run_that_never_stopped(run_ranks, model_folder, settings, tmp_path):
@@ -436,6 +506,24 @@ def _asks(*parts, **columns):
         (_asks({"type": "image"}, images=[None]), "image is nothing"),
         (_asks({"type": "text", "text": "<start_of_image>"}), "spells '<start_of_image>', which stands for an image"),
         (
+            _asks({"type": "text", "text": "<image_soft_token>"}),
+            "spells '<image_soft_token>', which stands for an image",
+        ),
+        (
+            _asks({"type": "image", "path": "good.png"}, {"type": "text", "text": "<image_soft_token>"}),
+            "spells '<image_soft_token>', which stands for an image",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "<image>What <image>?"},
+                    {"role": "assistant", "content": "A cat"},
+                ],
+                "images": ["good.png"],
+            },
+            "has 2 times <image> in its texts, but 1 images",
+        ),
+        (
             _asks({"type": "image", "path": "good.png"}, {"type": "text", "text": "<start_of_image>"}),
             "its 1 images become 2 times '<start_of_image>'",
         ),
@@ -453,6 +541,29 @@ def test_row_with_an_image_that_cannot_be_used_is_one_line(encode, tmp_path, row
 
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "token", "kind"),
+    [
+        ("qwen2_5_vl", "<|video_pad|>", "a video"),
+        ("glm4v", "<|video|>", "a video"),
+        ("aya_vision", "<|IMG_PATCH|>", "an image"),
+        ("internvl", "<video>", "a video"),
+    ],
+)
+@pytest.mark.parametrize("has_image", [True, False])
+def test_text_that_spells_a_token_of_features_is_one_line(encode, family, token, kind, has_image):
+    (encode.folder / "good.png").write_bytes(png(picture(0)))
+    image = [{"type": "image", "path": "good.png"}] if has_image else []
+
+    reason = rf"chat\.jsonl, line 1: its text spells {re.escape(repr(token))}, which stands for {kind}; remove"
+    with pytest.raises(ValueError, match=reason):
+        encode(_asks(*image, {"type": "text", "text": token}), family)
+
+
+def test_text_may_spell_the_tokens_around_images(encode):
+    assert encode(_asks({"type": "text", "text": "<img>"}), "internvl").index.num_with_special_token == 1
 
 
 def test_model_of_text_alone_refuses_images(encode, processor_folder, tmp_path):
@@ -475,6 +586,66 @@ def test_length_budgets_count_the_tokens_of_images(encode):
 
     tokens = found.images.ends - found.images.starts
     assert tokens.tolist() == [70, 70]
+    with pytest.raises(
+        ValueError, match=r"0 of 1 .*=70, as an image takes 70 tokens .* set data\.sequence_length=\d+ or"
+    ):
+        cut_conversations(found, sequence_length=70)
     sequences, _, cuts = cut_conversations(found, sequence_length=140)
     assert cuts.images_cut == 1
     assert len(sequences.images(np.array([0]))[0]) == 1
+
+
+def test_images_that_just_fit_keep_the_answer(encode):
+    row = _asks({"type": "image", "base64": base64.b64encode(png(picture(0))).decode()})
+    found = encode(row, "llava_next")
+    with pytest.raises(ValueError, match="or use smaller images") as caught:
+        cut_conversations(found, sequence_length=60)
+    needed = int(re.search(r"set data\.sequence_length=(\d+)", str(caught.value))[1])
+
+    sequences, _, _ = cut_conversations(found, sequence_length=needed)
+
+    assert sequences.count(np.array([0]))[0] == 1
+    with pytest.raises(ValueError, match="0 of 1 conversations have a token to learn"):
+        cut_conversations(found, sequence_length=needed - 1)
+
+
+def _row_of_one_image(folder, count):
+    Image.new("RGB", (3000, 2000)).save(folder / "large.png")
+    return {
+        "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat"}],
+        "images": ["large.png"] * count,
+    }
+
+
+def test_row_of_one_image_many_times_takes_the_memory_of_one(encode):
+    row = _row_of_one_image(encode.folder, 10_000)
+    encode(_asks({"type": "image", "path": "large.png"}))  # loads the processor
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    found = encode(row)
+
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert found.index.num_images == 10_000
+    assert grown < 500 << 10  # KiB
+
+
+def test_row_of_more_images_than_tokens_of_a_sequence_is_refused_before_they_are_read(
+    processor_folder, tmp_path, encode
+):
+    row = _row_of_one_image(tmp_path, 10_000)
+    files = ImageFiles(tmp_path / "chat.jsonl", tmp_path)
+    (tmp_path / "large.png").unlink()
+
+    reason = r"^line 1 has 10,000 images, but each takes a token or more of data\.sequence_length=512; give it fewer"
+    with pytest.raises(ValueError, match=reason):
+        ChatTemplate(processor_folder("gemma3"), sequence_length=512).encode_row("line 1", row, files)
+    found = encode(_row_of_one_image(encode.folder, 600))  # a cache that was made for longer sequences
+    with pytest.raises(ValueError, match=r"^a conversation has 600 images, but each takes a token or more"):
+        cut_conversations(found, sequence_length=512)
+
+
+def test_images_of_too_many_tokens_are_refused_while_they_are_read(encode):
+    row = _row_of_one_image(encode.folder, 100_000)
+
+    with pytest.raises(ValueError, match=r"images\[\d+\]: the images up to this one take 1,048,\d+ tokens"):
+        encode(row, "llava_next")

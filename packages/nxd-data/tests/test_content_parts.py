@@ -105,6 +105,12 @@ def test_texts_without_images_stay_strings():
         (_row(BARE), "has 1 image parts without an image, but no column images"),
         (_row(BARE, BARE, images=["a.png"]), "has 2 image parts without an image, but 1 in the column images"),
         (_row(BARE, images=["a.png", "b.png"]), "has 1 image parts without an image, but 2 in the column images"),
+        (
+            _row({"type": "text", "text": "<image>?"}, images=["a", "b"]),
+            "has 1 times <image> in its texts, but 2 images",
+        ),
+        (_row({"type": "text", "text": "<image><image>"}, image="a"), "has 2 times <image> in its texts, but 1 images"),
+        (_row({"type": "text", "text": "<image>"}, images=[]), "has 1 times <image> in its texts, but 0 images"),
         (_row(BARE, images=[None]), "images[0]: image is nothing; expected a path"),
         (_row(BARE, images=[["a.png"]]), "images[0]: image is a list; expected a path"),
         (_row(BARE, images={"bytes": None}), "images[0]: image has neither bytes nor a path"),

@@ -31,7 +31,7 @@ from nxd_data.content_parts import (
     with_text,
 )
 from nxd_data.image_processor import ImageProcessor, Spans, has_processor, template_of_processor
-from nxd_data.image_tokens import ConversationImages, check_no_image_token
+from nxd_data.image_tokens import ConversationImages, check_num_images, check_text
 from nxd_data.messages import (
     MARKS,
     REASONING_KEYS,
@@ -91,13 +91,16 @@ class ChatTemplate:
 
     Args:
         path: the folder of a tokenizer as Hugging Face models ship it, or its tokenizer.json.
+        sequence_length: tokens of a sequence; a conversation with more images than these is refused before they are
+            read. None for any number.
 
     Raises:
         NoChatTemplateError: the tokenizer has no chat template.
         ValueError: there is no such tokenizer, or transformers is not installed.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, sequence_length: int | None = None) -> None:
+        self._sequence_length = sequence_length
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         self._folder = folder
         self._tokenizer = load_tokenizer_of_transformers(folder)
@@ -114,7 +117,9 @@ class ChatTemplate:
         self._stand_in = f"nxd{secrets.token_hex(6)}"
         self._special_ids = {number for number, it in self._tokenizer.added_tokens_decoder.items() if it.special}
         self.marks_answers = _GENERATION.search(self._tokenizer.get_chat_template(None, None)) is not None
-        self._special = re.compile("|".join(map(re.escape, self._tokenizer.all_special_tokens)) or "(?!)")
+        added = (it.content for it in self._tokenizer.added_tokens_decoder.values() if it.special)
+        special = dict.fromkeys([*self._tokenizer.all_special_tokens, *added])
+        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
         known = [it for it in files if it.suffix in (".json", ".model", ".jinja") or it.name in VOCABULARY_FILES]
         self.fingerprint = digest_files(sorted(known))
@@ -141,11 +146,12 @@ class ChatTemplate:
         messages, tools = conversation.messages, conversation.tools
         if count_images(messages) != len(conversation.images):
             raise ValueError(f"{place} has images, which are not supported here; leave them out")
-        pictures = None
+        pictures, checker = None, None
         if conversation.images:
+            check_num_images(place, len(conversation.images), self._sequence_length)
             pictures = ConversationImages(self._image_processor(place), conversation.images, files)
-        elif has_processor(self._folder) and any(self._special.search(text_of(it)) for it in messages):
-            check_no_image_token(place, self._image_processor(place), messages)
+        elif has_processor(self._folder) and (found := self._special.search(str([*messages, *(tools or ())]))):
+            checker = self._image_processor(place, f"spells {found.group()!r}")
         answers = [it for it in range(conversation.first_answer, len(messages)) if is_learned(messages[it])]
         before: dict[str, int] = {}  # for each role that precedes an answer, one such answer
         for answer in answers:
@@ -162,6 +168,8 @@ class ChatTemplate:
             if spans is None:
                 spans = self._spans_by_prefixes(text, conversation, answers)
             of_images: Spans = []
+            if checker is not None:
+                check_text(checker, text, 0)
             if pictures is not None:
                 text, spans, of_images = pictures.take_places(text, spans)
             ids, learned, bounds = self._tokens(text, spans, of_images)
@@ -213,13 +221,13 @@ class ChatTemplate:
             raise ValueError(self._refusal(error)) from error
         return text
 
-    def _image_processor(self, place: str) -> ImageProcessor:
+    def _image_processor(self, place: str, why: str = "has images") -> ImageProcessor:
         """Return the processor in the tokenizer's folder, loaded once; raises ValueError if there is none."""
         if self._processor is None:
             try:
                 self._processor = ImageProcessor(self._folder)
             except ValueError as error:
-                raise ValueError(f"{place} has images, but {error}") from error
+                raise ValueError(f"{place} {why}, but {error}") from error
         return self._processor
 
     def _check_variables(self, variables: Mapping[str, Any], tools: Tools) -> None:
@@ -415,10 +423,11 @@ class ChatTemplate:
             if following < len(ids) and ids[said[-1]] not in self._special_ids and ids[following] in self._special_ids:
                 learned[following] = True
         bounds = []
-        for start, end in of_images:
-            of_image = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
-            bounds.append((int(of_image[0]), int(of_image[-1]) + 1))
-            learned[of_image] = False
+        for start, end in of_images:  # there may be thousands
+            first = int(np.searchsorted(offsets[:, 1], start, side="right"))
+            last = int(np.searchsorted(offsets[:, 0], end))
+            bounds.append((first, last))
+            learned[first:last] = False
         return ids, learned, bounds
 
     def _closing_tokens(self, messages: Sequence[Message], tools: Tools, ids: NDArray[np.int64]) -> list[int]:

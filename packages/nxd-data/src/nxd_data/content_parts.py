@@ -85,15 +85,16 @@ def take_images(
     """Return messages whose image parts name no image, and the images in order.
 
     Parts without an image of their own take those of the column `images` or `image` in order. If there are no image
-    parts at all, texts may have `<image>` in their places; otherwise they come before the first message of the user.
+    parts at all, texts may have `<image>` in their places, once for each image; without one, images come before the
+    first message of the user.
 
     Raises:
-        ValueError: the numbers of parts and images differ, or the column holds something else.
+        ValueError: the numbers of parts, or of `<image>`, and images differ, or the column holds something else.
     """
     column = next((name for name in IMAGE_COLUMNS if row.get(name) not in (None, [])), None)
     listed = [] if column is None else _listed(place, column, row[column])
-    if listed and not has_images(messages):
-        messages = _with_parts(messages, len(listed))
+    if not has_images(messages) and any(row.get(name) is not None for name in IMAGE_COLUMNS):
+        messages = _with_parts(place, messages, len(listed))
     bare = [part for part in _images(messages) if part.get("image") is None]
     if len(bare) != len(listed):
         found = f"{len(listed)} in the column {column}" if column else "no column images"
@@ -108,14 +109,24 @@ def _listed(place: str, column: str, value: object) -> list[ImageSource]:
     return [source_of(f"{place}: {column}[{index}]", it) for index, it in enumerate(values)]
 
 
-def _with_parts(messages: Sequence[Message], count: int) -> list[Message]:
-    """Return messages with image parts in the places of `<image>` in their texts, or before the user's first text."""
+def _with_parts(place: str, messages: Sequence[Message], count: int) -> list[Message]:
+    """Return messages with image parts in the places of `<image>` in their texts, or before the user's first text.
+
+    Raises:
+        ValueError: the texts have `<image>` another number of times.
+    """
     texts = [text_of(message) for message in messages]
-    if sum(text.count(PLACEHOLDER) for text in texts) == count:
+    found = sum(text.count(PLACEHOLDER) for text in texts)
+    if found == count:
         return [
             {**message, "content": list(_split(text))} if PLACEHOLDER in text else message
             for message, text in zip(messages, texts, strict=True)
         ]
+    if found:
+        raise ValueError(
+            f"{place} has {found} times {PLACEHOLDER} in its texts, but {count} images; write it once for each image, "
+            "or leave it out"
+        )
     first = next((number for number, message in enumerate(messages) if message["role"] == "user"), 0)
     parts: list[Mapping[str, Any]] = [{"type": "image", "image": None}] * count
     if texts[first]:

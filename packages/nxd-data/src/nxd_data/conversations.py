@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from nxd_data.chat import RowEncoder
 from nxd_data.corpus import make_entry
+from nxd_data.image_tokens import check_num_images
 from nxd_data.sequences import NOT_LEARNED, SampleImage
 from nxd_data.sources import TABLE_SUFFIXES, SourceFile, find_tables, scan_files
 from nxd_data.stored_images import ImageFiles, ImageWriter, StoredImages, changed_images, open_images
@@ -263,6 +264,9 @@ def cut_conversations(
     starts, lengths, learned = cut_lengths(conversations, sequence_length)
     cut = lengths < ends - starts
     kept = np.flatnonzero(learned)
+    images_cut = _count_cut_images(conversations, starts, lengths)
+    if images_cut:
+        _check_images_fit(conversations, sequence_length, len(kept), least=2 if held_out_fraction > 0 else 1)
     is_held_out = spread_held_out(len(kept), len(ends), sequence_length, held_out_fraction, "conversations")
 
     def part(chosen: NDArray[np.int64]) -> ConversationSequences:
@@ -281,10 +285,31 @@ def cut_conversations(
             sum(conversations.learned[starts[it] + lengths[it] : ends[it]].sum() for it in np.flatnonzero(cut))
         ),
         num_without_answer=len(ends) - len(kept),
-        images_cut=_count_cut_images(conversations, starts, lengths),
+        images_cut=images_cut,
         num_cut_before_image=int((lengths < np.minimum(ends - starts, sequence_length + 1)).sum()),
     )
     return part(kept[~is_held_out]), part(kept[is_held_out]), cuts
+
+
+def _check_images_fit(conversations: Conversations, sequence_length: int, num_kept: int, *, least: int) -> None:
+    """Raise ValueError if the images of a conversation cannot all fit, or too few conversations keep an answer."""
+    images, ends = conversations.images, np.asarray(conversations.ends)
+    assert images is not None
+    per_conversation = np.bincount(np.searchsorted(ends, images.starts, side="right"))
+    check_num_images("a conversation", int(per_conversation.max()), sequence_length)
+    all_learned = np.flatnonzero(conversations.learned)
+    starts = np.concatenate([[0], ends[:-1]])
+    first = np.searchsorted(all_learned, starts + 1)  # the first token of a conversation is no label
+    has_answer = first < np.searchsorted(all_learned, ends)
+    needed = np.sort(all_learned[first[has_answer]] - starts[has_answer])  # to reach the first label of each
+    if num_kept < least <= len(needed):
+        tokens = images.ends - images.starts
+        each = f"{tokens.min():,}" if tokens.min() == tokens.max() else f"{tokens.min():,} to {tokens.max():,}"
+        raise ValueError(
+            f"{num_kept} of {len(ends)} conversations have a token to learn within data.sequence_length="
+            f"{sequence_length}, as an image takes {each} tokens and a conversation is cut before one that does not "
+            f"fit; set data.sequence_length={needed[least - 1]} or more, or use smaller images"
+        )
 
 
 def _count_cut_images(conversations: Conversations, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:

@@ -42,6 +42,7 @@ class ImageProcessor:
 
     Attributes:
         token: the token that chat templates write for an image.
+        feature_token: the token in whose places the model puts the features of an image; often the same.
         rope_index: the model's `get_rope_index`, for packed rows of a model whose positions have several dimensions.
 
     Raises:
@@ -72,6 +73,32 @@ class ImageProcessor:
             raise ValueError(
                 f"the processor of {folder}, {type(self._processor).__name__}, has no token in the place of an image, "
                 "which is not supported"
+            )
+        ids = np.ravel(getattr(self._processor, "image_token_ids", None) or self._processor.image_token_id)
+        self.feature_token = str(self._processor.tokenizer.convert_ids_to_tokens(int(ids[0])))
+        tokens = {
+            self.feature_token: "an image",
+            getattr(self._processor, "video_token", None): "a video",
+            getattr(self._processor, "audio_token", None): "audio",
+        }
+        # Tokens that no text may have, with what they stand for.
+        self._reserved = {token: kind for token, kind in tokens.items() if token and token != self.token}
+
+    def check_text(self, text: str, num_images: int) -> None:
+        """Raise ValueError unless a text has `token` once for each image, and no other token of images or sounds."""
+        for token, kind in self._reserved.items():
+            if token in text:
+                raise ValueError(f"its text spells {token!r}, which stands for {kind}; remove this token")
+        found = text.count(self.token)
+        if found and not num_images:
+            raise ValueError(
+                f"its text spells {self.token!r}, which stands for an image, but it has no images; remove this token, "
+                "or give images"
+            )
+        if found != num_images:
+            raise ValueError(
+                f"its {num_images} images become {found} times {self.token!r} in the text; remove this token from the "
+                "texts, or use a chat template that renders images"
             )
 
     @property
@@ -113,11 +140,7 @@ class ImageProcessor:
         Raises:
             ValueError: the numbers of tokens and images differ, or the processor refuses an image.
         """
-        if text.count(self.token) != len(images):
-            raise ValueError(
-                f"its {len(images)} images become {text.count(self.token)} times {self.token!r} in the text; remove "
-                "this token from the texts, or use a chat template that renders images"
-            )
+        self.check_text(text, len(images))
         processed = self._process(images, text, return_tensors="pt", add_special_tokens=add_special_tokens)
         names = ["input_ids", *self.input_names]
         return {name: torch.as_tensor(processed[name]) for name in names if name in processed}

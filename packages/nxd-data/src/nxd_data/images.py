@@ -66,9 +66,7 @@ def read_image_file(place: str, folder: Path, name: str) -> bytes:
     except IsADirectoryError as error:
         raise ValueError(f"{shown} is not a file; name an image file") from error
     except OSError as error:
-        raise ValueError(
-            f"{shown} cannot be read: {error.strerror or error}; fix the path, or remove the row"
-        ) from None
+        raise ValueError(f"{shown} cannot be read: {error.strerror or error}; fix the path, or leave it out") from None
 
 
 def image_name(place: str, data_file: Path, folder: Path, written: str) -> str:
@@ -143,12 +141,12 @@ def decode_image(place: str, content: bytes) -> Image:
         image = pillow.open(BytesIO(content), formats=FORMATS)
     except pillow.UnidentifiedImageError:
         if not content:
-            raise ValueError(f"{place}: the image is empty; fix it, or remove the row") from None
+            raise ValueError(f"{place}: the image is empty; fix it, or leave it out") from None
         raise ValueError(f"{place}: the image is damaged, or none of {', '.join(FORMATS)}; convert it to PNG") from None
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
         raise ValueError(f"{place}: the image is too large: {_reason(error)}; make it smaller") from None
     except Exception as error:  # decoders raise many types for damaged files
-        raise ValueError(f"{place}: the image is damaged: {_reason(error)}; fix it, or remove the row") from None
+        raise ValueError(f"{place}: the image is damaged: {_reason(error)}; fix it, or leave it out") from None
     with image:
         _check_size(place, *image.size)
         try:
@@ -158,7 +156,7 @@ def decode_image(place: str, content: bytes) -> Image:
         except _RefusedError:
             raise
         except Exception as error:  # as above
-            raise ValueError(f"{place}: the image is damaged: {_reason(error)}; fix it, or remove the row") from None
+            raise ValueError(f"{place}: the image is damaged: {_reason(error)}; fix it, or leave it out") from None
 
 
 def shortened(text: str) -> str:
@@ -173,7 +171,7 @@ class _RefusedError(ValueError):
 
 def _check_size(place: str, width: int, height: int) -> None:
     if width < 1 or height < 1:
-        raise _RefusedError(f"{place}: the image has {width}x{height} pixels; fix it, or remove the row")
+        raise _RefusedError(f"{place}: the image has {width}x{height} pixels; fix it, or leave it out")
     if width * height > MAX_PIXELS:
         raise _RefusedError(
             f"{place}: the image has {width}x{height} pixels; at most {MAX_PIXELS:,} are allowed, so make it smaller"

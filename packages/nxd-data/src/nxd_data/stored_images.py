@@ -31,7 +31,8 @@ PLACES_FILE = "image_places.bin"
 class ImageContent(NamedTuple):
     """The content of an image's file."""
 
-    content: bytes
+    content: bytes | None  # None if it is no longer needed
+    num_bytes: int
     digest: str  # of the content
     name: str | None  # path in the data folder; None for content in the row
 
@@ -61,7 +62,7 @@ class ImageFiles:
             name = image_name(place, self._data_file, self._folder, written)
             content = read_image_file(place, self._folder, name)
         assert content is not None
-        return ImageContent(content, hashlib.sha256(content).hexdigest(), name)
+        return ImageContent(content, len(content), hashlib.sha256(content).hexdigest(), name)
 
 
 class EncodedImage(NamedTuple):
@@ -116,17 +117,18 @@ class ImageWriter:
         self._places.append((conversation_start + image.start, conversation_start + image.end, self._numbers[key]))
 
     def _store(self, image: EncodedImage) -> StoredImage:
-        content, digest, name = image.source
+        content, num_bytes, digest, name = image.source
         width, height = image.size
-        stored = StoredImage(digest=digest, width=width, height=height, num_bytes=len(content), name=name)
+        stored = StoredImage(digest=digest, width=width, height=height, num_bytes=num_bytes, name=name)
         if name is not None:
             assert self._data_folder is not None
             modified = (self._data_folder / name).stat().st_mtime_ns
             return StoredImage(**{**asdict(stored), "modified": modified})
+        assert content is not None
         with (self._folder / CONTENTS_FILE).open("ab") as stream:
             stream.write(content)
-        self._size += len(content)
-        return StoredImage(**{**asdict(stored), "offset": self._size - len(content)})
+        self._size += num_bytes
+        return StoredImage(**{**asdict(stored), "offset": self._size - num_bytes})
 
     def finish(self) -> None:
         """Write the list of images, unless there are none."""

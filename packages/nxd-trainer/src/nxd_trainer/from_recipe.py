@@ -40,7 +40,7 @@ from nxd_trainer.dpo import REFERENCE, with_dpo_loss
 from nxd_trainer.forward import DTYPES, NUM_ITEMS, compile_layers
 from nxd_trainer.recipe import Recipe, padded_vocab_size
 from nxd_trainer.recipe.rules import SIZES
-from nxd_trainer.vision_inputs import PACKED_TEXT_TYPES, PACKED_VISION_TYPES, image_input_names
+from nxd_trainer.vision_inputs import PACKED_TEXT_TYPES, PACKED_VISION_TYPES, RecipeModel, vision_inputs_of
 
 # Defaults of our Llama for keys that the recipe leaves to the architecture.
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -69,7 +69,7 @@ def tokenizer_of(recipe: Recipe) -> tuple[Tokenizer, str]:
     return load_tokenizer(None if str(named) == BYTES else named), str(named)
 
 
-def recipe_model(recipe: Recipe) -> ModelSpec:
+def recipe_model(recipe: Recipe) -> RecipeModel:
     """Determine the model that a recipe names. Does not communicate, and allocates only a factory's model.
 
     Raises:
@@ -82,16 +82,26 @@ def recipe_model(recipe: Recipe) -> ModelSpec:
             "train.compile=true needs a C++ compiler, and neither g++ nor clang++ is on the PATH; install one, or "
             "leave train.compile out"
         )
-    model = _recipe_model(recipe)
+    found = _recipe_model(recipe)
+    model = RecipeModel(**vars(found), vision=vision_inputs_of(recipe, found))
     if recipe.dpo.beta:
         return replace(model, make=with_dpo_loss(model.make, recipe), input_names=(*model.input_names, REFERENCE))
     if not recipe.data.chat:
         return model  # microbatches count equally many tokens, so their mean loss is the mean over tokens
-    names = (*model.input_names, *image_input_names(recipe, model), NUM_ITEMS)
+    names = (*model.input_names, *model.vision.names, NUM_ITEMS)
     return replace(model, input_names=(*names, _packing_input(recipe, model)) if recipe.data.packing else names)
 
 
-def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
+def can_be_packed(recipe: Recipe, model: RecipeModel) -> bool:
+    """Whether a recipe's model takes conversations that are packed."""
+    try:
+        _packing_input(recipe, model)
+    except ValueError:
+        return False
+    return True
+
+
+def _packing_input(recipe: Recipe, model: RecipeModel) -> str:
     """Return the name of the input by which a model keeps documents apart.
 
     Raises:
@@ -109,7 +119,7 @@ def _packing_input(recipe: Recipe, model: ModelSpec) -> str:
     if model.description.factory is None and model_type in PACKED_TYPES:
         return "position_ids"
     if model.description.factory is None and model_type in (*PACKED_TYPES_OF_TEXT, *PACKED_VISION_TYPES):
-        takes_images = bool(image_input_names(recipe, model))
+        takes_images = bool(model.vision.names)
         text_type = text_config(model.description.config).get("model_type")
         is_known = model_type in PACKED_VISION_TYPES and text_type in (*PACKED_TYPES, *PACKED_TEXT_TYPES)
         if takes_images and is_known:

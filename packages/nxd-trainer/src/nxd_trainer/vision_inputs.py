@@ -1,6 +1,8 @@
 """What a recipe's vision-language model takes besides tokens: its processor, the names of its inputs, and packing."""
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nxd_data import ImageProcessor
@@ -19,38 +21,55 @@ PACKED_VISION_TYPES = (
 )  # fmt: skip
 # Their language models, if these are of a type of their own; others must be of `PACKED_TYPES`.
 PACKED_TEXT_TYPES = ("qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text", "cohere2", "granite4_vision_text")
+_TEXT_ALONE = "the model takes text alone; use a vision-language model, or leave the images out"
 
 
-def image_processor_of(recipe: Recipe, model: ModelSpec) -> ImageProcessor | None:
-    """Return the processor of the images in a recipe's conversations; None if the model takes none."""
-    processor = _load_processor(recipe, model)
-    if processor is None or not _taken_by(processor, model):
-        return None
-    if recipe.data.packing:
-        inner = getattr(model.make(), "model", None)
-        processor.rope_index = getattr(inner, "get_rope_index", None)
-    return processor
+@dataclass(frozen=True)
+class VisionInputs:
+    """What a model takes for images."""
+
+    names: Sequence[str] = ()  # its inputs for images, and for types of tokens; empty if it takes none
+    processor: ImageProcessor | None = None  # the processor of the images; None if it takes none
+    refusal: str = ""  # why it takes none, and what to do
 
 
-def image_input_names(recipe: Recipe, model: ModelSpec) -> list[str]:
-    """Return the names of a model's inputs for images, and for types of tokens; nothing if it takes none."""
-    processor = _load_processor(recipe, model)
-    return [] if processor is None else _taken_by(processor, model)
+@dataclass(frozen=True)
+class RecipeModel(ModelSpec):
+    """The model of a recipe.
+
+    Attributes:
+        vision: what it takes for images.
+    """
+
+    vision: VisionInputs = VisionInputs()
 
 
-def _taken_by(processor: ImageProcessor, model: ModelSpec) -> list[str]:
-    taken = inspect.signature(model.make().forward).parameters
-    return [name for name in processor.input_names if name in taken]
-
-
-def _load_processor(recipe: Recipe, model: ModelSpec) -> ImageProcessor | None:
-    if recipe.model.is_own_llama or recipe.model.use_of_towers == "left_out":
-        return None
+def vision_inputs_of(recipe: Recipe, model: ModelSpec) -> VisionInputs:
+    """Load the processor of the images in a recipe's conversations, and find the inputs that its model takes."""
+    if recipe.model.use_of_towers == "left_out":
+        return VisionInputs(
+            refusal="model.towers=left_out builds nothing that reads them; set model.towers to frozen or train, or "
+            "leave the images out"
+        )
     path = Path(model.description.tokenizer or "")
     folder = path if path.is_dir() else path.parent
-    if not recipe.data.chat or recipe.dpo.beta or not has_processor(folder):
-        return None
+    if recipe.model.is_own_llama or not recipe.data.chat or recipe.dpo.beta or not has_processor(folder):
+        return VisionInputs(refusal=_TEXT_ALONE)
     try:
-        return ImageProcessor(folder, DTYPES[recipe.train.dtype])
-    except ValueError:  # which rows with images raise again; others do not need it
-        return None
+        processor = ImageProcessor(folder, DTYPES[recipe.train.dtype])
+    except ValueError as error:  # text alone does not need it
+        return VisionInputs(refusal=str(error))
+    module = model.make()
+    taken = inspect.signature(module.forward).parameters
+    names = [name for name in processor.input_names if name in taken]
+    if not names:
+        return VisionInputs(refusal=_TEXT_ALONE)
+    if recipe.data.packing:
+        processor.rope_index = getattr(getattr(module, "model", None), "get_rope_index", None)
+    return VisionInputs(names, processor)
+
+
+def check_images_are_read(vision: VisionInputs, with_images: Sequence[str]) -> None:
+    """Raise ValueError if sources, by name, have images that the model does not take."""
+    if vision.processor is None and with_images:
+        raise ValueError(f"{with_images[0]} has images, but {vision.refusal}")

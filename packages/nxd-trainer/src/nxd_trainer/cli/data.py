@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    from nxd_trainer.from_recipe import recipe_model, tokenizer_of  # noqa: PLC0415
+    from nxd_trainer.from_recipe import can_be_packed, recipe_model, tokenizer_of  # noqa: PLC0415
     from nxd_trainer.report.data_preview import (  # noqa: PLC0415
         WARNING,
         packing_line,
@@ -60,10 +60,12 @@ def main(arguments: Sequence[str]) -> int:
         special_tokens_line,
     )
     from nxd_trainer.training.run_data import open_data, prepare_data, with_counted_steps  # noqa: PLC0415
+    from nxd_trainer.vision_inputs import check_images_are_read  # noqa: PLC0415
 
     model = reports_user_errors(lambda: recipe_model(recipe))
     vocab_size = text_config(model.description.config).get("vocab_size")
     data = reports_user_errors(lambda: open_data(recipe, prepare_data(recipe, vocab_size=vocab_size)))
+    reports_user_errors(lambda: check_images_are_read(model.vision, data.with_images))
     recipe = reports_user_errors(lambda: with_counted_steps(recipe, data.train))
     tokenizer, length = tokenizer_of(recipe)[0], recipe.data.sequence_length
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, record=options.svg is not None)
@@ -72,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
         console.rule(Text(printable(name), "bold"), align="left")
         show_lengths(console, source, sequence_length=length)
         if isinstance(source, Conversations) and not recipe.dpo.beta:
-            console.print(packing_line(source, sequence_length=length))
+            if can_be_packed(recipe, model):
+                console.print(packing_line(source, sequence_length=length))
         elif isinstance(source, Corpus) and not holds_tokens(name, recipe.data.suffixes):
             told = special_tokens_line(source, tokenizer)
             warnings += [f"{name}: {told}"] if told else []

@@ -78,6 +78,7 @@ class RunData:
     warnings: list[str]  # lines about probable mistakes
     sources: dict[str, Corpus | Conversations]  # whole documents or conversations, by source name
     stream: StreamSource | None = None  # the stream to train on, if the data are streamed
+    with_images: Sequence[str] = ()  # names of the sources with images, also of the one to evaluate on
 
 
 def prepare_data(recipe: Recipe, *, vocab_size: int | None = None) -> PreparedData:
@@ -107,7 +108,11 @@ def _prepared(recipe: Recipe, path: Path | None, vocab_size: int | None) -> Sour
     tokenizer, tokenizer_name = tokenizer_of(recipe)
     has_answers = options.chat or recipe.dpo.beta > 0
     if has_answers:
-        encoder = PreferenceEncoder(tokenizer_name) if recipe.dpo.beta else ChatTemplate(tokenizer_name)
+        encoder = (
+            PreferenceEncoder(tokenizer_name)
+            if recipe.dpo.beta
+            else ChatTemplate(tokenizer_name, sequence_length=options.sequence_length)
+        )
         entry = build_conversations(files, tokenizer, encoder, cache_folder=cache, suffixes=options.suffixes)
     else:
         entry = build_corpus(
@@ -153,13 +158,15 @@ def open_data(recipe: Recipe, prepared: PreparedData) -> RunData:
             for source, data in zip(prepared.sources, opened, strict=True)
         )
         notes.append(f"an epoch has {len(train):,} sequences of a mixture of {lengths}")
+    with_images = [name for data in opened for name in data.with_images]
     if prepared.evaluation is not None:
         evaluation = _opened(recipe, prepared.evaluation, 0.0)
+        with_images += evaluation.with_images
         held_out = evaluation.train
         notes.append(f"evaluation: {len(held_out):,} sequences of {prepared.evaluation.name}")
         warnings += [f"{prepared.evaluation.name}: {line}" for line in evaluation.warnings]
     whole = {name: it for data in opened for name, it in data.sources.items()}
-    return RunData(train, held_out, digest, notes, warnings, whole)
+    return RunData(train, held_out, digest, notes, warnings, whole, with_images=with_images)
 
 
 def _opened(recipe: Recipe, source: Source, held_out_fraction: float) -> RunData:
@@ -182,7 +189,9 @@ def _opened(recipe: Recipe, source: Source, held_out_fraction: float) -> RunData
         )
         told = describe_conversations(train, cuts)
         digest = conversations.index.digest + ("-packed" if options.packing else "")
-        return RunData(train, held_out, digest, told.notes, told.warnings, {source.name: conversations})
+        with_images = [] if conversations.images is None else [source.name]
+        whole: dict[str, Corpus | Conversations] = {source.name: conversations}
+        return RunData(train, held_out, digest, told.notes, told.warnings, whole, with_images=with_images)
     corpus = open_corpus(source.entry)
     notes = [f"left out: {count} {reason}" for reason, count in corpus.index.skipped.items()]
     pieces = pack_corpus(corpus, sequence_length=options.sequence_length, held_out_fraction=held_out_fraction)

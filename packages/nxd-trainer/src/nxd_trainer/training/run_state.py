@@ -29,7 +29,7 @@ from nxd_trainer.recipe.sections import LoraSection
 from nxd_trainer.report import Tracker
 from nxd_trainer.training.run_data import RunData, open_data, prepare_data, with_counted_steps
 from nxd_trainer.training.run_origin import find_origin
-from nxd_trainer.vision_inputs import image_processor_of
+from nxd_trainer.vision_inputs import check_images_are_read
 
 T = TypeVar("T")
 
@@ -123,6 +123,7 @@ def build_run_state(recipe: Recipe, *, output_lock: IO[str] | None = None) -> Ru
     origin = on_first_rank_of_each_host(lambda: find_origin(recipe, {**of_text, **source.description.config}))
     prepared = on_first_rank_of_each_host(lambda: prepare_data(recipe, vocab_size=vocab_size))
     data = open_data(recipe, prepared)
+    check_images_are_read(source.vision, data.with_images)
     data.notes.extend([*source.notes, *origin.notes])
     recipe = with_counted_steps(recipe, data.train)
     built = recipe
@@ -137,7 +138,7 @@ def build_run_state(recipe: Recipe, *, output_lock: IO[str] | None = None) -> Ru
         "dp_rank": data_parallel.rank,
         "dp_size": data_parallel.size,
     }
-    images = image_processor_of(recipe, source)
+    images = source.vision.processor
     train_loader: TrainLoader | StreamLoader
     if data.stream is None:
         train_loader = TrainLoader(data.train, seed=recipe.train.seed, image_processor=images, **sizes)
