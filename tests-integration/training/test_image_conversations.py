@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import weakref
 from io import BytesIO
 
 import numpy as np
@@ -147,6 +148,39 @@ def test_inputs_of_a_batch_are_those_of_its_rows(processor_folder, family):
             torch.testing.assert_close(found[name][0], flat, rtol=0, atol=0)
         else:
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+
+
+class Decoded:
+    """Images that are decoded when they are taken; counts those in memory."""
+
+    def __init__(self, count):
+        self._count, self.most, self._opened = count, 0, []
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, index):
+        if index >= self._count:
+            raise IndexError
+        image = picture(index)
+        self._opened.append(weakref.ref(image))
+        self.most = max(self.most, sum(it() is not None for it in self._opened))
+        return image
+
+
+@pytest.mark.parametrize("family", [it for it in VISION_FAMILIES if it != "mllama"])
+def test_images_of_a_batch_are_in_memory_one_after_the_other(processor_folder, family):
+    processor, images = ImageProcessor(processor_folder(family)), Decoded(12)
+    ids = np.full((1, 20), 5)
+
+    found = processor.image_inputs([images], ids)
+
+    assert images.most <= 3
+    expected = vision_processor(family)(
+        text=[processor.token * 12], images=[list(map(picture, range(12)))], return_tensors="pt"
+    )
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
 
 
 def test_tokens_of_mllama_attend_to_the_images_before_them(processor_folder):

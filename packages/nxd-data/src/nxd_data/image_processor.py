@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nxd_data.joined_inputs import find_dims, join
+
 Spans = list[tuple[int, int]]  # starts and ends in a text
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -26,6 +29,7 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 _CROSS_MASK = "cross_attention_mask"
 _MOST_BYTES = 1 << 24  # of a chat template
+_PROBE_SIZES = ((70, 120, 3), (150, 60, 3))  # height, width and colors
 
 
 def has_processor(folder: Path) -> bool:
@@ -149,7 +153,8 @@ class ImageProcessor:
         """Return the model's inputs for the images of a batch; nothing if it has none.
 
         Args:
-            images: `[batch]` the images of each row, in order, each a `PIL.Image`, RGB.
+            images: `[batch]` the images of each row, in order, each a `PIL.Image`, RGB. They are taken one by one, so
+                a sequence that decodes them when they are taken has few in memory, unless the processor needs all.
             input_ids: the batch's ids `[batch, seq]`.
 
         Returns:
@@ -163,7 +168,7 @@ class ImageProcessor:
             return {}
         if _CROSS_MASK in self._processor.model_input_names:
             return self._rows_with_cross_attention(images, input_ids)
-        return self._tensors([image for row in images for image in row])
+        return self._joined_tensors(images)
 
     def token_types(self, input_ids: NDArray[np.int64], learned: NDArray[np.bool_]) -> dict[str, Tensor]:
         """Return the types of tokens that the model takes, by name; most models take none.
@@ -218,6 +223,23 @@ class ImageProcessor:
                     found[1:, row, start:end] = own[:, 0]
                 image += count
         return {"position_ids": found}
+
+    def _joined_tensors(self, rows: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        images, count = (image for row in rows for image in row), sum(map(len, rows))
+        if count == 1 or self._dims is None:
+            return self._tensors(list(images))
+        return join([self._tensors([image]) for image in images], self._dims)
+
+    @cached_property
+    def _dims(self) -> dict[str, int] | None:
+        """The dimensions by which the inputs of images are joined; None if they must be made together."""
+        pillow = import_module("PIL.Image")
+        random = np.random.default_rng(0)
+        probes = [pillow.fromarray(random.integers(0, 256, size, dtype=np.uint8)) for size in _PROBE_SIZES]
+        try:
+            return find_dims([self._tensors([it]) for it in probes], self._tensors(probes))
+        except ValueError:  # which the images themselves may not have
+            return None
 
     def _tensors(self, images: Sequence[Any]) -> dict[str, Tensor]:
         processed = self._process(images, return_tensors="pt")

@@ -11,7 +11,7 @@ that an old checkpoint resumes on the data it would have seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from nxd_data.image_processor import ImageProcessor
-from nxd_data.sequences import NOT_LEARNED, Sequences
+from nxd_data.sequences import NOT_LEARNED, SampleImage, Sequences
 
 NUM_ROUNDS = 6  # of the shuffling network
 MASK_64 = (1 << 64) - 1
@@ -108,11 +108,23 @@ class Slicer:
                     "other than left_out"
                 )
             return {}
-        images = [[image.open() for image in of_row] for of_row in of_rows]
         found = self._image_processor.token_types(inputs, labels != NOT_LEARNED)
-        found |= self._image_processor.image_inputs(images, inputs)
+        found |= self._image_processor.image_inputs([_Opened(of_row) for of_row in of_rows], inputs)
         starts = [[image.start for image in of_row] for of_row in of_rows]
         return found | self._image_processor.positions(inputs, positions, starts, found)
+
+
+class _Opened(Sequence[Any]):
+    """Images that are decoded each time they are taken."""
+
+    def __init__(self, images: Sequence[SampleImage]) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._images[index].open()
 
 
 class TrainLoader:
