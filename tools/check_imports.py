@@ -26,7 +26,7 @@ PIECES = {"nxd_state", "nxd_ckpt", "nxd_layers", "nxd_lora", "nxd_pipeline", "nx
 MAY_IMPORT: dict[str, set[str]] = {
     "nxd_state": set(),
     "nxd_lora": {"nxd_state", "nxd_layers"},
-    "nxd_parity": PIECES | {"nxd_cli", "nxd_engine"},
+    "nxd_parity": set(),  # it must be usable alone, too
     "nxd_plan": PIECES | {"nxd_cli", "nxd_engine"},
     "nxd_elastic": PIECES | {"nxd_cli", "nxd_engine"},
     "nxd_doctor": {"nxd_state", "nxd_cli"},

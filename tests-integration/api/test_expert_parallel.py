@@ -12,13 +12,14 @@ from neuronx_distributed.trainer import (
 from nxd_ckpt import open_checkpoint
 from nxd_layers.hf import parallelize
 from nxd_lora import LoraConfig
-from nxd_parity import InFloat64, ParityCase, compare
+from nxd_parity import InFloat64
 from nxd_state import (
     destroy_model_parallel,
     get_data_parallel_rank,
     get_data_parallel_size,
     initialize_model_parallel,
 )
+from nxd_trainer.parity import ParityCase, compare
 
 transformers = pytest.importorskip("transformers", reason="models of transformers need it: pip install transformers")
 

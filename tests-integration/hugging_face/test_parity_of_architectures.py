@@ -91,8 +91,8 @@ def test_plan_that_forgets_a_gradient_differs(run_ranks, folder_with):
 
     def job():
         from nxd_layers import hf
-        from nxd_parity import compare
-        from nxd_parity.architecture import case_of_architecture
+        from nxd_trainer.parity import compare
+        from nxd_trainer.parity.architecture import case_of_architecture
 
         case = case_of_architecture(folder, {}, 2)
         own_plan = case.reference_fn().config.base_model_tp_plan
@@ -151,7 +151,7 @@ def test_type_that_nobody_has_compared_is_let_through_once_remembered(run_ranks,
 
 
 def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
-    from nxd_parity.architecture import small_config
+    from nxd_trainer.parity.architecture import small_config
 
     small = small_config({**LARGE, "tie_word_embeddings": True})
 
@@ -167,7 +167,7 @@ def test_small_config_keeps_every_kind_of_layer_and_what_is_no_size():
 
 
 def test_a_multimodal_architecture_of_a_large_size_becomes_small_without_its_towers(folder_with):
-    from nxd_parity.architecture import case_of_architecture
+    from nxd_trainer.parity.architecture import case_of_architecture
 
     case = case_of_architecture(folder_with(**SEEING), {"intermediate_size": 40}, 2)
 
@@ -192,7 +192,7 @@ def test_a_multimodal_architecture_of_a_large_size_becomes_small_without_its_tow
     ],
 )
 def test_architecture_that_cannot_be_compared_is_refused(folder_with, config, changes, ranks, message):
-    from nxd_parity.architecture import case_of_architecture
+    from nxd_trainer.parity.architecture import case_of_architecture
 
     with pytest.raises(ValueError, match=message):
         case_of_architecture(folder_with(**config), changes, ranks)

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from nxd_parity import compare as parity
-from nxd_parity.reference import run_reference
+from nxd_trainer.parity import compare as parity
+from nxd_trainer.parity.reference import run_reference
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training.parity_case import case_of_recipe
@@ -48,7 +48,7 @@ def report_of(settings: list[str], optimizer_class: type[torch.optim.Optimizer])
         return run_reference(replace(case, optimizer_class=optimizer_class), config, dtype)
 
     case = case_of_recipe(load_recipe(None, settings), STEPS)
-    with patch("nxd_parity.compare.run_reference", by_torch):
+    with patch("nxd_trainer.parity.compare.run_reference", by_torch):
         return str(parity(case, dtype=torch.float64))
 
 

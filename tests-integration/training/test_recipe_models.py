@@ -10,10 +10,10 @@ import nxd_ckpt
 import pytest
 import torch
 from nxd_engine.checkpoints.model_description import description_of
-from nxd_parity import compare
 from nxd_state import get_world_group, initialize_model_parallel, is_transformers_model
 from nxd_trainer.from_recipe import build_model, recipe_model
 from nxd_trainer.generate import load_for_generation
+from nxd_trainer.parity import compare
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training import initial_weights, prepare_run, train

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from nxd_layers.hf.plans import ADDED_PLANS
-from nxd_parity.architecture import SMALL_SIZES, SPECIAL_TOKENS, VOCABULARY
+from nxd_trainer.parity.architecture import SMALL_SIZES, SPECIAL_TOKENS, VOCABULARY
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

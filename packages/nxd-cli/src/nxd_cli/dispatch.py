@@ -49,7 +49,7 @@ COMMANDS = {
     "ckpt": Command("nxd-ckpt", "inspect, check, compare and convert checkpoints (same as nxd-ckpt)"),
     "plan": Command("nxd-plan", "find the layouts of a training job that fit a cluster"),
     "doctor": Command("nxd-doctor", "find problems of this machine or of a step's graph, and say how to fix them"),
-    "parity": Command("nxd-parity", "check that a layout computes the same as one process"),
+    "parity": Command("nxd-trainer", "check that a layout computes the same as one process"),
     "chaos": Command("nxd-elastic", "kill, stop and slow down ranks of a run, and report what that costs"),
 }
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 from nxd_data import Batch
-from nxd_parity import ParityCase
 from torch import Tensor
 
 from nxd_trainer.forward import model_inputs
 from nxd_trainer.from_recipe import nxd_config, recipe_model, tokenizer_of, whole_model
 from nxd_trainer.optimizers import check_is_exact, optimizer_arguments, optimizer_class, parameter_groups
+from nxd_trainer.parity import ParityCase
 from nxd_trainer.recipe import Recipe, load_recipe
 from nxd_trainer.recipe.sections import DpoSection
 

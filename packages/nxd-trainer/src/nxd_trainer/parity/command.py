@@ -3,7 +3,6 @@
 import argparse
 import os
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,8 @@ from nxd_cli.launch import own_threads
 from nxd_engine.options import literal
 
 if TYPE_CHECKING:
-    from nxd_parity import ParityCase, ParityReport
+    from nxd_trainer.parity import ParityCase, ParityReport
 
-CASES = "nxd.parity_cases"  # entry points that make a case from a recipe
 EXIT_DIFFERENT = 3  # a rank that fails exits with 1
 FLAGS = ("nproc", "help", "dtype", "rtol", "compare-steps", "hf")
 
@@ -81,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch  # noqa: PLC0415
 
-    from nxd_parity import compare  # noqa: PLC0415
+    from nxd_trainer.parity import compare  # noqa: PLC0415
 
     case = reports_user_errors(lambda: _case(options, settings))
     with own_threads():
@@ -95,25 +93,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
-    from nxd_parity import ParityCase  # noqa: PLC0415
+    from nxd_trainer.parity import ParityCase  # noqa: PLC0415
 
     name = options.case
     if options.hf is not None:
-        from nxd_parity.architecture import case_of_architecture  # noqa: PLC0415
+        from nxd_trainer.parity.architecture import case_of_architecture  # noqa: PLC0415
 
         if name is not None:
             raise ValueError(f"both {name} and --hf {options.hf} are given; pass one of them")
         changes = {key: literal(value) for key, _, value in (setting.partition("=") for setting in settings)}
         return case_of_architecture(options.hf, changes, int(os.environ["WORLD_SIZE"]))
     if name is None or ":" not in name or Path(name).exists():
-        [*makers] = entry_points(group=CASES)
-        if not makers:
-            raise ValueError(
-                f"{name or 'a recipe'}: comparing a recipe needs nxd-trainer, which is not installed; pip install "
-                "nxd-trainer, or pass MODULE:FUNCTION or --hf FOLDER"
-            )
-        made: ParityCase = makers[0].load()(name, settings, options.compare_steps)
-        return made
+        from nxd_trainer.training.parity_case import case_of_file  # noqa: PLC0415
+
+        return case_of_file(name, settings, options.compare_steps)
     if settings:
         raise ValueError(f"{settings[0]} is a recipe key, but {name} is not a recipe; leave it out")
     function = import_named(name)
@@ -121,15 +114,15 @@ def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
         raise ValueError(f"{name} is a {type(function).__name__}; pass a function that returns a ParityCase")
     case = function()
     if not isinstance(case, ParityCase):
-        raise ValueError(f"{name}() returned a {type(case).__name__}; it must return a nxd_parity.ParityCase")
+        raise ValueError(f"{name}() returned a {type(case).__name__}; it must return an nxd_trainer.parity.ParityCase")
     return case
 
 
 def _remember(folder: Path, report: "ParityReport") -> str:
     import torch  # noqa: PLC0415
 
-    from nxd_parity.architecture import remember_equal  # noqa: PLC0415
-    from nxd_parity.compare import TOLERANCES  # noqa: PLC0415
+    from nxd_trainer.parity.architecture import remember_equal  # noqa: PLC0415
+    from nxd_trainer.parity.compare import TOLERANCES  # noqa: PLC0415
 
     tolerance = TOLERANCES[torch.float64]
     if report.dtype != "float64" or report.rtol > tolerance:

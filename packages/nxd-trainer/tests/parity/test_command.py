@@ -7,7 +7,7 @@ from nxd_state import destroy_model_parallel
 CASES = """
 import torch
 from torch import nn
-from nxd_parity import ParityCase
+from nxd_trainer.parity import ParityCase
 
 def model(bias=0.0):
     made = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -76,11 +76,3 @@ def test_case_that_is_none_is_a_mistake(capsys, arguments, message):
     assert main(["parity", *arguments]) == 2
 
     assert message in capsys.readouterr().err
-
-
-def test_recipe_without_what_makes_its_case_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("nxd_parity.command.CASES", "nxd.nothing")
-
-    assert main(["parity", "recipe.toml"]) == 2
-
-    assert "pip install nxd-trainer, or pass MODULE:FUNCTION" in capsys.readouterr().err

@@ -17,8 +17,8 @@ from nxd_state import Box, get_group, get_mesh, whole_parameters
 from nxd_state.parameter_marks import is_expert, is_sequence_parallel
 from torch import Tensor, nn
 
-from nxd_parity.case import ParityCase, has_batch, inputs_in, make_model
-from nxd_parity.reference import ActivationRecord, spec_of
+from nxd_trainer.parity.case import ParityCase, has_batch, inputs_in, make_model
+from nxd_trainer.parity.reference import ActivationRecord, spec_of
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from nxd_engine.config import ensure_model_parallel
+from nxd_parity.float64 import InFloat64
 from nxd_state import (
     ParallelDegrees,
     all_gather_object,
@@ -18,9 +19,8 @@ from nxd_state import (
 )
 from torch import Tensor
 
-from nxd_parity.case import ParityCase, check_batches, checked_config
-from nxd_parity.float64 import InFloat64
-from nxd_parity.layout import (
+from nxd_trainer.parity.case import ParityCase, check_batches, checked_config
+from nxd_trainer.parity.layout import (
     Distance,
     LayoutRun,
     LayoutStep,
@@ -30,7 +30,7 @@ from nxd_parity.layout import (
     distance,
     is_close,
 )
-from nxd_parity.reference import Reference, ReferenceStep, run_reference
+from nxd_trainer.parity.reference import Reference, ReferenceStep, run_reference
 
 
 @dataclass(frozen=True)

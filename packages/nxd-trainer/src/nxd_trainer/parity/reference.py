@@ -16,7 +16,7 @@ from nxd_state import ShardSpec, get_device, get_shard_spec, move_model_to_devic
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from nxd_parity.case import ParityCase, inputs_in, make_model
+from nxd_trainer.parity.case import ParityCase, inputs_in, make_model
 
 
 class ActivationRecord:

@@ -17,7 +17,7 @@ from nxd_pipeline.partition import materialize
 from nxd_state import find_towers
 from torch import nn
 
-from nxd_parity.case import ParityCase
+from nxd_trainer.parity.case import ParityCase
 
 VOCABULARY = 64
 LENGTH = 7  # tokens per sequence
