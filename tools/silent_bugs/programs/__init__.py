@@ -1,0 +1,1 @@
+"""Small training programs in plain PyTorch, one per kind of parallelism, each with switchable faults."""
