@@ -360,7 +360,7 @@ PACKED_LAYOUTS = {
     "CP 2": (2, [CP2]),
     "PP 2": (2, [PP2, "train.gradient_accumulation_steps=2"]),
 }
-QUICK_PACKED = [("qwen2_5_vl", "DP 2"), ("internvl", "one process")]
+QUICK_PACKED = [("qwen2_5_vl", "DP 2"), ("internvl", "one process"), ("idefics3", "one process")]
 QUICK = [("gemma3", "DP 2"), ("qwen2_5_vl", "DP 2"), ("qwen2_5_vl", "TP 2"), ("gemma3", "microbatches")]
 QUICK += [("gemma3", "CP 2"), ("qwen3_vl", "TP 2 + SP")]
 

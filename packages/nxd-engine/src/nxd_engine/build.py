@@ -331,8 +331,10 @@ def _leave_out_cache(module: nn.Module, config: Mapping[str, Any]) -> None:
     It is on by default, and a recomputed layer would append to it twice. `generate()` still uses a cache.
     """
     if config["activation_checkpoint_config"] is not None and is_transformers_model(module):
-        text_config: Any = module.config.get_text_config()  # type: ignore[operator, union-attr]
-        text_config.use_cache = False
+        own: Any = module.config
+        for model_config in (own, own.get_text_config()):  # Idefics 3 reads its own
+            if hasattr(model_config, "use_cache"):
+                model_config.use_cache = False
 
 
 def _param_init_fn_for(module: nn.Module, config: Mapping[str, Any]) -> Callable[..., Any] | None:

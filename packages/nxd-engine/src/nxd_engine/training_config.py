@@ -67,7 +67,11 @@ def transformers_spec(module: Any, description: ModelDescription, dtype: torch.d
             "model.config.is_decoder=true"
         )
     config = module.config.get_text_config()
-    config.use_cache = False  # training needs no keys and values of earlier calls
+    # Training needs no keys and values of earlier calls, with which transformers would not keep packed documents apart.
+    # Some models, such as Idefics 3, read this from their own config, not from that of their language model.
+    config.use_cache = False
+    if hasattr(module.config, "use_cache"):
+        module.config.use_cache = False
     aux_loss_coef = 0.0
     if getattr(config, "output_router_logits", False):  # its forward sees only this rank's microbatch
         config.output_router_logits, aux_loss_coef = False, getattr(config, "router_aux_loss_coef", 0.0)
