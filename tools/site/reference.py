@@ -39,6 +39,7 @@ HELP = {
     "needs torch-xla": "how-to/inspect-a-graph.md",
     "pip install": "how-to/install.md",
 }
+MODULES_OF_API = {"nxd-trainer": "nxd_trainer.parity"}  # where it is not the package's own
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
@@ -105,10 +106,10 @@ def api_pages() -> dict[str, str]:
     """Return a page for each package: what its `__all__` names, with docstrings."""
     pages = {}
     for package in PACKAGES:
-        module = package.replace("-", "_")
+        module = MODULES_OF_API.get(package, package.replace("-", "_"))
         if _public_names(module):
             pages[f"reference/api/{package}.md"] = (
-                f"# {package}\n\n::: {module}\n    options:\n      show_root_heading: false\n"
+                f"# {package}\n\n::: {module}\n    options:\n      show_root_heading: {str('.' in module).lower()}\n"
             )
     return pages
 
@@ -125,7 +126,8 @@ def _public_names(module: str) -> list[str]:
 
 
 def _source(module: str) -> Path:
-    return ROOT / "packages" / module.replace("_", "-") / "src" / module
+    package, *below = module.split(".")
+    return Path(ROOT, "packages", package.replace("_", "-"), "src", package, *below)
 
 
 def error_pages() -> dict[str, str]:
