@@ -214,3 +214,4 @@ def test_generate_refuses_images_in_one_line(folder_of, nxd, make_chat_model, tm
     for result, reason in zip(found, reasons, strict=True):
         assert reason in result.stderr
         assert result.stderr.count("\n") == 1
+        assert not result.stdout  # the line is not in the middle of another

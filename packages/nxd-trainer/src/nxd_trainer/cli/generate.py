@@ -228,8 +228,9 @@ def _write_texts(
     if not options.chat:
         if options.prompt is None and is_shown:
             print(f"nxd generate: no --prompt is given; continuing {_PROMPT!r}", file=sys.stderr, flush=True)
+        prompt = _first_prompt(options, reader)  # whose error would follow half a line
         show(_text_of(options))
-        _write_text(_first_prompt(options, reader), options, codec, write, show)
+        _write_text(prompt, options, codec, write, show)
         return
     talk, images = Conversation(_system_message(options)), read_images(options.image)
     turns: Iterable[str] = sys.stdin if options.prompt is None else [options.prompt]
