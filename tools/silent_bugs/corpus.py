@@ -70,10 +70,11 @@ class Bug:
 
 
 def _read(path: Path) -> tuple[Bug, ...]:
-    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf8"))["bug"]
-    return tuple(
-        Bug(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}) for row in rows
-    )
+    bugs = []
+    for row in tomllib.loads(path.read_text(encoding="utf8"))["bug"]:
+        values: dict[str, Any] = {key: tuple(it) if isinstance(it, list) else it for key, it in row.items()}
+        bugs.append(Bug(**values))
+    return tuple(bugs)
 
 
 BUGS = _read(Path(__file__).with_name("bugs.toml"))

@@ -51,7 +51,8 @@ def test_every_module_and_parameter_that_a_bug_names_is_in_the_program(program: 
     model, *_ = next(bug.module() for bug in BUGS if bug.program == program).run(frozenset(), torch.float64, 1)
     names = {name for name, _ in [*model.named_modules(), *model.named_parameters()]}
 
-    assert {name for bug in BUGS if bug.program == program for name in bug.where} <= names
+    named = {name for bug in BUGS if bug.program == program for name in bug.where}
+    assert {name for name in named if not name.startswith("optimizer.")} <= names
 
 
 def test_bugs_are_distinct_and_of_the_kinds_of_the_vocabulary() -> None:
