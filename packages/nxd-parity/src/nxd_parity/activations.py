@@ -1,0 +1,166 @@
+"""Where the activations of each rank belong in those of the reference."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nxd_parity.bounds import distance
+from nxd_parity.events import TensorEvent
+from nxd_parity.places import Place, options_by_shape, stated_place, whole_place
+
+SAMPLE = 4096  # elements by which the nearest place is chosen
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensors of several calls as one, along dim 0, or the tensor of the only call."""
+    if len(parts) == 1 or not parts[0].dim():
+        return parts[0] if len(parts) == 1 else torch.stack(list(parts))
+    if len({tuple(it.shape[1:]) for it in parts}) > 1:
+        return parts[0]
+    return torch.cat(list(parts))
+
+
+class ActivationPlaces:
+    """The places of activations, learned in the order of execution: inputs first.
+
+    A rank's positions in the inputs hold for everything that it computes from them.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing known."""
+        self._known: dict[tuple[int, int, int], dict[tuple[int, int], list[Tensor]]] = defaultdict(dict)
+        self._of_tensor: dict[tuple[int, str, int, int, int], Place] = {}
+
+    def learn(self, rank: int, event: TensorEvent, place: Place) -> None:
+        """Remember that a rank's input is at a place."""
+        known = self._known[rank, event.step, event.model_call]
+        for dim, positions in enumerate(place.index):
+            if positions is not None:
+                _add(known, place.shape[dim], positions)
+        if len(place.shape) >= 2:  # models join batch and sequence
+            rows, columns = (
+                torch.arange(place.shape[dim]) if place.index[dim] is None else place.index[dim] for dim in (0, 1)
+            )
+            assert rows is not None
+            assert columns is not None
+            flat = (rows[:, None] * place.shape[1] + columns).flatten()
+            if flat.numel() < place.shape[0] * place.shape[1]:
+                _add(known, place.shape[0] * place.shape[1], flat)
+
+    def options(self, rank: int, event: TensorEvent, whole: Sequence[int]) -> list[Place]:
+        """Return the places where a rank's activation may be, those that follow from its inputs first."""
+        if event.placement is not None:
+            return [stated_place(event.placement, event.shape)]
+        known = self._known[rank, event.step, event.model_call]
+        positions = [
+            known.get((size, own), []) if own != size else [] for size, own in zip(whole, event.shape, strict=False)
+        ]
+        if len(whole) != len(event.shape):
+            return []
+        if tuple(whole) == event.shape:
+            return [whole_place(whole)]
+        return options_by_shape(whole, event.shape, positions)
+
+    def remember(self, rank: int, event: TensorEvent, place: Place) -> None:
+        """Remember the place of an activation, for its gradient."""
+        self._of_tensor[rank, event.name, event.step, event.call, event.output] = place
+
+    def remembered(self, rank: int, event: TensorEvent) -> Place | None:
+        """Return the place of the activation whose gradient this is."""
+        return self._of_tensor.get((rank, event.name, event.step, event.call, event.output))
+
+
+def nearest(options: Sequence[Place], whole: Tensor, local: Tensor) -> Place | None:
+    """Return the place whose values are nearest to a rank's; the first of those that are equally near."""
+    if len(options) <= 1:
+        return options[0] if options else None
+    stride = max(local.numel() // SAMPLE, 1)
+    sample = local.flatten()[::stride].double().nan_to_num()
+    apart = [(it.of(whole).flatten()[::stride].double().nan_to_num() - sample).square().sum() for it in options]
+    return options[int(torch.stack(apart).argmin())]
+
+
+def exact(options: Sequence[Place], whole: Tensor, local: Tensor) -> Place | None:
+    """Return the place where the values are exactly a rank's."""
+    return next((it for it in options if torch.equal(it.of(whole), local)), None)
+
+
+def rows_of(whole: Tensor, local: Tensor) -> Place | None:
+    """Return the place of rows that are in the whole tensor in any order; None if one is not."""
+    if whole.dim() != local.dim() or not whole.dim() or whole.shape[1:] != local.shape[1:]:
+        return None
+    known: dict[bytes, int] = {}
+    for position, row in enumerate(_bytes_of_rows(whole)):
+        known.setdefault(row, position)
+    positions = [known.get(row) for row in _bytes_of_rows(local)]
+    if any(it is None for it in positions):
+        return None
+    return Place(tuple(whole.shape), (torch.tensor(positions), *[None] * (whole.dim() - 1)))
+
+
+def groups_of(world: int, known: Sequence[Sequence[int]] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield groups of ranks over which values may be added up: known ones, then every regular one."""
+    seen = set()
+    regular = [
+        tuple(range(start, start + size * stride, stride))
+        for size in range(world, 1, -1)
+        if world % size == 0
+        for stride in (1, world // size)
+        for start in range(world)
+        if (start % (size * stride)) < stride and start + (size - 1) * stride < world
+    ]
+    for group in [*map(tuple, known), *regular]:
+        if len(group) > 1 and group not in seen:
+            seen.add(group)
+            yield group
+
+
+def scale_of(expected: Tensor, found: Tensor) -> tuple[float, float]:
+    """Return the factor that brings one tensor nearest to another, and how far it then is, relative to its size."""
+    wanted, got = expected.double().flatten(), found.double().flatten()
+    size = float(wanted @ wanted)
+    if not size or not bool(got.isfinite().all()):
+        return 1.0, float("inf")
+    factor = float(got @ wanted) / size
+    rest = distance(factor * wanted, got)
+    largest = float((factor * wanted).abs().max())
+    return factor, rest.largest / largest if largest else float("inf")
+
+
+def data_problem(places: Sequence[Place | None], whole: Sequence[int]) -> str:
+    """Say what is wrong with the ranks' parts of the inputs: not all rows are there, or they are in another order.
+
+    An empty text if they are all of the inputs.
+    """
+    known = [it for it in places if it is not None]
+    if len(known) < len(places) or not whole:
+        return ""
+    covered = torch.zeros(tuple(whole), dtype=torch.bool)
+    for place in known:
+        positions = [torch.arange(size) if it is None else it for size, it in zip(whole, place.index, strict=True)]
+        covered[torch.meshgrid(*positions, indexing="ij")] = True
+    if not bool(covered.all()):
+        return f"no rank has row {int((~covered).nonzero()[0, 0])} of the reference's inputs"
+    orders = {tuple(it.index[0].tolist()) if it.index[0] is not None else () for it in known}
+    is_whole = all(it.index[0] is None or len(it.index[0]) == whole[0] for it in known)
+    return "ranks have the rows of the inputs in different orders" if is_whole and len(orders) > 1 else ""
+
+
+def without_repeated_bias(total: Tensor, expected: Tensor) -> Tensor:
+    """Return a sum over ranks without what is the same in all rows: each rank added a bias that is to be added once."""
+    if total.dim() < 2:
+        return total
+    return total - (total - expected).flatten(0, -2).mean(0)
+
+
+def _add(known: dict[tuple[int, int], list[Tensor]], size: int, positions: Tensor) -> None:
+    options = known.setdefault((size, len(positions)), [])
+    if not any(torch.equal(it, positions) for it in options):
+        options.append(positions)
+
+
+def _bytes_of_rows(tensor: Tensor) -> Iterator[bytes]:
+    for row in tensor.contiguous().view(tensor.shape[0], -1):
+        yield row.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,97 @@
+"""How far two tensors are apart, and how far they may be: what rounding explains.
+
+In float64 and float32 a fixed share of the tensor's largest value, which is far above rounding and far below mistakes.
+Below them, and where a program amplifies rounding, the spread of recordings of the reference with noise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+SMALL_SHARE = 1e-3  # tensors far below their peers, such as gradients of pure rounding, use this share as scale
+TIMES_SPREAD = 8.0
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a tensor is from the expected one.
+
+    Attributes:
+        largest: the largest absolute difference.
+        relative: the same, relative to the largest expected value.
+        mean_square: the root of the mean square of differences.
+        index: where the largest difference is.
+        expected: the value there.
+        found: the value there.
+    """
+
+    largest: float
+    relative: float
+    mean_square: float
+    index: tuple[int, ...]
+    expected: float
+    found: float
+
+
+def distance(expected: Tensor, found: Tensor) -> Distance:
+    """Measure how far apart two tensors of one shape are. NaN equals NaN only."""
+    if expected.numel() == 0:
+        return Distance(0.0, 0.0, 0.0, (), 0.0, 0.0)
+    wanted, got = expected.double(), found.double()
+    apart = (wanted - got).abs()
+    apart = torch.where(wanted.isnan() & got.isnan() | (wanted == got), torch.zeros((), dtype=torch.float64), apart)
+    apart = apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    flat = int(apart.argmax())
+    place = tuple(int(it) for it in torch.unravel_index(torch.tensor(flat), apart.shape))
+    scale, largest = wanted.abs().nan_to_num().max().item(), apart.flatten()[flat].item()
+    relative = largest / scale if scale else (float("inf") if largest else 0.0)
+    return Distance(
+        largest,
+        relative,
+        apart.square().mean().sqrt().item(),
+        place,
+        wanted.flatten()[flat].item(),
+        got.flatten()[flat].item(),
+    )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest differences that are rounding.
+
+    Attributes:
+        largest: bound of the largest absolute difference.
+        mean_square: bound of the root of the mean square.
+    """
+
+    largest: float
+    mean_square: float
+
+    def holds(self, apart: Distance) -> bool:
+        """Whether a difference is within the bound."""
+        return apart.largest <= self.largest and apart.mean_square <= self.mean_square
+
+
+def bound_of(expected: Tensor, spread: Sequence[Tensor], *, peers: float, rtol: float | None) -> Bound:
+    """Return the bound of a tensor's differences.
+
+    Args:
+        expected: the tensor of the reference.
+        spread: the same tensor in recordings of the reference with noise.
+        peers: the largest value in all tensors of its kind.
+        rtol: tolerance relative to the tensor's largest value; by default that of its dtype.
+    """
+    scale = expected.double().abs().nan_to_num().max().item() if expected.numel() else 0.0
+    scale = max(scale, SMALL_SHARE * peers)
+    if not spread:
+        largest = (TOLERANCES.get(expected.dtype, 0.1) if rtol is None else rtol) * scale
+        return Bound(largest, largest)
+    apart = [distance(expected, it) for it in spread]
+    last_place = torch.finfo(expected.dtype).eps * scale if expected.is_floating_point() else 0.0
+    return Bound(
+        TIMES_SPREAD * max(*(it.largest for it in apart), last_place),
+        TIMES_SPREAD * max(*(it.mean_square for it in apart), last_place / 8),
+    )

@@ -1,0 +1,70 @@
+"""`nxd-parity`: the command line of recordings."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+EXIT_DIFFERENT = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0 all agree, 2 user error, 3 something differs."""
+    options = _parser().parse_args(arguments)
+    from nxd_parity import compare  # noqa: PLC0415
+
+    try:
+        report = compare(
+            options.reference,
+            options.candidate,
+            spread=options.spread,
+            rtol=options.rtol,
+            shards=dict(options.shard),
+        )
+    except (ValueError, OSError) as error:
+        print(f"nxd-parity: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.to_json(), indent=2) if options.json else report)
+    return 0 if report.agrees else EXIT_DIFFERENT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nxd-parity", description="Find the first tensor that a distributed program computes differently."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    of_compare = commands.add_parser(
+        "compare",
+        help="compare two recordings",
+        description="Compare a recording of nxd_parity.record with that of one process, tensor by tensor in the order "
+        "of execution, and name the first that differs.",
+        epilog="exit codes: 0 all agree, 2 user error, 3 something differs",
+    )
+    of_compare.add_argument("reference", metavar="REFERENCE", help="folder of the recording of one process")
+    of_compare.add_argument("candidate", metavar="CANDIDATE", help="folder of the recording of all ranks")
+    of_compare.add_argument(
+        "--spread",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="recordings of the reference with noise; differences within their spread are rounding",
+    )
+    of_compare.add_argument("--rtol", type=float, metavar="R", help="tolerance, relative to a tensor's largest value")
+    of_compare.add_argument(
+        "--shard",
+        action="append",
+        default=[],
+        type=_rule,
+        metavar="PATTERN=DIM",
+        help="parameters that ranks have in equal parts along a dim, where their initial values do not show it",
+    )
+    of_compare.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _rule(text: str) -> tuple[str, int]:
+    pattern, _, dim = text.partition("=")
+    try:
+        return pattern, int(dim)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not PATTERN=DIM, such as '*.down_proj.weight=1'") from None

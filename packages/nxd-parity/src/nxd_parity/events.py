@@ -1,0 +1,190 @@
+"""What a recording holds: the tensors and the collectives of each rank, in the order in which they happened.
+
+A line of JSON each; the values of tensors are in files of safetensors beside them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INPUT = "input"
+ACTIVATION = "activation"
+LOSS = "loss"
+ACTIVATION_GRADIENT = "activation gradient"
+GRADIENT = "gradient"
+GRADIENT_NORM = "gradient norm"
+PARAMETER = "parameter"
+OPTIMIZER_STATE = "optimizer state"
+KINDS = (INPUT, ACTIVATION, LOSS, ACTIVATION_GRADIENT, GRADIENT, GRADIENT_NORM, PARAMETER, OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which box of a whole tensor a rank's tensor is.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        start: where the box begins in it; its sizes are those of the rank's tensor.
+        summed_over: the global ranks whose tensors add up to the box, this one included; empty if nothing is to be
+            added up.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    summed_over: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorEvent:
+    """A tensor of a rank.
+
+    Attributes:
+        step: the optimizer step that it belongs to, from 1; parameters of step 0 are the initial ones.
+        kind: one of `KINDS`.
+        name: the module or parameter, without the prefixes of wrappers; a state is `parameter/exp_avg`.
+        call: which call of the module in its step, from 0.
+        output: which tensor among the module's outputs, from 0.
+        model_call: which call of the whole model in its step, from 0.
+        order: counts what the rank does; a module's inputs come before what happens inside it.
+        largest: the largest absolute value.
+        shape: shape of the rank's tensor.
+        dtype: such as `torch.float32`.
+        digest: of the bytes; equal digests are equal tensors.
+        file: number of the file that has the values.
+        key: name of the tensor in the file.
+        placement: its place in the whole tensor if the program says it (DTensor); None if it is to be inferred.
+        inputs: of an activation, the modules whose outputs were given to the module as they are.
+    """
+
+    step: int
+    kind: str
+    name: str
+    call: int
+    output: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    digest: str
+    file: int
+    key: str
+    largest: float
+    model_call: int = 0
+    order: int = 0
+    placement: Placement | None = None
+    inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CollectiveEvent:
+    """A collective or a message between ranks.
+
+    Attributes:
+        step: the optimizer step that it belongs to, from 1.
+        operation: such as "all_reduce".
+        ranks: the global ranks of the group; of a message, the two ranks.
+        shape: shape of the tensor.
+        dtype: such as "float32".
+        reduction: such as "SUM"; empty where nothing is reduced.
+    """
+
+    step: int
+    operation: str
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    reduction: str = ""
+
+
+Event = TensorEvent | CollectiveEvent
+
+
+def to_line(event: Event) -> str:
+    """Return the line of JSON of an event."""
+    fields: dict[str, Any] = {name: value for name, value in vars(event).items() if value not in ((), "", None)}
+    if isinstance(event, TensorEvent):
+        fields["shape"], fields["dtype"] = event.shape, _name_of(event.dtype)
+        if event.placement is not None:
+            fields["placement"] = vars(event.placement)
+    return json.dumps(fields)
+
+
+def from_line(line: str) -> Event:
+    """Return the event of a line.
+
+    Raises:
+        ValueError: the line is not one that `to_line` writes.
+    """
+    try:
+        fields = json.loads(line)
+        if not isinstance(fields, dict):
+            raise TypeError(f"a {type(fields).__name__}")
+        return _collective(fields) if "operation" in fields else _tensor(fields)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{line[:80]!r} is not a line of a recording: {error!r}") from error
+
+
+def _tensor(fields: Mapping[str, Any]) -> TensorEvent:
+    if fields["kind"] not in KINDS:
+        raise ValueError(f"kind {fields['kind']!r}")
+    place = fields.get("placement")
+    return TensorEvent(
+        step=_count(fields["step"]),
+        kind=fields["kind"],
+        name=_text(fields.get("name", "")),
+        call=_count(fields["call"]),
+        output=_count(fields["output"]),
+        shape=_counts(fields["shape"]),
+        dtype=_dtype(fields["dtype"]),
+        digest=_text(fields["digest"]),
+        file=_count(fields["file"]),
+        key=_text(fields["key"]),
+        largest=float(fields["largest"]),
+        model_call=_count(fields.get("model_call", 0)),
+        order=_count(fields.get("order", 0)),
+        placement=None if place is None else _placement(place),
+        inputs=tuple(map(_text, fields.get("inputs", ()))),
+    )
+
+
+def _placement(fields: Mapping[str, Any]) -> Placement:
+    return Placement(_counts(fields["shape"]), _counts(fields["start"]), _counts(fields["summed_over"]))
+
+
+def _collective(fields: Mapping[str, Any]) -> CollectiveEvent:
+    return CollectiveEvent(
+        step=_count(fields["step"]),
+        operation=_text(fields["operation"]),
+        ranks=_counts(fields.get("ranks", ())),
+        shape=_counts(fields.get("shape", ())),
+        dtype=_text(fields.get("dtype", "")),
+        reduction=_text(fields.get("reduction", "")),
+    )
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(_count, values))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, _text(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name!r}")
+    return dtype

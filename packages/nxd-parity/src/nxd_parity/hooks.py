@@ -1,0 +1,248 @@
+"""Hooks on everything that a training step does: modules, backward, clipping and optimizers.
+
+They are torch's hooks for all modules and all optimizers, so that a program need not be changed; only the two functions
+that have no hooks, `torch.autograd.backward` and `clip_grad_norm_`, are wrapped.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_modules
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nxd_parity import events
+from nxd_parity.model_names import ModelNames
+from nxd_parity.noise import Noise
+from nxd_parity.placement import local_part
+from nxd_parity.writer import RankWriter
+
+
+@dataclass
+class Progress:
+    """Where the program is; shared by everything that records.
+
+    Attributes:
+        step: the number of the optimizer step under way, from 1.
+        is_stepped: whether an optimizer has made this step; the next call of a model begins another.
+    """
+
+    step: int = 1
+    is_stepped: bool = False
+
+
+@dataclass
+class _Call:
+    """A call of a module that has not returned.
+
+    Attributes:
+        order: when it began.
+        versions: torch's counts of changes in place of the inputs at that time, by identity.
+    """
+
+    order: int
+    versions: dict[int, int]
+
+
+class StepHooks:
+    """Records the tensors of a program's steps, between `installed` and its end."""
+
+    def __init__(self, writer: RankWriter, names: ModelNames, progress: Progress, noise: Noise | None) -> None:
+        """Prepare; nothing is hooked yet."""
+        self._writer, self._names, self._progress, self._noise = writer, names, progress, noise
+        self._under_way: list[_Call] = []
+        self._order = 0
+        self._calls: dict[tuple[int, str], int] = {}
+        self._made_by = WeakIdKeyDictionary()  # the module that a tensor is the output of
+        self._has_gradients = False
+        self._model_call = -1
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hook into torch inside the `with` block."""
+        with ExitStack() as stack:
+            for handle in (
+                of_modules.register_module_forward_pre_hook(self._before_forward),
+                of_modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(_wrapped(torch.autograd, "backward", self._backward))
+            for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+                stack.enter_context(_wrapped(place, "clip_grad_norm_", self._clip))
+            yield
+
+    def end_step(self) -> None:
+        """Record the parameters if an optimizer has stepped, and begin the next step."""
+        if not self._progress.is_stepped:
+            return
+        self._record_parameters(self._progress.step, self._names.parameters())
+        self._writer.flush()
+        self._progress.step += 1
+        self._progress.is_stepped = self._has_gradients = False
+        self._model_call = -1
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling() or _is_in_backward():
+            return
+        if not self._under_way:
+            self.end_step()
+            self._model_call += 1
+            if self._names.add(module):
+                known = {id(it) for model in self._names.models[:-1] for it in model.parameters()}
+                new = [it for it in self._names.parameters() if id(it[1]) not in known]
+                self._record_parameters(self._progress.step - 1, new)
+        self._order += 1
+        self._under_way.append(_Call(self._order, {id(it): it._version for it in _tensors_in(inputs)}))
+
+    def _after_forward(self, module: nn.Module, inputs: Any, named_inputs: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_in_backward() or not self._under_way:
+            return None
+        begun = self._under_way.pop()
+        name = self._names.of_call(module, is_whole=not self._under_way)
+        if name is None:
+            return None
+        is_recorded = self._names.is_recorded(module)
+        call = self._count(name) if is_recorded else self._model_call
+        given = [*_tensors_in(inputs), *_tensors_in(named_inputs)]
+        sources = tuple(dict.fromkeys(self._made_by[it] for it in given if it in self._made_by))
+        for index, tensor in enumerate(given):
+            is_unchanged = begun.versions.get(id(tensor), tensor._version) == tensor._version
+            if is_unchanged and (not self._under_way or (tensor.is_floating_point() and tensor not in self._made_by)):
+                self._record(events.INPUT, name, tensor, call, index, order=begun.order)
+        if not is_recorded:
+            return None
+        if self._noise is not None and not any(module.children()):
+            output = self._noise.added_to(output)
+        for index, tensor in enumerate(it for it in _tensors_in(output) if it.is_floating_point()):
+            self._record(events.ACTIVATION, name, tensor, call, index, inputs=sources)
+            self._made_by[tensor] = name
+            if tensor.requires_grad:
+                tensor.register_hook(self._gradient_hook(name, call, index))
+        return output if self._noise is not None else None
+
+    def _count(self, name: str) -> int:
+        """Return how many calls of a name there were in this step, and count one more."""
+        call = self._calls.get((self._progress.step, name), 0)
+        self._calls[self._progress.step, name] = call + 1
+        return call
+
+    def _gradient_hook(self, name: str, call: int, index: int) -> Callable[[Tensor], None]:
+        step, model_call = self._progress.step, self._model_call
+
+        def hook(gradient: Tensor) -> None:
+            if gradient is not None:
+                self._record(events.ACTIVATION_GRADIENT, name, gradient, call, index, step=step, model_call=model_call)
+
+        return hook
+
+    def _backward(self, original: Callable[..., Any], tensors: Any, *others: Any, **named: Any) -> Any:
+        roots = list(_tensors_in(tensors))
+        if len(roots) == 1 and roots[0].numel() == 1:
+            self._record(events.LOSS, "", roots[0], self._count("a loss"), 0)
+        return original(tensors, *others, **named)
+
+    def _clip(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self._record_gradients()
+        norm = original(*given, **named)
+        if isinstance(norm, Tensor):
+            self._record(events.GRADIENT_NORM, "", norm, 0, 0)
+        return norm
+
+    def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
+        self._record_gradients()
+
+    def _after_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
+        self._progress.is_stepped = True
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = self._names.of_parameter(parameter) or f"optimizer.{number}.{index}"
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        self._record(events.OPTIMIZER_STATE, f"{name}/{key}", value, 0, 0)
+
+    def _record_gradients(self) -> None:
+        """Record gradients once in a step: before they are clipped, if they are."""
+        if self._has_gradients or self._progress.is_stepped:
+            return
+        self._has_gradients = True
+        for name, parameter in self._names.parameters():
+            if parameter.grad is not None:
+                self._record(events.GRADIENT, name, parameter.grad, 0, 0)
+
+    def _record_parameters(self, step: int, parameters: Any) -> None:
+        for name, parameter in parameters:
+            self._record(events.PARAMETER, name, parameter, 0, 0, step=step)
+
+    def _record(
+        self,
+        kind: str,
+        name: str,
+        value: Tensor,
+        call: int,
+        output: int,
+        *,
+        step: int | None = None,
+        model_call: int | None = None,
+        order: int | None = None,
+        inputs: tuple[str, ...] = (),
+    ) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            local, placement = local_part(value)
+        if local.is_meta or local.is_complex() or local.layout != torch.strided:
+            return
+        self._order += 1
+        self._writer.tensor(
+            self._progress.step if step is None else step,
+            kind,
+            name,
+            local,
+            call=call,
+            output=output,
+            model_call=max(self._model_call if model_call is None else model_call, 0),
+            order=self._order if order is None else order,
+            placement=placement,
+            inputs=inputs,
+        )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers, in order; models' outputs are mappings or dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors_in(getattr(value, field.name, None))
+
+
+def _is_in_backward() -> bool:
+    """Whether backward is running: activation checkpoints call modules again there, with equal results."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _wrapped(place: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(place, name)
+
+    @wraps(original)
+    def call(*given: Any, **named: Any) -> Any:
+        return wrapper(original, *given, **named)
+
+    setattr(place, name, call)
+    try:
+        yield
+    finally:
+        setattr(place, name, original)

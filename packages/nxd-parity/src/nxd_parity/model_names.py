@@ -1,0 +1,66 @@
+"""The modules that a program calls, and the names of their modules and parameters."""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from nxd_parity.names import plain_name
+
+
+class ModelNames:
+    """Names of all modules and parameters of the models that were called.
+
+    A model is a module that was called outside all others. Those without parameters, such as a loss, are known by
+    their class. Of a wrapper and the module in it, which have one name, the inner one has it.
+    """
+
+    def __init__(self, rename: Callable[[str], str] | None = None) -> None:
+        """Start with no model.
+
+        Args:
+            rename: changes a plain name to the one that the other recording has, such as a pipeline stage's.
+        """
+        self._rename = rename or (lambda name: name)
+        self._modules: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._wrappers: set[int] = set()
+        self.models: list[nn.Module] = []  # also keeps ids from being used again
+
+    def add(self, model: nn.Module) -> bool:
+        """Add a model that is called; returns whether it is new."""
+        if id(model) in self._modules:
+            return False
+        self.models.append(model)
+        has_parameters = next(model.parameters(), None) is not None
+        holders: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            plain = self._rename(plain_name(name)) if has_parameters else f"{type(model).__name__}.{name}".rstrip(".")
+            self._modules.setdefault(id(module), plain)
+            if plain in holders:
+                self._wrappers.add(id(holders[plain]))
+            holders[plain] = module
+        for name, parameter in model.named_parameters():
+            self._parameters.setdefault(id(parameter), self._rename(plain_name(name)))
+        return True
+
+    def of_call(self, module: nn.Module, *, is_whole: bool) -> str | None:
+        """Return the name of a called module; None if it is in no model, or wraps another inside a model."""
+        return self._modules.get(id(module)) if is_whole or id(module) not in self._wrappers else None
+
+    def is_recorded(self, module: nn.Module) -> bool:
+        """Whether a module's outputs are recorded: those of wrappers are those of the module in them."""
+        return id(module) not in self._wrappers
+
+    def of_parameter(self, parameter: Tensor) -> str | None:
+        """Return a parameter's name; None if it is not in a model."""
+        return self._parameters.get(id(parameter))
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all parameters of all models, each once."""
+        seen: set[int] = set()
+        for model in self.models:
+            for parameter in model.parameters():
+                name = self._parameters.get(id(parameter))
+                if name is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter

@@ -1,0 +1,116 @@
+"""Where the parameters of each rank, their gradients and optimizer states, belong in those of the reference."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor
+
+from nxd_parity.events import TensorEvent
+from nxd_parity.places import Place, place_of_parameter, stated_place, whole_place
+from nxd_parity.sequence import owner_of
+
+
+class ParameterPlaces:
+    """The places of parameters: stated by DTensors, by a rule of the user, or found by their initial values."""
+
+    def __init__(self, world_size: int, shards: Mapping[str, int]) -> None:
+        """Start with nothing known.
+
+        Args:
+            world_size: the candidate's number of ranks.
+            shards: rules, from patterns of names to the dim along which ranks have equal parts, in their order.
+        """
+        self._world, self._shards = world_size, shards
+        self._places: dict[tuple[int, str], Place] = {}
+        self.inferred: dict[str, str] = {}  # parameters by name, and where the ranks have their parts
+        self.problems: dict[str, str] = {}  # parameters whose ranks' parts are not all of it
+
+    def learn(
+        self, name: str, whole: Tensor, values: Mapping[int, Tensor], recorded: Mapping[int, TensorEvent]
+    ) -> None:
+        """Find the places of a parameter on all ranks that have it.
+
+        Args:
+            name: the parameter's.
+            whole: its initial values in the reference.
+            values: those of the candidate's ranks.
+            recorded: their events.
+        """
+        found = {}
+        for number, (rank, local) in enumerate(sorted(values.items())):
+            placement = recorded[rank].placement
+            if placement is not None:
+                self._places[rank, name] = stated_place(placement, local.shape)
+                continue
+            place = self._by_rule(name, whole, local, number) or self._by_values(name, whole, local, rank, number)
+            if place is None:
+                continue
+            self._places[rank, name] = place
+            if local.shape != whole.shape:
+                found[rank] = str(place)
+        if found:
+            self.inferred[name] = "; ".join(f"rank {rank}: {it}" for rank, it in found.items())
+        self._check_coverage(name, whole, values)
+
+    def place(self, name: str, rank: int, event: TensorEvent, whole: tuple[int, ...]) -> Place | None:
+        """Return the place of a parameter, or of its gradient or optimizer state; None if it is not known."""
+        if event.placement is not None:
+            return stated_place(event.placement, event.shape)
+        if not event.shape and not whole:
+            return whole_place(())
+        known = self._places.get((rank, name)) or self._places.get((rank, name.rpartition("/")[0]))
+        if known is not None and known.shape == whole:
+            return known
+        return whole_place(whole) if event.shape == whole else None
+
+    def _by_rule(self, name: str, whole: Tensor, local: Tensor, number: int) -> Place | None:
+        dim = next((it for pattern, it in self._shards.items() if fnmatch(name, pattern)), None)
+        if dim is None or local.dim() != whole.dim() or not -whole.dim() <= dim < whole.dim():
+            return None
+        size = local.shape[dim]
+        parts = max(whole.shape[dim] // size, 1)
+        start = number % parts * size
+        index: list[Tensor | None] = [None] * whole.dim()
+        index[dim] = torch.arange(start, min(start + size, whole.shape[dim]))
+        return Place(tuple(whole.shape), tuple(index))
+
+    def _by_values(self, name: str, whole: Tensor, local: Tensor, rank: int, number: int) -> Place | None:
+        options = place_of_parameter(whole, local)
+        if len(options) <= 1:
+            return options[0] if options else None
+        beside = self._beside(name, rank, whole.shape[0], local.shape[0])
+        for (
+            option
+        ) in options:  # values repeat, as those of a bias of zeros: as the module's other parameter, or in order
+            first = option.index[0]
+            if beside is not None and first is not None and torch.equal(first, beside):
+                return option
+        return options[number % len(options)]
+
+    def _beside(self, name: str, rank: int, size: int, own: int) -> Tensor | None:
+        """Return the positions along dim 0 of another parameter of the module."""
+        for (of_rank, other), place in self._places.items():
+            if of_rank == rank and owner_of(other) == owner_of(name) and other != name and place.index:
+                first = place.index[0]
+                if first is not None and place.shape[0] == size and len(first) == own:
+                    return first
+        return None
+
+    def _check_coverage(self, name: str, whole: Tensor, values: Mapping[int, Tensor]) -> None:
+        """Note a parameter whose parts on all ranks are not all of it: a part is loaded twice, another never."""
+        places = [self._places.get((rank, name)) for rank in values]
+        if any(it is None for it in places) or not whole.numel():
+            return
+        covered = torch.zeros(whole.shape, dtype=torch.bool)
+        for place in places:
+            assert place is not None
+            if place.flat is not None:
+                return  # flat parts belong to optimizers, which may hold only those that are trained
+            positions = [
+                torch.arange(size) if it is None else it for size, it in zip(whole.shape, place.index, strict=True)
+            ]
+            covered[torch.meshgrid(*positions, indexing="ij") if positions else ()] = True
+        if not bool(covered.all()):
+            index = (~covered).nonzero()[0].tolist()
+            self.problems[name] = f"no rank has the values at {index}, and some values are on several ranks"

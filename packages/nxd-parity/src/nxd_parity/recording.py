@@ -1,0 +1,97 @@
+"""Reads a recording: the events of its ranks and, one by one, the values of its tensors."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nxd_parity.events import CollectiveEvent, TensorEvent, from_line
+from nxd_parity.writer import EVENTS, values_file
+
+MOST_OPEN_FILES = 64
+
+
+class Recording:
+    """A recording of all ranks of a program, opened to be read."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Find the ranks' parts.
+
+        Args:
+            folder: the folder that was given to `record`.
+
+        Raises:
+            FileNotFoundError: there is no recording.
+            ValueError: the part of a rank is missing.
+        """
+        self.folder = Path(folder)
+        found = sorted(it for it in self.folder.glob("rank-*") if (it / EVENTS).is_file())
+        if not found:
+            raise FileNotFoundError(
+                f"{self.folder} has no recording; make one with nxd_parity.record, or nxd-parity run"
+            )
+        for rank, part in enumerate(found):
+            if part.name != f"rank-{rank:05d}":
+                raise ValueError(f"{self.folder} lacks the recording of rank {rank}; copy the folders of all ranks")
+        self._parts = found
+        self._files: dict[Path, Any] = {}
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self._parts)
+
+    @cached_property
+    def tensors(self) -> tuple[tuple[TensorEvent, ...], ...]:
+        """The tensors of each rank, in execution order."""
+        return tuple(tuple(it for it in events if isinstance(it, TensorEvent)) for events in self._events)
+
+    @cached_property
+    def collectives(self) -> tuple[tuple[CollectiveEvent, ...], ...]:
+        """The collectives of each rank, in execution order."""
+        return tuple(tuple(it for it in events if isinstance(it, CollectiveEvent)) for events in self._events)
+
+    @cached_property
+    def _events(self) -> list[list[TensorEvent | CollectiveEvent]]:
+        return [list(_events_of(part)) for part in self._parts]
+
+    def _opened(self, path: Path) -> Any:
+        """Return an open file; the one that was opened first is closed when there are many."""
+        if path not in self._files:
+            if len(self._files) >= MOST_OPEN_FILES:
+                del self._files[next(iter(self._files))]
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path]
+
+    def read(self, rank: int, event: TensorEvent) -> Tensor:
+        """Return the values of a rank's tensor.
+
+        Raises:
+            ValueError: the file is missing or damaged, or its tensor is not the one that was recorded.
+        """
+        path = values_file(self._parts[rank], event.file)
+        try:
+            value: Tensor = self._opened(path).get_tensor(event.key)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} does not have tensor {event.key} of {event.name!r}: {error}") from error
+        if tuple(value.shape) != event.shape or value.dtype != event.dtype:
+            raise ValueError(
+                f"{path}: tensor {event.key} is {value.dtype} {list(value.shape)}; {event.name!r} was recorded as "
+                f"{event.dtype} {list(event.shape)}"
+            )
+        return value
+
+
+def _events_of(part: Path) -> Iterator[TensorEvent | CollectiveEvent]:
+    path = part / EVENTS
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return  # a program that was killed may leave the last line unfinished
+            try:
+                yield from_line(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None

@@ -1,0 +1,127 @@
+"""Recordings of programs on two ranks against recordings of one process: equal, or the fault is found and named."""
+
+import pytest
+import torch
+from nxd_parity import compare, record
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def recorded(folder, function, *given, noise=None, **named):
+    with record(folder, noise=noise):
+        function(*given, **named)
+
+
+@pytest.fixture
+def reference(tmp_path, train):
+    """A recording of one process, in float64."""
+    recorded(tmp_path / "reference", train)
+    return tmp_path / "reference"
+
+
+def test_tensor_parallel_program_equals_one_process(run_ranks, tmp_path, reference, train, make_model):
+    run_ranks(recorded, 2, tmp_path / "candidate", train)
+
+    report = compare(reference, tmp_path / "candidate")
+
+    assert report.agrees, str(report)
+    assert (report.ranks, report.steps, report.not_compared) == (2, 2, {})
+    number = len(list(make_model().parameters()))
+    assert report.agree["parameter"] == 3 * number  # initial, and after each step
+    assert report.agree["gradient"] == 2 * number
+    assert "blocks.0.up.weight: rank 0: dim 0 0..31; rank 1: dim 0 32..63" in "".join(report.notes)
+
+
+FAULTS = {
+    "no sum in backward": ("activation gradient", "blocks.1.up", "missing sum"),
+    "no sum in forward": ("activation", "blocks.1.down", "missing sum"),
+    "summed twice": ("activation", "blocks.1.down", "summed twice"),
+    "other data": ("input", "", "different data"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_of_a_tensor_parallel_program_is_located(run_ranks, tmp_path, train, fault, dtype):
+    for number, name in enumerate(("reference", "noise-1", "noise-2")):
+        recorded(tmp_path / name, train, dtype=dtype, noise=number or None)
+    run_ranks(lambda: recorded(tmp_path / "candidate", train, fault, dtype=dtype), 2)
+
+    spread = [tmp_path / "noise-1", tmp_path / "noise-2"] if dtype == torch.bfloat16 else []
+    first = compare(tmp_path / "reference", tmp_path / "candidate", spread=spread).first
+
+    assert first is not None
+    assert (first.step, first.kind, first.name, first.fault) == (1, *FAULTS[fault])
+
+
+def test_parameters_that_are_not_updated_are_stale(run_ranks, tmp_path, reference, train):
+    run_ranks(recorded, 2, tmp_path / "candidate", train, "no update")
+
+    first = compare(reference, tmp_path / "candidate").first
+
+    assert first is not None
+    assert (first.step, first.kind, first.fault) == (2, "parameter", "stale values")
+    assert first.ranks == (0, 1)
+
+
+class Average(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def train_replicas(*, is_strided=False, scale=1.0):
+    torch.manual_seed(0)
+    model = Average().double()
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else None
+    wrapped = model if rank is None else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        if rank is not None:
+            x = x[rank::2] if is_strided else x.chunk(2)[rank]
+        loss = wrapped(x).square().mean() * scale
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_replicas_with_parts_of_the_batch_equal_one_process(run_ranks, tmp_path, is_strided):
+    recorded(tmp_path / "reference", train_replicas)
+    run_ranks(lambda: recorded(tmp_path / "candidate", train_replicas, is_strided=is_strided), 2)
+
+    report = compare(tmp_path / "reference", tmp_path / "candidate")
+
+    assert report.agrees, str(report)
+    assert (
+        report.agree["activation gradient"] == 2 * 5
+    )  # of two steps: three layers, the module with them, and the model
+
+
+def test_loss_with_another_factor_is_found(run_ranks, tmp_path):
+    recorded(tmp_path / "reference", train_replicas)
+    run_ranks(lambda: recorded(tmp_path / "candidate", train_replicas, scale=2.0), 2)
+
+    first = compare(tmp_path / "reference", tmp_path / "candidate").first
+
+    assert first is not None
+    assert (first.kind, first.fault, first.factor) == ("loss", "summed twice", 2.0)
+
+
+def test_reference_of_several_ranks_is_refused(run_ranks, tmp_path, train):
+    run_ranks(recorded, 2, tmp_path / "candidate", train)
+
+    with pytest.raises(ValueError, match="a recording of 2 ranks; the reference is one process"):
+        compare(tmp_path / "candidate", tmp_path / "candidate")
+
+
+def test_recording_that_lacks_a_rank_is_refused(run_ranks, tmp_path, reference, train):
+    run_ranks(recorded, 2, tmp_path / "candidate", train)
+    (tmp_path / "candidate" / "rank-00000").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(ValueError, match="lacks the recording of rank 0; copy the folders of all ranks"):
+        compare(reference, tmp_path / "candidate")

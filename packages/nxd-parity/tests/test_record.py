@@ -1,0 +1,180 @@
+"""What a recording of a program has, and that the program is unchanged by it."""
+
+import json
+
+import pytest
+import torch
+from nxd_parity import record
+from nxd_parity.recording import Recording
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def train_small(model, steps=1):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(torch.full((2, 4), float(step + 1))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_kinds_of_tensors_in_the_order_of_a_step(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+
+    with record(tmp_path / "run"):
+        train_small(model)
+
+    found = [(it.step, it.kind, it.name) for it in Recording(tmp_path / "run").tensors[0]]
+    states = [f"0.{name}/{state}" for name in ("weight", "bias") for state in ("step", "exp_avg", "exp_avg_sq")]
+    assert found == [
+        (0, "parameter", "0.weight"),
+        (0, "parameter", "0.bias"),
+        (1, "input", "0"),
+        (1, "activation", "0"),
+        (1, "activation", "1"),
+        (1, "input", ""),
+        (1, "activation", ""),
+        (1, "loss", ""),
+        (1, "activation gradient", "1"),
+        (1, "activation gradient", ""),
+        (1, "activation gradient", "0"),
+        (1, "gradient", "0.weight"),
+        (1, "gradient", "0.bias"),
+        *((1, "optimizer state", name) for name in states),
+        (1, "parameter", "0.weight"),
+        (1, "parameter", "0.bias"),
+    ]
+
+
+def test_values_are_those_of_the_program(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    before = model[0].weight.detach().clone()
+
+    with record(tmp_path / "run"):
+        train_small(model)
+
+    recording = Recording(tmp_path / "run")
+    of_kind = {(it.step, it.kind, it.name): recording.read(0, it) for it in recording.tensors[0]}
+    assert torch.equal(of_kind[0, "parameter", "0.weight"], before)
+    assert torch.equal(of_kind[1, "parameter", "0.weight"], model[0].weight)
+    assert torch.equal(of_kind[1, "input", ""], torch.ones(2, 4))
+
+
+def test_recorded_program_computes_the_same_bits(tmp_path):
+    def weights():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Tanh())
+        train_small(model, steps=3)
+        return model.state_dict()
+
+    expected = weights()
+    with record(tmp_path / "run"):
+        found = weights()
+
+    assert all(torch.equal(found[name], it) for name, it in expected.items())
+
+
+def test_equal_tensors_are_written_once(tmp_path):
+    model = nn.Linear(64, 64)
+    model.weight.requires_grad_(False)
+
+    with record(tmp_path / "run"):
+        train_small(nn.Sequential(nn.Linear(4, 64), model), steps=4)
+
+    tensors = Recording(tmp_path / "run").tensors[0]
+    assert len({(it.file, it.key) for it in tensors if it.name == "1.weight" and it.kind == "parameter"}) == 1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_modules_that_run_again_in_backward_are_recorded_once(tmp_path):
+    with record(tmp_path / "run"):
+        train_small(nn.Sequential(nn.Linear(4, 4), Checkpointed()))
+
+    found = [it.kind for it in Recording(tmp_path / "run").tensors[0] if it.name == "1.inner"]
+    assert sorted(found) == ["activation", "activation gradient"]
+
+
+def test_noise_changes_outputs_by_a_few_units_in_the_last_place(tmp_path):
+    def outputs(folder, noise):
+        torch.manual_seed(0)
+        with record(folder, noise=noise):
+            train_small(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))
+        recording = Recording(folder)
+        (event,) = [it for it in recording.tensors[0] if (it.kind, it.name) == ("activation", "")]
+        return recording.read(0, event)
+
+    plain, first, second = (outputs(tmp_path / str(it), it) for it in (None, 1, 2))
+
+    assert not torch.equal(plain, first)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(plain, first, rtol=4 * torch.finfo(torch.float32).eps, atol=1e-7)
+
+
+def test_collectives_are_recorded_in_their_order(run_ranks, tmp_path, train):
+    def run(folder):
+        with record(folder):
+            train(steps=1)
+
+    run_ranks(run, 2, tmp_path / "run")
+
+    for of_rank in Recording(tmp_path / "run").collectives:
+        assert {(it.operation, it.ranks, it.reduction) for it in of_rank} == {("all_reduce", (0, 1), "SUM")}
+        assert len(of_rank) == 6  # of three blocks, in forward and backward
+
+
+def test_program_that_raises_keeps_what_was_recorded(tmp_path):
+    def failing():
+        with record(tmp_path / "run"):
+            train_small(nn.Linear(4, 4))
+            raise RuntimeError("of the program")
+
+    with pytest.raises(RuntimeError, match="of the program"):
+        failing()
+
+    assert {it.kind for it in Recording(tmp_path / "run").tensors[0]} >= {"activation", "gradient"}
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_folder_with_a_recording_is_refused(tmp_path):
+    with record(tmp_path / "run"):
+        train_small(nn.Linear(4, 4))
+
+    with pytest.raises(FileExistsError, match="run"), record(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "{", '{"step": 1}', '{"step": -1, "kind": "loss"}', '{"operation": 3, "step": 1}', "[" * 100_000],
+    ids=["list", "cut", "no kind", "negative", "number", "nested"],
+)
+def test_damaged_line_is_an_error_that_names_it(tmp_path, line):
+    with record(tmp_path / "run"):
+        train_small(nn.Linear(4, 4))
+    path = tmp_path / "run" / "rank-00000" / "events.jsonl"
+    path.write_text(f"{path.read_text()}{line}\n")
+
+    with pytest.raises(ValueError, match=r"events.jsonl, line \d+: .* is not a line of a recording"):
+        _ = Recording(tmp_path / "run").tensors
+
+
+def test_tensor_that_is_not_the_recorded_one_is_an_error(tmp_path):
+    with record(tmp_path / "run"):
+        train_small(nn.Linear(4, 4))
+    path = tmp_path / "run" / "rank-00000" / "events.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    path.write_text(json.dumps(first | {"shape": [400, 4]}) + "\n")
+    recording = Recording(tmp_path / "run")
+
+    with pytest.raises(ValueError, match=r"was recorded as torch.float32 \[400, 4\]"):
+        recording.read(0, recording.tensors[0][0])
