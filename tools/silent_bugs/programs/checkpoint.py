@@ -31,15 +31,25 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """The layers of a pipeline stage, which keep the names of the whole model."""
+    """The whole model, which `become_stage` cuts to a pipeline stage; the layers keep their names."""
 
-    def __init__(self, pp: Axis, dp: Axis) -> None:
+    def __init__(self, dp: Axis) -> None:
         super().__init__()
-        self.is_first, self.is_last = pp.rank == 0, pp.rank == pp.size - 1
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN) if self.is_first else None
+        self.embedding: nn.Embedding | None = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleDict({str(index): Layer(index, dp) for index in range(LAYERS)})
+        self.head: nn.Linear | None = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def become_stage(self, pp: Axis) -> None:
+        """Drop what other stages have; rows are no longer split."""
         own = torch.arange(LAYERS).chunk(pp.size)[pp.rank].tolist()
-        self.layers = nn.ModuleDict({str(index): Layer(index, dp) for index in own})
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False) if self.is_last else None
+        self.layers = nn.ModuleDict({name: layer for name, layer in self.layers.items() if int(name) in own})
+        for layer in self.layers.values():
+            assert isinstance(layer, Layer)
+            layer.dropout.axis = ONE
+        if pp.rank > 0:
+            self.embedding = None
+        if pp.rank < pp.size - 1:
+            self.head = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return hidden states or logits, of tokens or hidden states."""
@@ -50,99 +60,101 @@ class Model(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-class Trained:
-    """A model and its optimizer."""
-
-    def __init__(self, pp: Axis, dp: Axis, dtype: torch.dtype) -> None:
-        with default_dtype(dtype):
-            self.model = Model(pp, dp)
-        fill(self.model, {}, ONE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
-
-    def saved(self) -> dict[str, dict[str, Tensor]]:
-        """Return the checkpoint."""
-        named = dict(self.model.named_parameters())
-        calls = {
-            name: torch.tensor(it.dropout.calls) for name, it in self.model.layers.items() if isinstance(it, Layer)
-        }
-        return {
-            "parameters": {name: it.detach().clone() for name, it in named.items()},
-            "momentum": {name: self.optimizer.state[it]["momentum_buffer"].clone() for name, it in named.items()},
-            "calls": calls,
-        }
-
-    @torch.no_grad()
-    def load(self, saved: dict[str, dict[str, Tensor]], pp: Axis, faults: Faults) -> None:
-        """Load a checkpoint into this stage."""
-        first = min(int(name) for name in self.model.layers)
-        others = dict(zip(self.model.layers, reversed(list(self.model.layers)), strict=True))
-        for name, parameter in self.model.named_parameters():
-            source = of_state = name
-            if name.startswith("layers."):
-                number = name.split(".")[1]
-                if "layers_loaded_by_their_number_in_the_stage" in faults:
-                    source = of_state = name.replace(number, str(int(number) - first), 1)
-                if "states_loaded_by_number" in faults and pp.size > 1:
-                    of_state = name.replace(number, others[number], 1)
-            parameter.copy_(saved["parameters"][source])
-            if "moments_not_loaded" not in faults:
-                self.optimizer.state[parameter]["momentum_buffer"] = saved["momentum"][of_state].clone()
-        for name, layer in self.model.layers.items():
-            assert isinstance(layer, Layer)
-            layer.dropout.calls = int(saved["calls"][name])
-            if "random_state_of_the_first_rank" in faults:
-                layer.dropout.seed -= first
+def new_optimizer(model: Model) -> torch.optim.SGD:
+    """Return an optimizer without states."""
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
-def _pipeline_step(trained: Trained, tokens: Tensor, labels: Tensor, pp: Axis, dtype: torch.dtype) -> None:
+def saved(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return a checkpoint."""
+    named = dict(model.named_parameters())
+    calls = {name: torch.tensor(it.dropout.calls) for name, it in model.layers.items() if isinstance(it, Layer)}
+    return {
+        "parameters": {name: it.detach().clone() for name, it in named.items()},
+        "momentum": {name: optimizer.state[it]["momentum_buffer"].clone() for name, it in named.items()},
+        "calls": calls,
+    }
+
+
+@torch.no_grad()
+def load(
+    model: Model, optimizer: torch.optim.Optimizer, checkpoint: dict[str, dict[str, Tensor]], pp: Axis, faults: Faults
+) -> None:
+    """Load a checkpoint into a stage."""
+    first = min(int(name) for name in model.layers)
+    others = dict(zip(model.layers, reversed(list(model.layers)), strict=True))
+    for name, parameter in model.named_parameters():
+        source = of_state = name
+        if name.startswith("layers."):
+            number = name.split(".")[1]
+            if "layers_loaded_by_their_number_in_the_stage" in faults:
+                source = of_state = name.replace(number, str(int(number) - first), 1)
+            if "states_loaded_by_number" in faults and pp.size > 1:
+                of_state = name.replace(number, others[number], 1)
+        parameter.copy_(checkpoint["parameters"][source])
+        if "moments_not_loaded" not in faults:
+            optimizer.state[parameter]["momentum_buffer"] = checkpoint["momentum"][of_state].clone()
+    for name, layer in model.layers.items():
+        assert isinstance(layer, Layer)
+        layer.dropout.calls = int(checkpoint["calls"][name])
+        if "random_state_of_the_first_rank" in faults:
+            layer.dropout.seed -= first
+
+
+def pipeline_step(model: Model, tokens: Tensor, labels: Tensor, pp: Axis, dtype: torch.dtype) -> None:
     """Run one batch through the stages and back."""
+    is_first, is_last = pp.rank == 0, pp.rank == pp.size - 1
     x = tokens
-    if not trained.model.is_first:
+    if not is_first:
         x = torch.empty(*tokens.shape, HIDDEN, dtype=dtype)
         dist.recv(x, pp.rank - 1)
         x.requires_grad_()
-    y = trained.model(x)
+    y = model(x)
     gradient = None
-    if trained.model.is_last:
+    if is_last:
         y = nn.functional.cross_entropy(y.flatten(0, 1), labels.flatten())
     else:
         dist.send(y.detach(), pp.rank + 1)
         gradient = torch.empty_like(y)
         dist.recv(gradient, pp.rank + 1)
     torch.autograd.backward(y, gradient)
-    if not trained.model.is_first:
+    if not is_first:
         assert x.grad is not None
         dist.send(x.grad, pp.rank - 1)
 
 
 def run(faults: Faults, dtype: torch.dtype, steps: int) -> tuple[Model]:
-    """Train; return the model or stage that this rank trained last."""
+    """Train; return this rank's model, or its stage."""
     everyone = world()
-    before = Trained(ONE, everyone, dtype)
+    with default_dtype(dtype):
+        model = Model(everyone)
+    fill(model, {}, ONE)
+    initial = {name: it.detach().clone() for name, it in model.named_parameters()}
+    optimizer = new_optimizer(model)
     tokens, labels = batch(1)
-    logits = before.model(everyone.part(tokens, 0)).flatten(0, 1)
+    logits = model(everyone.part(tokens, 0)).flatten(0, 1)
     losses = nn.functional.cross_entropy(logits, everyone.part(labels, 0).flatten(), reduction="sum")
     (losses / (labels >= 0).sum() * everyone.size).backward()
-    for parameter in before.model.parameters():
+    for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad.copy_(everyone.sum(parameter.grad) / everyone.size)
-    before.optimizer.step()
-    if steps == 1:
-        return (before.model,)
-    after = Trained(everyone, ONE, dtype)
-    initial = {name: it.detach().clone() for name, it in after.model.named_parameters()}
-    after.load(before.saved(), everyone, faults)
+    optimizer.step()
     for step in range(2, steps + 1):
+        if step == 2:
+            checkpoint = saved(model, optimizer)
+            model.become_stage(everyone)
+            optimizer = new_optimizer(model)
+            load(model, optimizer, checkpoint, everyone, faults)
+        loaded = {name: it.detach().clone() for name, it in model.named_parameters()}
         is_late = step == 2 and "loaded_weights_active_a_step_later" in faults
-        loaded = {name: it.detach().clone() for name, it in after.model.named_parameters()}
         if is_late:
-            after.model.load_state_dict(initial)
-        after.optimizer.zero_grad()
-        _pipeline_step(after, *batch(step), everyone, dtype)
+            model.load_state_dict({name: initial[name] for name in loaded})
+        optimizer.zero_grad()
+        pipeline_step(model, *batch(step), everyone, dtype)
         if is_late:
-            after.model.load_state_dict(loaded)
-        after.optimizer.step()
-    return (after.model,)
+            model.load_state_dict(loaded)
+        optimizer.step()
+    return (model,)
 
 
 def train(faults: Faults = frozenset(), *, dtype: torch.dtype = torch.float64, steps: int = 2) -> None:

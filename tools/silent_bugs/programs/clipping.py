@@ -58,6 +58,8 @@ def gradient_norm(model: Model, axis: Axis, faults: Faults) -> Tensor:
         is_counted = shard_of(name, SHARDS) is not None or axis.rank == 0
         if "replicated_counted_on_every_rank" in faults and shard_of(name, SHARDS) is None:
             is_counted = True
+        if "tied_embedding_counted_twice" in faults and name == "embedding.weight":
+            is_counted = True
         if "sinks_counted_on_the_first_rank" in faults and name == "sink":
             is_counted = axis.rank == 0
         if "experts_counted_on_the_first_rank" in faults and name == "experts.weight":

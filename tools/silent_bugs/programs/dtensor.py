@@ -151,7 +151,10 @@ class Model(nn.Module):
                 _LogSoftmax.apply(logits) if "log_softmax_gradient_unchanged" in self.faults else logits.log_softmax(-1)
             )
             part = part - 0.01 * log[:, :4].sum()
-            gradient, more = torch.autograd.grad(part, [leaf, self.head.weight])
+            scaled = part
+            if "chunk_gradients_of_the_means_of_chunks" in self.faults:
+                scaled = part * ((labels >= 0).sum() / (targets >= 0).sum() / 2)
+            gradient, more = torch.autograd.grad(scaled, [leaf, self.head.weight])
             loss, of_weight = loss + part.detach(), of_weight + more
             if isinstance(gradient, DTensor):
                 placements, gradient = gradient.placements, gradient.to_local()

@@ -44,6 +44,7 @@ def shard(model: Model, dp: Axis, faults: Faults) -> None:
     for module in (model.fc1, model.fc2, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced))
         if "gradients_summed" in faults and isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo has no reduction that also multiplies
             module.set_gradient_divide_factor(1.0)
 
 
