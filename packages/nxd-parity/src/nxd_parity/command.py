@@ -4,6 +4,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nxd_parity.report import Report
 
 EXIT_DIFFERENT = 3
 
@@ -21,10 +26,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rtol=options.rtol,
             shards=dict(options.shard),
         )
+        return write_report(report, options)
     except (ValueError, OSError) as error:
         print(f"nxd-parity: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report.to_json(), indent=2) if options.json else report)
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say in which forms a report is written; `write_report` takes them."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as a page, which needs no network")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write a summary in Markdown; it is appended to the file that $GITHUB_STEP_SUMMARY names",
+    )
+
+
+def write_report(report: "Report", options: argparse.Namespace) -> int:
+    """Write a report in the forms that the options name: on one screen of a terminal, as plain text if it is none.
+
+    Returns:
+        the exit code: 0 all agree, 3 something differs.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    if options.html is not None:
+        from nxd_parity.html import to_html  # noqa: PLC0415
+
+        options.html.write_text(to_html(report), encoding="utf-8")
+    if options.markdown is not None:
+        from nxd_parity.markdown import write_markdown  # noqa: PLC0415
+
+        write_markdown(report, options.markdown)
+    if options.json:
+        print(json.dumps(report.to_json(), indent=2))
+    elif sys.stdout.isatty():
+        from nxd_parity.terminal import show  # noqa: PLC0415
+
+        show(report)
+    else:
+        print(report)
     return 0 if report.agrees else EXIT_DIFFERENT
 
 
@@ -58,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATTERN=DIM",
         help="parameters that ranks have in equal parts along a dim, where their initial values do not show it",
     )
-    of_compare.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_report_options(of_compare)
     return parser
 
 

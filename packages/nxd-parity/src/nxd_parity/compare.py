@@ -6,6 +6,7 @@ from pathlib import Path
 from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.diagnosis import Diagnosis, Diagnostician
+from nxd_parity.location import add_tensors
 from nxd_parity.outcomes import Comparison, Outcome, Status
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
@@ -65,6 +66,7 @@ def compare(
         elif outcome.status is Status.UNKNOWN:
             report.not_compared[_title(outcome)] = outcome.reason
     report.findings = _findings(comparison, outcomes)
+    add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
     return report
 

@@ -1,5 +1,6 @@
 """What a comparison finds: the first difference and those that follow from it, as data and as text."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -54,10 +55,95 @@ class Finding:
     expected: float = 0.0
     found: float = 0.0
 
+    @property
+    def shown_in(self) -> str:
+        """The module or parameter whose tensor differs."""
+        return self.tensor or self.name
+
     def __str__(self) -> str:
         name = self.name or "the whole model"
         text = f"step {self.step}, {self.kind}, {name}: {self.fault}"
         return f"{text}; {self.detail}" if self.detail else text
+
+
+AGREES = "agrees"
+DIFFERS_FIRST = "differs first"
+DIFFERS_LATER = "differs later"
+WITHOUT_EFFECT = "differs without effect"
+NOT_COMPARED = "not compared"
+STATUSES = (DIFFERS_FIRST, DIFFERS_LATER, WITHOUT_EFFECT, NOT_COMPARED, AGREES)  # the worst first
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where in a tensor its values differ, and which ranks have which part.
+
+    The picture is the plane of the tensor through its largest difference, in at most 64 x 64 cells of equally many
+    elements.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        index: where the largest difference is, in the whole tensor; empty if the values do not differ but no rank has
+            some of them.
+        rank: the rank that has it; -1 if there is none.
+        part: for each dim, the first and last position of the rank's shard around it; empty if the rank has a range of
+            the flattened tensor.
+        flat: the first and last position of that range.
+        share: the share of the ranks' elements that differ.
+        dims: the dims of the picture's rows and columns; a tensor of one dim has one row, and no dim for it.
+        cell: how many elements a cell has along rows and columns.
+        differences: rows of cells: 0 agrees, 9 is the largest difference, each step between them half a power of ten.
+        holders: the sets of ranks that have the same elements.
+        owners: rows of cells: the set of ranks that has the cell's first element, as an index of `holders`; -1 if no
+            rank has it.
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+    rank: int
+    part: tuple[tuple[int, int], ...]
+    flat: tuple[int, ...]
+    share: float
+    dims: tuple[int, ...]
+    cell: tuple[int, int]
+    differences: tuple[tuple[int, ...], ...]
+    holders: tuple[tuple[int, ...], ...]
+    owners: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        """Return a sentence: the position, the shard, and how far the shard's border is."""
+        if not self.index:
+            return f"some of {list(self.shape)} is on no rank"
+        text = f"at {list(self.index)} of {list(self.shape)}"
+        if self.flat:
+            shard = _shard(self.flat[0], self.flat[1], self._flat_index(), math.prod(self.shape))
+            return f"{text}; rank {self.rank} has {shard} of the flattened tensor"
+        shards = [
+            f"{_shard(first, last, at, size)} of dim {dim}"
+            for dim, ((first, last), at, size) in enumerate(zip(self.part, self.index, self.shape, strict=True))
+            if (first, last) != (0, size - 1)
+        ]
+        return f"{text}; rank {self.rank} has {' and '.join(shards) or 'the whole tensor'}"
+
+    def _flat_index(self) -> int:
+        flat = 0
+        for at, size in zip(self.index, self.shape, strict=True):
+            flat = flat * size + at
+        return flat
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; rows of cells are strings."""
+        return asdict(self) | {
+            "differences": ["".join(map(str, row)) for row in self.differences],
+            "owners": [" ".join(map(str, row)) for row in self.owners],
+        }
+
+
+def _shard(first: int, last: int, at: int, size: int) -> str:
+    """Describe a range of positions, and how far one of them is from the nearest border with another range."""
+    before, after = (at - first if first else None), (last - at if last < size - 1 else None)
+    nearest = min(it for it in (before, after) if it is not None)
+    return f"{first}..{last} ({'at the border' if nearest == 0 else f'{nearest} from the border'})"
 
 
 @dataclass
@@ -73,6 +159,8 @@ class Report:
         agree: how many tensors of each kind agree.
         not_compared: tensors that could not be compared, and why.
         notes: what else was seen.
+        tensors: what became of each tensor, one of `STATUSES`, by step, kind and name.
+        location: where in its tensor the first difference lies; None if that is not known, as of a loss.
     """
 
     reference: str
@@ -83,6 +171,8 @@ class Report:
     agree: dict[str, int] = field(default_factory=dict)
     not_compared: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    tensors: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
+    location: Location | None = None
 
     @property
     def agrees(self) -> bool:
@@ -96,7 +186,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        return asdict(self) | {"agrees": self.agrees}
+        location = None if self.location is None else self.location.to_json()
+        return asdict(self) | {"agrees": self.agrees, "location": location}
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {plural(kind, count)}" for kind, count in self.agree.items())
