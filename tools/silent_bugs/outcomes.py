@@ -10,6 +10,9 @@ from silent_bugs.corpus import Bug
 
 OF_THE_WHOLE = ("loss", "gradient norm", "input", "gradient")  # kinds of tensors that the empty name stands for
 
+OF_ALL_PARAMETERS = ("parameter", "optimizer state")  # kinds that have the empty name where all are wrong alike
+OF_AN_AXIS = {"scaled", "summed twice"}
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -43,7 +46,8 @@ class Outcome:
         """Whether the difference is found, and where the bug is."""
         if self.finding is None or self.bug is None or not self.is_found:
             return False
-        if "" in self.bug.where and self.finding.kind in OF_THE_WHOLE:
+        is_of_all = not self.finding.name and self.finding.kind in OF_ALL_PARAMETERS
+        if "" in self.bug.where and (is_of_all or self.finding.kind in OF_THE_WHOLE):
             return True
         # the states of an optimizer are named after their parameter: fc.weight/exp_avg
         name = self.finding.name.partition("/")[0]
@@ -54,7 +58,10 @@ class Outcome:
         """Whether the difference is found, and called what the bug is."""
         if self.finding is None or self.bug is None or not self.is_found:
             return False
-        return self.finding.fault in (self.bug.fault_kind, *self.bug.other_kinds)
+        kinds = {self.bug.fault_kind, *self.bug.other_kinds}
+        if self.finding.axis and kinds & OF_AN_AXIS:  # the values are times the size of an axis: one and the same
+            kinds |= OF_AN_AXIS
+        return self.finding.fault in kinds
 
     @property
     def is_located(self) -> bool:

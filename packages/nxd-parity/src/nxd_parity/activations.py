@@ -8,9 +8,10 @@ from torch import Tensor
 
 from nxd_parity.bounds import distance
 from nxd_parity.events import TensorEvent
-from nxd_parity.places import Place, options_by_shape, stated_place, whole_place
+from nxd_parity.parameters import ParameterPlaces
+from nxd_parity.places import Place, not_covered, options_by_shape, stated_place, whole_place
 
-SAMPLE = 4096  # elements by which the nearest place is chosen
+MOST_ROWS = 4096
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -28,8 +29,9 @@ class ActivationPlaces:
     A rank's positions in the inputs hold for everything that it computes from them.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing known."""
+    def __init__(self, parameters: ParameterPlaces) -> None:
+        """Start with what is known of the parameters: outputs of a layer are where the rows of its weight are."""
+        self._parameters = parameters
         self._known: dict[tuple[int, int, int], dict[tuple[int, int], list[Tensor]]] = defaultdict(dict)
         self._of_tensor: dict[tuple[int, str, int, int, int], Place] = {}
 
@@ -55,7 +57,8 @@ class ActivationPlaces:
             return [stated_place(event.placement, event.shape)]
         known = self._known[rank, event.step, event.model_call]
         positions = [
-            known.get((size, own), []) if own != size else [] for size, own in zip(whole, event.shape, strict=False)
+            [*known.get((size, own), []), *self._parameters.positions(rank, event.name, size, own)]
+            for size, own in zip(whole, event.shape, strict=False)
         ]
         if len(whole) != len(event.shape):
             return []
@@ -70,16 +73,6 @@ class ActivationPlaces:
     def remembered(self, rank: int, event: TensorEvent) -> Place | None:
         """Return the place of the activation whose gradient this is."""
         return self._of_tensor.get((rank, event.name, event.step, event.call, event.output))
-
-
-def nearest(options: Sequence[Place], whole: Tensor, local: Tensor) -> Place | None:
-    """Return the place whose values are nearest to a rank's; the first of those that are equally near."""
-    if len(options) <= 1:
-        return options[0] if options else None
-    stride = max(local.numel() // SAMPLE, 1)
-    sample = local.flatten()[::stride].double().nan_to_num()
-    apart = [(it.of(whole).flatten()[::stride].double().nan_to_num() - sample).square().sum() for it in options]
-    return options[int(torch.stack(apart).argmin())]
 
 
 def exact(options: Sequence[Place], whole: Tensor, local: Tensor) -> Place | None:
@@ -98,6 +91,23 @@ def rows_of(whole: Tensor, local: Tensor) -> Place | None:
     if any(it is None for it in positions):
         return None
     return Place(tuple(whole.shape), (torch.tensor(positions), *[None] * (whole.dim() - 1)))
+
+
+def nearest_rows(whole: Tensor, local: Tensor, *, once: bool) -> Place | None:
+    """Return the place of rows in any order by the nearest values: experts get tokens in such an order.
+
+    Args:
+        whole: the whole tensor.
+        local: the rank's tensor.
+        once: whether each row of the whole may be there once; if it is not, the place is None.
+    """
+    fits = whole.dim() == local.dim() == 2 and whole.shape[1] == local.shape[1] and local.shape[0] <= MOST_ROWS
+    if not fits or not local.numel() or whole.shape[0] > 16 * MOST_ROWS:
+        return None
+    positions = torch.cdist(local.double().nan_to_num(), whole.double().nan_to_num(), p=float("inf")).argmin(1)
+    if once and len(positions.unique()) < len(positions):
+        return None
+    return Place(tuple(whole.shape), (positions, None))
 
 
 def groups_of(world: int, known: Sequence[Sequence[int]] = ()) -> Iterator[tuple[int, ...]]:
@@ -137,12 +147,9 @@ def data_problem(places: Sequence[Place | None], whole: Sequence[int]) -> str:
     known = [it for it in places if it is not None]
     if len(known) < len(places) or not whole:
         return ""
-    covered = torch.zeros(tuple(whole), dtype=torch.bool)
-    for place in known:
-        positions = [torch.arange(size) if it is None else it for size, it in zip(whole, place.index, strict=True)]
-        covered[torch.meshgrid(*positions, indexing="ij")] = True
-    if not bool(covered.all()):
-        return f"no rank has row {int((~covered).nonzero()[0, 0])} of the reference's inputs"
+    missing = not_covered(known, whole)
+    if missing is not None:
+        return f"no rank has row {missing[0]} of the reference's inputs"
     orders = {tuple(it.index[0].tolist()) if it.index[0] is not None else () for it in known}
     is_whole = all(it.index[0] is None or len(it.index[0]) == whole[0] for it in known)
     return "ranks have the rows of the inputs in different orders" if is_whole and len(orders) > 1 else ""

@@ -1,19 +1,23 @@
 """`compare`: finds the first tensor in which a recorded program differs from a recorded reference, and says why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+
+import torch
 
 from nxd_parity import events
 from nxd_parity import report as of_faults
+from nxd_parity.comparison import Comparison
 from nxd_parity.diagnosis import Diagnosis, Diagnostician
 from nxd_parity.location import add_tensors
-from nxd_parity.outcomes import Comparison, Outcome, Status
+from nxd_parity.outcome import Outcome, Status
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
-from nxd_parity.sequence import owner_of
+from nxd_parity.sequence import Key, owner_of
 
 MOST_FINDINGS = 50  # later ones follow from the first
 EFFECTS = (events.PARAMETER, events.OPTIMIZER_STATE)  # what a step leaves behind
+LASTING = (*EFFECTS, events.GRADIENT, events.LOSS)
 
 
 def compare(
@@ -55,7 +59,7 @@ def compare(
                 "record the program on a single rank, with its whole batches"
             )
     of_candidate = Recording(candidate)
-    comparison = Comparison(recordings[0], of_candidate, recordings[1:], rtol=rtol, shards=dict(shards or {}))
+    comparison = Comparison(recordings[0], of_candidate, recordings[1:], rtol=rtol, shards=shards)
     report = Report(str(reference), str(candidate), of_candidate.world_size, comparison.steps)
     if not comparison.order:
         raise ValueError(f"{reference} has no tensors: no model was called while it was recorded")
@@ -72,52 +76,123 @@ def compare(
 
 
 def _findings(comparison: Comparison, outcomes: Sequence[Outcome]) -> list[Finding]:
-    wrong = _faults_in(outcomes)
+    wrong = _faults_in(outcomes, comparison)
     diagnostician = Diagnostician(comparison)
     found = [
         Finding(0, events.PARAMETER, name, fault=of_faults.WRONG_SHARD, detail=problem)
         for name, problem in comparison.parameters.problems.items()
     ]
     for number, outcome in enumerate(wrong[:MOST_FINDINGS]):
-        diagnosis = diagnostician.diagnose(outcome) if number == 0 else Diagnosis(of_faults.DIFFERENT_VALUES)
-        found.append(_finding(outcome, diagnosis, _place_of_fault(outcome, outcomes)))
+        diagnosis = Diagnosis(of_faults.DIFFERENT_VALUES)
+        if number == 0:
+            diagnosis = _with_what_follows(diagnostician, diagnostician.diagnose(outcome), outcome, wrong, comparison)
+        is_one_fault = diagnosis.fault != of_faults.DIFFERENT_VALUES or diagnosis.factor != 1
+        is_of_all = is_one_fault and _is_of_all_parameters(outcome, outcomes)
+        found.append(_finding(outcome, diagnosis, "" if is_of_all else _place_of_fault(outcome, comparison)))
     return found
 
 
-def _faults_in(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def _with_what_follows(
+    diagnostician: Diagnostician,
+    diagnosis: Diagnosis,
+    outcome: Outcome,
+    wrong: Sequence[Outcome],
+    comparison: Comparison,
+) -> Diagnosis:
+    """Say more of the first difference by those that follow it, where it says little itself."""
+    kind, step = outcome.key.kind, outcome.key.step
+    gradients = [it for it in wrong if it.key.kind == events.GRADIENT and it.key.step == step]
+    if kind == events.LOSS and diagnosis.fault == of_faults.DIFFERENT_VALUES and gradients:
+        of_gradient = diagnostician.diagnose(gradients[0])
+        if of_gradient.fault in (of_faults.SCALED, of_faults.SUMMED_TWICE, of_faults.WRONG_AVERAGING):
+            return of_gradient
+        if 2 * len(gradients) > sum(it.kind == events.GRADIENT and it.step == step for it in comparison.order):
+            return Diagnosis(of_faults.WRONG_AVERAGING, "outputs are right, the loss and most gradients are not")
+    is_backward_right = not any(it.key.kind == events.ACTIVATION_GRADIENT and it.key.step == step for it in wrong)
+    if kind == events.GRADIENT and diagnosis.fault == of_faults.WRONG_AVERAGING and is_backward_right:
+        return Diagnosis(
+            of_faults.DIFFERENT_VALUES,
+            f"{diagnosis.detail}, after a right backward: they were clipped by another norm, or scaled",
+            diagnosis.factor,
+        )
+    if kind == events.OPTIMIZER_STATE and step > 1 and diagnosis.fault == of_faults.DIFFERENT_VALUES and not gradients:
+        return Diagnosis(of_faults.OTHER_STATE, "gradients and earlier states are right: it was changed in between")
+    if kind == events.ACTIVATION_GRADIENT and diagnosis.fault == of_faults.DIFFERENT_VALUES:
+        users = [it for it in comparison.users(outcome.key) if comparison.parameters.is_split(it)]
+        if users:
+            return Diagnosis(
+                of_faults.MISSING_SUM, f"ranks have parts of {users[0]}; what they give back was not added up, it seems"
+            )
+    return diagnosis
+
+
+def _is_of_all_parameters(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
+    """Whether a parameter's tensor is wrong as all others of its kind are in the step: the fault is in none of them."""
+    alike = [it for it in outcomes if it.key[:2] == outcome.key[:2] and it.status is not Status.UNKNOWN]
+    is_of_parameter = outcome.key.kind in (events.GRADIENT, *EFFECTS)
+    return is_of_parameter and len(alike) > 2 and all(it.status is not Status.AGREES for it in alike)
+
+
+def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outcome]:
     """Return what differs, the cause first.
 
-    Parts of a sum are right where what follows is right, as inside layers that add them up, or in optimizers that do.
-    If nothing that a step leaves behind differs, and no gradient, then nothing does.
+    If nothing that a step leaves behind differs, and no gradient and no loss, then nothing does: an activation may be
+    computed in another way. So are those that differ, or are parts of a sum, where what is made of them is right.
     """
-    differs = [it for it in outcomes if it.status is Status.DIFFERS]
-    lasting = [it for it in differs if it.key.kind in (*EFFECTS, events.GRADIENT, events.LOSS)]
-    has_effects = {it.key.kind for it in outcomes} & set(EFFECTS)
+    lasting = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in LASTING]
     if not lasting:
-        wrong = [it for it in outcomes if it.status is Status.SUM and it.key.kind == events.GRADIENT]
-        return wrong if not has_effects else []
+        has_effects = {it.key.kind for it in outcomes} & set(EFFECTS)
+        return [] if has_effects else [it for it in outcomes if it.status is Status.SUM and it.key.kind in LASTING]
     step = min(it.key.step for it in lasting)  # what differs before it had no effect, such as a norm without a limit
-    differs = [it for it in differs if it.key.step >= step]
-    before = outcomes[: outcomes.index(differs[0])]
-    unsummed = [it for it in before if it.status is Status.SUM and it.key.step == step]
-    causes = [it for it in unsummed if it.key.kind == events.GRADIENT or not _is_added_up(it, before)]
-    return [*causes[:1], *differs]
-
-
-def _is_added_up(part: Outcome, before: Sequence[Outcome]) -> bool:
-    """Whether a module that a part of a sum was given to, or that has the module in it, is right afterwards."""
-    name = part.key.name
-    is_gradient = part.key.kind == events.ACTIVATION_GRADIENT
-    for later in before[before.index(part) + 1 :]:
-        if later.status is not Status.AGREES or later.key.kind != part.key.kind:
+    of_lasting = {(it.key.kind, it.key.step) for it in lasting}
+    in_step = [it for it in outcomes if it.key.step == step]
+    right = {(it.key.kind, it.key.name) for it in in_step if it.status is Status.AGREES}
+    is_forward_right = (events.LOSS, "") in right and _is_exact(in_step)
+    wrong = []
+    for outcome in outcomes:
+        if outcome.key.step < step or outcome.status not in (Status.DIFFERS, Status.SUM):
             continue
-        is_around = bool(name) and (name.startswith(f"{later.key.name}.") or not later.key.name)
-        if is_gradient or is_around or any(name in piece.event.inputs for piece in later.pieces):
-            return True
-    return False
+        if outcome.key.step == step and outcome.key.kind in (events.ACTIVATION, events.INPUT):
+            if is_forward_right or _is_right_afterwards(outcome.key, right, comparison):
+                continue
+        elif outcome.key.step == step and outcome.key.kind == events.ACTIVATION_GRADIENT:
+            if _is_right_before(outcome, outcomes, right):
+                continue
+        elif outcome.key.kind == events.GRADIENT_NORM and (events.GRADIENT, outcome.key.step) in of_lasting:
+            continue
+        wrong.append(outcome)
+    return wrong
 
 
-def _place_of_fault(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
+def _is_exact(outcomes: Sequence[Outcome]) -> bool:
+    """Whether values are so precise that a right loss means that all activations are right."""
+    dtypes = {it.pieces[0].event.dtype for it in outcomes if it.key.kind == events.LOSS and it.pieces}
+    return dtypes == {torch.float64}
+
+
+def _is_right_afterwards(key: Key, right: Set[tuple[str, str]], comparison: Comparison) -> bool:
+    """Whether a module that has a tensor's module in it, or that got the tensor, has a right output."""
+    name = key.name
+    around = {name[:end] for end, letter in enumerate(name) if letter == "."} | ({""} if name else set())
+    later = {*around, *comparison.users(key), *([name] if key.kind == events.INPUT else [])}
+    return any((events.ACTIVATION, it) in right for it in later)
+
+
+def _is_right_before(outcome: Outcome, outcomes: Sequence[Outcome], right: Set[tuple[str, str]]) -> bool:
+    """Whether backward is right for the modules whose outputs a module got."""
+    name, step = outcome.key.name, outcome.key.step
+    around = {name, *(name[:end] for end, letter in enumerate(name) if letter == ".")}
+    sources = {
+        source
+        for it in outcomes
+        if it.key.step == step and it.key.kind == events.ACTIVATION and it.key.name in around
+        for piece in it.pieces
+        for source in piece.event.inputs
+    }
+    return any((events.ACTIVATION_GRADIENT, it) in right for it in sources)
+
+
+def _place_of_fault(outcome: Outcome, comparison: Comparison) -> str:
     """Return the module or parameter where the fault is.
 
     The input of a module inside another was made by the other's own code. The gradient of a module's output was made by
@@ -127,15 +202,7 @@ def _place_of_fault(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
     if key.kind == events.INPUT and key.name:
         return owner_of(key.name)
     if key.kind == events.ACTIVATION_GRADIENT:
-        users = {
-            it.key.name
-            for it in outcomes
-            if it.key.step == key.step
-            and it.key.kind == events.ACTIVATION
-            and any(key.name in piece.event.inputs for piece in it.pieces)
-        }
-        if users:
-            return sorted(users)[0]
+        return next(iter(comparison.users(key)), key.name)
     if key.kind == events.OPTIMIZER_STATE:
         return key.name.rpartition("/")[0]
     return key.name

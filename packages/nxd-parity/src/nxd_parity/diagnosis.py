@@ -10,10 +10,12 @@ from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.activations import scale_of
 from nxd_parity.bounds import Bound, distance
-from nxd_parity.outcomes import Comparison, Outcome, Piece, Status
+from nxd_parity.comparison import Comparison
+from nxd_parity.outcome import Outcome, Piece
 from nxd_parity.places import options_by_shape
 from nxd_parity.sequence import Key
 
+MOST_ROUNDING = 0.05  # of a factor, in the least precise dtype
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,33 +38,44 @@ class Diagnostician:
 
     def diagnose(self, outcome: Outcome) -> Diagnosis:
         """Return the first explanation that fits a tensor that differs."""
-        if outcome.key.kind == events.INPUT and not outcome.differing[0].event.dtype.is_floating_point:
-            return Diagnosis(
-                of_faults.DIFFERENT_DATA, outcome.reason or "the ranks got other inputs than the reference"
-            )
-        if outcome.status is Status.SUM:
-            ranks = ", ".join(map(str, outcome.summed_over))
-            return Diagnosis(
-                of_faults.MISSING_SUM,
-                f"ranks {ranks} have parts of a sum that were not added up",
-                axis=f"groups of {len(outcome.summed_over)} ranks",
-            )
         piece = outcome.differing[0]
-        if piece.place is None:
+        if outcome.key.kind == events.INPUT and not piece.event.dtype.is_floating_point:
+            what = outcome.reason or "the ranks got other inputs than the reference"
+            return Diagnosis(of_faults.DIFFERENT_DATA, what)
+        if outcome.summed_over:
+            ranks = ", ".join(map(str, outcome.summed_over))
+            what = f"ranks {ranks} have parts of a sum that were not added up"
+            return Diagnosis(of_faults.MISSING_SUM, what, axis=f"groups of {len(outcome.summed_over)} ranks")
+        if piece.place is None or outcome.reason:
             return Diagnosis(of_faults.WRONG_SHARD, outcome.reason)
+        return self._by_values(outcome, piece)
+
+    def _by_values(self, outcome: Outcome, piece: Piece) -> Diagnosis:
         expected, found = self._comparison.expected(piece, outcome.key), self._comparison.read(piece)
         if outcome.key.kind == events.LOSS and outcome.apart is not None:  # a sum over calls, and a mean over ranks
             expected, found = torch.tensor(outcome.apart.expected), torch.tensor(outcome.apart.found)
         if expected.shape != found.shape:
-            return Diagnosis(
-                of_faults.WRONG_SHARD, f"its shape is {list(found.shape)} instead of {list(expected.shape)}"
-            )
+            what = f"its shape is {list(found.shape)} instead of {list(expected.shape)}"
+            return Diagnosis(of_faults.WRONG_SHARD, what)
         bound = self._comparison.bound(outcome.key, piece)
         for explain in (self._scaled, self._stale, self._moved, self._masked, self._of_another, self._rounded):
             diagnosis = explain(outcome, piece, expected, found, bound)
             if diagnosis is not None:
                 return diagnosis
+        if outcome.key.kind in (events.ACTIVATION_GRADIENT, events.GRADIENT) and self._copies_differ(outcome):
+            return Diagnosis(of_faults.MISSING_SUM, "ranks that should have equal values have each their own part")
         return Diagnosis(of_faults.DIFFERENT_VALUES)
+
+    def _copies_differ(self, outcome: Outcome) -> bool:
+        """Whether the ranks that have the same part of a tensor disagree about its values."""
+        for number, piece in enumerate(outcome.pieces):
+            for other in outcome.pieces[:number]:
+                is_copy = other.event.call == piece.event.call and str(other.place) == str(piece.place)
+                if is_copy and piece.place is not None and other.rank != piece.rank:
+                    apart = distance(self._comparison.read(other), self._comparison.read(piece))
+                    if not self._comparison.bound(outcome.key, piece).holds(apart):
+                        return True
+        return False
 
     def _scaled(
         self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
@@ -77,33 +90,34 @@ class Diagnostician:
         if abs(factor) < 1e-6 or rest * abs(factor) * size > 2 * bound.largest * max(abs(factor), 1.0):
             return None
         tolerance = max(bound.largest / size if size else 0.0, 1e-9)
-        sizes = sorted({len(it) for it in self._comparison.groups}, reverse=True)
-        for size_of_group in sizes:
-            if abs(factor - size_of_group) <= 4 * tolerance * size_of_group:
-                return Diagnosis(
-                    of_faults.SUMMED_TWICE,
-                    f"the values are {size_of_group} times the expected ones, the number of ranks in a group",
-                    float(size_of_group),
-                    f"groups of {size_of_group} ranks",
-                )
-            if abs(factor * size_of_group - 1) <= 4 * tolerance:
-                return Diagnosis(
-                    of_faults.SCALED,
-                    f"the values are 1/{size_of_group} of the expected ones; groups have {size_of_group} ranks",
-                    1 / size_of_group,
-                    f"groups of {size_of_group} ranks",
-                )
-        if abs(factor - 1) <= tolerance:
-            return None
-        fault = of_faults.WRONG_AVERAGING if self._all_scaled_alike(outcome, factor, tolerance) else of_faults.SCALED
+        of_group = self._by_size_of_group(factor, tolerance)
+        if of_group is not None or abs(factor - 1) <= tolerance:
+            return of_group
+        if outcome.key.kind == events.LOSS and not _is_simple(factor, tolerance):
+            scales = list(self._comparison.scales(outcome.key.step).values())
+            differ = max(scales, default=1.0) - min(scales, default=1.0) > 1e-6
+            return Diagnosis(of_faults.WRONG_AVERAGING, "ranks count different numbers of rows") if differ else None
+        is_averaging = self._all_scaled_alike(outcome, factor, tolerance)
+        fault = of_faults.WRONG_AVERAGING if is_averaging else of_faults.SCALED
         return Diagnosis(fault, f"the values are {factor:.6g} times the expected ones", factor)
+
+    def _by_size_of_group(self, factor: float, tolerance: float) -> Diagnosis | None:
+        nearness = min(4 * tolerance, MOST_ROUNDING)
+        for size in sorted({len(it) for it in self._comparison.groups}, reverse=True):
+            axis = f"groups of {size} ranks"
+            if abs(factor - size) <= nearness * size:
+                what = f"the values are {size} times the expected ones, the number of ranks in a group"
+                return Diagnosis(of_faults.SUMMED_TWICE, what, float(size), axis)
+            if abs(factor * size - 1) <= nearness:
+                what = f"the values are 1/{size} of the expected ones; groups have {size} ranks"
+                return Diagnosis(of_faults.SCALED, what, 1 / size, axis)
+        return None
 
     def _all_scaled_alike(self, outcome: Outcome, factor: float, tolerance: float) -> bool:
         """Whether the whole step's gradients have one factor that is no size of a group: of the loss."""
         if outcome.key.kind not in (events.ACTIVATION_GRADIENT, events.GRADIENT):
             return False
-        nearest_whole = max(round(factor), 1) if factor >= 1 else 1 / max(round(1 / factor), 1)
-        return abs(factor - nearest_whole) > 10 * tolerance
+        return not _is_simple(factor, tolerance)
 
     def _stale(self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
         key = outcome.key
@@ -111,10 +125,14 @@ class Diagnostician:
             earlier = key._replace(step=step)
             if earlier in self._comparison.of_reference:
                 whole = self._comparison.whole(earlier)
-                if whole.shape == piece.place.shape and bound.holds(  # type: ignore[union-attr]
-                    distance(piece.place.of(whole).to(found.dtype) * piece.scale, found)  # type: ignore[union-attr]
-                ):
+                if whole.shape != piece.place.shape:  # type: ignore[union-attr]
+                    continue
+                old = piece.place.of(whole).to(found.dtype) * piece.scale  # type: ignore[union-attr]
+                if bound.holds(distance(old, found)):
                     return Diagnosis(of_faults.STALE, f"the values are those of step {step}")
+                is_new = (found - expected).abs() <= bound.largest
+                if bool(is_new.any()) and bound.holds(distance(old[~is_new], found[~is_new])):
+                    return Diagnosis(of_faults.STALE, f"some of the values are those of step {step}")
         return None
 
     def _moved(self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
@@ -168,7 +186,9 @@ class Diagnostician:
                 continue
             part = piece.place.of(self._comparison.whole(other))  # type: ignore[union-attr]
             if bound.holds(distance(part, found)):
-                return Diagnosis(of_faults.OTHER_STATE, f"the values are those of {other.name}")
+                is_parameter = outcome.key.kind == events.PARAMETER
+                fault = of_faults.WRONG_SHARD if is_parameter else of_faults.OTHER_STATE
+                return Diagnosis(fault, f"the values are those of {other.name}")
         return None
 
     def _rounded(
@@ -180,7 +200,8 @@ class Diagnostician:
         relative = apart.mean_square / size if size else float("inf")
         for dtype in LOWER:
             last_place = torch.finfo(dtype).eps
-            if last_place > torch.finfo(found.dtype).eps and relative <= last_place:
+            is_lower = last_place > torch.finfo(found.dtype).eps and relative <= last_place
+            if is_lower and (dtype == torch.float32 or (found.dim() and _is_rounded_to(dtype, expected, found))):
                 return Diagnosis(
                     of_faults.LOWER_PRECISION,
                     f"the values differ by {relative:.1e} of their size, as after rounding to {str(dtype)[6:]}",
@@ -188,9 +209,24 @@ class Diagnostician:
         return None
 
 
+def _is_rounded_to(dtype: torch.dtype, expected: Tensor, found: Tensor) -> bool:
+    """Whether nearly all values are ones that a smaller dtype has, or differ by a share of themselves."""
+    has_values = (found.to(dtype).to(found.dtype) == found).double().mean() > 0.9
+    is_share = (expected - found).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()
+    return bool(has_values) or bool(is_share.double().mean() > 0.9)
+
+
 def _without_mean_row(tensor: Tensor) -> Tensor:
     rows = tensor.double().flatten(0, -2)
     return rows - rows.mean(0)
+
+
+def _is_simple(factor: float, tolerance: float) -> bool:
+    """Whether a factor is a whole number or one divided by one."""
+    if factor <= 0:
+        return False
+    nearest_simple = max(round(factor), 1) if factor >= 1 else 1 / max(round(1 / factor), 1)
+    return abs(factor - nearest_simple) <= min(10 * tolerance, MOST_ROUNDING) * nearest_simple
 
 
 def _is_same_state(other: Key, key: Key) -> bool:

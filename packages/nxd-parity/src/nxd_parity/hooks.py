@@ -1,7 +1,7 @@
 """Hooks on everything that a training step does: modules, backward, clipping and optimizers.
 
-They are torch's hooks for all modules and all optimizers, so that a program need not be changed; only the two functions
-that have no hooks, `torch.autograd.backward` and `clip_grad_norm_`, are wrapped.
+They are torch's hooks for all modules and all optimizers, so that a program need not be changed; only the functions
+that have no hooks, `torch.autograd.backward` and those that clip gradients, are wrapped.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -57,6 +57,7 @@ class StepHooks:
         """Prepare; nothing is hooked yet."""
         self._writer, self._names, self._progress, self._noise = writer, names, progress, noise
         self._under_way: list[_Call] = []
+        self._called: dict[int, nn.Module] = {}  # the models that were called in this step
         self._order = 0
         self._calls: dict[tuple[int, str], int] = {}
         self._made_by = WeakIdKeyDictionary()  # the module that a tensor is the output of
@@ -75,6 +76,7 @@ class StepHooks:
             ):
                 stack.callback(handle.remove)
             stack.enter_context(_wrapped(torch.autograd, "backward", self._backward))
+            stack.enter_context(_wrapped(torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm))
             for place in (torch.nn.utils, torch.nn.utils.clip_grad):
                 stack.enter_context(_wrapped(place, "clip_grad_norm_", self._clip))
             yield
@@ -83,7 +85,8 @@ class StepHooks:
         """Record the parameters if an optimizer has stepped, and begin the next step."""
         if not self._progress.is_stepped:
             return
-        self._record_parameters(self._progress.step, self._names.parameters())
+        self._record_parameters(self._progress.step, self._names.parameters(self._called))
+        self._called.clear()
         self._writer.flush()
         self._progress.step += 1
         self._progress.is_stepped = self._has_gradients = False
@@ -95,10 +98,9 @@ class StepHooks:
         if not self._under_way:
             self.end_step()
             self._model_call += 1
+            self._called[id(module)] = module
             if self._names.add(module):
-                known = {id(it) for model in self._names.models[:-1] for it in model.parameters()}
-                new = [it for it in self._names.parameters() if id(it[1]) not in known]
-                self._record_parameters(self._progress.step - 1, new)
+                self._record_parameters(self._progress.step - 1, self._names.parameters({id(module): module}))
         self._order += 1
         self._under_way.append(_Call(self._order, {id(it): it._version for it in _tensors_in(inputs)}))
 
@@ -156,6 +158,13 @@ class StepHooks:
             self._record(events.GRADIENT_NORM, "", norm, 0, 0)
         return norm
 
+    def _clip_with_norm(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        self._record_gradients()
+        norm = named.get("total_norm", given[2] if len(given) > 2 else None)
+        if isinstance(norm, Tensor):
+            self._record(events.GRADIENT_NORM, "", norm, 0, 0)
+        return original(*given, **named)
+
     def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
         self._record_gradients()
 
@@ -173,7 +182,7 @@ class StepHooks:
         if self._has_gradients or self._progress.is_stepped:
             return
         self._has_gradients = True
-        for name, parameter in self._names.parameters():
+        for name, parameter in self._names.parameters(self._called):
             if parameter.grad is not None:
                 self._record(events.GRADIENT, name, parameter.grad, 0, 0)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from nxd_parity import events
 from nxd_parity import report as of
-from nxd_parity.outcomes import Comparison, Outcome, Piece, Status
+from nxd_parity.comparison import Comparison
+from nxd_parity.outcome import Outcome, Piece, Status
 from nxd_parity.places import Place
 from nxd_parity.report import Location, Report
 

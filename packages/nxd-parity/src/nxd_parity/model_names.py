@@ -1,6 +1,6 @@
 """The modules that a program calls, and the names of their modules and parameters."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -24,13 +24,13 @@ class ModelNames:
         self._modules: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._wrappers: set[int] = set()
-        self.models: list[nn.Module] = []  # also keeps ids from being used again
+        self._models: list[nn.Module] = []  # keeps ids from being used again
 
     def add(self, model: nn.Module) -> bool:
         """Add a model that is called; returns whether it is new."""
         if id(model) in self._modules:
             return False
-        self.models.append(model)
+        self._models.append(model)
         has_parameters = next(model.parameters(), None) is not None
         holders: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
@@ -55,10 +55,10 @@ class ModelNames:
         """Return a parameter's name; None if it is not in a model."""
         return self._parameters.get(id(parameter))
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all parameters of all models, each once."""
+    def parameters(self, models: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of models, each once."""
         seen: set[int] = set()
-        for model in self.models:
+        for model in models.values():
             for parameter in model.parameters():
                 name = self._parameters.get(id(parameter))
                 if name is not None and id(parameter) not in seen:

@@ -1,5 +1,6 @@
 """Where the parameters of each rank, their gradients and optimizer states, belong in those of the reference."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatch
 
@@ -7,8 +8,18 @@ import torch
 from torch import Tensor
 
 from nxd_parity.events import TensorEvent
-from nxd_parity.places import Place, place_of_parameter, stated_place, whole_place
+from nxd_parity.places import (
+    Place,
+    contiguous_places,
+    nearest,
+    not_covered,
+    place_of_parameter,
+    stated_place,
+    whole_place,
+)
 from nxd_parity.sequence import owner_of
+
+MOST_POSITIONS = 4
 
 
 class ParameterPlaces:
@@ -23,6 +34,7 @@ class ParameterPlaces:
         """
         self._world, self._shards = world_size, shards
         self._places: dict[tuple[int, str], Place] = {}
+        self._positions: dict[int, dict[tuple[int, int], dict[str, Tensor]]] = defaultdict(dict)
         self.inferred: dict[str, str] = {}  # parameters by name, and where the ranks have their parts
         self.problems: dict[str, str] = {}  # parameters whose ranks' parts are not all of it
 
@@ -51,7 +63,25 @@ class ParameterPlaces:
                 found[rank] = str(place)
         if found:
             self.inferred[name] = "; ".join(f"rank {rank}: {it}" for rank, it in found.items())
+        for rank in values:
+            place = self._places.get((rank, name))
+            for size, positions in zip(whole.shape, place.index, strict=False) if place is not None else ():
+                if positions is not None:
+                    self._positions[rank].setdefault((size, len(positions)), {})[name] = positions
         self._check_coverage(name, whole, values)
+
+    def is_split(self, module: str) -> bool:
+        """Whether ranks have parts of a module's own parameters."""
+        return any(owner_of(name) == module and not place.is_whole for (_, name), place in self._places.items())
+
+    def learn_again(self, name: str, rank: int, whole: Tensor, local: Tensor) -> Place | None:
+        """Find the place of a parameter that has another shape than at first, by the nearest values."""
+        if whole.dim() != local.dim() or any(a < b for a, b in zip(whole.shape, local.shape, strict=True)):
+            return None
+        place = nearest(contiguous_places(whole.shape, local.shape), whole, local)
+        if place is not None:
+            self._places[rank, name] = place
+        return place
 
     def place(self, name: str, rank: int, event: TensorEvent, whole: tuple[int, ...]) -> Place | None:
         """Return the place of a parameter, or of its gradient or optimizer state; None if it is not known."""
@@ -63,6 +93,16 @@ class ParameterPlaces:
         if known is not None and known.shape == whole:
             return known
         return whole_place(whole) if event.shape == whole else None
+
+    def positions(self, rank: int, module: str, size: int, own: int) -> list[Tensor]:
+        """Return where a rank has `own` of `size` positions in its parameters, those of a module first."""
+        found: list[Tensor] = []
+        for name, index in sorted(
+            self._positions[rank].get((size, own), {}).items(), key=lambda it: owner_of(it[0]) != module
+        ):
+            if name and not any(torch.equal(index, it) for it in found):
+                found.append(index)
+        return found[:MOST_POSITIONS]
 
     def _by_rule(self, name: str, whole: Tensor, local: Tensor, number: int) -> Place | None:
         dim = next((it for pattern, it in self._shards.items() if fnmatch(name, pattern)), None)
@@ -100,17 +140,7 @@ class ParameterPlaces:
     def _check_coverage(self, name: str, whole: Tensor, values: Mapping[int, Tensor]) -> None:
         """Note a parameter whose parts on all ranks are not all of it: a part is loaded twice, another never."""
         places = [self._places.get((rank, name)) for rank in values]
-        if any(it is None for it in places) or not whole.numel():
-            return
-        covered = torch.zeros(whole.shape, dtype=torch.bool)
-        for place in places:
-            assert place is not None
-            if place.flat is not None:
-                return  # flat parts belong to optimizers, which may hold only those that are trained
-            positions = [
-                torch.arange(size) if it is None else it for size, it in zip(whole.shape, place.index, strict=True)
-            ]
-            covered[torch.meshgrid(*positions, indexing="ij") if positions else ()] = True
-        if not bool(covered.all()):
-            index = (~covered).nonzero()[0].tolist()
-            self.problems[name] = f"no rank has the values at {index}, and some values are on several ranks"
+        known = [it for it in places if it is not None]
+        missing = not_covered(known, whole.shape) if len(known) == len(places) else None
+        if missing is not None:
+            self.problems[name] = f"no rank has the values at {list(missing)}, and some values are on several ranks"

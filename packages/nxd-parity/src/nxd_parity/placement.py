@@ -1,7 +1,7 @@
 """The place of a DTensor's local values in the whole tensor."""
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from nxd_parity.events import Placement
 
@@ -14,7 +14,12 @@ def local_part(value: Tensor) -> tuple[Tensor, Placement | None]:
     if not isinstance(value, DTensor):
         return value.detach(), None
     local = value.to_local().detach()
-    chunks = value.__create_chunk_list__()
+    # Parts of a sum lie where the sum does.
+    added = [Replicate() if it.is_partial() else it for it in value.placements]
+    summed = DTensor.from_local(
+        local, value.device_mesh, added, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    chunks = summed.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         return local, None
     return local, Placement(tuple(value.shape), tuple(chunks[0].offsets), _ranks_to_add(value))

@@ -15,6 +15,7 @@ from nxd_parity.events import Placement
 
 Index = Tensor | None  # positions along a dim of the whole tensor; None: all of them
 MOST_OPTIONS = 256
+SAMPLE = 4096  # elements by which the nearest place is chosen
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,20 @@ class Place:
                 whole = whole.index_select(dim, positions)
         return whole
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank has the whole tensor."""
+        return self.flat is None and all(it is None for it in self.index)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the rank's tensor."""
+        if self.flat is not None:
+            return (self.flat[1] - self.flat[0],)
+        padding = self.padding or (0,) * len(self.shape)
+        sizes = (size if it is None else len(it) for size, it in zip(self.shape, self.index, strict=True))
+        return tuple(size + more for size, more in zip(sizes, padding, strict=True))
+
     def without_padding(self, local: Tensor) -> Tensor:
         """Return a rank's tensor without the positions that the whole tensor does not have."""
         for dim, count in enumerate(self.padding):
@@ -63,6 +78,26 @@ class Place:
             return f"elements {self.flat[0]}..{self.flat[1] - 1} of the flattened tensor"
         parts = [f"dim {dim} {_ranges(it)}" for dim, it in enumerate(self.index) if it is not None]
         return ", ".join(parts) or "all"
+
+
+def part_of_flat(whole: tuple[int, ...], local: Sequence[int], rank: int, ranks: int) -> Place | None:
+    """Return the place of a rank's equal part of a flat tensor, padded at its end; None if it has no such part."""
+    if len(whole) != 1 or len(local) != 1 or not local[0] or -(-whole[0] // local[0]) != ranks:
+        return None
+    stop = min((rank + 1) * local[0], whole[0])
+    return Place(whole, (torch.arange(rank * local[0], stop),), padding=((rank + 1) * local[0] - stop,))
+
+
+def not_covered(places: Sequence[Place], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first position of a whole tensor that is in no place; None if there is none, or a place is flat."""
+    if not places or any(it.flat is not None for it in places) or any(it.is_whole for it in places):
+        return None
+    covered = torch.zeros(tuple(shape), dtype=torch.bool)
+    for place in places:
+        positions = [torch.arange(size) if it is None else it for size, it in zip(shape, place.index, strict=True)]
+        covered[torch.meshgrid(*positions, indexing="ij")] = True
+    missing = (~covered).nonzero()
+    return tuple(missing[0].tolist()) if len(missing) else None
 
 
 def whole_place(shape: Sequence[int]) -> Place:
@@ -87,24 +122,32 @@ def options_by_shape(
     Args:
         whole: shape of the whole tensor.
         local: shape of the rank's tensor.
-        known: for each dim, the positions that the rank is known to have there; they replace other options.
+        known: for each dim, the positions that the rank has there in other tensors; they come first.
     """
     if len(whole) != len(local):
         return []
     dims: list[list[Index]] = []
     for dim, (size, own) in enumerate(zip(whole, local, strict=True)):
-        if known is not None and known[dim]:
-            dims.append(list(known[dim]))
-        elif own == size:
+        if own == size:
             dims.append([None])
         else:
-            dims.append(list(_chunks(size, own)))
+            dims.append([*(known[dim] if known is not None else ()), *_chunks(size, own)])
     count = 1
     for options in dims:
         count *= len(options)
     if not 0 < count <= MOST_OPTIONS:
         return []
     return [Place(tuple(whole), index) for index in product(*dims)]
+
+
+def nearest(options: Sequence[Place], whole: Tensor, local: Tensor) -> Place | None:
+    """Return the place whose values are nearest to a rank's; the first of those that are equally near."""
+    if len(options) <= 1:
+        return options[0] if options else None
+    stride = max(local.numel() // SAMPLE, 1)
+    sample = local.flatten()[::stride].double().nan_to_num()
+    apart = [(it.of(whole).flatten()[::stride].double().nan_to_num() - sample).square().sum() for it in options]
+    return options[int(torch.stack(apart).argmin())]
 
 
 def _chunks(size: int, own: int) -> Iterator[Tensor]:
@@ -132,7 +175,7 @@ def place_of_parameter(whole: Tensor, local: Tensor) -> list[Place]:
     if whole.shape == local.shape and torch.equal(whole, local):
         return [whole_place(whole.shape)]
     if whole.dim() == local.dim() and all(own <= size for own, size in zip(local.shape, whole.shape, strict=True)):
-        found = [place for place in _contiguous(whole.shape, local.shape) if torch.equal(place.of(whole), local)]
+        found = [place for place in contiguous_places(whole.shape, local.shape) if torch.equal(place.of(whole), local)]
         if found:
             return found
     if whole.dim() == local.dim():
@@ -144,7 +187,8 @@ def place_of_parameter(whole: Tensor, local: Tensor) -> list[Place]:
     return []
 
 
-def _contiguous(whole: Sequence[int], local: Sequence[int]) -> list[Place]:
+def contiguous_places(whole: Sequence[int], local: Sequence[int]) -> list[Place]:
+    """Return the contiguous parts of a tensor that have a shape, in equal steps, or at its ends."""
     dims: list[list[Index]] = []
     for size, own in zip(whole, local, strict=True):
         starts = range(0, size - own + 1, max(own, 1)) if size % max(own, 1) == 0 else {0, size - own}

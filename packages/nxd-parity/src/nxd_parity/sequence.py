@@ -27,7 +27,7 @@ def by_key(tensors: Sequence[TensorEvent]) -> dict[Key, list[TensorEvent]]:
     found: dict[Key, list[TensorEvent]] = defaultdict(list)
     for event in tensors:
         found[key_of(event)].append(event)
-    return dict(found)
+    return {key: sorted(calls, key=lambda it: it.call) for key, calls in found.items()}
 
 
 def execution_order(tensors: Sequence[TensorEvent]) -> list[Key]:

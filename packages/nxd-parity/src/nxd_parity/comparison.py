@@ -1,0 +1,283 @@
+"""Compares each tensor of a candidate with the reference's, in the order of execution, one at a time."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from nxd_parity import events
+from nxd_parity.activations import (
+    ActivationPlaces,
+    data_problem,
+    exact,
+    nearest_rows,
+    rows_of,
+    scale_of,
+    without_repeated_bias,
+)
+from nxd_parity.bounds import TIMES_SPREAD, TOLERANCES, Bound, distance
+from nxd_parity.events import TensorEvent
+from nxd_parity.outcome import Outcome, Piece, Status
+from nxd_parity.parameters import ParameterPlaces
+from nxd_parity.places import Place, nearest, not_covered, part_of_flat, whole_place
+from nxd_parity.recording import Recording
+from nxd_parity.sequence import Key
+from nxd_parity.sides import Sides
+
+
+class Comparison(Sides):
+    """Compares the tensors of two recordings."""
+
+    def __init__(
+        self,
+        reference: Recording,
+        candidate: Recording,
+        spread: Sequence[Recording] = (),
+        *,
+        rtol: float | None = None,
+        shards: Mapping[str, int] | None = None,
+    ) -> None:
+        """Index both; see `compare`."""
+        super().__init__(reference, candidate, spread, rtol)
+        self.parameters = ParameterPlaces(candidate.world_size, shards or {})
+        self._activations = ActivationPlaces(self.parameters)
+        self._flat_states: set[tuple[int, str]] = set()
+        self._scales: dict[tuple[int, int, int], float] = {}
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Compare all tensors, in the order of execution."""
+        for key in self.order:
+            found = self.of_candidate.get(key)
+            if not found:
+                yield Outcome(key, Status.UNKNOWN, reason="is on no rank of the candidate")
+            elif key.kind in (events.ACTIVATION, events.INPUT, events.ACTIVATION_GRADIENT):
+                yield self._activation(key, found)
+            elif key.kind == events.LOSS:
+                yield self._loss(key, found)
+            else:
+                yield self._parameter(key, found)
+
+    def _parameter(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
+        whole = self.whole(key)
+        if key.kind == events.PARAMETER and key.step == 0:
+            values = {rank: self.candidate.read(rank, event) for rank, event in found}
+            self.parameters.learn(key.name, whole, values, dict(found))
+        last = dict(found)  # a program may make the model again, as when it loads it
+        pieces = []
+        for rank, event in last.items():
+            place = self.parameters.place(key.name, rank, event, tuple(whole.shape))
+            if key.kind == events.PARAMETER and (place is None or place.local_shape != event.shape):
+                place = self.parameters.learn_again(key.name, rank, whole, self.candidate.read(rank, event))
+            if place is None and key.kind == events.OPTIMIZER_STATE:
+                place = self._part_of_flat_state(key, rank, event, whole)
+            pieces.append(Piece(rank, event, place))
+        return self._judged(key, tuple(pieces))
+
+    def _part_of_flat_state(self, key: Key, rank: int, event: TensorEvent, whole: Tensor) -> Place | None:
+        """Return the place of a state in equal parts in the order of ranks, padded at the end, if it was right once."""
+        place = part_of_flat(tuple(whole.shape), event.shape, rank, self.candidate.world_size)
+        if place is None:
+            return None
+        if self.difference(key, Piece(rank, event, place)) is None:
+            self._flat_states.add((rank, key.name))
+        return place if (rank, key.name) in self._flat_states else None
+
+    def _activation(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
+        whole = self.whole(key)
+        is_gradient = key.kind == events.ACTIVATION_GRADIENT
+        pieces = []
+        for rank, event in found:
+            local = self.candidate.read(rank, event)
+            options = self._activations.options(rank, event, tuple(whole.shape))
+            place = self._activations.remembered(rank, event) if is_gradient else None
+            if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
+                place = None
+            if place is None or (event.placement is not None and event.placement.summed_over):
+                place = exact(options, whole, local) or rows_of(whole, local) or nearest(options, whole, local)
+            if place is None or not self._is_near(key, Piece(rank, event, place), local):
+                scale = self._scales.get((key.step, rank, event.model_call), 1.0) if is_gradient else 1.0
+                place = nearest_rows(whole, local / scale, once=not is_gradient) or place
+            if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
+                place = None
+            if place is not None and not is_gradient:
+                self._activations.remember(rank, event, place)
+            if place is not None and key.kind == events.INPUT and torch.equal(place.of(whole), local):
+                self._activations.learn(rank, event, place)
+            piece = Piece(rank, event, place)
+            if is_gradient and place is not None and not place.summed_over:
+                piece = replace(piece, scale=self._scale(key, piece, local))
+            pieces.append(piece)
+        if key.kind == events.INPUT and not whole.dtype.is_floating_point:
+            of_data = [it.place for it in pieces if not it.event.dtype.is_floating_point]
+            problem = data_problem(of_data, tuple(whole.shape))
+            if problem:
+                return Outcome(key, Status.DIFFERS, tuple(pieces), tuple(pieces), reason=problem)
+        return self._judged(key, tuple(pieces))
+
+    def _is_near(self, key: Key, piece: Piece, local: Tensor) -> bool:
+        place = piece.place
+        if place is None or place.summed_over or place.shape != tuple(self.whole(key).shape):
+            return True
+        if key.kind == events.ACTIVATION_GRADIENT:
+            piece = replace(piece, scale=self._scale(key, piece, local))
+        return self.difference(key, piece) is None
+
+    def _scale(self, key: Key, piece: Piece, local: Tensor) -> float:
+        """Return the factor of a rank's gradients of activations: that of the first in backward."""
+        known = (key.step, piece.rank, piece.event.model_call)
+        if known not in self._scales:
+            assert piece.place is not None
+            part = piece.place.of(self.whole(key))
+            factor, rest = scale_of(part, local) if part.shape == local.shape else (1.0, float("inf"))
+            bound = self.bound(key, piece)
+            size = float(part.double().abs().max()) if part.numel() else 0.0
+            fits = size > 0 and rest * abs(factor) * size <= max(bound.largest * abs(factor), 1e-12 * size)
+            self._scales[known] = factor if fits and factor > 0 else 1.0
+        return self._scales[known]
+
+    def scales(self, step: int) -> dict[tuple[int, int], float]:
+        """Return the factors of a step's gradients of activations, by rank and call of the model."""
+        return {(rank, call): it for (of_step, rank, call), it in self._scales.items() if of_step == step}
+
+    def _loss(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
+        """A step's loss is the sum of its backwards, and the mean over the ranks that have one."""
+        wanted = torch.stack([self.reference.read(0, it).double().reshape(()) for it in self.of_reference[key]]).sum()
+        of_rank: dict[int, float] = defaultdict(float)
+        for rank, event in found:
+            of_rank[rank] += float(self.candidate.read(rank, event))
+        total = torch.tensor(sum(of_rank.values()), dtype=torch.float64)
+        # Programs divide a loss by the ranks, or by the backwards, or let them add up; gradients tell which is right.
+        counts = {ranks * calls for ranks in self._sizes(len(of_rank)) for calls in {1, len(found) // len(of_rank)}}
+        apart = min((distance(wanted, total / count) for count in sorted(counts)), key=lambda it: it.largest)
+        piece = Piece(found[0][0], found[0][1], whole_place(()))
+        largest = self._rounding_of_losses * abs(float(wanted))
+        if Bound(largest, largest).holds(apart):
+            return Outcome(key, Status.AGREES, (piece,))
+        return Outcome(key, Status.DIFFERS, (piece,), (piece,), apart)
+
+    @cached_property
+    def _rounding_of_losses(self) -> float:
+        """The relative difference of losses that is rounding: numbers have too little spread each, so all of them."""
+        of_loss = [key for key in self.order if key.kind == events.LOSS]
+        dtype = max((it.dtype for it in self.reference.tensors[0] if it.kind == events.ACTIVATION), key=_last_place)
+        if not self.spread:
+            return TOLERANCES[dtype] if self.rtol is None else self.rtol
+        spreads = [_last_place(dtype) / 8]
+        for key in of_loss:
+            wanted = self._sum_of_losses(self.reference, self.of_reference[key])
+            for recording, of_key in zip(self.spread, self.of_spread, strict=True):
+                if key in of_key and wanted:
+                    spreads.append(abs(self._sum_of_losses(recording, of_key[key]) - wanted) / abs(wanted))
+        return TIMES_SPREAD * max(spreads)
+
+    def _sum_of_losses(self, recording: Recording, calls: Sequence[TensorEvent]) -> float:
+        return sum(float(recording.read(0, it)) for it in calls)
+
+    def _sizes(self, ranks: int) -> set[int]:
+        return {1, ranks, *(len(it) for it in self.groups if len(it) <= ranks)}
+
+    def _judged(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome:
+        return self._stated_sums(key, pieces) or self._homeless(key, pieces) or self._by_values(key, pieces)
+
+    def _homeless(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome | None:
+        """Return what to say of tensors that have no place in the reference's; None if all have one."""
+        homeless = [it for it in pieces if it.place is None]
+        if not homeless:
+            return None
+        shape, whole = list(homeless[0].event.shape), list(self.whole(key).shape)
+        reason = f"{shape} on rank {homeless[0].rank} is no part of {whole}"
+        if key.kind != events.PARAMETER:
+            return Outcome(key, Status.UNKNOWN, pieces, reason=reason)
+        return Outcome(key, Status.DIFFERS, pieces, tuple(homeless), reason=reason)
+
+    def _by_values(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome:
+        differing, apart = [], None
+        for piece in pieces:
+            found = self.difference(key, piece)
+            if found is not None:
+                differing.append(piece)
+                apart = apart or found
+        if not differing:
+            problem = self._lacks_a_part(key, pieces)
+            if problem:
+                return Outcome(key, Status.DIFFERS, pieces, pieces, reason=problem)
+            return Outcome(key, Status.AGREES, pieces)
+        outcome = Outcome(key, Status.DIFFERS, pieces, tuple(differing), apart)
+        group = self._ranks_that_add_up(outcome)
+        if group is None:
+            return outcome
+        is_lasting = key.kind in (events.PARAMETER, events.OPTIMIZER_STATE)  # which nothing adds up later
+        return replace(outcome, status=Status.DIFFERS if is_lasting else Status.SUM, summed_over=group)
+
+    def _lacks_a_part(self, key: Key, pieces: Sequence[Piece]) -> str:
+        """Say which part of an activation no rank has, though all that ranks have is right; empty if there is none."""
+        if key.kind != events.ACTIVATION or len(self.of_reference[key]) > 1:
+            return ""
+        missing = not_covered([it.place for it in pieces if it.place is not None], self.of_reference[key][0].shape)
+        return "" if missing is None else f"no rank has the values at {list(missing)}, and some are on several ranks"
+
+    def _stated_sums(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome | None:
+        """Add up the ranks' parts where the program says that they are parts of a sum (DTensor's Partial)."""
+        if not pieces or any(it.place is None or not it.place.summed_over for it in pieces):
+            return None
+        by_rank = {(it.rank, it.event.call): it for it in pieces}
+        differing, apart = [], None
+        for piece in pieces:
+            assert piece.place is not None
+            group = [by_rank.get((rank, piece.event.call)) for rank in piece.place.summed_over]
+            if any(it is None for it in group):
+                return Outcome(key, Status.UNKNOWN, pieces, reason="a rank lacks its part of a sum")
+            total = torch.stack([self.read(it) for it in group if it is not None]).double().sum(0)
+            expected = piece.place.of(self.whole(key))
+            factor = self._scales.get((key.step, piece.rank, piece.event.model_call), 1.0)
+            factor = factor if key.kind == events.ACTIVATION_GRADIENT else 1.0
+            found = distance(expected * factor, total.to(expected.dtype))
+            bound = self.bound(key, replace(piece, scale=factor))
+            if not bound.holds(found) and not bound.holds(distance(expected * factor, self.read(piece))):
+                differing.append(piece)
+                apart = apart or found
+        status = Status.DIFFERS if differing else Status.AGREES
+        return Outcome(key, status, pieces, tuple(differing), apart)
+
+    def _ranks_that_add_up(self, outcome: Outcome) -> tuple[int, ...] | None:
+        """Return the ranks whose tensors, added up or averaged, are the expected one; None if there are none."""
+        by_call = {(it.rank, it.event.call): it for it in outcome.pieces}
+        piece = outcome.differing[0]
+        if piece.place is None or (not piece.event.shape and outcome.key.kind == events.ACTIVATION):
+            return None
+        for group in self.groups:
+            parts = [by_call[rank, piece.event.call] for rank in group if (rank, piece.event.call) in by_call]
+            is_sum = len({it.event.digest for it in parts}) > 1  # equal values are scaled, and no parts of a sum
+            if piece.rank in group and len(parts) == len(group) and is_sum and self._add_up(outcome.key, piece, parts):
+                return group
+        return None
+
+    def _add_up(self, key: Key, piece: Piece, parts: Sequence[Piece]) -> bool:
+        """Whether the parts of some ranks are the expected tensor of one of them when they are added up or averaged."""
+        values = [self.read(it) for it in parts]
+        if len({it.shape for it in values}) > 1:
+            return False
+        total = torch.stack(values).double().sum(0)
+        for place in self._places_for_sum(key, piece):
+            expected = place.of(self.whole(key)) * piece.scale
+            if expected.shape != total.shape:
+                continue
+            bound = self.bound(key, replace(piece, place=place))
+            bound = Bound(bound.largest * len(parts), bound.mean_square * len(parts))
+            for part in (total, total / len(parts), without_repeated_bias(total, expected)):
+                if bound.holds(distance(expected, part.to(expected.dtype))):
+                    return True
+        return False
+
+    def _places_for_sum(self, key: Key, piece: Piece) -> list[Place]:
+        assert piece.place is not None
+        if key.kind not in (events.ACTIVATION, events.INPUT):
+            return [piece.place]
+        return self._activations.options(piece.rank, piece.event, tuple(self.whole(key).shape)) or [piece.place]
+
+
+def _last_place(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps

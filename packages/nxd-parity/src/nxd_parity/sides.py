@@ -1,0 +1,122 @@
+"""Two recordings side by side: what a rank's tensor is, what it should be, and how far apart they may be."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from nxd_parity import events
+from nxd_parity.activations import groups_of, joined
+from nxd_parity.bounds import Bound, Distance, bound_of, distance
+from nxd_parity.events import TensorEvent
+from nxd_parity.outcome import Piece
+from nxd_parity.recording import Recording
+from nxd_parity.sequence import Key, by_key, execution_order
+
+OF_CALLS = (events.INPUT, events.ACTIVATION, events.ACTIVATION_GRADIENT)  # of which a step has one for each call
+
+
+class Sides:
+    """A reference and a candidate."""
+
+    def __init__(
+        self, reference: Recording, candidate: Recording, spread: Sequence[Recording], rtol: float | None
+    ) -> None:
+        """Index both recordings, and those of the reference with noise; see `compare`."""
+        self.reference, self.candidate, self.spread, self.rtol = reference, candidate, spread, rtol
+        self.of_reference = by_key(reference.tensors[0])
+        self.of_spread = [by_key(it.tensors[0]) for it in spread]
+        self.of_candidate = _by_key_and_rank(reference, candidate)
+        self.steps = min(
+            max((it.step for it in found), default=0) for found in (reference.tensors[0], candidate.tensors[0])
+        )
+        order = execution_order(reference.tensors[0])
+        self.order = [it for it in order if it.step <= self.steps and self._says_much(it)]
+        self._peers: dict[tuple[int, str], float] = defaultdict(float)
+        for event in reference.tensors[0]:
+            size = event.largest if event.largest == event.largest else 0.0
+            self._peers[event.step, event.kind] = max(self._peers[event.step, event.kind], size)
+        self._users: dict[tuple[int, str], set[str]] = defaultdict(set)
+        for tensors in (reference.tensors[0], *candidate.tensors):
+            for event in tensors:
+                for source in event.inputs:
+                    self._users[event.step, source].add(event.name)
+        known = {it.ranks for of_rank in candidate.collectives for it in of_rank}
+        self.groups = list(groups_of(candidate.world_size, sorted(known)))
+
+    def users(self, key: Key) -> list[str]:
+        """Return the modules that got the output of a module as it is, by name."""
+        return sorted(self._users.get((key.step, key.name), ()))
+
+    def _says_much(self, key: Key) -> bool:
+        """Whether a tensor is more than a number that only shows how a loss is scaled."""
+        return key.kind != events.ACTIVATION_GRADIENT or self.of_reference[key][0].shape.count(1) < len(
+            self.of_reference[key][0].shape
+        )
+
+    def whole(self, key: Key) -> Tensor:
+        """Return the reference's tensor; several calls of a module in a step are joined."""
+        calls = self.of_reference[key]
+        return _read_joined(self.reference, 0, tuple(calls if key.kind in OF_CALLS else calls[-1:]))
+
+    def read(self, piece: Piece) -> Tensor:
+        """Return a rank's tensor, without padding."""
+        value = self.candidate.read(piece.rank, piece.event)
+        return value if piece.place is None else piece.place.without_padding(value)
+
+    def expected(self, piece: Piece, key: Key) -> Tensor:
+        """Return what a rank's tensor should be."""
+        assert piece.place is not None
+        part = piece.place.of(self.whole(key))
+        return part if piece.scale == 1 else part * piece.scale
+
+    def bound(self, key: Key, piece: Piece) -> Bound:
+        """Return how far a rank's tensor may be from what it should be."""
+        assert piece.place is not None
+        part = piece.place.of(self.whole(key))
+        spread = [
+            piece.place.of(_read_joined(recording, 0, tuple(of_key[key] if key.kind in OF_CALLS else of_key[key][-1:])))
+            for recording, of_key in zip(self.spread, self.of_spread, strict=True)
+            if key in of_key
+        ]
+        bound = bound_of(part, spread, peers=self._peers[key.step, key.kind], rtol=self.rtol)
+        return Bound(bound.largest * abs(piece.scale), bound.mean_square * abs(piece.scale))
+
+    def difference(self, key: Key, piece: Piece) -> Distance | None:
+        """Return how far a rank's tensor is from what it should be; None if that is rounding."""
+        same = self.of_reference[key]
+        if (len(same) == 1 or key.kind not in OF_CALLS) and same[-1].digest == piece.event.digest and piece.scale == 1:
+            return None
+        expected, found = self.expected(piece, key), self.read(piece)
+        if expected.shape != found.shape:
+            return Distance(float("inf"), float("inf"), float("inf"), (), 0.0, 0.0)
+        apart = distance(expected, found)
+        return None if self.bound(key, piece).holds(apart) else apart
+
+
+def _by_key_and_rank(reference: Recording, candidate: Recording) -> dict[Key, list[tuple[int, TensorEvent]]]:
+    """Return the candidate's tensors by what they are; a stage of a pipeline is no whole model."""
+    found: dict[Key, list[tuple[int, TensorEvent]]] = defaultdict(list)
+    names = _parameters_by_step(reference.tensors[0])
+    for rank, tensors in enumerate(candidate.tensors):
+        own = _parameters_by_step(tensors)
+        for key, of_rank in by_key(tensors).items():
+            is_of_model = not key.name and key.kind in (events.ACTIVATION, events.ACTIVATION_GRADIENT)
+            is_stage = not names[key.step] <= own[key.step]
+            if not (is_stage and is_of_model):
+                found[key] += [(rank, it) for it in of_rank]
+    return found
+
+
+def _parameters_by_step(tensors: Sequence[TensorEvent]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = defaultdict(set)
+    for event in tensors:
+        if event.kind == events.PARAMETER:
+            found[event.step].add(event.name)
+    return found
+
+
+@lru_cache(maxsize=8)
+def _read_joined(recording: Recording, rank: int, calls: tuple[TensorEvent, ...]) -> Tensor:
+    return joined([recording.read(rank, it) for it in calls])
