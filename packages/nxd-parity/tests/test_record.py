@@ -178,3 +178,27 @@ def test_tensor_that_is_not_the_recorded_one_is_an_error(tmp_path):
 
     with pytest.raises(ValueError, match=r"was recorded as torch.float32 \[400, 4\]"):
         recording.read(0, recording.tensors[0][0])
+
+
+class RaisesOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("out of luck")
+        return self.inner(x)
+
+
+def test_module_that_raises_leaves_the_next_call_as_it_is(tmp_path):
+    model = RaisesOnce()
+
+    with record(tmp_path / "run"):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            model(torch.ones(2, 4))
+        train_small(model)
+
+    found = [it.name for it in Recording(tmp_path / "run").tensors[0] if it.kind == "activation"]
+    assert found == ["inner", ""]

@@ -13,6 +13,9 @@ from torch import Tensor
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 SMALL_SHARE = 1e-3  # tensors far below their peers, such as gradients of pure rounding, use this share as scale
 TIMES_SPREAD = 8.0
+TIMES_MEAN_SQUARE = 4.0  # of many elements, whose mean square says more than that of a few
+MANY_ELEMENTS = 64
+MOST_OF_DIFFERENCE = 4.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,13 @@ class Bound:
     largest: float
     mean_square: float
 
+    def of_explanation(self, apart: Distance) -> "Bound":
+        """Return the bound for an explanation of a difference: it is to take most of the difference away."""
+        return Bound(
+            min(self.largest, apart.largest / MOST_OF_DIFFERENCE),
+            min(self.mean_square, apart.mean_square / MOST_OF_DIFFERENCE),
+        )
+
     def holds(self, apart: Distance) -> bool:
         """Whether a difference is within the bound."""
         return apart.largest <= self.largest and apart.mean_square <= self.mean_square
@@ -91,7 +101,10 @@ def bound_of(expected: Tensor, spread: Sequence[Tensor], *, peers: float, rtol: 
         return Bound(largest, largest)
     apart = [distance(expected, it) for it in spread]
     last_place = torch.finfo(expected.dtype).eps * scale if expected.is_floating_point() else 0.0
+    if not expected.dim():
+        last_place /= 8  # norms and means of many elements are more precise than one of them
     return Bound(
         TIMES_SPREAD * max(*(it.largest for it in apart), last_place),
-        TIMES_SPREAD * max(*(it.mean_square for it in apart), last_place / 8),
+        (TIMES_MEAN_SQUARE if expected.numel() >= MANY_ELEMENTS else TIMES_SPREAD)
+        * max(*(it.mean_square for it in apart), last_place / 8),
     )

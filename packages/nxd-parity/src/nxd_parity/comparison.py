@@ -267,6 +267,7 @@ class Comparison(Sides):
                 continue
             bound = self.bound(key, replace(piece, place=place))
             bound = Bound(bound.largest * len(parts), bound.mean_square * len(parts))
+            bound = bound.of_explanation(distance(expected, self.read(piece)))
             for part in (total, total / len(parts), without_repeated_bias(total, expected)):
                 if bound.holds(distance(expected, part.to(expected.dtype))):
                     return True

@@ -57,7 +57,7 @@ class Diagnostician:
         if expected.shape != found.shape:
             what = f"its shape is {list(found.shape)} instead of {list(expected.shape)}"
             return Diagnosis(of_faults.WRONG_SHARD, what)
-        bound = self._comparison.bound(outcome.key, piece)
+        bound = self._comparison.bound(outcome.key, piece).of_explanation(distance(expected, found))
         for explain in (self._scaled, self._stale, self._moved, self._masked, self._of_another, self._rounded):
             diagnosis = explain(outcome, piece, expected, found, bound)
             if diagnosis is not None:

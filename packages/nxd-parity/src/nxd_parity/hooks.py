@@ -104,10 +104,12 @@ class StepHooks:
         self._order += 1
         self._under_way.append(_Call(self._order, {id(it): it._version for it in _tensors_in(inputs)}))
 
-    def _after_forward(self, module: nn.Module, inputs: Any, named_inputs: Any, output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, inputs: Any, named_inputs: Any = None, output: Any = None) -> Any:
         if torch.compiler.is_compiling() or _is_in_backward() or not self._under_way:
             return None
         begun = self._under_way.pop()
+        if output is None:  # the module has raised; torch leaves out some of the arguments then
+            return None
         name = self._names.of_call(module, is_whole=not self._under_way)
         if name is None:
             return None
