@@ -17,7 +17,7 @@ from nxd_parity.sequence import Key, owner_of
 
 MOST_FINDINGS = 50  # later ones follow from the first
 EFFECTS = (events.PARAMETER, events.OPTIMIZER_STATE)  # what a step leaves behind
-LASTING = (*EFFECTS, events.GRADIENT, events.LOSS)
+LASTING = (*EFFECTS, events.GRADIENT, events.GRADIENT_NORM, events.LOSS)
 
 
 def compare(
