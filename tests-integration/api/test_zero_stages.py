@@ -319,7 +319,7 @@ GRID_OF_VISION = _grid(
     VISION,
     ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, recomputed"),
     adapted=VISION,
-    axes=("DP 2", "TP 2 x DP 2", "PP 2 x DP 2", "TP 2 + SP x DP 2", "CP 2 x DP 2"),
+    axes=("DP 2", "TP 2 x DP 2", "PP 2 x DP 2", "TP 2 x PP 2 x DP 2", "TP 2 + SP x DP 2", "CP 2 x DP 2"),
 )
 GRID_OF_MUON = _grid(
     ("llama", "phi3", "qwen3", "gemma3_text", "mixtral", "gpt_oss"),
