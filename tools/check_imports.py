@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Files that users reach only through an extra may import that extra's dependencies at module level.
 EXTRAS_AT_MODULE_LEVEL = {
     "nxd_data/template_process.py": {"jinja2"},  # a program, which nothing imports
+    "nxd_parity/pytest_plugin.py": {"pytest"},  # which pytest imports
 }
 
 IMPORT_NAMES = {"pyyaml": "yaml"}  # where it is not the distribution's name with underscores

@@ -1,10 +1,11 @@
 """What a recording of a program has, and that the program is unchanged by it."""
 
 import json
+import multiprocessing
 
 import pytest
 import torch
-from nxd_parity import record
+from nxd_parity import InFloat64, record
 from nxd_parity.recording import Recording
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -202,3 +203,39 @@ def test_module_that_raises_leaves_the_next_call_as_it_is(tmp_path):
 
     found = [it.name for it in Recording(tmp_path / "run").tensors[0] if it.kind == "activation"]
     assert found == ["inner", ""]
+
+
+def test_recording_of_a_number_of_steps_leaves_the_rest_alone(tmp_path):
+    with record(tmp_path / "run", steps=2):
+        train_small(nn.Linear(4, 4), steps=5)
+        assert not nn.modules.module._global_forward_hooks
+
+    tensors = Recording(tmp_path / "run").tensors[0]
+    assert max(it.step for it in tensors) == 2
+    assert {it.kind for it in tensors if it.step == 2} >= {"activation", "gradient", "parameter"}
+
+
+def test_recording_of_no_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="steps=0; record at least 1"), record(tmp_path / "run", steps=0):
+        pass
+
+
+def test_fork_of_a_recorded_process_writes_nothing(tmp_path):
+    model = nn.Linear(4, 4)
+
+    with record(tmp_path / "run"):
+        train_small(model)
+        fork = multiprocessing.get_context("fork").Process(target=model, args=(torch.ones(4),))
+        fork.start()
+        fork.join()
+
+    assert fork.exitcode == 0
+    assert [it.step for it in Recording(tmp_path / "run").tensors[0] if it.kind == "activation"] == [1]
+
+
+def test_losses_are_recorded_in_float64(tmp_path):
+    with InFloat64(), record(tmp_path / "run"):
+        train_small(nn.Linear(4, 4))
+
+    (loss,) = [it for it in Recording(tmp_path / "run").tensors[0] if it.kind == "loss"]
+    assert loss.dtype == torch.float64

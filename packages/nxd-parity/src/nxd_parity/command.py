@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nxd_parity.run import Recorded, add_options, record_both
+
 if TYPE_CHECKING:
     from nxd_parity.report import Report
 
@@ -19,13 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from nxd_parity import compare  # noqa: PLC0415
 
     try:
+        recorded = options.recordings(options)
         report = compare(
-            options.reference,
-            options.candidate,
-            spread=options.spread,
+            recorded.reference,
+            recorded.candidate,
+            spread=recorded.spread,
             rtol=options.rtol,
             shards=dict(options.shard),
         )
+        report.notes += recorded.notes
         return write_report(report, options)
     except (ValueError, OSError) as error:
         print(f"nxd-parity: {error}", file=sys.stderr)
@@ -93,8 +97,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="recordings of the reference with noise; differences within their spread are rounding",
     )
-    of_compare.add_argument("--rtol", type=float, metavar="R", help="tolerance, relative to a tensor's largest value")
-    of_compare.add_argument(
+    of_compare.set_defaults(
+        recordings=lambda it: Recorded(Path(it.reference), Path(it.candidate), list(map(Path, it.spread)), [])
+    )
+    of_run = commands.add_parser(
+        "run",
+        help="run two programs, record and compare them",
+        description="Run a program in one process and as it is distributed, record both without a change of their "
+        "code, and compare them. A program that trains on is ended once its steps are recorded.",
+        epilog="exit codes: 0 all agree, 2 user error (a command that fails, too), 3 something differs",
+    )
+    add_options(of_run)
+    of_run.set_defaults(recordings=record_both)
+    for command in (of_compare, of_run):
+        _add_comparison_options(command)
+    return parser
+
+
+def _add_comparison_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--rtol", type=float, metavar="R", help="tolerance, relative to a tensor's largest value")
+    command.add_argument(
         "--shard",
         action="append",
         default=[],
@@ -102,8 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATTERN=DIM",
         help="parameters that ranks have in equal parts along a dim, where their initial values do not show it",
     )
-    add_report_options(of_compare)
-    return parser
+    add_report_options(command)
 
 
 def _rule(text: str) -> tuple[str, int]:

@@ -4,7 +4,8 @@ transformers computes norms, softmax, rotary angles and losses in float32 whatev
 for float32 becomes one for float64, in both of the compared runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class InFloat64(TorchFunctionMode):
         if func is Tensor.backward:  # same signature as in torch
             names = ("gradient", "retain_graph", "create_graph", "inputs")
             given = dict(zip(names, args[1:], strict=False)) | (kwargs or {})
-            return self._backward(args[0], given.pop("gradient", None), **given)
+            with self._again():  # as torch does, so that what wraps `torch.autograd.backward` sees it
+                return torch.autograd.backward(args[0], given.pop("gradient", None), **given)
         if func is torch.autograd.backward:
             return self._backward(*args, **(kwargs or {}))
         if func is torch.autograd.grad and not (kwargs or {}).get("is_grads_batched"):
@@ -41,6 +43,15 @@ class InFloat64(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.set_default_dtype(self._default)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Be in the mode, which torch leaves for functions."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
 
     def _backward(
         self,
@@ -90,7 +101,7 @@ class InFloat64(TorchFunctionMode):
         accumulate: bool,
         allow_unused: bool = True,
     ) -> tuple[Tensor | None, ...]:
-        """Run backward inside the mode, which torch leaves for functions: backward may recompute activations."""
+        """Run backward inside the mode: it may recompute activations."""
         gradients = given if isinstance(given, Sequence) else (given,) * len(roots)
         for root, grad in zip(roots, gradients, strict=True):
             shape = _like(root).shape
@@ -100,14 +111,11 @@ class InFloat64(TorchFunctionMode):
                 raise RuntimeError(f"a gradient has shape {tuple(grad.shape)}, but its tensor has {tuple(shape)}")
         grads = tuple(_filled(root, 1) if it is None else it for root, it in zip(roots, gradients, strict=True))
         keeps = create_graph if retain_graph is None else retain_graph
-        super().__enter__()
-        try:
+        with self._again():
             found: tuple[Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
                 tuple(roots), grads, keeps, create_graph, tuple(leaves), allow_unused, accumulate_grad=accumulate
             )
-            return found
-        finally:
-            super().__exit__(None, None, None)
+        return found
 
 
 def _several(given: _Roots) -> tuple[_Root, ...]:

@@ -53,8 +53,15 @@ class _Call:
 class StepHooks:
     """Records the tensors of a program's steps, between `installed` and its end."""
 
-    def __init__(self, writer: RankWriter, names: ModelNames, progress: Progress, noise: Noise | None) -> None:
-        """Prepare; nothing is hooked yet."""
+    def __init__(
+        self,
+        writer: RankWriter,
+        names: ModelNames,
+        progress: Progress,
+        noise: Noise | None,
+        at_end_of_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare; nothing is hooked yet. `at_end_of_step` may remove the hooks."""
         self._writer, self._names, self._progress, self._noise = writer, names, progress, noise
         self._under_way: list[_Call] = []
         self._called: dict[int, nn.Module] = {}  # the models that were called in this step
@@ -63,6 +70,8 @@ class StepHooks:
         self._made_by = WeakIdKeyDictionary()  # the module that a tensor is the output of
         self._has_gradients = False
         self._model_call = -1
+        self._at_end_of_step = at_end_of_step
+        self._is_installed = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -79,6 +88,8 @@ class StepHooks:
             stack.enter_context(_wrapped(torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm))
             for place in (torch.nn.utils, torch.nn.utils.clip_grad):
                 stack.enter_context(_wrapped(place, "clip_grad_norm_", self._clip))
+            self._is_installed = True
+            stack.callback(setattr, self, "_is_installed", False)
             yield
 
     def end_step(self) -> None:
@@ -91,12 +102,15 @@ class StepHooks:
         self._progress.step += 1
         self._progress.is_stepped = self._has_gradients = False
         self._model_call = -1
+        self._at_end_of_step()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or _is_in_backward():
             return
         if not self._under_way:
             self.end_step()
+            if not self._is_installed:
+                return
             self._model_call += 1
             self._called[id(module)] = module
             if self._names.add(module):

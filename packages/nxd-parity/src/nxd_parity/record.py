@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,16 @@ from nxd_parity.model_names import ModelNames
 from nxd_parity.noise import Noise
 from nxd_parity.writer import RankWriter, rank_folder
 
+DESCRIPTION = "recording.json"
+
 
 @contextmanager
 def record(
-    folder: Path | str, *, rename: Callable[[str], str] | None = None, noise: int | None = None
+    folder: Path | str,
+    *,
+    steps: int | None = None,
+    rename: Callable[[str], str] | None = None,
+    noise: int | None = None,
 ) -> Iterator[None]:
     """Record the steps that run in the `with` block: call it on every rank, around steps from a model's first one.
 
@@ -32,6 +39,7 @@ def record(
     Args:
         folder: a new folder for the recording of all ranks; ranks on several machines may write to folders of the same
             name, to be copied into one.
+        steps: how many steps to record; by default all of the block.
         rename: gives a module or parameter the name that it has in the other program. It gets names without the
             prefixes of wrappers (DDP, FSDP, compile, activation checkpointing, PEFT). Stages of a pipeline need it if
             they count their layers from 0.
@@ -40,20 +48,56 @@ def record(
 
     Raises:
         FileExistsError: the folder has a recording of this rank.
+        ValueError: `steps` is not positive.
     """
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    writer = RankWriter(Path(folder), rank)
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps}; record at least 1")
+    rank, path = _rank(), Path(folder)
+    writer = RankWriter(path, rank)
     progress = Progress()
-    hooks = StepHooks(writer, ModelNames(rename), progress, None if noise is None else Noise(noise))
-    _describe(rank_folder(Path(folder), rank), rank)
-    try:
-        with hooks.installed(), collectives_recorded(writer, progress):
+    with ExitStack() as installed:
+
+        def stop_after_steps() -> None:
+            if steps is not None and progress.step > steps:
+                installed.close()
+                _describe(path, rank, is_complete=True)
+
+        hooks = StepHooks(
+            writer, ModelNames(rename), progress, None if noise is None else Noise(noise), stop_after_steps
+        )
+        _describe(path, rank)
+        try:
+            installed.enter_context(hooks.installed())
+            installed.enter_context(collectives_recorded(writer, progress))
             yield
-        hooks.end_step()
-    finally:
-        writer.flush()
+            hooks.end_step()
+        finally:
+            writer.flush()
 
 
-def _describe(folder: Path, rank: int) -> None:
-    facts = {"format": 1, "rank": rank, "torch": torch.__version__}
-    (folder / "recording.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+def description(folder: Path, rank: int) -> dict[str, Any]:
+    """Return what is known of a rank's recording: its `rank`, `world_size`, and whether it `is_complete`."""
+    facts: dict[str, Any] = json.loads((rank_folder(folder, rank) / DESCRIPTION).read_text(encoding="utf-8"))
+    return facts
+
+
+def _describe(folder: Path, rank: int, *, is_complete: bool = False) -> None:
+    """Write a rank's description; it is complete once all of its steps are in files."""
+    facts = {
+        "format": 1,
+        "rank": rank,
+        "world_size": dist.get_world_size() if _is_distributed() else int(os.environ.get("WORLD_SIZE", "1")),
+        "is_complete": is_complete,
+        "torch": torch.__version__,
+    }
+    path = rank_folder(folder, rank) / DESCRIPTION
+    path.with_suffix(".new").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    path.with_suffix(".new").replace(path)
+
+
+def _rank() -> int:
+    return dist.get_rank() if _is_distributed() else int(os.environ.get("RANK", "0"))
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,6 +1,7 @@
 """Writes the recording of one rank: lines of events, and the values of tensors in files of bounded size."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import torch
@@ -24,7 +25,10 @@ def values_file(folder: Path, number: int) -> Path:
 
 
 class RankWriter:
-    """The files of one rank. Equal tensors are written once."""
+    """The files of one rank. Equal tensors are written once.
+
+    Forks of the process, such as workers of a data loader, write nothing.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Make the rank's folder.
@@ -34,6 +38,7 @@ class RankWriter:
         """
         self._folder = rank_folder(folder, rank)
         self._folder.mkdir(parents=True)
+        self._process = os.getpid()
         self._waiting: dict[str, Tensor] = {}
         self._events: list[Event] = []
         self._bytes = self._files = self._keys = 0
@@ -54,6 +59,8 @@ class RankWriter:
         inputs: tuple[str, ...] = (),
     ) -> None:
         """Record a tensor; see `TensorEvent`. Its values are copied before the call returns."""
+        if os.getpid() != self._process:
+            return
         value = value.detach().to("cpu").contiguous()
         digest = _digest(value)
         known = (digest, value.dtype, tuple(value.shape))
@@ -87,10 +94,13 @@ class RankWriter:
 
     def collective(self, event: CollectiveEvent) -> None:
         """Record a collective."""
-        self._events.append(event)
+        if os.getpid() == self._process:
+            self._events.append(event)
 
     def flush(self) -> None:
         """Write what waits: values first, so that each event that can be read has its values."""
+        if os.getpid() != self._process:
+            return
         if self._waiting:
             save_file(self._waiting, values_file(self._folder, self._files))
             self._files += 1
