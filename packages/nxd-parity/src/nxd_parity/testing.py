@@ -48,6 +48,7 @@ def assert_same_training(
         RuntimeError: a rank fails or a run takes too long; has the traceback of each rank.
         ImportError: cloudpickle is not installed.
     """
+    __tracebackhide__ = True  # pytest shows the report, not this code
     with ExitStack() as stack:
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
