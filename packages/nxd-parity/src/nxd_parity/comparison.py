@@ -99,7 +99,9 @@ class Comparison(Sides):
                 place = exact(options, whole, local) or rows_of(whole, local) or nearest(options, whole, local)
             if place is None or not self._is_near(key, Piece(rank, event, place), local):
                 scale = self._scales.get((key.step, rank, event.model_call), 1.0) if is_gradient else 1.0
-                place = nearest_rows(whole, local / scale, once=not is_gradient) or place
+                rows = nearest_rows(whole, local / scale, once=not is_gradient)
+                if rows is not None and (place is None or self._is_near(key, Piece(rank, event, rows), local)):
+                    place = rows
             if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
                 place = None
             if place is not None and not is_gradient:
