@@ -39,6 +39,8 @@ KNOWN: dict[str, str | tuple[str, str]] = {
     "torch.ops.aten._scaled_dot_product_cudnn_attention": "activation checkpoints keep its output",
     "torch.ops.aten._unsafe_view": "a view that autograd does not track as one",
     "torch.ops.aten._assert_tensor_metadata": "left out of exported programs",
+    # recordings
+    "torch._C.DisableTorchFunction": "records a program's tensors outside its function modes, such as InFloat64",
     # process groups
     "torch.distributed.distributed_c10d._world": "the groups of this process, by name and number",
     "torch.distributed.distributed_c10d._get_default_group": "the group of all ranks",
