@@ -9,7 +9,7 @@ from torch import Tensor
 from nxd_parity.bounds import distance
 from nxd_parity.events import TensorEvent
 from nxd_parity.parameters import ParameterPlaces
-from nxd_parity.places import Place, not_covered, options_by_shape, stated_place, whole_place
+from nxd_parity.places import Place, bytes_of_rows, not_covered, options_by_shape, stated_place, whole_place
 
 MOST_ROWS = 4096
 
@@ -85,9 +85,9 @@ def rows_of(whole: Tensor, local: Tensor) -> Place | None:
     if whole.dim() != local.dim() or not whole.dim() or whole.shape[1:] != local.shape[1:]:
         return None
     known: dict[bytes, int] = {}
-    for position, row in enumerate(_bytes_of_rows(whole)):
+    for position, row in enumerate(bytes_of_rows(whole, 0)):
         known.setdefault(row, position)
-    positions = [known.get(row) for row in _bytes_of_rows(local)]
+    positions = [known.get(row) for row in bytes_of_rows(local, 0)]
     if any(it is None for it in positions):
         return None
     return Place(tuple(whole.shape), (torch.tensor(positions), *[None] * (whole.dim() - 1)))
@@ -166,8 +166,3 @@ def _add(known: dict[tuple[int, int], list[Tensor]], size: int, positions: Tenso
     options = known.setdefault((size, len(positions)), [])
     if not any(torch.equal(it, positions) for it in options):
         options.append(positions)
-
-
-def _bytes_of_rows(tensor: Tensor) -> Iterator[bytes]:
-    for row in tensor.contiguous().view(tensor.shape[0], -1):
-        yield row.view(torch.uint8).numpy().tobytes()

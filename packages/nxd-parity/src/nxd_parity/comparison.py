@@ -25,7 +25,7 @@ from nxd_parity.parameters import ParameterPlaces
 from nxd_parity.places import Place, nearest, not_covered, part_of_flat, whole_place
 from nxd_parity.recording import Recording
 from nxd_parity.sequence import Key
-from nxd_parity.sides import Sides
+from nxd_parity.sides import OF_CALLS, Sides
 
 
 class Comparison(Sides):
@@ -53,7 +53,7 @@ class Comparison(Sides):
             found = self.of_candidate.get(key)
             if not found:
                 yield Outcome(key, Status.UNKNOWN, reason="is on no rank of the candidate")
-            elif key.kind in (events.ACTIVATION, events.INPUT, events.ACTIVATION_GRADIENT):
+            elif key.kind in OF_CALLS:
                 yield self._activation(key, found)
             elif key.kind == events.LOSS:
                 yield self._loss(key, found)
@@ -146,7 +146,7 @@ class Comparison(Sides):
 
     def _loss(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
         """A step's loss is the sum of its backwards, and the mean over the ranks that have one."""
-        wanted = torch.stack([self.reference.read(0, it).double().reshape(()) for it in self.of_reference[key]]).sum()
+        wanted = torch.tensor(self._sum_of_losses(self.reference, self.of_reference[key]), dtype=torch.float64)
         of_rank: dict[int, float] = defaultdict(float)
         for rank, event in found:
             of_rank[rank] += float(self.candidate.read(rank, event))

@@ -202,10 +202,10 @@ def _rows_in_any_order(whole: Tensor, local: Tensor) -> Place | None:
         if any(it != dim for it in different):
             continue
         known: dict[bytes, int] = {}
-        for position, row in enumerate(_rows(whole, dim)):
+        for position, row in enumerate(bytes_of_rows(whole, dim)):
             known.setdefault(row, position)
         positions, padding = [], 0
-        for row in _rows(local, dim):
+        for row in bytes_of_rows(local, dim):
             if row in known:
                 positions.append(known[row])
             elif not any(row):
@@ -222,7 +222,8 @@ def _rows_in_any_order(whole: Tensor, local: Tensor) -> Place | None:
     return None
 
 
-def _rows(tensor: Tensor, dim: int) -> Iterator[bytes]:
+def bytes_of_rows(tensor: Tensor, dim: int) -> Iterator[bytes]:
+    """Yield the bytes of each position along a dim, by which equal ones are found."""
     for row in tensor.movedim(dim, 0).contiguous().view(tensor.shape[dim], -1):
         yield row.view(torch.uint8).numpy().tobytes()
 
