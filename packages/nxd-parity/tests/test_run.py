@@ -97,6 +97,55 @@ def test_programs_that_train_on_are_recorded_and_compared(folder, fresh_python, 
     assert "their own sitecustomize" in (folder / "nxd-parity-run" / "reference.log").read_text()
 
 
+FORKS = """
+import multiprocessing
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def train(rank, size, store):
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{os.path.abspath(store)}", rank=rank, world_size=size)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        model(torch.full((3, 4), 1.0 + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    way, store = sys.argv[1:]
+    torch.manual_seed(0)
+    if way == "alone":
+        train(0, 1, store)
+    else:
+        context = multiprocessing.get_context(way)
+        ranks = [context.Process(target=train, args=(rank, 2, store)) for rank in range(2)]
+        for it in ranks:
+            it.start()
+        for it in ranks:
+            it.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_ranks_that_a_program_starts_itself_are_recorded_to_the_end(folder, fresh_python, capfd, way):
+    (folder / "forks.py").write_text(FORKS)
+    command = f"{shlex.quote(fresh_python)} forks.py"
+
+    programs = ["--reference", f"{command} alone store", "--candidate", f"{command} {way} store"]
+    exit_code = main(["run", "--steps", "2", "--float64", "--json", *programs])
+
+    report = json.loads(capfd.readouterr().out)
+    assert (exit_code, report["ranks"], report["steps"]) == (0, 2, 2), report
+    assert report["agree"]["parameter"] == 3 * 2
+
+
 def test_noise_shows_a_reference_whose_data_are_not_repeatable(folder, fresh_python, capfd):
     (folder / "random_data.py").write_text(
         "import os, torch\n"

@@ -9,6 +9,7 @@ from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.comparison import Comparison
 from nxd_parity.diagnosis import Diagnosis, Diagnostician
+from nxd_parity.labels import are_others
 from nxd_parity.location import add_tensors
 from nxd_parity.outcome import Outcome, Status
 from nxd_parity.recording import Recording
@@ -82,10 +83,21 @@ def _findings(comparison: Comparison, outcomes: Sequence[Outcome]) -> list[Findi
         Finding(0, events.PARAMETER, name, fault=of_faults.WRONG_SHARD, detail=problem)
         for name, problem in comparison.parameters.problems.items()
     ]
+    if wrong and not comparison.unknown_parameters:  # else they may be there by another name
+        found += [
+            Finding(0, events.PARAMETER, name, fault=of_faults.WRONG_SHARD, detail="no rank has its initial values")
+            for name in comparison.lost_parameters
+        ]
     for number, outcome in enumerate(wrong[:MOST_FINDINGS]):
         diagnosis = Diagnosis(of_faults.DIFFERENT_VALUES)
-        if number == 0:
-            diagnosis = _with_what_follows(diagnostician, diagnostician.diagnose(outcome), outcome, wrong, comparison)
+        if not outcome.pieces:
+            diagnosis = Diagnosis(of_faults.DIFFERENT_VALUES, "no rank has one")
+        elif number == 0:
+            diagnosis = diagnostician.diagnose(outcome)
+            if outcome.key.kind == events.LOSS and _are_labels_others(outcome.key.step, wrong, comparison):
+                what = "outputs are right, and their gradients differ at two classes of a row, as with other labels"
+                diagnosis = Diagnosis(of_faults.DIFFERENT_DATA, what)
+            diagnosis = _with_what_follows(diagnostician, diagnosis, outcome, wrong, comparison)
         is_one_fault = diagnosis.fault != of_faults.DIFFERENT_VALUES or diagnosis.factor != 1
         is_of_all = is_one_fault and _is_of_all_parameters(outcome, outcomes)
         found.append(_finding(outcome, diagnosis, "" if is_of_all else _place_of_fault(outcome, comparison)))
@@ -126,6 +138,14 @@ def _with_what_follows(
     return diagnosis
 
 
+def _are_labels_others(step: int, wrong: Sequence[Outcome], comparison: Comparison) -> bool:
+    of_outputs = [it for it in wrong if it.key.kind == events.ACTIVATION_GRADIENT and it.key.step == step]
+    if not of_outputs or not of_outputs[0].differing or of_outputs[0].differing[0].place is None:
+        return False
+    piece = of_outputs[0].differing[0]
+    return are_others(comparison.expected(piece, of_outputs[0].key), comparison.read(piece))
+
+
 def _is_of_all_parameters(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
     """Whether a parameter's tensor is wrong as all others of its kind are in the step: the fault is in none of them."""
     alike = [it for it in outcomes if it.key[:2] == outcome.key[:2] and it.status is not Status.UNKNOWN]
@@ -148,12 +168,17 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
     in_step = [it for it in outcomes if it.key.step == step]
     right = {(it.key.kind, it.key.name) for it in in_step if it.status is Status.AGREES}
     is_forward_right = (events.LOSS, "") in right and _is_exact(in_step)
+    is_loss_wrong = any(it.key.kind == events.LOSS and it.status is Status.DIFFERS for it in in_step)
+    lost = _lost_gradients(in_step)
     wrong = []
     for outcome in outcomes:
+        if outcome.key in lost:
+            wrong.append(outcome)
         if outcome.key.step < step or outcome.status not in (Status.DIFFERS, Status.SUM):
             continue
         if outcome.key.step == step and outcome.key.kind in (events.ACTIVATION, events.INPUT):
-            if is_forward_right or _is_right_afterwards(outcome.key, right, comparison):
+            is_of_data = bool(outcome.reason) and is_loss_wrong  # though what is computed from the rows is right
+            if is_forward_right or (_is_right_afterwards(outcome.key, right, comparison) and not is_of_data):
                 continue
         elif outcome.key.step == step and outcome.key.kind == events.ACTIVATION_GRADIENT:
             if _is_right_before(outcome, outcomes, right):
@@ -162,6 +187,17 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
             continue
         wrong.append(outcome)
     return wrong
+
+
+def _lost_gradients(outcomes: Sequence[Outcome]) -> Set[Key]:
+    """Return a step's gradients that no rank has: most others are there, and the parameters or the norm are wrong."""
+    gradients = [it for it in outcomes if it.key.kind == events.GRADIENT]
+    lost = [it.key for it in gradients if not it.pieces]
+    if 2 * len(lost) >= len(gradients):
+        return set()
+    differing = {it.key[1:3] for it in outcomes if it.status is Status.DIFFERS}
+    has_other_norm = (events.GRADIENT_NORM, "") in differing
+    return {it for it in lost if has_other_norm or (events.PARAMETER, it.name) in differing}
 
 
 def _is_exact(outcomes: Sequence[Outcome]) -> bool:
@@ -232,6 +268,18 @@ def _finding(outcome: Outcome, diagnosis: Diagnosis, place: str) -> Finding:
 
 
 def _add_notes(report: Report, comparison: Comparison) -> None:
+    if comparison.names:
+        ranks = ", ".join(map(str, sorted({rank for rank, _ in comparison.names})))
+        (rank, _), names = next(iter(comparison.names.items()))
+        own, name = next(it for it in names.parameters.items() if it[0] != it[1])
+        report.notes.append(
+            f"names of ranks {ranks} were inferred from initial values, such as {own} of rank {rank}: it is {name}"
+        )
+    if comparison.lost_parameters and comparison.unknown_parameters:
+        report.notes.append(
+            f"no rank has {comparison.lost_parameters[0]}, but ranks have {comparison.unknown_parameters[0]}, which "
+            "the reference does not have: if it is the same, record(rename=...) can give it that name"
+        )
     inferred = comparison.parameters.inferred
     if inferred:
         name, where = next(iter(inferred.items()))

@@ -211,7 +211,11 @@ class Comparison(Sides):
         group = self._ranks_that_add_up(outcome)
         if group is None:
             return outcome
-        is_lasting = key.kind in (events.PARAMETER, events.OPTIMIZER_STATE)  # which nothing adds up later
+        is_lasting = key.kind in (
+            events.PARAMETER,
+            events.OPTIMIZER_STATE,
+            events.GRADIENT_NORM,
+        )  # which nothing adds up later
         return replace(outcome, status=Status.DIFFERS if is_lasting else Status.SUM, summed_over=group)
 
     def _lacks_a_part(self, key: Key, pieces: Sequence[Piece]) -> str:
@@ -270,7 +274,10 @@ class Comparison(Sides):
             bound = self.bound(key, replace(piece, place=place))
             bound = Bound(bound.largest * len(parts), bound.mean_square * len(parts))
             bound = bound.of_explanation(distance(expected, self.read(piece)))
-            for part in (total, total / len(parts), without_repeated_bias(total, expected)):
+            sums = [total, total / len(parts), without_repeated_bias(total, expected)]
+            if key.kind == events.GRADIENT_NORM:
+                sums = [torch.stack(values).double().square().sum(0).sqrt()]
+            for part in sums:
                 if bound.holds(distance(expected, part.to(expected.dtype))):
                     return True
         return False

@@ -48,6 +48,7 @@ class TensorEvent:
         call: which call of the module in its step, from 0.
         output: which tensor among the module's outputs, from 0.
         model_call: which call of the whole model in its step, from 0.
+        model: which of the models that the rank calls it belongs to, from 0, as a pipeline's rank has several stages.
         order: counts what the rank does; a module's inputs come before what happens inside it.
         largest: the largest absolute value.
         shape: shape of the rank's tensor.
@@ -71,6 +72,7 @@ class TensorEvent:
     key: str
     largest: float
     model_call: int = 0
+    model: int = 0
     order: int = 0
     placement: Placement | None = None
     inputs: tuple[str, ...] = ()
@@ -142,6 +144,7 @@ def _tensor(fields: Mapping[str, Any]) -> TensorEvent:
         key=_text(fields["key"]),
         largest=float(fields["largest"]),
         model_call=_count(fields.get("model_call", 0)),
+        model=_count(fields.get("model", 0)),
         order=_count(fields.get("order", 0)),
         placement=None if place is None else _placement(place),
         inputs=tuple(map(_text, fields.get("inputs", ()))),

@@ -4,6 +4,7 @@ They are torch's hooks for all modules and all optimizers, so that a program nee
 that have no hooks, `torch.autograd.backward` and those that clip gradients, are wrapped.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_parity import events
-from nxd_parity.model_names import ModelNames
+from nxd_parity.model_names import ModelNames, Part
 from nxd_parity.noise import Noise
 from nxd_parity.placement import local_part
 from nxd_parity.writer import RankWriter
@@ -44,10 +45,12 @@ class _Call:
     Attributes:
         order: when it began.
         versions: torch's counts of changes in place of the inputs at that time, by identity.
+        is_probe: whether its values are thrown away, as those by which a pipeline learns the shapes of its messages.
     """
 
     order: int
     versions: dict[int, int]
+    is_probe: bool = False
 
 
 class StepHooks:
@@ -107,6 +110,10 @@ class StepHooks:
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or _is_in_backward():
             return
+        is_probe = self._under_way[-1].is_probe if self._under_way else _is_probe()
+        if is_probe:
+            self._under_way.append(_Call(self._order, {}, is_probe))
+            return
         if not self._under_way:
             self.end_step()
             if not self._is_installed:
@@ -122,28 +129,28 @@ class StepHooks:
         if torch.compiler.is_compiling() or _is_in_backward() or not self._under_way:
             return None
         begun = self._under_way.pop()
-        if output is None:  # the module has raised; torch leaves out some of the arguments then
+        if begun.is_probe or output is None:  # the module has raised; torch leaves out some of the arguments then
             return None
-        name = self._names.of_call(module, is_whole=not self._under_way)
-        if name is None:
+        part = self._names.of_call(module, is_whole=not self._under_way)
+        if part is None:
             return None
         is_recorded = self._names.is_recorded(module)
-        call = self._count(name) if is_recorded else self._model_call
+        call = self._count(part.name) if is_recorded else self._model_call
         given = [*_tensors_in(inputs), *_tensors_in(named_inputs)]
         sources = tuple(dict.fromkeys(self._made_by[it] for it in given if it in self._made_by))
         for index, tensor in enumerate(given):
             is_unchanged = begun.versions.get(id(tensor), tensor._version) == tensor._version
             if is_unchanged and (not self._under_way or (tensor.is_floating_point() and tensor not in self._made_by)):
-                self._record(events.INPUT, name, tensor, call, index, order=begun.order)
+                self._record(events.INPUT, part, tensor, call, index, order=begun.order)
         if not is_recorded:
             return None
         if self._noise is not None and not any(module.children()):
             output = self._noise.added_to(output)
         for index, tensor in enumerate(it for it in _tensors_in(output) if it.is_floating_point()):
-            self._record(events.ACTIVATION, name, tensor, call, index, inputs=sources)
-            self._made_by[tensor] = name
+            self._record(events.ACTIVATION, part, tensor, call, index, inputs=sources)
+            self._made_by[tensor] = part.name
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_hook(name, call, index))
+                tensor.register_hook(self._gradient_hook(part, call, index))
         return output if self._noise is not None else None
 
     def _count(self, name: str) -> int:
@@ -152,33 +159,33 @@ class StepHooks:
         self._calls[self._progress.step, name] = call + 1
         return call
 
-    def _gradient_hook(self, name: str, call: int, index: int) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, part: Part, call: int, index: int) -> Callable[[Tensor], None]:
         step, model_call = self._progress.step, self._model_call
 
         def hook(gradient: Tensor) -> None:
             if gradient is not None:
-                self._record(events.ACTIVATION_GRADIENT, name, gradient, call, index, step=step, model_call=model_call)
+                self._record(events.ACTIVATION_GRADIENT, part, gradient, call, index, step=step, model_call=model_call)
 
         return hook
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *others: Any, **named: Any) -> Any:
         roots = list(_tensors_in(tensors))
         if len(roots) == 1 and roots[0].numel() == 1:
-            self._record(events.LOSS, "", roots[0], self._count("a loss"), 0)
+            self._record(events.LOSS, Part(""), roots[0], self._count("a loss"), 0)
         return original(tensors, *others, **named)
 
     def _clip(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         self._record_gradients()
         norm = original(*given, **named)
         if isinstance(norm, Tensor):
-            self._record(events.GRADIENT_NORM, "", norm, 0, 0)
+            self._record(events.GRADIENT_NORM, Part(""), norm, 0, 0)
         return norm
 
     def _clip_with_norm(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         self._record_gradients()
         norm = named.get("total_norm", given[2] if len(given) > 2 else None)
         if isinstance(norm, Tensor):
-            self._record(events.GRADIENT_NORM, "", norm, 0, 0)
+            self._record(events.GRADIENT_NORM, Part(""), norm, 0, 0)
         return original(*given, **named)
 
     def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
@@ -188,28 +195,28 @@ class StepHooks:
         self._progress.is_stepped = True
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                name = self._names.of_parameter(parameter) or f"optimizer.{number}.{index}"
+                part = self._names.of_parameter(parameter) or Part(f"optimizer.{number}.{index}")
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.is_floating_point():
-                        self._record(events.OPTIMIZER_STATE, f"{name}/{key}", value, 0, 0)
+                        self._record(events.OPTIMIZER_STATE, Part(f"{part.name}/{key}", part.model), value, 0, 0)
 
     def _record_gradients(self) -> None:
         """Record gradients once in a step: before they are clipped, if they are."""
         if self._has_gradients or self._progress.is_stepped:
             return
         self._has_gradients = True
-        for name, parameter in self._names.parameters(self._called):
+        for part, parameter in self._names.parameters(self._called):
             if parameter.grad is not None:
-                self._record(events.GRADIENT, name, parameter.grad, 0, 0)
+                self._record(events.GRADIENT, part, parameter.grad, 0, 0)
 
     def _record_parameters(self, step: int, parameters: Any) -> None:
-        for name, parameter in parameters:
-            self._record(events.PARAMETER, name, parameter, 0, 0, step=step)
+        for part, parameter in parameters:
+            self._record(events.PARAMETER, part, parameter, 0, 0, step=step)
 
     def _record(
         self,
         kind: str,
-        name: str,
+        part: Part,
         value: Tensor,
         call: int,
         output: int,
@@ -227,11 +234,12 @@ class StepHooks:
         self._writer.tensor(
             self._progress.step if step is None else step,
             kind,
-            name,
+            part.name,
             local,
             call=call,
             output=output,
             model_call=max(self._model_call if model_call is None else model_call, 0),
+            model=part.model,
             order=self._order if order is None else order,
             placement=placement,
             inputs=inputs,
@@ -256,6 +264,19 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def _is_in_backward() -> bool:
     """Whether backward is running: activation checkpoints call modules again there, with equal results."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _is_probe() -> bool:
+    """Whether `torch.distributed.pipelining` calls a stage with made-up values, to learn the shapes of its outputs."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if stage is None:
+        return False
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_prepare_forward_infra" and frame.f_code.co_filename == stage.__file__:
+            return True
+    return False
 
 
 @contextmanager

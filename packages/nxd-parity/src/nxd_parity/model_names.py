@@ -1,10 +1,23 @@
 """The modules that a program calls, and the names of their modules and parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from nxd_parity.names import plain_name
+
+
+class Part(NamedTuple):
+    """A module or a parameter.
+
+    Attributes:
+        name: its plain name; the model itself has an empty one.
+        model: which of the called models it is in, from 0.
+    """
+
+    name: str
+    model: int = 0
 
 
 class ModelNames:
@@ -21,8 +34,8 @@ class ModelNames:
             rename: changes a plain name to the one that the other recording has, such as a pipeline stage's.
         """
         self._rename = rename or (lambda name: name)
-        self._modules: dict[int, str] = {}
-        self._parameters: dict[int, str] = {}
+        self._modules: dict[int, Part] = {}
+        self._parameters: dict[int, Part] = {}
         self._wrappers: set[int] = set()
         self._models: list[nn.Module] = []  # keeps ids from being used again
 
@@ -30,37 +43,38 @@ class ModelNames:
         """Add a model that is called; returns whether it is new."""
         if id(model) in self._modules:
             return False
+        number = len(self._models)
         self._models.append(model)
         has_parameters = next(model.parameters(), None) is not None
         holders: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
             plain = self._rename(plain_name(name)) if has_parameters else f"{type(model).__name__}.{name}".rstrip(".")
-            self._modules.setdefault(id(module), plain)
+            self._modules.setdefault(id(module), Part(plain, number))
             if plain in holders:
                 self._wrappers.add(id(holders[plain]))
             holders[plain] = module
         for name, parameter in model.named_parameters():
-            self._parameters.setdefault(id(parameter), self._rename(plain_name(name)))
+            self._parameters.setdefault(id(parameter), Part(self._rename(plain_name(name)), number))
         return True
 
-    def of_call(self, module: nn.Module, *, is_whole: bool) -> str | None:
-        """Return the name of a called module; None if it is in no model, or wraps another inside a model."""
+    def of_call(self, module: nn.Module, *, is_whole: bool) -> Part | None:
+        """Return which module was called; None if it is in no model, or wraps another inside a model."""
         return self._modules.get(id(module)) if is_whole or id(module) not in self._wrappers else None
 
     def is_recorded(self, module: nn.Module) -> bool:
         """Whether a module's outputs are recorded: those of wrappers are those of the module in them."""
         return id(module) not in self._wrappers
 
-    def of_parameter(self, parameter: Tensor) -> str | None:
-        """Return a parameter's name; None if it is not in a model."""
+    def of_parameter(self, parameter: Tensor) -> Part | None:
+        """Return which parameter a tensor is; None if it is not in a model."""
         return self._parameters.get(id(parameter))
 
-    def parameters(self, models: Mapping[int, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, models: Mapping[int, nn.Module]) -> Iterator[tuple[Part, Tensor]]:
         """Yield the parameters of models, each once."""
         seen: set[int] = set()
         for model in models.values():
             for parameter in model.parameters():
-                name = self._parameters.get(id(parameter))
-                if name is not None and id(parameter) not in seen:
+                part = self._parameters.get(id(parameter))
+                if part is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield name, parameter
+                    yield part, parameter

@@ -1,7 +1,7 @@
 """Inside a process of a program that `nxd-parity run` has started: records it until its end."""
 
-import atexit
 import os
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from nxd_parity.record import record
@@ -24,4 +24,5 @@ def begin(*, folder: str, steps: int, noise: int | None, float64: bool) -> None:
     except FileExistsError as error:  # a second process of that rank, such as an evaluation after training
         Path(folder, f"{UNRECORDED}{os.getpid()}").write_text(str(error), encoding="utf-8")
         return
-    atexit.register(recording.__exit__, None, None, None)
+    # Forks of multiprocessing call no functions of atexit; all processes call these.
+    Finalize(None, recording.__exit__, (None, None, None), exitpriority=0)

@@ -41,8 +41,9 @@ def record(
             name, to be copied into one.
         steps: how many steps to record; by default all of the block.
         rename: gives a module or parameter the name that it has in the other program. It gets names without the
-            prefixes of wrappers (DDP, FSDP, compile, activation checkpointing, PEFT). Stages of a pipeline need it if
-            they count their layers from 0.
+            prefixes of wrappers (DDP, FSDP, compile, activation checkpointing, PEFT). Other names, such as those of
+            pipeline stages that count their layers from 0, are inferred from initial values; `rename` is for models
+            whose values start differently.
         noise: changes outputs of modules by about a unit in the last place, with random numbers of this seed. Such
             recordings of the reference show how large rounding becomes; see `compare`.
 
@@ -96,7 +97,9 @@ def _describe(folder: Path, rank: int, *, is_complete: bool = False) -> None:
 
 
 def _rank() -> int:
-    return dist.get_rank() if _is_distributed() else int(os.environ.get("RANK", "0"))
+    if _is_distributed():
+        return dist.get_rank()
+    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0")  # Lightning's processes have no RANK
 
 
 def _is_distributed() -> bool:

@@ -1,6 +1,6 @@
 """Reads a recording: the events of its ranks and, one by one, the values of its tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,10 @@ class Recording:
     def world_size(self) -> int:
         """The number of ranks."""
         return len(self._parts)
+
+    def replace_tensors(self, rank: int, tensors: Sequence[TensorEvent]) -> None:
+        """Let a rank's tensors be others, such as those with other names."""
+        self.tensors = (*self.tensors[:rank], tuple(tensors), *self.tensors[rank + 1 :])
 
     @cached_property
     def tensors(self) -> tuple[tuple[TensorEvent, ...], ...]:

@@ -2,14 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
 from nxd_parity import events
 from nxd_parity.activations import groups_of, joined
 from nxd_parity.bounds import Bound, Distance, bound_of, distance
+from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import TensorEvent
+from nxd_parity.inferred_names import Names, infer_names, rename
 from nxd_parity.outcome import Piece
 from nxd_parity.recording import Recording
 from nxd_parity.sequence import Key, by_key, execution_order
@@ -25,6 +27,8 @@ class Sides:
     ) -> None:
         """Index both recordings, and those of the reference with noise; see `compare`."""
         self.reference, self.candidate, self.spread, self.rtol = reference, candidate, spread, rtol
+        self.names: dict[tuple[int, int], Names] = infer_names(reference, candidate)
+        rename(candidate, self.names)
         self.of_reference = by_key(reference.tensors[0])
         self.of_spread = [by_key(it.tensors[0]) for it in spread]
         self.of_candidate = _by_key_and_rank(reference, candidate)
@@ -42,8 +46,25 @@ class Sides:
             for event in tensors:
                 for source in event.inputs:
                     self._users[event.step, source].add(event.name)
-        known = {it.ranks for of_rank in candidate.collectives for it in of_rank}
+        of_all = [it for of_rank in candidate.collectives for it in of_rank]
+        known = {it.ranks for it in of_all if it.operation not in MESSAGES}
         self.groups = list(groups_of(candidate.world_size, sorted(known)))
+
+    @cached_property
+    def unknown_parameters(self) -> list[str]:
+        """The candidate's parameters that the reference does not have, by name."""
+        known = {key.name for key in self.of_reference if key.kind == events.PARAMETER}
+        return list(
+            dict.fromkeys(it.name for it in self.of_candidate if it.kind == events.PARAMETER and it.name not in known)
+        )
+
+    @cached_property
+    def lost_parameters(self) -> list[str]:
+        """The reference's parameters that no rank has."""
+        found = {key.name for key in self.of_candidate if key.kind == events.PARAMETER}
+        return [
+            key.name for key in self.order if key.kind == events.PARAMETER and key.step == 0 and key.name not in found
+        ]
 
     def users(self, key: Key) -> list[str]:
         """Return the modules that got the output of a module as it is, by name."""
@@ -96,16 +117,23 @@ class Sides:
 
 
 def _by_key_and_rank(reference: Recording, candidate: Recording) -> dict[Key, list[tuple[int, TensorEvent]]]:
-    """Return the candidate's tensors by what they are; a stage of a pipeline is no whole model."""
+    """Return the candidate's tensors by what they are.
+
+    A stage of a pipeline is no whole model: its outputs are not the model's, and the inputs are those of the first.
+    """
     found: dict[Key, list[tuple[int, TensorEvent]]] = defaultdict(list)
     names = _parameters_by_step(reference.tensors[0])
+    first = next((it.name for it in reference.tensors[0] if it.kind == events.ACTIVATION), "")
     for rank, tensors in enumerate(candidate.tensors):
         own = _parameters_by_step(tensors)
+        has_first = {it.model for it in tensors if it.kind == events.ACTIVATION and it.name == first}
         for key, of_rank in by_key(tensors).items():
-            is_of_model = not key.name and key.kind in (events.ACTIVATION, events.ACTIVATION_GRADIENT)
-            is_stage = not names[key.step] <= own[key.step]
-            if not (is_stage and is_of_model):
-                found[key] += [(rank, it) for it in of_rank]
+            is_of_stage = not key.name and key.kind in OF_CALLS and not names[key.step] <= own[key.step]
+            kept = [
+                (rank, it) for it in of_rank if not is_of_stage or (key.kind == events.INPUT and it.model in has_first)
+            ]
+            if kept:
+                found[key] += kept
     return found
 
 
