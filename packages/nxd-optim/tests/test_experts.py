@@ -78,6 +78,22 @@ def test_reducer_averages_experts_over_their_own_replicas(run_ranks, layout, fin
     run_ranks(job, RANKS)
 
 
+def test_dense_weights_below_experts_keep_gradients_that_backward_gives_them_last(run_ranks):
+    def job():
+        initialize_model_parallel(2, 1, 1, expert_tensor_parallel_size=1)  # one replica, whose ranks have whole experts
+        dense, experts = (nn.Parameter(it) for it in whole_model())
+        experts.expert_model_parallel = True
+        reducer = GradientReducer([dense, experts], find_unused_parameters=True)
+        with reducer.overlap_backward():
+            (dense.sum() * experts.sum()).backward()
+        reducer.synchronize()
+        has_gradient = dense.grad is not None
+        reducer.finish()
+        return has_gradient, dense.grad is not None
+
+    assert run_ranks(job, 2) == [(True, True)] * 2
+
+
 def test_experts_without_tokens_on_one_rank_are_updated_as_the_others(run_ranks):
     def job():
         rank = Rank(1, 1)

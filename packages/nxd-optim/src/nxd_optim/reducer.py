@@ -137,6 +137,8 @@ class GradientReducer:
         """
         self._sender.synchronize()
         if self._usage is not None and self._buckets:
+            if self._kept:
+                self._send_usage_with_kept(self._usage)
             self._leave_unused_without_gradient(self._usage)
 
     def finish(self) -> None:
@@ -154,9 +156,8 @@ class GradientReducer:
             check_same_start(self._given, self._group_given)
             self._has_compared = True
         if self._usage is not None:
-            if not self._buckets:
-                self._note_used(self._kept)
-                self._usage.send(self._used)
+            if self._kept or not self._buckets:
+                self._send_usage_with_kept(self._usage)
             self._leave_unused_without_gradient(self._usage)
             self._used = set()
         for parameter in self._kept:
@@ -197,10 +198,14 @@ class GradientReducer:
         self._note_used(bucket.parameters)
         placement = self._placement_of(bucket.parameters[0])
         message = bucket.average(placement.replicas, self.reduce_dtype, placement.scale)
-        if self._usage is not None and bucket is self._buckets[-1]:
-            self._note_used(self._kept)
+        if self._usage is not None and bucket is self._buckets[-1] and not self._kept:
             self._usage.send(self._used)
         return message
+
+    def _send_usage_with_kept(self, usage: UsedParameters) -> None:
+        """Send which parameters have gradients when backward is over: those that are not sent may get theirs last."""
+        self._note_used(self._kept)
+        usage.send(self._used)
 
     def _placement_of(self, parameter: Tensor) -> Placement:
         return self._experts if is_expert(parameter) else self._dense
