@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from nxd_trainer.parity import compare as parity
-from nxd_trainer.parity.reference import run_reference
+from nxd_trainer.parity.one_process import record_one_process
 from nxd_trainer.recipe import load_recipe
 from nxd_trainer.report import read_records
 from nxd_trainer.training.parity_case import case_of_recipe
@@ -44,11 +44,11 @@ def settings_of(settings: list[str], folder_of: Callable[[str], Path], model: st
 def report_of(settings: list[str], optimizer_class: type[torch.optim.Optimizer]) -> str:
     """What `nxd parity` says of a recipe beside one process that trains with `optimizer_class`."""
 
-    def by_torch(case: Any, config: Any, dtype: torch.dtype) -> Any:
-        return run_reference(replace(case, optimizer_class=optimizer_class), config, dtype)
+    def by_torch(case: Any, *others: Any) -> None:
+        record_one_process(replace(case, optimizer_class=optimizer_class), *others)
 
     case = case_of_recipe(load_recipe(None, settings), STEPS)
-    with patch("nxd_trainer.parity.compare.run_reference", by_torch):
+    with patch("nxd_trainer.parity.comparison.record_one_process", by_torch):
         return str(parity(case, dtype=torch.float64))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nxd_parity import compare, record
+from nxd_parity.events import Placement
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -125,3 +126,45 @@ def test_recording_that_lacks_a_rank_is_refused(run_ranks, tmp_path, reference, 
 
     with pytest.raises(ValueError, match="lacks the recording of rank 0; copy the folders of all ranks"):
         compare(reference, tmp_path / "candidate")
+
+
+@pytest.fixture
+def record_by_hand(tmp_path, monkeypatch):
+    """Records a weight of 6 rows and a loss of 1, as one process and as ranks that have boxes of the weight."""
+
+    def record_ranks(name, boxes_of_ranks, losses):
+        for rank, (boxes, loss) in enumerate(zip(boxes_of_ranks, losses, strict=True)):
+            monkeypatch.setenv("RANK", str(rank))
+            with record(tmp_path / name, by_hand=True) as recorder:
+                for step in range(2):
+                    for part, (start, values) in enumerate(boxes):
+                        place = Placement((6,), (start,))
+                        recorder.tensor("parameter", "weight", values, placement=place, part=part)
+                    if step == 0:
+                        recorder.tensor("loss", "", torch.tensor(loss), placement=Placement((), ()))
+                        recorder.end_step()
+        return tmp_path / name
+
+    return record_ranks
+
+
+@pytest.mark.parametrize(
+    ("boxes", "losses", "expected"),
+    [
+        ([[(0, (0.0, 1.0)), (4, (4.0, 5.0))], [(2, (2.0, 3.0))]], [1.0, 1.0], None),
+        ([[(0, (0.0, 1.0)), (4, (9.0, 5.0))], [(2, (2.0, 3.0))]], [1.0, 1.0], ("parameter", "different values", (4,))),
+        ([[(0, (0.0, 1.0))], [(2, (2.0, 3.0))]], [1.0, 1.0], ("parameter", "wrong shard or order", ())),
+        ([[(0, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))]] * 2, [0.0, 2.0], ("loss", "missing sum", ())),
+    ],
+    ids=["right", "wrong box", "box that nobody has", "losses whose mean alone is right"],
+)
+def test_boxes_that_a_program_states_are_compared_with_their_part(record_by_hand, boxes, losses, expected):
+    reference = record_by_hand("one", [[(0, torch.arange(6.0))]], [1.0])
+
+    report = compare(
+        reference,
+        record_by_hand("ranks", [[(start, torch.tensor(it)) for start, it in of_rank] for of_rank in boxes], losses),
+    )
+
+    found = report.first
+    assert (None if found is None else (found.kind, found.fault, found.index)) == expected, report

@@ -6,6 +6,7 @@ import multiprocessing
 import pytest
 import torch
 from nxd_parity import InFloat64, record
+from nxd_parity.events import Placement
 from nxd_parity.recording import Recording
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -239,3 +240,47 @@ def test_losses_are_recorded_in_float64(tmp_path):
 
     (loss,) = [it for it in Recording(tmp_path / "run").tensors[0] if it.kind == "loss"]
     assert loss.dtype == torch.float64
+
+
+def test_what_a_program_gives_by_hand_replaces_what_hooks_record(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    place = Placement((6, 4), (3, 0))
+
+    with record(tmp_path / "run", by_hand=True) as recorder:
+        recorder.tensor("parameter", "whole.weight", model.weight[:2], placement=Placement((6, 4), (3, 0)))
+        recorder.tensor("parameter", "whole.weight", model.weight[2:], placement=Placement((6, 4), (5, 0)), part=1)
+        train_small(model)
+        recorder.tensor("loss", "", torch.tensor(2.0))
+        recorder.end_step()
+        recorder.tensor("parameter", "whole.weight", model.weight, placement=place)
+
+    found = Recording(tmp_path / "run").tensors[0]
+    assert [(it.step, it.kind, it.name, it.call) for it in found] == [
+        (0, "parameter", "whole.weight", 0),
+        (0, "parameter", "whole.weight", 1),
+        (1, "input", "", 0),
+        (1, "activation", "", 0),
+        (1, "activation gradient", "", 0),
+        (1, "loss", "", 0),
+        (1, "parameter", "whole.weight", 0),
+    ]
+    assert [it.placement.start for it in found if it.kind == "parameter"] == [(3, 0), (5, 0), (3, 0)]
+
+
+def test_unknown_kind_of_a_program_is_refused(tmp_path):
+    with (
+        record(tmp_path / "run", by_hand=True) as recorder,
+        pytest.raises(ValueError, match=r"kind='weights' is none of 'input', 'activation'"),
+    ):
+        recorder.tensor("weights", "0", torch.ones(1))
+
+
+def test_modules_that_a_program_leaves_out_are_not_recorded(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+
+    with record(tmp_path / "run", modules_of=lambda it: list(it.named_modules())[:2]):
+        train_small(model)
+
+    found = {it.name for it in Recording(tmp_path / "run").tensors[0] if it.kind == "activation"}
+    assert found == {"", "0"}

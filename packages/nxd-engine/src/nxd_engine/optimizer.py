@@ -16,6 +16,7 @@ from nxd_optim import (
     clip_grad_norm,
     reduce_sequence_parallel_gradients,
 )
+from nxd_optim.clip import GradientRange
 from nxd_state import ParallelDegrees, is_lazy_device
 from torch import Tensor
 from torch.optim import Optimizer
@@ -136,6 +137,7 @@ class NxDOptimizer(Optimizer):
         self.num_steps = 0
         self._max_norm = max_norm
         self._grad_norm: Tensor | None = None
+        self._gradient_hooks: list[Callable[[Sequence[GradientRange]], None]] = []
         self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else self._make_reducer()
         sync_gradients(self._parameters(), self)
 
@@ -171,6 +173,17 @@ class NxDOptimizer(Optimizer):
         It covers the whole model and is the same on every rank.
         """
         return getattr(self.optimizer, "grad_norm", self._grad_norm)
+
+    def register_gradient_hook(self, hook: Callable[[Sequence[GradientRange]], None]) -> None:
+        """Call `hook` in every step with this rank's complete gradients, before they are unscaled and clipped.
+
+        They are means over the replicas; with ZeRO of this rank's parts. Every rank registers its hooks in the same
+        order.
+        """
+        if isinstance(self.optimizer, NeuronZero1Optimizer):
+            self.optimizer.register_gradient_hook(hook)
+        else:
+            self._gradient_hooks.append(hook)
 
     def scale_loss(self, **settings: Any) -> None:
         """Scale losses from now on by a `LossScaler` with these settings, as with `use_loss_scaling` in the config."""
@@ -301,6 +314,8 @@ class NxDOptimizer(Optimizer):
         reducer.finish()
         trained = [parameter for parameter in reducer.parameters if parameter.grad is not None]
         reduce_sequence_parallel_gradients(trained)
+        for hook in self._gradient_hooks:
+            hook([GradientRange(it, 0, it.numel(), it.grad) for it in trained if it.grad is not None])
         is_finite = self.loss_scaler is None or self.loss_scaler.unscale_(trained)
         if self._max_norm is not None and not is_finite:
             self._grad_norm = torch.tensor(math.inf)

@@ -55,19 +55,22 @@ class Comparison(Sides):
                 yield Outcome(key, Status.UNKNOWN, reason="is on no rank of the candidate")
             elif key.kind in OF_CALLS:
                 yield self._activation(key, found)
-            elif key.kind == events.LOSS:
+            elif key.kind == events.LOSS and any(it.placement is None for _, it in found):
                 yield self._loss(key, found)
             else:
                 yield self._parameter(key, found)
 
     def _parameter(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
         whole = self.whole(key)
-        if key.kind == events.PARAMETER and key.step == 0:
+        is_stated = all(event.placement is not None for _, event in found)
+        if key.kind == events.PARAMETER and key.step == 0 and is_stated:
+            self.parameters.learn_stated(key.name, whole.shape, found)
+        elif key.kind == events.PARAMETER and key.step == 0:
             values = {rank: self.candidate.read(rank, event) for rank, event in found}
             self.parameters.learn(key.name, whole, values, dict(found))
-        last = dict(found)  # a program may make the model again, as when it loads it
+        last = {(rank, it.call): it for rank, it in found}  # a program may make the model again, as when it loads it
         pieces = []
-        for rank, event in last.items():
+        for (rank, _), event in last.items():
             place = self.parameters.place(key.name, rank, event, tuple(whole.shape))
             if key.kind == events.PARAMETER and (place is None or place.local_shape != event.shape):
                 place = self.parameters.learn_again(key.name, rank, whole, self.candidate.read(rank, event))
@@ -211,11 +214,8 @@ class Comparison(Sides):
         group = self._ranks_that_add_up(outcome)
         if group is None:
             return outcome
-        is_lasting = key.kind in (
-            events.PARAMETER,
-            events.OPTIMIZER_STATE,
-            events.GRADIENT_NORM,
-        )  # which nothing adds up later
+        # Nothing adds these up later; losses come here if the program says that each rank has all of it.
+        is_lasting = key.kind in (events.PARAMETER, events.OPTIMIZER_STATE, events.GRADIENT_NORM, events.LOSS)
         return replace(outcome, status=Status.DIFFERS if is_lasting else Status.SUM, summed_over=group)
 
     def _lacks_a_part(self, key: Key, pieces: Sequence[Piece]) -> str:

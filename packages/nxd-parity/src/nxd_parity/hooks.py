@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_parity import events
+from nxd_parity.events import Placement
 from nxd_parity.model_names import ModelNames, Part
 from nxd_parity.noise import Noise
 from nxd_parity.placement import local_part
@@ -63,8 +64,10 @@ class StepHooks:
         progress: Progress,
         noise: Noise | None,
         at_end_of_step: Callable[[], None] = lambda: None,
+        *,
+        by_hand: bool = False,
     ) -> None:
-        """Prepare; nothing is hooked yet. `at_end_of_step` may remove the hooks."""
+        """Prepare; nothing is hooked yet. `at_end_of_step` may remove the hooks. For `by_hand`, see `record`."""
         self._writer, self._names, self._progress, self._noise = writer, names, progress, noise
         self._under_way: list[_Call] = []
         self._called: dict[int, nn.Module] = {}  # the models that were called in this step
@@ -75,6 +78,7 @@ class StepHooks:
         self._model_call = -1
         self._at_end_of_step = at_end_of_step
         self._is_installed = False
+        self._by_hand = by_hand
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -83,23 +87,43 @@ class StepHooks:
             for handle in (
                 of_modules.register_module_forward_pre_hook(self._before_forward),
                 of_modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
             ):
                 stack.callback(handle.remove)
-            stack.enter_context(_wrapped(torch.autograd, "backward", self._backward))
-            stack.enter_context(_wrapped(torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm))
-            for place in (torch.nn.utils, torch.nn.utils.clip_grad):
-                stack.enter_context(_wrapped(place, "clip_grad_norm_", self._clip))
+            if not self._by_hand:
+                self._install_for_steps(stack)
             self._is_installed = True
             stack.callback(setattr, self, "_is_installed", False)
             yield
+
+    def _install_for_steps(self, stack: ExitStack) -> None:
+        """Hook into what a program does with losses and gradients, until the stack is closed."""
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            stack.callback(handle.remove)
+        stack.enter_context(_wrapped(torch.autograd, "backward", self._backward))
+        stack.enter_context(_wrapped(torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm))
+        for place in (torch.nn.utils, torch.nn.utils.clip_grad):
+            stack.enter_context(_wrapped(place, "clip_grad_norm_", self._clip))
+
+    def tensor(self, kind: str, name: str, value: Tensor, part: int, placement: Placement | None) -> None:
+        """Record a tensor that the program gives; see `Recorder.tensor`."""
+        is_of_last_step = kind in (events.PARAMETER, events.OPTIMIZER_STATE)
+        step = self._progress.step - 1 if is_of_last_step else self._progress.step
+        self._record(kind, Part(name), value, part, 0, step=step, placement=placement)
+
+    def step_is_done(self) -> None:
+        """End the step of a program that says so."""
+        self._progress.is_stepped = True
+        self.end_step()
 
     def end_step(self) -> None:
         """Record the parameters if an optimizer has stepped, and begin the next step."""
         if not self._progress.is_stepped:
             return
-        self._record_parameters(self._progress.step, self._names.parameters(self._called))
+        if not self._by_hand:
+            self._record_parameters(self._progress.step, self._names.parameters(self._called))
         self._called.clear()
         self._writer.flush()
         self._progress.step += 1
@@ -120,7 +144,7 @@ class StepHooks:
                 return
             self._model_call += 1
             self._called[id(module)] = module
-            if self._names.add(module):
+            if self._names.add(module) and not self._by_hand:
                 self._record_parameters(self._progress.step - 1, self._names.parameters({id(module): module}))
         self._order += 1
         self._under_way.append(_Call(self._order, {id(it): it._version for it in _tensors_in(inputs)}))
@@ -225,9 +249,10 @@ class StepHooks:
         model_call: int | None = None,
         order: int | None = None,
         inputs: tuple[str, ...] = (),
+        placement: Placement | None = None,
     ) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            local, placement = local_part(value)
+            local, found = local_part(value)
         if local.is_meta or local.is_complex() or local.layout != torch.strided:
             return
         self._order += 1
@@ -241,7 +266,7 @@ class StepHooks:
             model_call=max(self._model_call if model_call is None else model_call, 0),
             model=part.model,
             order=self._order if order is None else order,
-            placement=placement,
+            placement=placement or found,
             inputs=inputs,
         )
 

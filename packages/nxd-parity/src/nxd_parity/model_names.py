@@ -1,6 +1,6 @@
 """The modules that a program calls, and the names of their modules and parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -27,13 +27,19 @@ class ModelNames:
     their class. Of a wrapper and the module in it, which have one name, the inner one has it.
     """
 
-    def __init__(self, rename: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self,
+        rename: Callable[[str], str] | None = None,
+        modules_of: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]] | None = None,
+    ) -> None:
         """Start with no model.
 
         Args:
             rename: changes a plain name to the one that the other recording has, such as a pipeline stage's.
+            modules_of: gives a model's modules with their names; by default all.
         """
         self._rename = rename or (lambda name: name)
+        self._modules_of = modules_of or (lambda model: model.named_modules())
         self._modules: dict[int, Part] = {}
         self._parameters: dict[int, Part] = {}
         self._wrappers: set[int] = set()
@@ -47,7 +53,7 @@ class ModelNames:
         self._models.append(model)
         has_parameters = next(model.parameters(), None) is not None
         holders: dict[str, nn.Module] = {}
-        for name, module in model.named_modules():
+        for name, module in self._modules_of(model):
             plain = self._rename(plain_name(name)) if has_parameters else f"{type(model).__name__}.{name}".rstrip(".")
             self._modules.setdefault(id(module), Part(plain, number))
             if plain in holders:

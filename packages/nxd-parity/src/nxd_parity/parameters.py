@@ -1,7 +1,7 @@
 """Where the parameters of each rank, their gradients and optimizer states, belong in those of the reference."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 
 import torch
@@ -63,12 +63,38 @@ class ParameterPlaces:
                 found[rank] = str(place)
         if found:
             self.inferred[name] = "; ".join(f"rank {rank}: {it}" for rank, it in found.items())
-        for rank in values:
-            place = self._places.get((rank, name))
-            for size, positions in zip(whole.shape, place.index, strict=False) if place is not None else ():
-                if positions is not None:
-                    self._positions[rank].setdefault((size, len(positions)), {})[name] = positions
-        self._check_coverage(name, whole, values)
+        known = [it for rank in values if (it := self._remembered(rank, name)) is not None]
+        if len(known) == len(values):
+            self._check_coverage(name, whole.shape, known)
+
+    def _remembered(self, rank: int, name: str) -> Place | None:
+        """Return a rank's place of a parameter, and remember it for the activations of the parameter's module."""
+        place = self._places.get((rank, name))
+        if place is not None:
+            self._remember_positions(rank, name, place)
+        return place
+
+    def _remember_positions(self, rank: int, name: str, place: Place) -> None:
+        for size, positions in zip(place.shape, place.index, strict=False):
+            if positions is not None:
+                self._positions[rank].setdefault((size, len(positions)), {})[name] = positions
+
+    def learn_stated(self, name: str, whole: Sequence[int], recorded: Sequence[tuple[int, TensorEvent]]) -> None:
+        """Learn the places of a parameter where the program states them, on a rank perhaps several boxes.
+
+        Args:
+            name: the parameter's.
+            whole: its shape in the reference.
+            recorded: the ranks' events, all with placements.
+        """
+        places = []
+        for rank, event in recorded:
+            if event.placement is not None and event.placement.shape == tuple(whole):
+                place = stated_place(event.placement, event.shape)
+                places.append(place)
+                self._places[rank, name] = place
+                self._remember_positions(rank, name, place)
+        self._check_coverage(name, whole, places)
 
     def is_split(self, module: str) -> bool:
         """Whether ranks have parts of a module's own parameters."""
@@ -137,10 +163,8 @@ class ParameterPlaces:
                     return first
         return None
 
-    def _check_coverage(self, name: str, whole: Tensor, values: Mapping[int, Tensor]) -> None:
+    def _check_coverage(self, name: str, whole: Sequence[int], places: Sequence[Place]) -> None:
         """Note a parameter whose parts on all ranks are not all of it: a part is loaded twice, another never."""
-        places = [self._places.get((rank, name)) for rank in values]
-        known = [it for it in places if it is not None]
-        missing = not_covered(known, whole.shape) if len(known) == len(places) else None
+        missing = not_covered(places, whole)
         if missing is not None:
             self.problems[name] = f"no rank has the values at {list(missing)}, and some values are on several ranks"

@@ -2,14 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from nxd_parity.by_hand import Recorder
 from nxd_parity.collectives import collectives_recorded
 from nxd_parity.hooks import Progress, StepHooks
 from nxd_parity.model_names import ModelNames
@@ -26,7 +28,9 @@ def record(
     steps: int | None = None,
     rename: Callable[[str], str] | None = None,
     noise: int | None = None,
-) -> Iterator[None]:
+    by_hand: bool = False,
+    modules_of: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]] | None = None,
+) -> Iterator[Recorder]:
     """Record the steps that run in the `with` block: call it on every rank, around steps from a model's first one.
 
     Recorded are the parameters at the start and after each step; inputs of the models; outputs of all modules and
@@ -46,6 +50,14 @@ def record(
             whose values start differently.
         noise: changes outputs of modules by about a unit in the last place, with random numbers of this seed. Such
             recordings of the reference show how large rounding becomes; see `compare`.
+        by_hand: whether the program itself gives its losses, gradients, norms, parameters and optimizer states, and
+            says when a step ends, by the `Recorder` that the block gets. A program that knows which part of a whole
+            tensor each of its tensors is says it there, and nothing is to be inferred.
+        modules_of: gives the modules of a model that is called, with their names; by default `model.named_modules()`.
+            Calls of others are not recorded, such as those of stand-ins for other stages' modules.
+
+    Yields:
+        what the program may record itself.
 
     Raises:
         FileExistsError: the folder has a recording of this rank.
@@ -64,13 +76,18 @@ def record(
                 _describe(path, rank, is_complete=True)
 
         hooks = StepHooks(
-            writer, ModelNames(rename), progress, None if noise is None else Noise(noise), stop_after_steps
+            writer,
+            ModelNames(rename, modules_of),
+            progress,
+            None if noise is None else Noise(noise),
+            stop_after_steps,
+            by_hand=by_hand,
         )
         _describe(path, rank)
         try:
             installed.enter_context(hooks.installed())
             installed.enter_context(collectives_recorded(writer, progress))
-            yield
+            yield Recorder(hooks)
             hooks.end_step()
         finally:
             writer.flush()

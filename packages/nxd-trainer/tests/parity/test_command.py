@@ -1,5 +1,9 @@
 """`nxd parity`, in one process: where its case comes from, what it prints and its exit codes."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 from nxd_cli import main
 from nxd_state import destroy_model_parallel
@@ -54,7 +58,7 @@ def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
     assert main(["parity", "parity_cases:wrong", "--dtype", "float32"]) == 3
 
     shown = capsys.readouterr().out
-    assert "DIFFERENT  step 1: initial parameter inner.2.bias differs on rank 0: largest difference 0.5" in shown
+    assert "DIFFERENT  step 0, parameter, inner.2.bias: different values" in shown
 
 
 @pytest.mark.parametrize(
@@ -70,9 +74,29 @@ def test_function_that_agrees_ends_with_0_and_one_that_does_not_with_3(capsys):
         (["parity_cases:BATCHES"], "parity_cases:BATCHES is a list; pass a function"),
         (["parity_broken:right"], "parity_broken:right cannot be imported from here: SyntaxError: invalid syntax"),
         (["parity_cases:right", "--rtol", "nan"], "rtol=nan is out of range"),
+        (["parity_cases:right", "--resume-at", "1"], "resume_at=1 leaves none of 1 steps to compare"),
     ],
 )
 def test_case_that_is_none_is_a_mistake(capsys, arguments, message):
     assert main(["parity", *arguments]) == 2
 
     assert message in capsys.readouterr().err
+
+
+def test_report_is_written_in_the_forms_that_are_asked_for(capsys, tmp_path):
+    assert main(["parity", "parity_cases:wrong", "--json", "--html", "page.html", "--markdown", "summary.md"]) == 3
+
+    assert json.loads(capsys.readouterr().out)["findings"][0]["name"] == "inner.2.bias"
+    assert "inner.2.bias" in (tmp_path / "page.html").read_text()
+    assert "inner.2.bias" in (tmp_path / "summary.md").read_text()
+
+
+@pytest.mark.usefixtures("fresh_interpreter")
+def test_help_does_not_load_torch():
+    asks = "import sys; from nxd_cli import main; main(['parity', '--help'])"
+    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {asks}"
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ended.stdout.endswith("\nFalse\n")
+    assert "--resume-at" in ended.stdout

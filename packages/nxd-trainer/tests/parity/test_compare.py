@@ -1,14 +1,17 @@
 """`compare` agrees where a layout is right, and names the tensor where a fault was planted."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from nxd_engine.models import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from nxd_layers import ColumnParallelLinear, RowParallelLinear
 from nxd_lora import LoraConfig
+from nxd_parity import compare as compare_recordings
 from nxd_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_size
 from nxd_trainer.parity import ParityCase, compare
+from nxd_trainer.parity.layout import LayoutRun
 from torch import nn
 
 SIZES = LlamaConfig(
@@ -143,9 +146,79 @@ def test_right_layouts_agree(run_ranks):
         assert first[name].agrees, f"{name}: {first[name]}"
         assert first[name] == second[name]
         assert first[name].steps == 2
-        assert {"initial parameter", "activation", "loss", "gradient", "parameter"} <= first[name].compared.keys()
-    whole = first["sequence parallel, recomputed"].compared
+        assert {"activation", "loss", "gradient", "optimizer state", "parameter"} <= first[name].agree.keys()
+    whole = first["sequence parallel, recomputed"].agree
     assert whole["gradient"] == 2 * len(list(LlamaForCausalLM(SIZES).parameters()))
+    assert whole["optimizer state"] == 3 * whole["gradient"]
+
+
+def test_context_parallel_layout_agrees(run_ranks):
+    case = ParityCase(model_fn=llama, batches=tokens(1), nxd_config={"context_parallel_size": 2})
+
+    report = run_ranks(compare, 2, case)[0]
+
+    assert report.agrees, report
+    assert report.agree["activation"] > 20
+
+
+RESUMED = ParityCase(
+    model_fn=llama,
+    batches=tokens(3),
+    nxd_config={
+        "pipeline_parallel_size": 2,
+        "pipeline_config": PIPELINE,
+        "optimizer_config": {"zero_one_enabled": True},
+    },
+)
+
+
+def test_steps_after_a_checkpoint_was_loaded_at_the_layout_agree(run_ranks):
+    report = run_ranks(lambda: compare(RESUMED, resume_at=2), 2)[0]
+
+    assert report.agrees, report
+    assert report.steps == 1
+    assert report.agree["optimizer state"] == 2 * 3 * report.agree["gradient"]  # as they were loaded, and stepped
+    assert "resumed from a checkpoint of 2 replicas after step 2" in str(report)
+
+
+def test_optimizer_state_that_is_loaded_wrong_is_found_before_the_first_step(run_ranks):
+    def forgets():
+        def load(run, folder):
+            load_whole(run, folder)
+            for state in run.optimizer.optimizer.base_optimizer.state.values():
+                state["exp_avg"].zero_()
+
+        load_whole = LayoutRun.load
+        with patch.object(LayoutRun, "load", load):
+            return compare(RESUMED, resume_at=2)
+
+    found = run_ranks(forgets, 2)[0].first
+
+    assert (found.step, found.kind) == (0, "optimizer state")
+    assert found.shown_in.endswith("/exp_avg")
+
+
+def test_compiled_layers_are_compared_by_what_is_around_them(run_ranks):
+    def compile_layers(model):
+        for layer in model.local_module().model.layers:
+            layer.compile(backend="eager")
+
+    case = ParityCase(model_fn=llama, batches=tokens(1), nxd_config={"tensor_parallel_size": 2}, prepare=compile_layers)
+
+    report = run_ranks(compare, 2, case)[0]
+
+    assert report.agrees, report
+    assert report.agree["gradient"] == len(list(LlamaForCausalLM(SIZES).parameters()))
+    assert "modules inside 2 compiled ones, such as model.layers.0, cannot be seen" in str(report)
+
+
+def test_recordings_are_kept_in_a_folder_that_is_given(run_ranks, tmp_path):
+    case = ParityCase(model_fn=TakesANumber, batches=[numbers()[0] | {"scale": torch.tensor(2.0)}], nxd_config={})
+
+    run_ranks(lambda: compare(case, folder=tmp_path / "kept"), 2)
+
+    assert {it.name for it in (tmp_path / "kept").iterdir()} == {"one-process", "layout"}
+    assert compare_recordings(tmp_path / "kept/one-process", tmp_path / "kept/layout").agrees
 
 
 def test_input_without_a_batch_goes_to_every_replica(run_ranks):
@@ -173,7 +246,7 @@ def test_a_layout_with_every_axis_agrees(run_ranks):
     reports = run_ranks(lambda: compare(case), 8)
 
     assert reports[0].agrees, reports[0]
-    assert reports[0].layout == "TP 2 + SP x PP 2 x DP 2"
+    assert reports[0].candidate == "TP 2 + SP x PP 2 x DP 2"
 
 
 FAULTS = {
@@ -183,19 +256,19 @@ FAULTS = {
             batches=tokens(),
             nxd_config={"tensor_parallel_size": 2, "sequence_parallel": True},
         ),
-        ("gradient", "model.layers.1.input_layernorm.weight"),
+        ("gradient", "model.layers.1.input_layernorm.weight", "missing sum"),
     ),
     "output that is not summed": (
         ParityCase(model_fn=WithBlock, batches=numbers(), nxd_config={"tensor_parallel_size": 2}),
-        ("activation", "block.drop"),
+        ("input", "block", "missing sum"),
     ),
     "weights that depend on the layout": (
         ParityCase(model_fn=FollowsItsRank, batches=numbers(), nxd_config={"tensor_parallel_size": 2}),
-        ("initial parameter", "first.bias"),
+        ("parameter", "first.bias", "different values"),
     ),
     "losses that differ between the ranks of a layer": (
         ParityCase(model_fn=LosesItsOwn, batches=numbers(), nxd_config={"tensor_parallel_size": 2}),
-        ("loss", ""),
+        ("activation", "", "different values"),
     ),
 }
 
@@ -203,12 +276,13 @@ FAULTS = {
 def test_planted_fault_is_named_on_every_rank(run_ranks):
     by_rank = run_ranks(lambda: {name: compare(case) for name, (case, _) in FAULTS.items()}, 2)
 
-    for name, (_, (kind, tensor)) in FAULTS.items():
+    for name, (_, expected) in FAULTS.items():
         for reports in by_rank:
-            assert not reports[name].agrees
-            assert (reports[name].difference.kind, reports[name].difference.name) == (kind, tensor), reports[name]
-            assert reports[name].difference.max_abs > 0
-    assert "where one process has 1 and the layout 2" in str(by_rank[0]["weights that depend on the layout"])
+            first = reports[name].first
+            assert (first.kind, first.name, first.fault) == expected, reports[name]
+            assert first.largest > 0
+    found = by_rank[0]["weights that depend on the layout"].first
+    assert (found.step, found.expected, found.found) == (0, 1, 2)
 
 
 def test_case_that_cannot_be_compared_is_refused_on_every_rank(run_ranks):

@@ -28,7 +28,7 @@ def test_recipe_that_agrees_ends_with_0(capsys):
     assert main(["parity", *TINY, "--compare-steps", "1"]) == 0
 
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "TP 1 x DP 1 against one process, float64, 1 steps, tolerance 1e-10"
+    assert first == "TP 1 x DP 1 (1 ranks) against one process (float64, tolerance 1e-10), 1 steps"
     assert second.endswith("agree")
 
 

@@ -72,14 +72,17 @@ SMALL_SIZES: dict[str, int] = {
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def case_of_architecture(folder: Path, changes: Mapping[str, Any], tensor_parallel_size: int) -> ParityCase:
-    """Return a case with two training steps of a small model of the folder's architecture, split by its own plan.
+def case_of_architecture(
+    folder: Path, changes: Mapping[str, Any], tensor_parallel_size: int, steps: int = 2
+) -> ParityCase:
+    """Return a case with training steps of a small model of the folder's architecture, split by its own plan.
 
     Args:
         folder: the folder of a transformers model; only its `config.json` is read.
         changes: config keys to override, in case the small sizes contradict one another; those of the language model
             if it is multimodal.
         tensor_parallel_size: number of ranks that split the model.
+        steps: number of steps to train.
 
     Raises:
         ValueError: there is no such config, transformers has no language model for it, or no small model can be made
@@ -99,7 +102,7 @@ def case_of_architecture(folder: Path, changes: Mapping[str, Any], tensor_parall
     shape = (2 * tensor_parallel_size, LENGTH)
     generator = torch.Generator().manual_seed(1)
     vocabulary = (small if part is None else small[part])["vocab_size"]
-    tokens = [torch.randint(len(SPECIAL_TOKENS), vocabulary, shape, generator=generator) for _ in range(2)]
+    tokens = [torch.randint(len(SPECIAL_TOKENS), vocabulary, shape, generator=generator) for _ in range(steps)]
     return ParityCase(
         model_fn=lambda: hf.parallelize(small_model(small), plan="own"),
         reference_fn=lambda: small_model(small),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from nxd_engine import NxDModel
 from nxd_engine.config import complete_config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -33,6 +34,8 @@ class ParityCase:
         parameter_groups: function from the model, or this rank's part of it, to the optimizer's groups of trained
             parameters; by default one group.
         seed: the torch seed set before a model is made.
+        prepare: function called with the layout's model when it is made, for what one process is to be compared with,
+            such as compiling its layers.
     """
 
     model_fn: Callable[[], nn.Module]
@@ -43,6 +46,7 @@ class ParityCase:
     optimizer_arguments: Mapping[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
     parameter_groups: Callable[[nn.Module], Any] = trained_parameters
     seed: int = 0
+    prepare: Callable[[NxDModel], object] | None = None
 
 
 def checked_config(case: ParityCase) -> dict[str, Any]:
@@ -81,10 +85,12 @@ def make_model(model_fn: Callable[[], nn.Module], seed: int, dtype: torch.dtype)
     return model
 
 
-def inputs_in(dtype: torch.dtype, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with its floating-point tensors in `dtype`."""
+def inputs_in(dtype: torch.dtype, batch: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Return a batch with its floating-point tensors in `dtype`, on a device if one is given."""
 
     def convert(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
     return {name: tree_map(convert, value) for name, value in batch.items()}

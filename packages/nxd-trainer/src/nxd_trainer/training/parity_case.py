@@ -7,7 +7,7 @@ import torch
 from nxd_data import Batch
 from torch import Tensor
 
-from nxd_trainer.forward import model_inputs
+from nxd_trainer.forward import compile_layers, model_inputs
 from nxd_trainer.from_recipe import nxd_config, recipe_model, tokenizer_of, whole_model
 from nxd_trainer.optimizers import check_is_exact, optimizer_arguments, optimizer_class, parameter_groups
 from nxd_trainer.parity import ParityCase
@@ -26,6 +26,8 @@ def case_of_file(file: str | None, settings: Sequence[str], steps: int) -> Parit
 
 def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
     """Return a recipe's case for `compare`, with random batches of its sizes and without its learning-rate schedule.
+
+    With `train.compile` the layers of the layout are compiled; those of one process are not.
 
     Args:
         recipe: a recipe that `load_recipe` accepted.
@@ -55,6 +57,7 @@ def case_of_recipe(recipe: Recipe, steps: int) -> ParityCase:
         optimizer_arguments=arguments,
         parameter_groups=lambda model: parameter_groups(recipe, model),
         seed=recipe.train.seed,
+        prepare=(lambda built: compile_layers(built, model.layer_class)) if recipe.train.compile else None,
     )
 
 
