@@ -168,3 +168,29 @@ def test_boxes_that_a_program_states_are_compared_with_their_part(record_by_hand
 
     found = report.first
     assert (None if found is None else (found.kind, found.fault, found.index)) == expected, report
+
+
+def test_outputs_of_a_model_that_is_not_trained_are_compared(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    recorded(tmp_path / "right", model, torch.ones(2, 4))
+    recorded(tmp_path / "again", model, torch.ones(2, 4))
+    with torch.no_grad():
+        model[0].bias += 1
+    recorded(tmp_path / "wrong", model, torch.ones(2, 4))
+
+    assert compare(tmp_path / "right", tmp_path / "again").agrees
+    report = compare(tmp_path / "right", tmp_path / "wrong")
+    assert [it.name for it in report.findings[:2]] == ["0.bias", "0"]
+
+
+def test_outputs_alone_that_differ_are_found(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    recorded(tmp_path / "right", model, torch.ones(2, 4))
+    model[1] = nn.Hardtanh()
+    recorded(tmp_path / "wrong", model, torch.ones(2, 4))
+
+    found = compare(tmp_path / "right", tmp_path / "wrong").first
+
+    assert (found.step, found.kind, found.name) == (1, "activation", "1")

@@ -284,3 +284,13 @@ def test_modules_that_a_program_leaves_out_are_not_recorded(tmp_path):
 
     found = {it.name for it in Recording(tmp_path / "run").tensors[0] if it.kind == "activation"}
     assert found == {"", "0"}
+
+
+def test_memory_of_a_recorded_parameter_can_be_given_up(tmp_path):
+    model = nn.Linear(4, 3)
+
+    with record(tmp_path / "run"):
+        model(torch.ones(2, 4))
+        model.weight.untyped_storage().resize_(0)  # as sharding does between layers
+
+    assert model.weight.untyped_storage().nbytes() == 0

@@ -158,8 +158,12 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
 
     If nothing that a step leaves behind differs, and no gradient and no loss, then nothing does: an activation may be
     computed in another way. So are those that differ, or are parts of a sum, where what is made of them is right.
+    Where nothing is trained, outputs of whole models are what lasts.
     """
     lasting = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in LASTING]
+    if not any(it.key.kind in LASTING and it.key.step > 0 for it in outcomes):
+        returned = [it for it in outcomes if it.key.kind == events.ACTIVATION and not it.key.name]
+        lasting += [it for it in returned if it.status in (Status.DIFFERS, Status.SUM)]
     if not lasting:
         has_effects = {it.key.kind for it in outcomes} & set(EFFECTS)
         return [] if has_effects else [it for it in outcomes if it.status is Status.SUM and it.key.kind in LASTING]

@@ -1,5 +1,6 @@
 """Writes the recording of one rank: lines of events, and the values of tensors in files of bounded size."""
 
+import ctypes
 import hashlib
 import os
 from pathlib import Path
@@ -113,5 +114,6 @@ class RankWriter:
 
 
 def _digest(value: Tensor) -> str:
-    data = value.reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
+    # Not by numpy(), after which the program could not free the memory of a parameter by resizing it, as sharding does.
+    data = (ctypes.c_char * value.nbytes).from_address(value.data_ptr()) if value.numel() else b""
     return hashlib.sha256(data).hexdigest()[:32]

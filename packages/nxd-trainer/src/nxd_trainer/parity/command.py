@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxd_cli.command import (
+    UserError,
     add_nproc,
+    check_own_process,
     import_named,
     leave_mesh,
     make_parser,
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 SWITCHES = ("help", "json")
 FLAGS = (
-    *("nproc", "dtype", "rtol", "compare-steps", "resume-at", "device", "hf", "folder", "html", "markdown"),
+    *("nproc", "dtype", "rtol", "compare-steps", "resume-at", "device", "hf", "served", "folder", "html", "markdown"),
     *SWITCHES,
 )
 
@@ -34,12 +36,14 @@ def _parser() -> argparse.ArgumentParser:
         "Train a few steps in a layout and in one process, without dropout, and name the first tensor that "
         "differs, in execution order: module outputs, loss, gradients, optimizer states, weights. The keys are those "
         "of nxd train; with --hf, those of the model's config.",
-        usage="nxd parity [RECIPE | MODULE:FUNCTION | --hf FOLDER] [--nproc N] [--dtype D] [--KEY VALUE ...]",
+        usage="nxd parity [RECIPE | MODULE:FUNCTION | --hf FOLDER] [--nproc N] [--dtype D] [--KEY VALUE ...]\n"
+        "       nxd parity --served FOLDER [--nproc N]",
         examples=[
             "nxd parity recipe.toml --nproc 4 parallel.tensor_parallel_size=2",
             "nxd parity recipe.toml --nproc 2 parallel.pipeline_parallel_size=2 --resume-at 2 --html report.html",
             "nxd parity --hf Qwen3-0.6B --nproc 2",
             "nxd parity my_models:case --nproc 2 --dtype float32",
+            "nxd parity --served Qwen3-0.6B --nproc 2",
         ],
         exit_codes="0 all agree, 1 a rank has failed, 2 user error, 3 something differs",
     )
@@ -56,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="compare a small model of the architecture in FOLDER/config.json, split by its own plan over the ranks "
         "(2 if unset); if all agrees, models of that type are split by their own plan from then on",
+    )
+    parser.add_argument(
+        "--served",
+        type=Path,
+        metavar="FOLDER",
+        help="compare the model in FOLDER as nxd serve runs it, on --nproc workers, with its plain forward",
     )
     parser.add_argument(
         "--compare-steps", type=int, default=2, metavar="N", help="steps to compare (default: %(default)s)"
@@ -93,6 +103,8 @@ def main(arguments: Sequence[str]) -> int:
     """Compare, on the ranks that the command line asks for, and print the report."""
     remaining, settings = take_settings(arguments, FLAGS, without_value=SWITCHES)
     options = parse(_parser(), remaining)
+    if options.served is not None:
+        return _compare_served(options, settings)
     if options.hf is not None and options.nproc is None:
         options.nproc = 2
     code = started_ranks(options.nproc, "parity", arguments)
@@ -124,6 +136,22 @@ def main(arguments: Sequence[str]) -> int:
         reports_user_errors(lambda: write_report(report, options))
     leave_mesh()
     return 0 if report.agrees else EXIT_DIFFERENT
+
+
+def _compare_served(options: argparse.Namespace, settings: list[str]) -> int:
+    """Compare a model as it is served, which starts its own workers."""
+    given = [*([options.case] if options.case else []), *settings]
+    if given or options.hf is not None:
+        raise UserError(f"--served compares a model that there is; leave {given[0] if given else '--hf'} out")
+    reports_user_errors(lambda: check_own_process(options.nproc, "--served"))
+    from nxd_parity.command import write_report  # noqa: PLC0415
+
+    from nxd_trainer.cli.arguments import model_folder  # noqa: PLC0415
+    from nxd_trainer.parity.served import compare_served  # noqa: PLC0415
+
+    folder = model_folder(str(options.served))
+    report = reports_user_errors(lambda: compare_served(folder, tp_degree=options.nproc or 1, rtol=options.rtol))
+    return reports_user_errors(lambda: write_report(report, options))
 
 
 def _case(options: argparse.Namespace, settings: list[str]) -> "ParityCase":
