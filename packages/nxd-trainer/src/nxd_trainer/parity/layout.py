@@ -18,7 +18,7 @@ from nxd_parity import events, record
 from nxd_parity.by_hand import Recorder
 from nxd_parity.events import Placement
 from nxd_pipeline.partition.local_parts import LocalParts
-from nxd_state import all_gather_object, get_group
+from nxd_state import all_gather_object, get_device, get_group, step_boundary
 from torch import Tensor
 
 from nxd_trainer.parity.case import ParityCase, has_batch, inputs_in, make_model
@@ -45,6 +45,7 @@ class LayoutRun:
         for batch in batches:
             self._backward(batch)
             self.optimizer.step()
+            step_boundary()
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint of the model and the optimizer."""
@@ -69,6 +70,7 @@ class LayoutRun:
             for batch in batches:
                 self._record_number(recorder, events.LOSS, self._mean_loss(self._backward(batch)))
                 self.optimizer.step()
+                step_boundary()  # torch-xla gives wrong values of tensors that are read one by one before it
                 self._record_number(recorder, events.GRADIENT_NORM, self.optimizer.grad_norm)
                 recorder.end_step()
                 state.optimizer_states()
@@ -87,7 +89,7 @@ class LayoutRun:
         replicas = get_group("dp")
         parts = {name: value.chunk(replicas.size)[replicas.rank] for name, value in batch.items() if has_batch(value)}
         self.optimizer.zero_grad()
-        return self.model.run_train(**inputs_in(self._dtype, {**batch, **parts}))
+        return self.model.run_train(**inputs_in(self._dtype, {**batch, **parts}, get_device()))
 
     def _mean_loss(self, loss: Any) -> Tensor | None:
         """Return the mean over the replicas' losses; each tensor-parallel rank has its own, and other stages none."""
