@@ -294,3 +294,21 @@ def test_memory_of_a_recorded_parameter_can_be_given_up(tmp_path):
         model.weight.untyped_storage().resize_(0)  # as sharding does between layers
 
     assert model.weight.untyped_storage().nbytes() == 0
+
+
+def test_gradients_that_an_optimizer_lets_its_closure_compute_are_recorded(tmp_path):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with record(tmp_path / "run"):
+        optimizer.step(closure)
+
+    recording = Recording(tmp_path / "run")
+    of_kind = {(it.kind, it.name): recording.read(0, it) for it in recording.tensors[0]}
+    assert torch.equal(of_kind["gradient", "weight"], model.weight.grad)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,11 +16,21 @@ MOST_ROWS = 4096
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensors of several calls as one, along dim 0, or the tensor of the only call."""
+    """Return the tensors of several calls as one, along dim 0, or the tensor of the only call.
+
+    Calls may differ along one other dim, as batches that are padded to their longest row do; zeros make up for it.
+    """
     if len(parts) == 1 or not parts[0].dim():
         return parts[0] if len(parts) == 1 else torch.stack(list(parts))
-    if len({tuple(it.shape[1:]) for it in parts}) > 1:
+    if len({it.dim() for it in parts}) > 1:
         return parts[0]
+    unequal = [dim for dim in range(1, parts[0].dim()) if len({it.shape[dim] for it in parts}) > 1]
+    if len(unequal) > 1:
+        return parts[0]
+    for dim in unequal:
+        longest = max(it.shape[dim] for it in parts)
+        behind = (0, 0) * (parts[0].dim() - 1 - dim)
+        parts = [torch.nn.functional.pad(it, (*behind, 0, longest - it.shape[dim])) for it in parts]
     return torch.cat(list(parts))
 
 
@@ -34,10 +45,13 @@ class ActivationPlaces:
         self._parameters = parameters
         self._known: dict[tuple[int, int, int], dict[tuple[int, int], list[Tensor]]] = defaultdict(dict)
         self._of_tensor: dict[tuple[int, str, int, int, int], Place] = {}
+        self._padded: set[tuple[int, int, int]] = set()
 
     def learn(self, rank: int, event: TensorEvent, place: Place) -> None:
         """Remember that a rank's input is at a place."""
         known = self._known[rank, event.step, event.model_call]
+        if place.is_padded:
+            self._padded.add((rank, event.step, event.model_call))
         for dim, positions in enumerate(place.index):
             if positions is not None:
                 _add(known, place.shape[dim], positions)
@@ -64,7 +78,8 @@ class ActivationPlaces:
             return []
         if tuple(whole) == event.shape:
             return [whole_place(whole)]
-        return options_by_shape(whole, event.shape, positions)
+        is_padded = (rank, event.step, event.model_call) in self._padded
+        return [replace(it, is_padded=is_padded) for it in options_by_shape(whole, event.shape, positions)]
 
     def remember(self, rank: int, event: TensorEvent, place: Place) -> None:
         """Remember the place of an activation, for its gradient."""
@@ -91,6 +106,29 @@ def rows_of(whole: Tensor, local: Tensor) -> Place | None:
     if any(it is None for it in positions):
         return None
     return Place(tuple(whole.shape), (torch.tensor(positions), *[None] * (whole.dim() - 1)))
+
+
+def padded_rows(whole: Tensor, local: Tensor) -> Place | None:
+    """Return the place of rows of tokens that are longer in the whole batch, whose longest row is another.
+
+    None if the rows go on there with more than padding, or one is not there.
+    """
+    if whole.dim() != local.dim() or whole.dim() < 2 or whole.shape[2:] != local.shape[2:]:
+        return None
+    length = local.shape[1]
+    if not 0 < length < whole.shape[1]:
+        return None
+    shorter, rest = whole[:, :length].contiguous(), whole[:, length:]
+    is_padding = (rest.diff(dim=1) != 0).flatten(1).sum(1) <= 1  # that of its batch, and zeros behind it
+    known: dict[bytes, int] = {}
+    for position, row in enumerate(bytes_of_rows(shorter, 0)):
+        if is_padding[position]:
+            known.setdefault(row, position)
+    positions = [known.get(row) for row in bytes_of_rows(local, 0)]
+    if any(it is None for it in positions):
+        return None
+    others: list[Tensor | None] = [None] * (whole.dim() - 2)
+    return Place(tuple(whole.shape), (torch.tensor(positions), torch.arange(length), *others), is_padded=True)
 
 
 def nearest_rows(whole: Tensor, local: Tensor, *, once: bool) -> Place | None:

@@ -8,7 +8,7 @@ import torch
 from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.comparison import Comparison
-from nxd_parity.diagnosis import Diagnosis, Diagnostician
+from nxd_parity.diagnosis import OTHER_COUNTS, Diagnosis, Diagnostician
 from nxd_parity.labels import are_others
 from nxd_parity.location import add_tensors
 from nxd_parity.outcome import Outcome, Status
@@ -113,20 +113,18 @@ def _with_what_follows(
 ) -> Diagnosis:
     """Say more of the first difference by those that follow it, where it says little itself."""
     kind, step = outcome.key.kind, outcome.key.step
+    of_step = sum(it.kind == events.GRADIENT and it.step == step for it in comparison.order)
     gradients = [it for it in wrong if it.key.kind == events.GRADIENT and it.key.step == step]
     if kind == events.LOSS and diagnosis.fault == of_faults.DIFFERENT_VALUES and gradients:
         of_gradient = diagnostician.diagnose(gradients[0])
         if of_gradient.fault in (of_faults.SCALED, of_faults.SUMMED_TWICE, of_faults.WRONG_AVERAGING):
             return of_gradient
-        if 2 * len(gradients) > sum(it.kind == events.GRADIENT and it.step == step for it in comparison.order):
+        if 2 * len(gradients) > of_step:
             return Diagnosis(of_faults.WRONG_AVERAGING, "outputs are right, the loss and most gradients are not")
     is_backward_right = not any(it.key.kind == events.ACTIVATION_GRADIENT and it.key.step == step for it in wrong)
-    if kind == events.GRADIENT and diagnosis.fault == of_faults.WRONG_AVERAGING and is_backward_right:
-        return Diagnosis(
-            of_faults.DIFFERENT_VALUES,
-            f"{diagnosis.detail}, after a right backward: they were clipped by another norm, or scaled",
-            diagnosis.factor,
-        )
+    if kind == events.GRADIENT and is_backward_right:
+        has_other_counts = 2 * len(gradients) > of_step and comparison.have_other_counts(step)
+        return _after_right_backward(diagnosis, has_other_counts=has_other_counts)
     if kind == events.OPTIMIZER_STATE and step > 1 and diagnosis.fault == of_faults.DIFFERENT_VALUES and not gradients:
         return Diagnosis(of_faults.OTHER_STATE, "gradients and earlier states are right: it was changed in between")
     if kind == events.ACTIVATION_GRADIENT and diagnosis.fault == of_faults.DIFFERENT_VALUES:
@@ -135,6 +133,16 @@ def _with_what_follows(
             return Diagnosis(
                 of_faults.MISSING_SUM, f"ranks have parts of {users[0]}; what they give back was not added up, it seems"
             )
+    return diagnosis
+
+
+def _after_right_backward(diagnosis: Diagnosis, *, has_other_counts: bool) -> Diagnosis:
+    """Say more of a gradient that differs where those of all activations are right, up to a factor of each rank."""
+    if diagnosis.fault == of_faults.WRONG_AVERAGING:
+        what = f"{diagnosis.detail}, after a right backward: they were clipped by another norm, or scaled"
+        return Diagnosis(of_faults.DIFFERENT_VALUES, what, diagnosis.factor)
+    if diagnosis.fault == of_faults.DIFFERENT_VALUES and has_other_counts:
+        return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS)
     return diagnosis
 
 
@@ -172,7 +180,7 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
     in_step = [it for it in outcomes if it.key.step == step]
     right = {(it.key.kind, it.key.name) for it in in_step if it.status is Status.AGREES}
     is_forward_right = (events.LOSS, "") in right and _is_exact(in_step)
-    is_loss_wrong = any(it.key.kind == events.LOSS and it.status is Status.DIFFERS for it in in_step)
+    is_step_wrong = _is_step_wrong(in_step)
     lost = _lost_gradients(in_step)
     wrong = []
     for outcome in outcomes:
@@ -181,7 +189,7 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
         if outcome.key.step < step or outcome.status not in (Status.DIFFERS, Status.SUM):
             continue
         if outcome.key.step == step and outcome.key.kind in (events.ACTIVATION, events.INPUT):
-            is_of_data = bool(outcome.reason) and is_loss_wrong  # though what is computed from the rows is right
+            is_of_data = bool(outcome.reason) and is_step_wrong  # though what is computed from the rows is right
             if is_forward_right or (_is_right_afterwards(outcome.key, right, comparison) and not is_of_data):
                 continue
         elif outcome.key.step == step and outcome.key.kind == events.ACTIVATION_GRADIENT:
@@ -191,6 +199,13 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
             continue
         wrong.append(outcome)
     return wrong
+
+
+def _is_step_wrong(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the loss of a step differs, or most of its gradients do, as they do with other data."""
+    gradients = [it.status is Status.DIFFERS for it in outcomes if it.key.kind == events.GRADIENT]
+    is_loss_wrong = any(it.key.kind == events.LOSS and it.status is Status.DIFFERS for it in outcomes)
+    return is_loss_wrong or 2 * sum(gradients) > len(gradients)
 
 
 def _lost_gradients(outcomes: Sequence[Outcome]) -> Set[Key]:

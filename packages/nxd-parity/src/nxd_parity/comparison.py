@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 
 import torch
@@ -14,6 +14,7 @@ from nxd_parity.activations import (
     data_problem,
     exact,
     nearest_rows,
+    padded_rows,
     rows_of,
     scale_of,
     without_repeated_bias,
@@ -99,7 +100,10 @@ class Comparison(Sides):
             if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
                 place = None
             if place is None or (event.placement is not None and event.placement.summed_over):
-                place = exact(options, whole, local) or rows_of(whole, local) or nearest(options, whole, local)
+                place = exact(options, whole, local) or rows_of(whole, local)
+                if place is None and key.kind == events.INPUT and not whole.dtype.is_floating_point:
+                    place = padded_rows(whole, local)
+                place = place or nearest(options, whole, local)
             if place is None or not self._is_near(key, Piece(rank, event, place), local):
                 scale = self._scales.get((key.step, rank, event.model_call), 1.0) if is_gradient else 1.0
                 rows = nearest_rows(whole, local / scale, once=not is_gradient)
@@ -143,9 +147,21 @@ class Comparison(Sides):
             self._scales[known] = factor if fits and factor > 0 else 1.0
         return self._scales[known]
 
-    def scales(self, step: int) -> dict[tuple[int, int], float]:
-        """Return the factors of a step's gradients of activations, by rank and call of the model."""
-        return {(rank, call): it for (of_step, rank, call), it in self._scales.items() if of_step == step}
+    def have_other_counts(self, step: int) -> bool:
+        """Whether the gradients of activations have different factors: of means over different numbers of rows."""
+        scales = [it for (of_step, _, _), it in self._scales.items() if of_step == step]
+        rounding = max(4 * _last_place(self._dtype), 1e-6)
+        return bool(scales) and max(scales) - min(scales) > rounding * max(scales)
+
+    def rounding_of_loss(self, expected: float) -> Bound:
+        """Return how far a step's loss may be from what it should be."""
+        largest = self._rounding_of_losses * abs(expected)
+        return Bound(largest, largest)
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        """The least precise dtype of the reference's activations."""
+        return max((it.dtype for it in self.reference.tensors[0] if it.kind == events.ACTIVATION), key=_last_place)
 
     def _loss(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
         """A step's loss is the sum of its backwards, and the mean over the ranks that have one."""
@@ -158,8 +174,7 @@ class Comparison(Sides):
         counts = {ranks * calls for ranks in self._sizes(len(of_rank)) for calls in {1, len(found) // len(of_rank)}}
         apart = min((distance(wanted, total / count) for count in sorted(counts)), key=lambda it: it.largest)
         piece = Piece(found[0][0], found[0][1], whole_place(()))
-        largest = self._rounding_of_losses * abs(float(wanted))
-        if Bound(largest, largest).holds(apart):
+        if self.rounding_of_loss(float(wanted)).holds(apart):
             return Outcome(key, Status.AGREES, (piece,))
         return Outcome(key, Status.DIFFERS, (piece,), (piece,), apart)
 
@@ -167,10 +182,9 @@ class Comparison(Sides):
     def _rounding_of_losses(self) -> float:
         """The relative difference of losses that is rounding: numbers have too little spread each, so all of them."""
         of_loss = [key for key in self.order if key.kind == events.LOSS]
-        dtype = max((it.dtype for it in self.reference.tensors[0] if it.kind == events.ACTIVATION), key=_last_place)
         if not self.spread:
-            return TOLERANCES[dtype] if self.rtol is None else self.rtol
-        spreads = [_last_place(dtype) / 8]
+            return TOLERANCES[self._dtype] if self.rtol is None else self.rtol
+        spreads = [_last_place(self._dtype) / 8]
         for key in of_loss:
             wanted = self._sum_of_losses(self.reference, self.of_reference[key])
             for recording, of_key in zip(self.spread, self.of_spread, strict=True):
@@ -256,7 +270,8 @@ class Comparison(Sides):
             return None
         for group in self.groups:
             parts = [by_call[rank, piece.event.call] for rank in group if (rank, piece.event.call) in by_call]
-            is_sum = len({it.event.digest for it in parts}) > 1  # equal values are scaled, and no parts of a sum
+            # Equal values are scaled, and no parts of a sum; norms of parts may be equal.
+            is_sum = outcome.key.kind == events.GRADIENT_NORM or len({it.event.digest for it in parts}) > 1
             if piece.rank in group and len(parts) == len(group) and is_sum and self._add_up(outcome.key, piece, parts):
                 return group
         return None
@@ -273,6 +288,8 @@ class Comparison(Sides):
                 continue
             bound = self.bound(key, replace(piece, place=place))
             bound = Bound(bound.largest * len(parts), bound.mean_square * len(parts))
+            if key.kind == events.GRADIENT_NORM:  # each part is rounded
+                bound = Bound(*[max(it, _last_place(piece.event.dtype) * float(expected)) for it in astuple(bound)])
             bound = bound.of_explanation(distance(expected, self.read(piece)))
             sums = [total, total / len(parts), without_repeated_bias(total, expected)]
             if key.kind == events.GRADIENT_NORM:

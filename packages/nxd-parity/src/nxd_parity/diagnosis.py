@@ -16,6 +16,7 @@ from nxd_parity.places import options_by_shape
 from nxd_parity.sequence import Key
 
 MOST_ROUNDING = 0.05  # of a factor, in the least precise dtype
+OTHER_COUNTS = "ranks count different numbers of rows"
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,7 +58,10 @@ class Diagnostician:
         if expected.shape != found.shape:
             what = f"its shape is {list(found.shape)} instead of {list(expected.shape)}"
             return Diagnosis(of_faults.WRONG_SHARD, what)
-        bound = self._comparison.bound(outcome.key, piece).of_explanation(distance(expected, found))
+        bound = self._comparison.bound(outcome.key, piece)
+        if outcome.key.kind == events.LOSS:
+            bound = self._comparison.rounding_of_loss(float(expected))
+        bound = bound.of_explanation(distance(expected, found))
         for explain in (self._scaled, self._stale, self._moved, self._masked, self._of_another, self._rounded):
             diagnosis = explain(outcome, piece, expected, found, bound)
             if diagnosis is not None:
@@ -94,9 +98,8 @@ class Diagnostician:
         if of_group is not None or abs(factor - 1) <= tolerance:
             return of_group
         if outcome.key.kind == events.LOSS and not _is_simple(factor, tolerance):
-            scales = list(self._comparison.scales(outcome.key.step).values())
-            differ = max(scales, default=1.0) - min(scales, default=1.0) > 1e-6
-            return Diagnosis(of_faults.WRONG_AVERAGING, "ranks count different numbers of rows") if differ else None
+            differ = self._comparison.have_other_counts(outcome.key.step)
+            return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS) if differ else None
         is_averaging = self._all_scaled_alike(outcome, factor, tolerance)
         fault = of_faults.WRONG_AVERAGING if is_averaging else of_faults.SCALED
         return Diagnosis(fault, f"the values are {factor:.6g} times the expected ones", factor)

@@ -212,8 +212,20 @@ class StepHooks:
             self._record(events.GRADIENT_NORM, Part(""), norm, 0, 0)
         return original(*given, **named)
 
-    def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
-        self._record_gradients()
+    def _before_step(self, optimizer: Optimizer, given: Any, named: Any) -> Any:
+        """Record gradients; those that the step's closure computes are there once it has been called."""
+        closure = named.get("closure", given[1] if len(given) > 1 else None)
+        if not callable(closure):
+            self._record_gradients()
+            return None
+
+        @wraps(closure)
+        def recorded() -> Any:
+            loss = closure()
+            self._record_gradients()
+            return loss
+
+        return given[:1] + given[2:], {**named, "closure": recorded}
 
     def _after_step(self, optimizer: Optimizer, given: Any, named: Any) -> None:
         self._progress.is_stepped = True

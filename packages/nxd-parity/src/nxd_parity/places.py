@@ -28,6 +28,7 @@ class Place:
         summed_over: the ranks whose tensors add up to this part; empty if nothing is to be added up.
         padding: for each dim, how many positions at the end of the rank's tensor are none of the whole tensor's.
         flat: the range of the flattened tensor instead, if the rank has one of those.
+        is_padded: whether the rank's rows are whole ones, though the whole tensor has more padding.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Place:
     summed_over: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     flat: tuple[int, int] | None = None
+    is_padded: bool = False
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of a tensor of the whole shape."""
@@ -94,7 +96,8 @@ def not_covered(places: Sequence[Place], shape: Sequence[int]) -> tuple[int, ...
         return None
     covered = torch.zeros(tuple(shape), dtype=torch.bool)
     for place in places:
-        positions = [torch.arange(size) if it is None else it for size, it in zip(shape, place.index, strict=True)]
+        index = (place.index[0], *[None] * (len(shape) - 1)) if place.is_padded else place.index
+        positions = [torch.arange(size) if it is None else it for size, it in zip(shape, index, strict=True)]
         covered[torch.meshgrid(*positions, indexing="ij")] = True
     missing = (~covered).nonzero()
     return tuple(missing[0].tolist()) if len(missing) else None

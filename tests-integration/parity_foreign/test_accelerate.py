@@ -1,0 +1,59 @@
+"""Accelerate: a program that calls `prepare`, `accumulate` and `clip_grad_norm_` itself, with DDP and with FSDP2."""
+
+import pytest
+import torch
+from foreign_programs import accelerated
+from foreign_programs.launched import as_launched
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def train(**given):
+    """Train as torchrun would start the program."""
+    from accelerate.state import AcceleratorState
+
+    with as_launched():
+        try:
+            accelerated.train(**given)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def cases(of, quick):
+    """Return all pairs of a name and a dtype; those that are not quick are slow."""
+    return [
+        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=() if (name, of_dtype) in quick else pytest.mark.slow)
+        for name in of
+        for of_dtype, dtype in DTYPES.items()
+    ]
+
+
+@pytest.mark.parametrize(("plugin", "dtype"), cases(["ddp", "fsdp"], {("ddp", "float64"), ("fsdp", "float64")}))
+def test_ranks_equal_one_process(compared, plugin, dtype):
+    report = compared(train, 2, dtype, plugin=plugin)
+
+    assert report.agrees, str(report)
+    assert report.not_compared == {}
+    assert report.agree["gradient"] == 2 * 23
+    assert report.agree["activation"] == 2 * 16
+
+
+FAULTS = {
+    "rows": ({}, [("input", "", "different data")]),  # a loader that was not prepared: all ranks have the same rows
+    # below float64 a loss may differ too little where gradients do not
+    "mean": ({}, [("loss", "", "wrong averaging"), ("gradient", "", "wrong averaging")]),  # of means of other counts
+    "divided": ({}, [("loss", "", "scaled")]),  # by the microbatches, though the loss is a mean over all of them
+    "unwrapped": ({}, [("gradient", "", "missing sum")]),  # the model is called past DDP
+    "local clip": ({"plugin": "fsdp"}, [("gradient norm", "", "missing sum")]),  # by the norm of a rank's shards
+}
+
+
+@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS, {("rows", "float64"), ("mean", "float64")}))
+def test_fault_is_located(compared, fault, dtype):
+    given, expected = FAULTS[fault]
+
+    first = compared(train, 2, dtype, fault=fault, **given).first
+
+    assert first is not None
+    assert first.step == 1
+    assert (first.kind, first.name, first.fault) in expected

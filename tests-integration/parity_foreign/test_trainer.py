@@ -1,0 +1,58 @@
+"""transformers' Trainer under DDP: gradient accumulation, labels of unequal counts per rank, LoRA."""
+
+import pytest
+import torch
+from foreign_programs import trainer
+from foreign_programs.launched import as_launched
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def train(**given):
+    """Train as torchrun would start the program."""
+    from accelerate.state import AcceleratorState
+
+    with as_launched():
+        try:
+            trainer.train(**given)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def cases(of, quick):
+    """Return all pairs of a name and a dtype; those that are not quick are slow."""
+    return [
+        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=() if (name, of_dtype) in quick else pytest.mark.slow)
+        for name in of
+        for of_dtype, dtype in DTYPES.items()
+    ]
+
+
+@pytest.mark.parametrize(("model", "dtype"), cases(["llama", "lora"], {("llama", "float64")}))
+def test_ranks_equal_one_process(compared, model, dtype):
+    report = compared(train, 2, dtype, reference={"lora": model == "lora"}, lora=model == "lora")
+
+    assert report.agrees, str(report)
+    assert report.agree["gradient"] == 2 * (8 if model == "lora" else 21)
+    assert not [it for it in report.not_compared if "gradient" in it or "parameter" in it]
+
+
+FAULTS = {
+    # below float64 a loss may differ too little where gradients do not
+    "mean": [("loss", "", "wrong averaging"), ("gradient", "", "wrong averaging")],  # of microbatches of other counts
+    "own tokens": [
+        ("loss", "", "wrong averaging"),
+        ("gradient", "", "wrong averaging"),
+    ],  # and of ranks of other counts
+    "past ddp": [("gradient", "", "missing sum")],  # the model is called past DDP
+    "shuffled": [("input", "", "different data")],  # in an order that depends on the number of ranks
+}
+
+
+@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS, {("own tokens", "float64")}))
+def test_fault_is_located(compared, fault, dtype):
+    first = compared(train, 2, dtype, reference={"lora": False}, fault=fault).first
+
+    assert first is not None
+    assert first.step == 1
+    assert (first.kind, first.name, first.fault) in FAULTS[fault]
