@@ -160,6 +160,7 @@ def test_noise_shows_a_reference_whose_data_are_not_repeatable(folder, fresh_pyt
     assert exit_code == 3
     assert "step 1, input, the whole model" in text
     assert "the reference gets other inputs each time it runs" in text
+    assert "the candidate ran as a single rank, too" in text
 
 
 ERRORS = {

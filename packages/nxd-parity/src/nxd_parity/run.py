@@ -33,6 +33,11 @@ NOT_REPEATABLE = (
     "comparison means nothing"
 )
 
+ONE_PROCESS = (
+    "the candidate ran as a single rank, too: its launcher may need other options to start several, as accelerate "
+    "launch does on CPUs"
+)
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -107,6 +112,8 @@ def record_both(options: argparse.Namespace) -> Recorded:
         settings = {"folder": str(path.absolute()), "steps": options.steps, "noise": noise, "float64": options.float64}
         _record(command, path, settings, options.timeout)
     notes = [MADE_EQUAL, *(note for path, _, _ in runs[:2] for note in _unrecorded(path))]
+    if Recording(runs[1][0]).world_size == 1:
+        notes.append(ONE_PROCESS)
     if any(_first_inputs(it) != _first_inputs(runs[0][0]) for it in spread):
         notes.append(NOT_REPEATABLE)
         spread = []  # its spread would be that of the data
