@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+SHARE_OF_PARAMETERS = 0.1  # the same of parameters after a step: Adam moves those without a gradient by its rounding
 SMALL_SHARE = 1e-3  # tensors far below their peers, such as gradients of pure rounding, use this share as scale
 TIMES_SPREAD = 8.0
 TIMES_MEAN_SQUARE = 4.0  # of many elements, whose mean square says more than that of a few
@@ -85,7 +86,9 @@ class Bound:
         return apart.largest <= self.largest and apart.mean_square <= self.mean_square
 
 
-def bound_of(expected: Tensor, spread: Sequence[Tensor], *, peers: float, rtol: float | None) -> Bound:
+def bound_of(
+    expected: Tensor, spread: Sequence[Tensor], *, peers: float, rtol: float | None, share: float = SMALL_SHARE
+) -> Bound:
     """Return the bound of a tensor's differences.
 
     Args:
@@ -93,10 +96,12 @@ def bound_of(expected: Tensor, spread: Sequence[Tensor], *, peers: float, rtol: 
         spread: the same tensor in recordings of the reference with noise.
         peers: the largest value in all tensors of its kind.
         rtol: tolerance relative to the tensor's largest value; by default that of its dtype.
+        share: the share of `peers` that is the least size by which a tensor without spread is judged.
     """
     scale = expected.double().abs().nan_to_num().max().item() if expected.numel() else 0.0
     scale = max(scale, SMALL_SHARE * peers)
     if not spread:
+        scale = max(scale, share * peers)
         largest = (TOLERANCES.get(expected.dtype, 0.1) if rtol is None else rtol) * scale
         return Bound(largest, largest)
     apart = [distance(expected, it) for it in spread]

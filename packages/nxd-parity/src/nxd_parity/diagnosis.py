@@ -13,6 +13,7 @@ from nxd_parity.bounds import Bound, distance
 from nxd_parity.comparison import Comparison
 from nxd_parity.outcome import Outcome, Piece
 from nxd_parity.places import options_by_shape
+from nxd_parity.relations import repeated_bias, rows_of_others, untied_copy
 from nxd_parity.sequence import Key
 
 MOST_ROUNDING = 0.05  # of a factor, in the least precise dtype
@@ -62,7 +63,8 @@ class Diagnostician:
         if outcome.key.kind == events.LOSS:
             bound = self._comparison.rounding_of_loss(float(expected))
         bound = bound.of_explanation(distance(expected, found))
-        for explain in (self._scaled, self._stale, self._moved, self._masked, self._of_another, self._rounded):
+        of_values = (self._scaled, self._stale, self._moved, self._masked)
+        for explain in (*of_values, self._of_another, self._related, self._rounded):
             diagnosis = explain(outcome, piece, expected, found, bound)
             if diagnosis is not None:
                 return diagnosis
@@ -193,6 +195,18 @@ class Diagnostician:
                 fault = of_faults.WRONG_SHARD if is_parameter else of_faults.OTHER_STATE
                 return Diagnosis(fault, f"the values are those of {other.name}")
         return None
+
+    def _related(
+        self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
+    ) -> Diagnosis | None:
+        what = rows_of_others(self._comparison, outcome.key, found)
+        if what:
+            return Diagnosis(of_faults.WRONG_SHARD, what)
+        what = repeated_bias(self._comparison, outcome.key, expected, found, bound)
+        if what:
+            return Diagnosis(of_faults.SUMMED_TWICE, what)
+        what = untied_copy(self._comparison, outcome.key, piece, expected, found, bound)
+        return Diagnosis(of_faults.MISSING_SUM, what) if what else None
 
     def _rounded(
         self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound

@@ -21,20 +21,25 @@ OPTIMIZER_STATE = "optimizer state"
 KINDS = (INPUT, ACTIVATION, LOSS, ACTIVATION_GRADIENT, GRADIENT, GRADIENT_NORM, PARAMETER, OPTIMIZER_STATE)
 
 
+Runs = tuple[tuple[int, int], ...]  # positions along a dim, in order: the first of each run, and how many it has
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Which box of a whole tensor a rank's tensor is.
+    """Which part of a whole tensor a rank's tensor is.
 
     Attributes:
         shape: shape of the whole tensor.
-        start: where the box begins in it; its sizes are those of the rank's tensor.
-        summed_over: the global ranks whose tensors add up to the box, this one included; empty if nothing is to be
+        start: where the part begins in it. It is a box of the sizes of the rank's tensor, unless `runs` says otherwise.
+        summed_over: the global ranks whose tensors add up to the part, this one included; empty if nothing is to be
             added up.
+        runs: of a part that is no box, the positions along each dim.
     """
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
     summed_over: tuple[int, ...] = ()
+    runs: tuple[Runs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,12 @@ def _tensor(fields: Mapping[str, Any]) -> TensorEvent:
 
 
 def _placement(fields: Mapping[str, Any]) -> Placement:
-    return Placement(_counts(fields["shape"]), _counts(fields["start"]), _counts(fields["summed_over"]))
+    shape = _counts(fields["shape"])
+    runs = tuple(tuple((_count(first), _count(count)) for first, count in of_dim) for of_dim in fields.get("runs", ()))
+    ends = [max((first + count for first, count in of_dim), default=0) for of_dim in runs]
+    if runs and (len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True))):
+        raise ValueError(f"{runs} are no positions in {list(shape)}")
+    return Placement(shape, _counts(fields["start"]), _counts(fields["summed_over"]), runs)
 
 
 def _collective(fields: Mapping[str, Any]) -> CollectiveEvent:

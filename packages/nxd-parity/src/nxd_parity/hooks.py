@@ -1,11 +1,12 @@
 """Hooks on everything that a training step does: modules, backward, clipping and optimizers.
 
 They are torch's hooks for all modules and all optimizers, so that a program need not be changed; only the functions
-that have no hooks, `torch.autograd.backward` and those that clip gradients, are wrapped.
+that have no hooks, `torch.autograd.backward` and those that clip gradients, are wrapped. Each module gets a hook of its
+own for its output when it is first called, because those for all modules run before hooks that change the output.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -44,14 +45,40 @@ class _Call:
     """A call of a module that has not returned.
 
     Attributes:
+        module: the module.
         order: when it began.
         versions: torch's counts of changes in place of the inputs at that time, by identity.
+        sources: the modules that positional inputs are outputs of, before the module's own hooks change them.
         is_probe: whether its values are thrown away, as those by which a pipeline learns the shapes of its messages.
     """
 
+    module: nn.Module
     order: int
     versions: dict[int, int]
+    sources: tuple[str, ...] = ()
     is_probe: bool = False
+
+
+class _LastHook:
+    """A hook of a module that runs after those it had, which may change its output. Copies of the module do without."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *given: Any) -> Any:
+        return self._hook(*given)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _hook_of_copy, ()
+
+
+def _hook_of_copy() -> Callable[..., None]:
+    """Return what copies and pickles of a module that is recorded have instead."""
+    return _do_nothing
+
+
+def _do_nothing(*given: Any) -> None:
+    pass
 
 
 class StepHooks:
@@ -74,6 +101,7 @@ class StepHooks:
         self._order = 0
         self._calls: dict[tuple[int, str], int] = {}
         self._made_by = WeakIdKeyDictionary()  # the module that a tensor is the output of
+        self._hooked = WeakIdKeyDictionary()  # modules that have a hook of ours
         self._has_gradients = False
         self._model_call = -1
         self._at_end_of_step = at_end_of_step
@@ -84,15 +112,12 @@ class StepHooks:
     def installed(self) -> Iterator[None]:
         """Hook into torch inside the `with` block."""
         with ExitStack() as stack:
-            for handle in (
-                of_modules.register_module_forward_pre_hook(self._before_forward),
-                of_modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-            ):
-                stack.callback(handle.remove)
+            stack.callback(of_modules.register_module_forward_pre_hook(self._before_forward).remove)
             if not self._by_hand:
                 self._install_for_steps(stack)
             self._is_installed = True
             stack.callback(setattr, self, "_is_installed", False)
+            stack.callback(self._unhook)
             yield
 
     def _install_for_steps(self, stack: ExitStack) -> None:
@@ -134,9 +159,12 @@ class StepHooks:
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or _is_in_backward():
             return
+        if module not in self._hooked:  # hooks for all modules would come before the module's own
+            hook = _LastHook(self._after_forward)
+            self._hooked[module] = module.register_forward_hook(hook, with_kwargs=True, always_call=True)
         is_probe = self._under_way[-1].is_probe if self._under_way else _is_probe()
         if is_probe:
-            self._under_way.append(_Call(self._order, {}, is_probe))
+            self._under_way.append(_Call(module, self._order, {}, is_probe=is_probe))
             return
         if not self._under_way:
             self.end_step()
@@ -147,10 +175,14 @@ class StepHooks:
             if self._names.add(module) and not self._by_hand:
                 self._record_parameters(self._progress.step - 1, self._names.parameters({id(module): module}))
         self._order += 1
-        self._under_way.append(_Call(self._order, {id(it): it._version for it in _tensors_in(inputs)}))
+        given = list(_tensors_in(inputs))
+        versions = {id(it): it._version for it in given}
+        self._under_way.append(_Call(module, self._order, versions, self._sources(given)))
 
     def _after_forward(self, module: nn.Module, inputs: Any, named_inputs: Any = None, output: Any = None) -> Any:
-        if torch.compiler.is_compiling() or _is_in_backward() or not self._under_way:
+        if torch.compiler.is_compiling() or _is_in_backward():
+            return None
+        if not self._under_way or self._under_way[-1].module is not module:
             return None
         begun = self._under_way.pop()
         if begun.is_probe or output is None:  # the module has raised; torch leaves out some of the arguments then
@@ -161,7 +193,7 @@ class StepHooks:
         is_recorded = self._names.is_recorded(module)
         call = self._count(part.name) if is_recorded else self._model_call
         given = [*_tensors_in(inputs), *_tensors_in(named_inputs)]
-        sources = tuple(dict.fromkeys(self._made_by[it] for it in given if it in self._made_by))
+        sources = tuple(dict.fromkeys((*begun.sources, *self._sources(given))))
         for index, tensor in enumerate(given):
             is_unchanged = begun.versions.get(id(tensor), tensor._version) == tensor._version
             if is_unchanged and (not self._under_way or (tensor.is_floating_point() and tensor not in self._made_by)):
@@ -176,6 +208,15 @@ class StepHooks:
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_hook(part, call, index))
         return output if self._noise is not None else None
+
+    def _sources(self, given: Sequence[Tensor]) -> tuple[str, ...]:
+        """Return the modules that tensors are outputs of."""
+        return tuple(dict.fromkeys(self._made_by[it] for it in given if it in self._made_by))
+
+    def _unhook(self) -> None:
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
 
     def _count(self, name: str) -> int:
         """Return how many calls of a name there were in this step, and count one more."""

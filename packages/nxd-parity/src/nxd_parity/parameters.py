@@ -145,13 +145,12 @@ class ParameterPlaces:
         options = place_of_parameter(whole, local)
         if len(options) <= 1:
             return options[0] if options else None
+        # Values repeat, as those of a bias of zeros: it is where the module's other parameter is, or in order.
         beside = self._beside(name, rank, whole.shape[0], local.shape[0])
-        for (
-            option
-        ) in options:  # values repeat, as those of a bias of zeros: as the module's other parameter, or in order
-            first = option.index[0]
-            if beside is not None and first is not None and torch.equal(first, beside):
-                return option
+        if beside is not None and options[0].flat is None:
+            place = Place(tuple(whole.shape), (beside, *options[0].index[1:]))
+            if place.local_shape == tuple(local.shape) and torch.equal(place.of(whole), local):
+                return place
         return options[number % len(options)]
 
     def _beside(self, name: str, rank: int, size: int, own: int) -> Tensor | None:

@@ -110,11 +110,12 @@ def whole_place(shape: Sequence[int]) -> Place:
 
 def stated_place(placement: Placement, shape: Sequence[int]) -> Place:
     """Return the place that a program states; `shape` is that of the rank's tensor."""
-    index = tuple(
-        None if size == whole else torch.arange(start, start + size)
-        for start, size, whole in zip(placement.start, shape, placement.shape, strict=True)
-    )
-    return Place(placement.shape, index, placement.summed_over)
+    index: list[Index] = []
+    for dim, (start, size, whole) in enumerate(zip(placement.start, shape, placement.shape, strict=True)):
+        runs = placement.runs[dim] if placement.runs else ((start, size),)
+        positions = [torch.arange(first, first + count) for first, count in runs]
+        index.append(None if size == whole and len(runs) == 1 else torch.cat([torch.arange(0), *positions]))
+    return Place(placement.shape, tuple(index), placement.summed_over)
 
 
 def options_by_shape(

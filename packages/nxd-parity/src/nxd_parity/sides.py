@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nxd_parity import events
 from nxd_parity.activations import groups_of, joined
-from nxd_parity.bounds import Bound, Distance, bound_of, distance
+from nxd_parity.bounds import SHARE_OF_PARAMETERS, SMALL_SHARE, Bound, Distance, bound_of, distance
 from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import TensorEvent
 from nxd_parity.inferred_names import Names, infer_names, rename
@@ -101,7 +101,8 @@ class Sides:
             for recording, of_key in zip(self.spread, self.of_spread, strict=True)
             if key in of_key
         ]
-        bound = bound_of(part, spread, peers=self._peers[key.step, key.kind], rtol=self.rtol)
+        share = SHARE_OF_PARAMETERS if key.kind == events.PARAMETER and key.step > 0 else SMALL_SHARE
+        bound = bound_of(part, spread, peers=self._peers[key.step, key.kind], rtol=self.rtol, share=share)
         return Bound(bound.largest * abs(piece.scale), bound.mean_square * abs(piece.scale))
 
     def difference(self, key: Key, piece: Piece) -> Distance | None:

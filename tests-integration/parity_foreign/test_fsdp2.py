@@ -1,0 +1,48 @@
+"""FSDP2 of a model of transformers: on two and four ranks, as HSDP, and mistakes around it."""
+
+import pytest
+import torch
+from foreign_programs import fsdp2
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+LAYOUTS = {"2": (2, {}), "4": (4, {}), "hsdp": (4, {"replicas": 2})}
+QUICK = {("2", "float64"), ("a weight ignored", "float64")}
+
+
+def cases(of):
+    """All pairs of a name and a dtype; those that are not quick are slow."""
+    return [
+        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=() if (name, of_dtype) in QUICK else pytest.mark.slow)
+        for name in of
+        for of_dtype, dtype in DTYPES.items()
+    ]
+
+
+@pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS))
+def test_sharded_model_agrees(compared, layout, dtype):
+    ranks, given = LAYOUTS[layout]
+
+    report = compared(fsdp2.train, ranks, dtype, **given)
+
+    assert report.agrees, str(report)
+    assert report.not_compared == {}
+    assert report.agree["gradient"] == 2 * 21
+
+
+FAULTS = {
+    "a layer not averaged": ("gradient", "model.layers.1.mlp.down_proj.weight", {"summed twice"}),
+    "a weight ignored": ("gradient", "model.layers.1.input_layernorm.weight", {"missing sum"}),
+    "mean over a rank's own tokens": ("loss", "", {"wrong averaging"}),
+    "equal batches": ("input", "", {"different data"}),
+}
+
+
+@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS))
+def test_fault_is_located(compared, fault, dtype):
+    kind, name, faults = FAULTS[fault]
+
+    first = compared(fsdp2.train, 2, dtype, fault=fault).first
+
+    assert first is not None
+    assert (first.step, first.kind, first.name) == (1, kind, name)
+    assert first.fault in faults
