@@ -13,10 +13,19 @@ LAYOUTS = {
 QUICK = {("loss", "float64"), ("output not summed", "float64")}
 
 
+KNOWN = {("norm gradient not summed", "bfloat16"): "is not seen: the difference is within the spread"}
+
+
+def marks_of(case):
+    if case in KNOWN:
+        return [pytest.mark.slow, pytest.mark.xfail(reason=KNOWN[case], strict=False)]
+    return () if case in QUICK else pytest.mark.slow
+
+
 def cases(of):
     """All pairs of a name and a dtype; those that are not quick are slow."""
     return [
-        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=() if (name, of_dtype) in QUICK else pytest.mark.slow)
+        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=marks_of((name, of_dtype)))
         for name in of
         for of_dtype, dtype in DTYPES.items()
     ]
