@@ -13,6 +13,8 @@ from nxd_parity.parameters import ParameterPlaces
 from nxd_parity.places import Place, bytes_of_rows, not_covered, options_by_shape, stated_place, whole_place
 
 MOST_ROWS = 4096
+ROUNDED = 0.1  # a share of the largest value that rounding does not exceed
+MOST_MOVED = 0.75  # of the rows are in another order, for a tensor to be taken as one with rows in another order
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -146,6 +148,22 @@ def nearest_rows(whole: Tensor, local: Tensor, *, once: bool) -> Place | None:
     if once and len(positions.unique()) < len(positions):
         return None
     return Place(tuple(whole.shape), (positions, None))
+
+
+def in_order_of(whole: Tensor, noisy: Tensor) -> Tensor:
+    """Return a tensor with the rows in the order of another's, if most rows are near ones of the other elsewhere.
+
+    Noise that sends a token to another expert moves the rows of all that follow.
+    """
+    near = ROUNDED * float(whole.double().abs().max()) if whole.dim() == 2 and whole.numel() else 0.0
+    if not near or not whole.is_floating_point() or distance(whole, noisy).largest <= near:
+        return noisy
+    rows = nearest_rows(noisy, whole, once=False)
+    if rows is None:
+        return noisy
+    ordered = rows.of(noisy)
+    is_near = ((ordered.double() - whole.double()).abs().amax(1) <= near).double().mean()
+    return ordered if is_near >= MOST_MOVED else noisy
 
 
 def groups_of(world: int, known: Sequence[Sequence[int]] = ()) -> Iterator[tuple[int, ...]]:

@@ -8,10 +8,10 @@ import torch
 from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.comparison import Comparison
-from nxd_parity.diagnosis import OTHER_COUNTS, Diagnosis, Diagnostician
-from nxd_parity.labels import are_others
+from nxd_parity.consequences import Consequences, place_of_fault
+from nxd_parity.diagnosis import Diagnostician
 from nxd_parity.location import add_tensors
-from nxd_parity.outcome import Outcome, Status
+from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
 from nxd_parity.sequence import Key, owner_of
@@ -89,76 +89,17 @@ def _findings(comparison: Comparison, outcomes: Sequence[Outcome]) -> list[Findi
             for name in comparison.lost_parameters
         ]
     for number, outcome in enumerate(wrong[:MOST_FINDINGS]):
-        diagnosis = Diagnosis(of_faults.DIFFERENT_VALUES)
+        diagnosis, is_of_all = Diagnosis(of_faults.DIFFERENT_VALUES), False
         if not outcome.pieces:
             diagnosis = Diagnosis(of_faults.DIFFERENT_VALUES, "no rank has one")
         elif number == 0:
-            diagnosis = diagnostician.diagnose(outcome)
-            if outcome.key.kind == events.LOSS and _are_labels_others(outcome.key.step, wrong, comparison):
-                what = "outputs are right, and their gradients differ at two classes of a row, as with other labels"
-                diagnosis = Diagnosis(of_faults.DIFFERENT_DATA, what)
-            diagnosis = _with_what_follows(diagnostician, diagnosis, outcome, wrong, comparison)
-        is_one_fault = diagnosis.fault != of_faults.DIFFERENT_VALUES or diagnosis.factor != 1
-        is_of_all = is_one_fault and _is_of_all_parameters(outcome, outcomes)
-        found.append(_finding(outcome, diagnosis, "" if is_of_all else _place_of_fault(outcome, comparison)))
+            consequences = Consequences(comparison, diagnostician, wrong, outcomes)
+            diagnosis = consequences.diagnose(outcome)
+            is_of_all = consequences.is_of_all(outcome, diagnosis)
+        found.append(
+            _finding(outcome, diagnosis, "" if is_of_all else diagnosis.place or place_of_fault(outcome, comparison))
+        )
     return found
-
-
-def _with_what_follows(
-    diagnostician: Diagnostician,
-    diagnosis: Diagnosis,
-    outcome: Outcome,
-    wrong: Sequence[Outcome],
-    comparison: Comparison,
-) -> Diagnosis:
-    """Say more of the first difference by those that follow it, where it says little itself."""
-    kind, step = outcome.key.kind, outcome.key.step
-    of_step = sum(it.kind == events.GRADIENT and it.step == step for it in comparison.order)
-    gradients = [it for it in wrong if it.key.kind == events.GRADIENT and it.key.step == step]
-    if kind == events.LOSS and diagnosis.fault == of_faults.DIFFERENT_VALUES and gradients:
-        of_gradient = diagnostician.diagnose(gradients[0])
-        if of_gradient.fault in (of_faults.SCALED, of_faults.SUMMED_TWICE, of_faults.WRONG_AVERAGING):
-            return of_gradient
-        if 2 * len(gradients) > of_step:
-            return Diagnosis(of_faults.WRONG_AVERAGING, "outputs are right, the loss and most gradients are not")
-    is_backward_right = not any(it.key.kind == events.ACTIVATION_GRADIENT and it.key.step == step for it in wrong)
-    if kind == events.GRADIENT and is_backward_right:
-        has_other_counts = 2 * len(gradients) > of_step and comparison.have_other_counts(step)
-        return _after_right_backward(diagnosis, has_other_counts=has_other_counts)
-    if kind == events.OPTIMIZER_STATE and step > 1 and diagnosis.fault == of_faults.DIFFERENT_VALUES and not gradients:
-        return Diagnosis(of_faults.OTHER_STATE, "gradients and earlier states are right: it was changed in between")
-    if kind == events.ACTIVATION_GRADIENT and diagnosis.fault == of_faults.DIFFERENT_VALUES:
-        users = [it for it in comparison.users(outcome.key) if comparison.parameters.is_split(it)]
-        if users:
-            return Diagnosis(
-                of_faults.MISSING_SUM, f"ranks have parts of {users[0]}; what they give back was not added up, it seems"
-            )
-    return diagnosis
-
-
-def _after_right_backward(diagnosis: Diagnosis, *, has_other_counts: bool) -> Diagnosis:
-    """Say more of a gradient that differs where those of all activations are right, up to a factor of each rank."""
-    if diagnosis.fault == of_faults.WRONG_AVERAGING:
-        what = f"{diagnosis.detail}, after a right backward: they were clipped by another norm, or scaled"
-        return Diagnosis(of_faults.DIFFERENT_VALUES, what, diagnosis.factor)
-    if diagnosis.fault == of_faults.DIFFERENT_VALUES and has_other_counts:
-        return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS)
-    return diagnosis
-
-
-def _are_labels_others(step: int, wrong: Sequence[Outcome], comparison: Comparison) -> bool:
-    of_outputs = [it for it in wrong if it.key.kind == events.ACTIVATION_GRADIENT and it.key.step == step]
-    if not of_outputs or not of_outputs[0].differing or of_outputs[0].differing[0].place is None:
-        return False
-    piece = of_outputs[0].differing[0]
-    return are_others(comparison.expected(piece, of_outputs[0].key), comparison.read(piece))
-
-
-def _is_of_all_parameters(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
-    """Whether a parameter's tensor is wrong as all others of its kind are in the step: the fault is in none of them."""
-    alike = [it for it in outcomes if it.key[:2] == outcome.key[:2] and it.status is not Status.UNKNOWN]
-    is_of_parameter = outcome.key.kind in (events.GRADIENT, *EFFECTS)
-    return is_of_parameter and len(alike) > 2 and all(it.status is not Status.AGREES for it in alike)
 
 
 def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outcome]:
@@ -178,8 +119,11 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
     step = min(it.key.step for it in lasting)  # what differs before it had no effect, such as a norm without a limit
     of_lasting = {(it.key.kind, it.key.step) for it in lasting}
     in_step = [it for it in outcomes if it.key.step == step]
-    right = {(it.key.kind, it.key.name) for it in in_step if it.status is Status.AGREES}
-    is_forward_right = (events.LOSS, "") in right and _is_exact(in_step)
+    is_exact = _is_exact(in_step)
+    agree = [it for it in in_step if it.status is Status.AGREES]
+    right = {(it.key.kind, it.key.name) for it in agree if is_exact or _is_large(it)}
+    is_loss_right = any(it.key.kind == events.LOSS for it in agree)
+    has_loss = any(it.key.kind == events.LOSS for it in in_step)
     is_step_wrong = _is_step_wrong(in_step)
     lost = _lost_gradients(in_step)
     wrong = []
@@ -189,11 +133,14 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
         if outcome.key.step < step or outcome.status not in (Status.DIFFERS, Status.SUM):
             continue
         if outcome.key.step == step and outcome.key.kind in (events.ACTIVATION, events.INPUT):
+            is_mean = has_loss and not _is_large(outcome)  # of a rank's own rows, perhaps; the loss is that of all
             is_of_data = bool(outcome.reason) and is_step_wrong  # though what is computed from the rows is right
-            if is_forward_right or (_is_right_afterwards(outcome.key, right, comparison) and not is_of_data):
+            if is_mean or (is_loss_right and is_exact):
+                continue
+            if not is_of_data and _is_right_afterwards(outcome.key, right, comparison):
                 continue
         elif outcome.key.step == step and outcome.key.kind == events.ACTIVATION_GRADIENT:
-            if _is_right_before(outcome, outcomes, right):
+            if not _has_wrong_gradients(outcome.key, lasting) and _is_right_before(outcome, outcomes, right):
                 continue
         elif outcome.key.kind == events.GRADIENT_NORM and (events.GRADIENT, outcome.key.step) in of_lasting:
             continue
@@ -225,12 +172,23 @@ def _is_exact(outcomes: Sequence[Outcome]) -> bool:
     return dtypes == {torch.float64}
 
 
+def _is_large(outcome: Outcome) -> bool:
+    """Whether a tensor has so many elements that rounding cannot hide that one is wrong, as it can in a mean."""
+    return any(it.event.shape and max(it.event.shape) > 1 for it in outcome.pieces)
+
+
 def _is_right_afterwards(key: Key, right: Set[tuple[str, str]], comparison: Comparison) -> bool:
     """Whether a module that has a tensor's module in it, or that got the tensor, has a right output."""
     name = key.name
     around = {name[:end] for end, letter in enumerate(name) if letter == "."} | ({""} if name else set())
     later = {*around, *comparison.users(key), *([name] if key.kind == events.INPUT else [])}
     return any((events.ACTIVATION, it) in right for it in later)
+
+
+def _has_wrong_gradients(key: Key, lasting: Sequence[Outcome]) -> bool:
+    """Whether a parameter of a module has a wrong gradient."""
+    gradients = (it.key for it in lasting if it.key.kind == events.GRADIENT and it.key.step == key.step)
+    return any(owner_of(it.name) == key.name for it in gradients)
 
 
 def _is_right_before(outcome: Outcome, outcomes: Sequence[Outcome], right: Set[tuple[str, str]]) -> bool:
@@ -245,22 +203,6 @@ def _is_right_before(outcome: Outcome, outcomes: Sequence[Outcome], right: Set[t
         for source in piece.event.inputs
     }
     return any((events.ACTIVATION_GRADIENT, it) in right for it in sources)
-
-
-def _place_of_fault(outcome: Outcome, comparison: Comparison) -> str:
-    """Return the module or parameter where the fault is.
-
-    The input of a module inside another was made by the other's own code. The gradient of a module's output was made by
-    the backward of the module that got the output.
-    """
-    key = outcome.key
-    if key.kind == events.INPUT and key.name:
-        return owner_of(key.name)
-    if key.kind == events.ACTIVATION_GRADIENT:
-        return next(iter(comparison.users(key)), key.name)
-    if key.kind == events.OPTIMIZER_STATE:
-        return key.name.rpartition("/")[0]
-    return key.name
 
 
 def _finding(outcome: Outcome, diagnosis: Diagnosis, place: str) -> Finding:

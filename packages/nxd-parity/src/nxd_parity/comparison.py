@@ -25,7 +25,7 @@ from nxd_parity.outcome import Outcome, Piece, Status
 from nxd_parity.parameters import ParameterPlaces
 from nxd_parity.places import Place, nearest, not_covered, part_of_flat, whole_place
 from nxd_parity.recording import Recording
-from nxd_parity.sequence import Key
+from nxd_parity.sequence import Key, owner_of
 from nxd_parity.sides import OF_CALLS, Sides
 
 
@@ -47,6 +47,7 @@ class Comparison(Sides):
         self._activations = ActivationPlaces(self.parameters)
         self._flat_states: set[tuple[int, str]] = set()
         self._scales: dict[tuple[int, int, int], float] = {}
+        self._of_gradients: dict[Key, Outcome] = {}
 
     def outcomes(self) -> Iterator[Outcome]:
         """Compare all tensors, in the order of execution."""
@@ -58,8 +59,15 @@ class Comparison(Sides):
                 yield self._activation(key, found)
             elif key.kind == events.LOSS and any(it.placement is None for _, it in found):
                 yield self._loss(key, found)
+            elif key.kind == events.GRADIENT:
+                yield self._gradient(key)
             else:
                 yield self._parameter(key, found)
+
+    def _gradient(self, key: Key) -> Outcome:
+        if key not in self._of_gradients:
+            self._of_gradients[key] = self._parameter(key, self.of_candidate[key])
+        return self._of_gradients[key]
 
     def _parameter(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
         whole = self.whole(key)
@@ -135,16 +143,15 @@ class Comparison(Sides):
         return self.difference(key, piece) is None
 
     def _scale(self, key: Key, piece: Piece, local: Tensor) -> float:
-        """Return the factor of a rank's gradients of activations: that of the first in backward."""
+        """Return the factor of a rank's gradients of activations.
+
+        It is that of the first module in backward whose parameters have right gradients, else that of the first module.
+        """
         known = (key.step, piece.rank, piece.event.model_call)
         if known not in self._scales:
-            assert piece.place is not None
-            part = piece.place.of(self.whole(key))
-            factor, rest = scale_of(part, local) if part.shape == local.shape else (1.0, float("inf"))
-            bound = self.bound(key, piece)
-            size = float(part.double().abs().max()) if part.numel() else 0.0
-            fits = size > 0 and rest * abs(factor) * size <= max(bound.largest * abs(factor), 1e-12 * size)
-            self._scales[known] = factor if fits and factor > 0 else 1.0
+            of_right = (self._factor(*it) for it in self._of_right_gradients(*known))
+            found = next((it for it in of_right if it is not None), None) or self._factor(key, piece, local)
+            self._scales[known] = 1.0 if found is None else found
         return self._scales[known]
 
     def have_other_counts(self, step: int) -> bool:
@@ -162,6 +169,45 @@ class Comparison(Sides):
     def _dtype(self) -> torch.dtype:
         """The least precise dtype of the reference's activations."""
         return max((it.dtype for it in self.reference.tensors[0] if it.kind == events.ACTIVATION), key=_last_place)
+
+    def _of_right_gradients(self, step: int, rank: int, model_call: int) -> Iterator[tuple[Key, Piece, Tensor]]:
+        """Yield a rank's gradients of outputs of modules whose parameters have right gradients."""
+        for key in self.order:
+            if key.step != step or key.kind != events.ACTIVATION_GRADIENT or not self.has_right_gradients(key):
+                continue
+            for of_rank, event in self.of_candidate.get(key, ()):
+                place = self._activations.remembered(rank, event)
+                if of_rank == rank and event.model_call == model_call and place is not None and not place.summed_over:
+                    yield key, Piece(rank, event, place), self.candidate.read(rank, event)
+
+    def has_right_gradients(self, of_output: Key) -> bool:
+        """Whether the parameters of the module that has an output have right gradients, and not by a loose bound."""
+        owned = [
+            self._gradient(key)
+            for key in self.of_candidate
+            if key.step == of_output.step
+            and key.kind == events.GRADIENT
+            and owner_of(key.name) == of_output.name
+            and key in self.of_reference
+        ]
+        return all(it.status is Status.AGREES for it in owned) and any(self._is_telling(it) for it in owned)
+
+    def _is_telling(self, outcome: Outcome) -> bool:
+        """Whether the bound is so far below the values that agreeing with them says something."""
+        piece = next((it for it in outcome.pieces if it.place is not None and it.event.shape), None)
+        return piece is not None and piece.event.largest >= 4 * self.bound(outcome.key, piece).largest
+
+    def _factor(self, key: Key, piece: Piece, local: Tensor) -> float | None:
+        """Return the factor by which a rank's tensor is the expected one; None if it is no multiple of it."""
+        assert piece.place is not None
+        whole = self.whole(key)
+        part = piece.place.of(whole) if piece.place.shape == tuple(whole.shape) else None
+        if part is None or part.shape != local.shape or not part.numel():
+            return None
+        factor, rest = scale_of(part, local)
+        largest, size = self.bound(key, piece).largest, float(part.double().abs().max())
+        fits = size > 0 and rest * abs(factor) * size <= max(largest * abs(factor), 1e-12 * size)
+        return factor if fits and factor > 0 else None
 
     def _loss(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
         """A step's loss is the sum of its backwards, and the mean over the ranks that have one."""

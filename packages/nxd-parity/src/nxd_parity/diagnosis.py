@@ -1,7 +1,6 @@
 """What is wrong with a tensor: which simple change of the expected values gives those that were found."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -11,24 +10,14 @@ from nxd_parity import report as of_faults
 from nxd_parity.activations import scale_of
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.comparison import Comparison
-from nxd_parity.outcome import Outcome, Piece
-from nxd_parity.places import options_by_shape
+from nxd_parity.explanations import has_other_rows, masked, moved, other_targets, rounded, scaled_by_row
+from nxd_parity.outcome import Diagnosis, Outcome, Piece
+from nxd_parity.places import Place, options_by_shape, whole_place
 from nxd_parity.relations import repeated_bias, rows_of_others, untied_copy
-from nxd_parity.sequence import Key
+from nxd_parity.sequence import Key, owner_of
 
 MOST_ROUNDING = 0.05  # of a factor, in the least precise dtype
-OTHER_COUNTS = "ranks count different numbers of rows"
-LOWER = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """A fault and what is known about it; see `Finding`."""
-
-    fault: str
-    detail: str = ""
-    factor: float = 1.0
-    axis: str = ""
+MOST_REST = 0.25  # what a factor may leave of a tensor, in shares of its largest value
 
 
 class Diagnostician:
@@ -63,14 +52,42 @@ class Diagnostician:
         if outcome.key.kind == events.LOSS:
             bound = self._comparison.rounding_of_loss(float(expected))
         bound = bound.of_explanation(distance(expected, found))
-        of_values = (self._scaled, self._stale, self._moved, self._masked)
-        for explain in (*of_values, self._of_another, self._related, self._rounded):
-            diagnosis = explain(outcome, piece, expected, found, bound)
+        for diagnosis in self._explanations(outcome, piece, expected, found, bound):
             if diagnosis is not None:
                 return diagnosis
         if outcome.key.kind in (events.ACTIVATION_GRADIENT, events.GRADIENT) and self._copies_differ(outcome):
             return Diagnosis(of_faults.MISSING_SUM, "ranks that should have equal values have each their own part")
         return Diagnosis(of_faults.DIFFERENT_VALUES)
+
+    def _explanations(
+        self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
+    ) -> Iterator[Diagnosis | None]:
+        assert piece.place is not None
+        yield self._scaled(outcome, expected, found, bound)
+        if outcome.key.kind == events.LOSS:
+            return
+        yield self._stale(outcome, piece, expected, found, bound)
+        yield self._masked(outcome, expected, found, bound)
+        yield moved(piece.place, piece.scale, self._comparison.whole(outcome.key), expected, found, bound)
+        yield self._of_another(outcome, piece, found, bound)
+        yield self._of_sibling(outcome.key, piece.place, found, bound)
+        yield self._related(outcome, piece, expected, found, bound)
+        if outcome.key.kind == events.ACTIVATION_GRADIENT:
+            yield other_targets(expected, found, bound)
+            yield scaled_by_row(expected, found, bound)
+        yield rounded(expected, found)
+
+    def _masked(self, outcome: Outcome, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
+        diagnosis = masked(expected, found, bound)
+        if diagnosis is not None and diagnosis.fault == of_faults.DROPPED_TOKENS:
+            of_ranks = [
+                (self._comparison.expected(it, outcome.key), self._comparison.read(it)) for it in outcome.differing
+            ]
+            if any(has_other_rows(*it) for it in of_ranks):
+                return Diagnosis(
+                    of_faults.WRONG_SHARD, f"{diagnosis.detail}, and others should be: another mask of rows"
+                )
+        return diagnosis
 
     def _copies_differ(self, outcome: Outcome) -> bool:
         """Whether the ranks that have the same part of a tensor disagree about its values."""
@@ -83,9 +100,7 @@ class Diagnostician:
                         return True
         return False
 
-    def _scaled(
-        self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
-    ) -> Diagnosis | None:
+    def _scaled(self, outcome: Outcome, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
         if expected.numel() < 2 and outcome.key.kind not in (events.GRADIENT_NORM, events.LOSS):
             return None
         factor, rest = scale_of(expected, found)
@@ -93,15 +108,14 @@ class Diagnostician:
             factor, rest = scale_of(_without_mean_row(expected), _without_mean_row(found))  # a bias is not scaled
             expected = _without_mean_row(expected)
         size = float(expected.double().abs().max())
-        if abs(factor) < 1e-6 or rest * abs(factor) * size > 2 * bound.largest * max(abs(factor), 1.0):
+        if rest > MOST_REST or rest * abs(factor) * size > 2 * bound.largest * max(abs(factor), 1.0):
             return None
         tolerance = max(bound.largest / size if size else 0.0, 1e-9)
         of_group = self._by_size_of_group(factor, tolerance)
         if of_group is not None or abs(factor - 1) <= tolerance:
             return of_group
         if outcome.key.kind == events.LOSS and not _is_simple(factor, tolerance):
-            differ = self._comparison.have_other_counts(outcome.key.step)
-            return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS) if differ else None
+            return None  # any two numbers have a factor
         is_averaging = self._all_scaled_alike(outcome, factor, tolerance)
         fault = of_faults.WRONG_AVERAGING if is_averaging else of_faults.SCALED
         return Diagnosis(fault, f"the values are {factor:.6g} times the expected ones", factor)
@@ -140,46 +154,29 @@ class Diagnostician:
                     return Diagnosis(of_faults.STALE, f"some of the values are those of step {step}")
         return None
 
-    def _moved(self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
-        whole = self._comparison.whole(outcome.key)
-        for option in options_by_shape(whole.shape, found.shape):
-            part = option.of(whole) * piece.scale
-            if part.shape == found.shape and bound.holds(distance(part, found)):
-                return Diagnosis(of_faults.WRONG_SHARD, f"the values are those of {option}, not of {piece.place}")
-        for dim in range(found.dim()):
-            moved = _moved_along(dim, whole * piece.scale, expected, found, bound)
-            if moved is not None:
-                return Diagnosis(of_faults.WRONG_SHARD, f"along dim {dim} {moved}")
-        if found.dim() == 2 and found.shape[0] == found.shape[1] and bound.holds(distance(expected.T, found)):
-            return Diagnosis(of_faults.WRONG_SHARD, "the tensor is transposed")
-        if found.numel() > 1 and not _is_sparse(found):
-            wanted, got = expected.flatten().double().sort().values, found.flatten().double().sort().values
-            if bound.holds(distance(wanted, got)):
-                return Diagnosis(of_faults.WRONG_SHARD, "the values are the expected ones in another order")
-        return None
-
-    def _masked(
-        self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
-    ) -> Diagnosis | None:
-        """Zeros in other places: whole rows are dropped tokens, single elements are another dropout mask."""
-        if not found.dim():
+    def _of_sibling(self, key: Key, place: Place, found: Tensor, bound: Bound) -> Diagnosis | None:
+        """Values of the input of another module inside the same one: a joint output was cut in a wrong way."""
+        if key.kind != events.INPUT:
             return None
-        rows_found, rows_expected = found.reshape(-1, found.shape[-1]), expected.reshape(-1, expected.shape[-1])
-        lost = (rows_found == 0).all(1) & (rows_expected != 0).any(1)
-        has_lost = bool(lost.any()) and bool((~lost).any())
-        if has_lost and bound.holds(distance(rows_expected[~lost], rows_found[~lost])):
-            return Diagnosis(of_faults.DROPPED_TOKENS, f"{int(lost.sum())} of {len(lost)} rows are zero")
-        zero_found, zero_expected = found == 0, expected == 0
-        both = ~zero_found & ~zero_expected
-        if bool((zero_found != zero_expected).any()) and bool(both.any()):
-            share = float(zero_found.double().mean()), float(zero_expected.double().mean())
-            if min(share) > 0.01 and bound.holds(distance(expected[both], found[both])):
-                return Diagnosis(of_faults.RANDOM_NUMBERS, "other elements are zero: another mask")
+        for other, calls in self._comparison.of_reference.items():
+            is_sibling = other[:2] == key[:2] and other.name != key.name and owner_of(other.name) == owner_of(key.name)
+            if not is_sibling or calls[0].shape != place.shape:
+                continue
+            whole = self._comparison.whole(other)
+            for option in [whole_place(whole.shape), *options_by_shape(whole.shape, found.shape)]:
+                part = option.of(whole)
+                if part.shape == found.shape and bound.holds(distance(part, found)):
+                    what = f"{key.name} got what {other.name} should get ({option})"
+                    return Diagnosis(of_faults.WRONG_SHARD, what, place=self._split_before(key))
         return None
 
-    def _of_another(
-        self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
-    ) -> Diagnosis | None:
+    def _split_before(self, key: Key) -> str:
+        """Return the last module before another of the same parent of whose parameters ranks have parts."""
+        before = self._comparison.order[: self._comparison.order.index(key)]
+        siblings = [it.name for it in before if it.step == key.step and owner_of(it.name) == owner_of(key.name)]
+        return next((it for it in reversed(siblings) if self._comparison.parameters.is_split(it)), "")
+
+    def _of_another(self, outcome: Outcome, piece: Piece, found: Tensor, bound: Bound) -> Diagnosis | None:
         """Values of another parameter of the same shape."""
         if outcome.key.kind not in (events.PARAMETER, events.GRADIENT, events.OPTIMIZER_STATE):
             return None
@@ -208,30 +205,6 @@ class Diagnostician:
         what = untied_copy(self._comparison, outcome.key, piece, expected, found, bound)
         return Diagnosis(of_faults.MISSING_SUM, what) if what else None
 
-    def _rounded(
-        self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
-    ) -> Diagnosis | None:
-        if not found.dtype.is_floating_point:
-            return None
-        apart, size = distance(expected, found), float(expected.double().square().mean().sqrt())
-        relative = apart.mean_square / size if size else float("inf")
-        for dtype in LOWER:
-            last_place = torch.finfo(dtype).eps
-            is_lower = last_place > torch.finfo(found.dtype).eps and relative <= last_place
-            if is_lower and (dtype == torch.float32 or (found.dim() and _is_rounded_to(dtype, expected, found))):
-                return Diagnosis(
-                    of_faults.LOWER_PRECISION,
-                    f"the values differ by {relative:.1e} of their size, as after rounding to {str(dtype)[6:]}",
-                )
-        return None
-
-
-def _is_rounded_to(dtype: torch.dtype, expected: Tensor, found: Tensor) -> bool:
-    """Whether nearly all values are ones that a smaller dtype has, or differ by a share of themselves."""
-    has_values = (found.to(dtype).to(found.dtype) == found).double().mean() > 0.9
-    is_share = (expected - found).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()
-    return bool(has_values) or bool(is_share.double().mean() > 0.9)
-
 
 def _without_mean_row(tensor: Tensor) -> Tensor:
     rows = tensor.double().flatten(0, -2)
@@ -248,28 +221,3 @@ def _is_simple(factor: float, tolerance: float) -> bool:
 
 def _is_same_state(other: Key, key: Key) -> bool:
     return key.kind != events.OPTIMIZER_STATE or other.name.rpartition("/")[2] == key.name.rpartition("/")[2]
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return bool((tensor == 0).double().mean() > 0.5)
-
-
-def _moved_along(dim: int, whole: Tensor, expected: Tensor, found: Tensor, bound: Bound) -> str | None:
-    """Describe the positions along a dim that have values of other positions; None if some have no such values."""
-    if whole.dim() != found.dim() or any(
-        a != b for it, (a, b) in enumerate(zip(whole.shape, found.shape, strict=True)) if it != dim
-    ):
-        whole = expected
-    rows, of_whole = (it.movedim(dim, 0).reshape(it.shape[dim], -1).double() for it in (found, whole))
-    if not rows.numel() or rows.shape[0] > 4096 or of_whole.shape[0] > 65536:
-        return None
-    positions = torch.cdist(rows, of_whole, p=float("inf")).argmin(1)
-    if not bound.holds(distance(of_whole[positions], rows)):
-        return None
-    shown = _several(positions.tolist())
-    return f"positions 0..{len(rows) - 1} have the values of positions {shown}"
-
-
-def _several(values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    return f"{shown}, ..." if len(values) > 8 else shown

@@ -56,3 +56,14 @@ class Outcome:
     apart: Distance | None = None
     summed_over: tuple[int, ...] = ()
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A fault and what is known about it; see `Finding`. A `place` is where it is, if it is not where it shows."""
+
+    fault: str
+    detail: str = ""
+    factor: float = 1.0
+    axis: str = ""
+    place: str = ""

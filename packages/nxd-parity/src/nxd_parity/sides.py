@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from nxd_parity import events
-from nxd_parity.activations import groups_of, joined
+from nxd_parity.activations import groups_of, in_order_of, joined
 from nxd_parity.bounds import SHARE_OF_PARAMETERS, SMALL_SHARE, Bound, Distance, bound_of, distance
 from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import TensorEvent
@@ -96,14 +96,21 @@ class Sides:
         """Return how far a rank's tensor may be from what it should be."""
         assert piece.place is not None
         part = piece.place.of(self.whole(key))
-        spread = [
-            piece.place.of(_read_joined(recording, 0, tuple(of_key[key] if key.kind in OF_CALLS else of_key[key][-1:])))
-            for recording, of_key in zip(self.spread, self.of_spread, strict=True)
-            if key in of_key
-        ]
+        spread = [piece.place.of(it) for it in self._with_noise(key)]
         share = SHARE_OF_PARAMETERS if key.kind == events.PARAMETER and key.step > 0 else SMALL_SHARE
         bound = bound_of(part, spread, peers=self._peers[key.step, key.kind], rtol=self.rtol, share=share)
         return Bound(bound.largest * abs(piece.scale), bound.mean_square * abs(piece.scale))
+
+    def _with_noise(self, key: Key) -> list[Tensor]:
+        """Return the tensor in the recordings with noise; rows that it brought into another order are put back."""
+        whole, found = self.whole(key), []
+        for recording, of_key in zip(self.spread, self.of_spread, strict=True):
+            if key in of_key:
+                calls = of_key[key] if key.kind in OF_CALLS else of_key[key][-1:]
+                noisy = _read_joined(recording, 0, tuple(calls))
+                if noisy.shape == whole.shape:
+                    found.append(in_order_of(whole, noisy) if key.kind in OF_CALLS else noisy)
+        return found
 
     def difference(self, key: Key, piece: Piece) -> Distance | None:
         """Return how far a rank's tensor is from what it should be; None if that is rounding."""

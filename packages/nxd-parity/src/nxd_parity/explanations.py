@@ -1,0 +1,147 @@
+"""Simple changes of the expected values that give those that were found: what two tensors alone tell."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nxd_parity import report as of_faults
+from nxd_parity.bounds import Bound, distance
+from nxd_parity.outcome import Diagnosis
+from nxd_parity.places import Place, options_by_shape
+
+LOWER = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_CLASSES = 8  # of which two elements are few
+MOST_ROWS = 4096
+MOST_WHOLE_ROWS = 65536
+
+
+def moved(place: Place, scale: float, whole: Tensor, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
+    """Explain values of other positions of the whole tensor."""
+    for option in options_by_shape(whole.shape, found.shape):
+        part = option.of(whole) * scale
+        if part.shape == found.shape and bound.holds(distance(part, found)):
+            return Diagnosis(of_faults.WRONG_SHARD, f"the values are those of {option}, not of {place}")
+    for dim in range(found.dim()):
+        where = _moved_along(dim, whole * scale, expected, found, bound)
+        if where is not None:
+            return Diagnosis(of_faults.WRONG_SHARD, f"along dim {dim} {where}")
+    if found.dim() == 2 and found.shape[0] == found.shape[1] and bound.holds(distance(expected.T, found)):
+        return Diagnosis(of_faults.WRONG_SHARD, "the tensor is transposed")
+    if found.numel() > 1 and found.is_floating_point() and not _is_sparse(found):
+        # The sorted values of two tensors of one distribution are near each other: rounding alone may part these.
+        last_place = torch.finfo(found.dtype).eps * float(expected.abs().max())
+        apart = distance(expected.flatten().double().sort().values, found.flatten().double().sort().values)
+        if bound.holds(apart) and Bound(2 * last_place, last_place / 4).holds(apart):
+            return Diagnosis(of_faults.WRONG_SHARD, "the values are the expected ones in another order")
+    return None
+
+
+def masked(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
+    """Explain zeros in other places: whole rows are dropped tokens, single elements are another dropout mask."""
+    if not found.dim():
+        return None
+    rows_found, rows_expected = found.reshape(-1, found.shape[-1]), expected.reshape(-1, expected.shape[-1])
+    is_zero, was_zero = (rows_found == 0).all(1), (rows_expected == 0).all(1)
+    lost, same = is_zero & ~was_zero, ~is_zero & ~was_zero
+    if bool(lost.any()) and bool(same.any()) and bound.holds(distance(rows_expected[same], rows_found[same])):
+        return Diagnosis(of_faults.DROPPED_TOKENS, f"{int(lost.sum())} of {len(lost)} rows are zero")
+    zero_found, zero_expected = found == 0, expected == 0
+    both = ~zero_found & ~zero_expected
+    if bool((zero_found != zero_expected).any()) and bool(both.any()):
+        share = float(zero_found.double().mean()), float(zero_expected.double().mean())
+        if min(share) > 0.01 and bound.holds(distance(expected[both], found[both])):
+            return Diagnosis(of_faults.RANDOM_NUMBERS, "other elements are zero: another mask")
+    return None
+
+
+def has_other_rows(expected: Tensor, found: Tensor) -> bool:
+    """Whether rows that should be zero are not."""
+    return bool(((expected == 0).all(-1) & (found != 0).any(-1)).any())
+
+
+def other_targets(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
+    """Explain the gradient of logits, [..., classes]: another label raises one element of a row and lowers another."""
+    if found.dim() < 2 or found.shape[-1] < LEAST_CLASSES:
+        return None
+    wanted, got = expected.double(), found.double()
+    ratios = (got / wanted)[wanted.abs() > bound.largest]
+    factor = ratios.median() if ratios.numel() and ratios.median() > 0 else 1.0  # another number of labels counts
+    apart = (wanted * factor - got).reshape(-1, found.shape[-1])
+    apart = torch.where(apart.abs() > bound.largest, apart, torch.zeros_like(apart))
+    rows = int((apart != 0).any(1).sum())
+    is_pair = ((apart != 0).sum(1) == 2) & (4 * apart.sum(1).abs() <= apart.abs().amax(1))
+    if not rows or 2 * int(is_pair.sum()) <= rows:
+        return None
+    what = f"{rows} of {len(apart)} rows differ, most of them in two elements, as with other labels"
+    return Diagnosis(of_faults.DIFFERENT_DATA, what)
+
+
+def scaled_by_row(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
+    """Explain the gradient of an output: each row has a factor of its own, as where a mean counts rows differently."""
+    if found.dim() < 2:
+        return None
+    wanted, got = (it.double().reshape(-1, it.shape[-1]) for it in (expected, found))
+    sizes = wanted.square().sum(1)
+    factors = torch.where(sizes > 0, (wanted * got).sum(1) / sizes.clamp_min(1e-300), torch.ones_like(sizes))
+    if not bound.holds(distance(wanted * factors[:, None], got)):
+        return None
+    known = factors[sizes > sizes.max() / 100]
+    low, high = float(known.min()), float(known.max())
+    if low <= 0 or high - low < 0.01 * high:
+        return None
+    return Diagnosis(of_faults.WRONG_AVERAGING, f"rows have factors from {low:.4g} to {high:.4g}")
+
+
+def rounded(expected: Tensor, found: Tensor) -> Diagnosis | None:
+    """Explain a difference as rounding to a smaller dtype."""
+    if not found.dtype.is_floating_point:
+        return None
+    apart, size = distance(expected, found), float(expected.double().square().mean().sqrt())
+    relative = apart.mean_square / size if size else float("inf")
+    for dtype in LOWER:
+        last_place = torch.finfo(dtype).eps
+        is_lower = last_place > torch.finfo(found.dtype).eps and last_place / 64 <= relative <= last_place
+        if is_lower and (dtype == torch.float32 or (found.dim() and _is_rounded_to(dtype, expected, found))):
+            return Diagnosis(
+                of_faults.LOWER_PRECISION,
+                f"the values differ by {relative:.1e} of their size, as after rounding to {str(dtype)[6:]}",
+            )
+    return None
+
+
+def _is_rounded_to(dtype: torch.dtype, expected: Tensor, found: Tensor) -> bool:
+    """Whether nearly all values are ones that a smaller dtype has, or differ by a share of themselves."""
+    has_values = (found.to(dtype).to(found.dtype) == found).double().mean() > 0.9
+    is_share = (expected - found).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()
+    return bool(has_values) or bool(is_share.double().mean() > 0.9)
+
+
+def _is_sparse(tensor: Tensor) -> bool:
+    return bool((tensor == 0).double().mean() > 0.5)
+
+
+def _moved_along(dim: int, whole: Tensor, expected: Tensor, found: Tensor, bound: Bound) -> str | None:
+    """Describe the positions along a dim that have values of other positions; None if some have no such values."""
+    if whole.dim() != found.dim() or any(
+        a != b for it, (a, b) in enumerate(zip(whole.shape, found.shape, strict=True)) if it != dim
+    ):
+        whole = expected
+    rows, of_whole = (it.movedim(dim, 0).reshape(it.shape[dim], -1).double() for it in (found, whole))
+    if not rows.numel() or rows.shape[0] > MOST_ROWS or of_whole.shape[0] > MOST_WHOLE_ROWS:
+        return None
+    positions = torch.cdist(rows, of_whole, p=float("inf")).argmin(1)
+    if not bound.holds(distance(of_whole[positions], rows)):
+        return None
+    is_run = int((positions.diff() == 1).sum()) * 4 >= 3 * (len(positions) - 1)
+    large = positions[rows.abs().amax(1) > bound.largest]
+    is_taken_once = 4 * len(large.unique()) >= 3 * len(large) > 0
+    if not (is_run if rows.shape[1] == 1 else is_taken_once):  # small rows, and single values, have near ones anywhere
+        return None
+    shown = _several(positions.tolist())
+    return f"positions 0..{len(rows) - 1} have the values of positions {shown}"
+
+
+def _several(values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:8]))
+    return f"{shown}, ..." if len(values) > 8 else shown
