@@ -12,6 +12,7 @@ from torch import Tensor
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 SHARE_OF_PARAMETERS = 0.1  # the same of parameters after a step: Adam moves those without a gradient by its rounding
+PRECISE = (torch.float64, torch.float32)  # whose tolerances are far below mistakes, so that noise only widens them
 SMALL_SHARE = 1e-3  # tensors far below their peers, such as gradients of pure rounding, use this share as scale
 TIMES_SPREAD = 8.0
 TIMES_MEAN_SQUARE = 4.0  # of many elements, whose mean square says more than that of a few
@@ -100,16 +101,18 @@ def bound_of(
     """
     scale = expected.double().abs().nan_to_num().max().item() if expected.numel() else 0.0
     scale = max(scale, SMALL_SHARE * peers)
+    fixed = (TOLERANCES.get(expected.dtype, 0.1) if rtol is None else rtol) * scale
     if not spread:
-        scale = max(scale, share * peers)
-        largest = (TOLERANCES.get(expected.dtype, 0.1) if rtol is None else rtol) * scale
-        return Bound(largest, largest)
+        return Bound(fixed, fixed)
     apart = [distance(expected, it) for it in spread]
     last_place = torch.finfo(expected.dtype).eps * scale if expected.is_floating_point() else 0.0
     if not expected.dim():
         last_place /= 8  # norms and means of many elements are more precise than one of them
-    return Bound(
+    bound = Bound(
         TIMES_SPREAD * max(*(it.largest for it in apart), last_place),
         (TIMES_MEAN_SQUARE if expected.numel() >= MANY_ELEMENTS else TIMES_SPREAD)
         * max(*(it.mean_square for it in apart), last_place / 8),
     )
+    if expected.dtype not in PRECISE:
+        return bound
+    return Bound(max(bound.largest, fixed), max(bound.mean_square, fixed))
