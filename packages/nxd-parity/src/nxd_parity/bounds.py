@@ -4,11 +4,14 @@ In float64 and float32 a fixed share of the tensor's largest value, which is far
 Below them, and where a program amplifies rounding, the spread of recordings of the reference with noise.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from nxd_parity.digest import largest_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 SHARE_OF_PARAMETERS = 0.1  # the same of parameters after a step: Adam moves those without a gradient by its rounding
@@ -18,6 +21,7 @@ TIMES_SPREAD = 8.0
 TIMES_MEAN_SQUARE = 4.0  # of many elements, whose mean square says more than that of a few
 MANY_ELEMENTS = 64
 MOST_OF_DIFFERENCE = 4.0
+ELEMENTS = 2**18  # that are compared at once: some MiB of float64, which fit into a core's cache
 
 
 @dataclass(frozen=True)
@@ -42,25 +46,56 @@ class Distance:
 
 
 def distance(expected: Tensor, found: Tensor) -> Distance:
-    """Measure how far apart two tensors of one shape are. NaN equals NaN only."""
+    """Measure how far apart two tensors of one shape are. NaN equals NaN only.
+
+    It reads a part at a time: tensors of files that are mapped into memory may be larger than the memory.
+    """
     if expected.numel() == 0:
         return Distance(0.0, 0.0, 0.0, (), 0.0, 0.0)
-    wanted, got = expected.double(), found.double()
-    apart = (wanted - got).abs()
-    apart = torch.where(wanted.isnan() & got.isnan() | (wanted == got), torch.zeros((), dtype=torch.float64), apart)
-    apart = apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
-    flat = int(apart.argmax())
-    place = tuple(int(it) for it in torch.unravel_index(torch.tensor(flat), apart.shape))
-    scale, largest = wanted.abs().nan_to_num().max().item(), apart.flatten()[flat].item()
-    relative = largest / scale if scale else (float("inf") if largest else 0.0)
+    scale = squares = 0.0
+    largest, at, wanted_there, got_there = -1.0, 0, 0.0, 0.0
+    for start, part, other in _parts(expected, found):
+        wanted, got = part.double().flatten(), other.double().flatten()
+        apart = wanted.sub(got).abs_()
+        most = float(apart.max())
+        if not math.isfinite(most):
+            apart.masked_fill_(wanted.isnan() & got.isnan() | (wanted == got), 0.0)
+            apart = apart.nan_to_num_(nan=math.inf, posinf=math.inf)
+            most = float(apart.max())
+        scale = max(scale, _largest_number(part))
+        squares += float(apart.dot(apart))
+        if most > largest:
+            index = int(apart.argmax())
+            largest, at, wanted_there, got_there = most, start + index, float(wanted[index]), float(got[index])
     return Distance(
         largest,
-        relative,
-        apart.square().mean().sqrt().item(),
-        place,
-        wanted.flatten()[flat].item(),
-        got.flatten()[flat].item(),
+        largest / scale if scale else (math.inf if largest else 0.0),
+        math.sqrt(squares / expected.numel()),
+        tuple(int(it) for it in torch.unravel_index(torch.tensor(at), expected.shape)),
+        wanted_there,
+        got_there,
     )
+
+
+def _parts(expected: Tensor, found: Tensor, start: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield both tensors in parts of some MiB along the first dims, with the position of each in the flat tensor."""
+    if expected.numel() <= ELEMENTS or not expected.dim():
+        yield start, expected, found
+        return
+    of_row = expected.numel() // expected.shape[0]
+    if of_row > ELEMENTS:
+        for row, (a, b) in enumerate(zip(expected, found, strict=True)):
+            yield from _parts(a, b, start + row * of_row)
+        return
+    rows = ELEMENTS // of_row
+    for row in range(0, expected.shape[0], rows):
+        yield start + row * of_row, expected[row : row + rows], found[row : row + rows]
+
+
+def _largest_number(tensor: Tensor) -> float:
+    """Return the largest absolute value, as if NaN were 0 and infinity the largest number of the dtype."""
+    largest = largest_of(tensor)
+    return largest if math.isfinite(largest) else tensor.double().abs().nan_to_num().max().item()
 
 
 @dataclass(frozen=True)
@@ -99,7 +134,7 @@ def bound_of(
         rtol: tolerance relative to the tensor's largest value; by default that of its dtype.
         share: the share of `peers` that is the least size by which a tensor without spread is judged.
     """
-    scale = expected.double().abs().nan_to_num().max().item() if expected.numel() else 0.0
+    scale = _largest_number(expected)
     scale = max(scale, SMALL_SHARE * peers)
     fixed = (TOLERANCES.get(expected.dtype, 0.1) if rtol is None else rtol) * scale
     if not spread:

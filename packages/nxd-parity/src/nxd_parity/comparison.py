@@ -98,41 +98,51 @@ class Comparison(Sides):
         return place if (rank, key.name) in self._flat_states else None
 
     def _activation(self, key: Key, found: Sequence[tuple[int, TensorEvent]]) -> Outcome:
+        pieces = tuple(self._placed(key, rank, event) for rank, event in found)
         whole = self.whole(key)
-        is_gradient = key.kind == events.ACTIVATION_GRADIENT
-        pieces = []
-        for rank, event in found:
-            local = self.candidate.read(rank, event)
-            options = self._activations.options(rank, event, tuple(whole.shape))
-            place = self._activations.remembered(rank, event) if is_gradient else None
-            if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
-                place = None
-            if place is None or (event.placement is not None and event.placement.summed_over):
-                place = exact(options, whole, local) or rows_of(whole, local)
-                if place is None and key.kind == events.INPUT and not whole.dtype.is_floating_point:
-                    place = padded_rows(whole, local)
-                place = place or nearest(options, whole, local)
-            if place is None or not self._is_near(key, Piece(rank, event, place), local):
-                scale = self._scales.get((key.step, rank, event.model_call), 1.0) if is_gradient else 1.0
-                rows = nearest_rows(whole, local / scale, once=not is_gradient)
-                if rows is not None and (place is None or self._is_near(key, Piece(rank, event, rows), local)):
-                    place = rows
-            if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
-                place = None
-            if place is not None and not is_gradient:
-                self._activations.remember(rank, event, place)
-            if place is not None and key.kind == events.INPUT and torch.equal(place.of(whole), local):
-                self._activations.learn(rank, event, place)
-            piece = Piece(rank, event, place)
-            if is_gradient and place is not None and not place.summed_over:
-                piece = replace(piece, scale=self._scale(key, piece, local))
-            pieces.append(piece)
         if key.kind == events.INPUT and not whole.dtype.is_floating_point:
             of_data = [it.place for it in pieces if not it.event.dtype.is_floating_point]
             problem = data_problem(of_data, tuple(whole.shape))
             if problem:
-                return Outcome(key, Status.DIFFERS, tuple(pieces), tuple(pieces), reason=problem)
-        return self._judged(key, tuple(pieces))
+                return Outcome(key, Status.DIFFERS, pieces, pieces, reason=problem)
+        return self._judged(key, pieces)
+
+    def _placed(self, key: Key, rank: int, event: TensorEvent) -> Piece:
+        """Find the part of an activation, or of its gradient, that a rank has, and learn from it."""
+        whole, local = self.whole(key), self.candidate.read(rank, event)
+        is_gradient = key.kind == events.ACTIVATION_GRADIENT
+        place = self._nearest_place(key, rank, event, local)
+        if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
+            place = None
+        piece = Piece(rank, event, place)
+        if place is None:
+            return piece
+        if is_gradient:
+            return piece if place.summed_over else replace(piece, scale=self._scale(key, piece, local))
+        self._activations.remember(rank, event, place)
+        if key.kind == events.INPUT and torch.equal(place.of(whole), local):
+            self._activations.learn(rank, event, place)
+        return piece
+
+    def _nearest_place(self, key: Key, rank: int, event: TensorEvent, local: Tensor) -> Place | None:
+        whole = self.whole(key)
+        is_gradient = key.kind == events.ACTIVATION_GRADIENT
+        place = self._activations.remembered(rank, event) if is_gradient else None
+        if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
+            place = None
+        if place is None or (event.placement is not None and event.placement.summed_over):
+            options = self._activations.options(rank, event, tuple(whole.shape))
+            place = exact(options, whole, local) or rows_of(whole, local)
+            if place is None and key.kind == events.INPUT and not whole.dtype.is_floating_point:
+                place = padded_rows(whole, local)
+            place = place or nearest(options, whole, local)
+        if place is not None and self._is_near(key, Piece(rank, event, place), local):
+            return place
+        scale = self._scales.get((key.step, rank, event.model_call), 1.0) if is_gradient else 1.0
+        rows = nearest_rows(whole, local / scale, once=not is_gradient)
+        if rows is not None and (place is None or self._is_near(key, Piece(rank, event, rows), local)):
+            return rows
+        return place
 
     def _is_near(self, key: Key, piece: Piece, local: Tensor) -> bool:
         place = piece.place

@@ -39,12 +39,14 @@ class Place:
     is_padded: bool = False
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the part of a tensor of the whole shape."""
+        """Return the part of a tensor of the whole shape: a view where positions are consecutive."""
         if self.flat is not None:
             return whole.flatten()[self.flat[0] : self.flat[1]]
         for dim, positions in enumerate(self.index):
             if positions is not None:
-                whole = whole.index_select(dim, positions)
+                start = _start_of_run(positions)
+                is_run = start is not None and start + len(positions) <= whole.shape[dim]
+                whole = whole.narrow(dim, start, len(positions)) if is_run else whole.index_select(dim, positions)
         return whole
 
     @property
@@ -94,13 +96,22 @@ def not_covered(places: Sequence[Place], shape: Sequence[int]) -> tuple[int, ...
     """Return the first position of a whole tensor that is in no place; None if there is none, or a place is flat."""
     if not places or any(it.flat is not None for it in places) or any(it.is_whole for it in places):
         return None
-    covered = torch.zeros(tuple(shape), dtype=torch.bool)
-    for place in places:
-        index = (place.index[0], *[None] * (len(shape) - 1)) if place.is_padded else place.index
-        positions = [torch.arange(size) if it is None else it for size, it in zip(shape, index, strict=True)]
+    indices = [(it.index[0], *[None] * (len(shape) - 1)) if it.is_padded else it.index for it in places]
+    split = [any(it[dim] is not None for it in indices) for dim in range(len(shape))]
+    covered = torch.zeros([size if is_split else 1 for size, is_split in zip(shape, split, strict=True)]) > 0
+    for index in indices:
+        positions = [torch.arange(size) if it is None else it for size, it in zip(covered.shape, index, strict=True)]
         covered[torch.meshgrid(*positions, indexing="ij")] = True
     missing = (~covered).nonzero()
     return tuple(missing[0].tolist()) if len(missing) else None
+
+
+def _start_of_run(positions: Tensor) -> int | None:
+    """Return the first of positions that follow one another; None if they do not."""
+    if not len(positions) or int(positions[-1]) - int(positions[0]) != len(positions) - 1:
+        return None
+    start = int(positions[0])
+    return start if torch.equal(positions, torch.arange(start, start + len(positions))) else None
 
 
 def whole_place(shape: Sequence[int]) -> Place:

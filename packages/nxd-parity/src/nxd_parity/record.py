@@ -38,7 +38,7 @@ def record(
     collectives of `torch.distributed` are called. Modules that run inside a compiled graph are not seen.
 
     A step ends with an optimizer's step; the parameters after it are those at the next call of a model, or at the end
-    of the block. Values go to files as they come: memory holds 64 MiB of them, and one tensor.
+    of the block. Values go to files as they come, from a thread: memory holds 128 MiB of them, and one tensor.
 
     Args:
         folder: a new folder for the recording of all ranks; ranks on several machines may write to folders of the same
@@ -73,6 +73,7 @@ def record(
         def stop_after_steps() -> None:
             if steps is not None and progress.step > steps:
                 installed.close()
+                writer.close()
                 _describe(path, rank, is_complete=True)
 
         hooks = StepHooks(
@@ -90,7 +91,7 @@ def record(
             yield Recorder(hooks)
             hooks.end_step()
         finally:
-            writer.flush()
+            writer.close()
 
 
 def description(folder: Path, rank: int) -> dict[str, Any]:

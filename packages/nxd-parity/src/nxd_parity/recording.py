@@ -3,15 +3,16 @@
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nxd_parity.events import CollectiveEvent, TensorEvent, from_line
-from nxd_parity.writer import EVENTS, values_file
+from nxd_parity.events import CollectiveEvent, Event, TensorEvent, from_line
+from nxd_parity.writer import COLLECTIVES, EVENTS, values_file
 
 MOST_OPEN_FILES = 64
+E = TypeVar("E", bound=Event)
 
 
 class Recording:
@@ -51,16 +52,12 @@ class Recording:
     @cached_property
     def tensors(self) -> tuple[tuple[TensorEvent, ...], ...]:
         """The tensors of each rank, in execution order."""
-        return tuple(tuple(it for it in events if isinstance(it, TensorEvent)) for events in self._events)
+        return tuple(tuple(_events_of(it / EVENTS, TensorEvent)) for it in self._parts)
 
     @cached_property
     def collectives(self) -> tuple[tuple[CollectiveEvent, ...], ...]:
         """The collectives of each rank, in execution order."""
-        return tuple(tuple(it for it in events if isinstance(it, CollectiveEvent)) for events in self._events)
-
-    @cached_property
-    def _events(self) -> list[list[TensorEvent | CollectiveEvent]]:
-        return [list(_events_of(part)) for part in self._parts]
+        return tuple(tuple(_events_of(it / COLLECTIVES, CollectiveEvent)) for it in self._parts)
 
     def _opened(self, path: Path) -> Any:
         """Return an open file; the one that was opened first is closed when there are many."""
@@ -89,13 +86,15 @@ class Recording:
         return value
 
 
-def _events_of(part: Path) -> Iterator[TensorEvent | CollectiveEvent]:
-    path = part / EVENTS
+def _events_of(path: Path, kind: type[E]) -> Iterator[E]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
                 return  # a program that was killed may leave the last line unfinished
             try:
-                yield from_line(line)
+                event = from_line(line)
+                if not isinstance(event, kind):
+                    raise ValueError(f"{line[:80]!r} is not a line of a recording: no {kind.__name__}")
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
+            yield event

@@ -1,9 +1,10 @@
 """Two recordings side by side: what a rank's tensor is, what it should be, and how far apart they may be."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
 from nxd_parity import events
@@ -13,9 +14,11 @@ from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import TensorEvent
 from nxd_parity.inferred_names import Names, infer_names, rename
 from nxd_parity.outcome import Piece
+from nxd_parity.places import Place
 from nxd_parity.recording import Recording
 from nxd_parity.sequence import Key, by_key, execution_order
 
+CACHED = 8  # whole tensors of the reference
 OF_CALLS = (events.INPUT, events.ACTIVATION, events.ACTIVATION_GRADIENT)  # of which a step has one for each call
 
 
@@ -46,6 +49,9 @@ class Sides:
             for event in tensors:
                 for source in event.inputs:
                     self._users[event.step, source].add(event.name)
+        self._differences: dict[tuple[int, str, int, int, float], tuple[Place | None, Distance | None]] = {}
+        self._of_differences: Key | None = None
+        self._read_joined = lru_cache(maxsize=CACHED)(_read_joined)
         of_all = [it for of_rank in candidate.collectives for it in of_rank]
         known = {it.ranks for it in of_all if it.operation not in MESSAGES}
         self.groups = list(groups_of(candidate.world_size, sorted(known)))
@@ -78,8 +84,11 @@ class Sides:
 
     def whole(self, key: Key) -> Tensor:
         """Return the reference's tensor; several calls of a module in a step are joined."""
-        calls = self.of_reference[key]
-        return _read_joined(self.reference, 0, tuple(calls if key.kind in OF_CALLS else calls[-1:]))
+        return self._whole(self.reference, self.of_reference, key)
+
+    def _whole(self, recording: Recording, of_key: Mapping[Key, Sequence[TensorEvent]], key: Key) -> Tensor:
+        calls = of_key[key]
+        return self._read_joined(recording, tuple(calls if key.kind in OF_CALLS else calls[-1:]))
 
     def read(self, piece: Piece) -> Tensor:
         """Return a rank's tensor, without padding."""
@@ -106,8 +115,7 @@ class Sides:
         whole, found = self.whole(key), []
         for recording, of_key in zip(self.spread, self.of_spread, strict=True):
             if key in of_key:
-                calls = of_key[key] if key.kind in OF_CALLS else of_key[key][-1:]
-                noisy = _read_joined(recording, 0, tuple(calls))
+                noisy = self._whole(recording, of_key, key)
                 if noisy.shape == whole.shape:
                     found.append(in_order_of(whole, noisy) if key.kind in OF_CALLS else noisy)
         return found
@@ -117,9 +125,21 @@ class Sides:
         same = self.of_reference[key]
         if (len(same) == 1 or key.kind not in OF_CALLS) and same[-1].digest == piece.event.digest and piece.scale == 1:
             return None
+        if key != self._of_differences:
+            self._of_differences = key
+            self._differences.clear()
+        event = piece.event
+        known = (piece.rank, event.name, event.call, id(piece.place), piece.scale)
+        if known not in self._differences:  # with the place, so that its id is not used again
+            self._differences[known] = piece.place, self._difference(key, piece)
+        return self._differences[known][1]
+
+    def _difference(self, key: Key, piece: Piece) -> Distance | None:
         expected, found = self.expected(piece, key), self.read(piece)
         if expected.shape != found.shape:
             return Distance(float("inf"), float("inf"), float("inf"), (), 0.0, 0.0)
+        if expected.dtype == found.dtype and torch.equal(expected, found):
+            return None
         apart = distance(expected, found)
         return None if self.bound(key, piece).holds(apart) else apart
 
@@ -153,6 +173,5 @@ def _parameters_by_step(tensors: Sequence[TensorEvent]) -> dict[int, set[str]]:
     return found
 
 
-@lru_cache(maxsize=8)
-def _read_joined(recording: Recording, rank: int, calls: tuple[TensorEvent, ...]) -> Tensor:
-    return joined([recording.read(rank, it) for it in calls])
+def _read_joined(recording: Recording, calls: tuple[TensorEvent, ...]) -> Tensor:
+    return joined([recording.read(0, it) for it in calls])
