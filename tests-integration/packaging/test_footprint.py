@@ -17,6 +17,7 @@ PACKAGES = [
     "nxd_trace",
     "nxd_lora",
     "nxd_data",
+    "nxd_parity",
     "nxd_engine",
     "nxd_trainer",
     "neuronx_distributed",

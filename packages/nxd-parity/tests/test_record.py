@@ -2,13 +2,16 @@
 
 import json
 import multiprocessing
+import shutil
 
 import pytest
 import torch
 from nxd_parity import InFloat64, record
 from nxd_parity.events import Placement
 from nxd_parity.recording import Recording
+from nxd_parity.writer import RankWriter
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 
@@ -312,3 +315,60 @@ def test_gradients_that_an_optimizer_lets_its_closure_compute_are_recorded(tmp_p
     recording = Recording(tmp_path / "run")
     of_kind = {(it.kind, it.name): recording.read(0, it) for it in recording.tensors[0]}
     assert torch.equal(of_kind["gradient", "weight"], model.weight.grad)
+
+
+def test_norm_of_a_function_imported_by_its_name_is_recorded(tmp_path):
+    model, before = nn.Linear(4, 4), clip_grad_norm_
+
+    with record(tmp_path / "run"):
+        model(torch.ones(2, 4)).sum().backward()
+        norm = clip_grad_norm_(model.parameters(), 1.0)
+
+    (event,) = [it for it in Recording(tmp_path / "run").tensors[0] if it.kind == "gradient norm"]
+    assert event.largest == norm.item()
+    assert clip_grad_norm_ is before
+
+
+def test_tensors_that_differ_by_signs_or_order_or_type_are_all_written(tmp_path):
+    values = torch.arange(1.0, 20_001.0, dtype=torch.float64)
+    flipped, swapped, moved = values.clone(), values.clone(), values.clone()
+    flipped[[3, 9_000]] *= -1
+    swapped[[3, 9_000]] = swapped[[9_000, 3]]
+    moved[19_999] += 1e-9
+    others = [flipped, swapped, moved, values.view(100, 200), values.view(torch.int64).double(), values[1:], values]
+
+    writer = RankWriter(tmp_path / "run", 0)
+    for value in [values, *others]:
+        writer.tensor(1, "activation", "", value)
+    writer.close()
+
+    recording = Recording(tmp_path / "run")
+    for value, event in zip([values, *others], recording.tensors[0], strict=True):
+        assert torch.equal(recording.read(0, event), value)
+        assert event.largest == value.abs().max()
+    assert recording.tensors[0][0].key == recording.tensors[0][-1].key
+
+
+@pytest.mark.parametrize("elements", [2**18, 2**23, 17 * 2**20], ids=["2 MiB", "a whole file", "more than a file"])
+def test_large_tensors_are_read_as_they_were_written(tmp_path, elements):
+    value = torch.arange(elements, dtype=torch.float64 if elements < 2**24 else torch.float32)
+    small = torch.tensor([True, False, True])
+
+    writer = RankWriter(tmp_path / "run", 0)
+    for it in (small, value, value.bfloat16().view(2, -1).T, small.int()):
+        writer.tensor(1, "activation", "", it)
+    writer.close()
+
+    recording = Recording(tmp_path / "run")
+    found = [recording.read(0, it) for it in recording.tensors[0]]
+    for it, expected in zip(found, (small, value, value.bfloat16().view(2, -1).T, small.int()), strict=True):
+        assert torch.equal(it, expected)
+
+
+def test_values_that_cannot_be_written_are_an_error_of_the_recording(tmp_path):
+    writer = RankWriter(tmp_path / "run", 0)
+    writer.tensor(1, "activation", "", torch.ones(3))
+    shutil.rmtree(tmp_path / "run")
+
+    with pytest.raises(FileNotFoundError, match="tensors-00000"):
+        writer.close()

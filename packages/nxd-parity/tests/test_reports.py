@@ -231,6 +231,30 @@ def test_json_has_the_statuses_and_the_location(make_report, tmp_path, capsys):
     assert found["location"]["owners"] == ["0 0 0 0"] * 2
 
 
+def test_json_of_an_infinite_difference_is_valid(tmp_path, capsys):
+    for name, value in (("reference", 1.0), ("candidate", float("nan"))):
+        model = nn.Linear(2, 2)
+        nn.init.constant_(model.weight, 1.0)
+        nn.init.constant_(model.bias, value)
+        with record(tmp_path / name):
+            optimizer = torch.optim.SGD(model.parameters())
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+
+    assert command(tmp_path, "--json") == 3
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+    assert (found["findings"][0]["largest"], found["findings"][0]["found"]) == ("inf", "nan")
+
+
+def test_text_counts_all_tensors_that_differ(make_report):
+    report = make_report()
+
+    assert len(report.findings) == 50
+    assert f"; {report.different - 1} more tensors differ after it" in str(report)
+    assert report.different > 50
+
+
 def test_command_fills_the_screen_of_a_terminal(make_report, tmp_path, monkeypatch, capsys):
     make_report()
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

@@ -66,7 +66,7 @@ def write_report(report: "Report", options: argparse.Namespace) -> int:
 
         write_markdown(report, options.markdown)
     if options.json:
-        print(json.dumps(report.to_json(), indent=2))
+        print(json.dumps(report.to_json(), indent=2, allow_nan=False))
     elif sys.stdout.isatty():
         from nxd_parity.terminal import show  # noqa: PLC0415
 

@@ -1,6 +1,7 @@
 """`compare`: finds the first tensor in which a recorded program differs from a recorded reference, and says why."""
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,12 +12,14 @@ from nxd_parity.comparison import Comparison
 from nxd_parity.consequences import Consequences, place_of_fault
 from nxd_parity.diagnosis import Diagnostician
 from nxd_parity.location import add_tensors
+from nxd_parity.order import about_sums, partings, sums_of
 from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
 from nxd_parity.sequence import Key, owner_of
 
 MOST_FINDINGS = 50  # later ones follow from the first
+COLLECTIVE = "collective"  # of a finding that is about no tensor
 EFFECTS = (events.PARAMETER, events.OPTIMIZER_STATE)  # what a step leaves behind
 LASTING = (*EFFECTS, events.GRADIENT, events.GRADIENT_NORM, events.LOSS)
 
@@ -70,7 +73,8 @@ def compare(
             report.agree[outcome.key.kind] = report.agree.get(outcome.key.kind, 0) + 1
         elif outcome.status is Status.UNKNOWN:
             report.not_compared[_title(outcome)] = outcome.reason
-    report.findings = _findings(comparison, outcomes)
+    report.findings = _with_orders(_findings(comparison, outcomes), of_candidate)
+    report.different = len(report.findings) + max(len(_faults_in(outcomes, comparison)) - MOST_FINDINGS, 0)
     add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
     return report
@@ -94,12 +98,39 @@ def _findings(comparison: Comparison, outcomes: Sequence[Outcome]) -> list[Findi
             diagnosis = Diagnosis(of_faults.DIFFERENT_VALUES, "no rank has one")
         elif number == 0:
             consequences = Consequences(comparison, diagnostician, wrong, outcomes)
-            diagnosis = consequences.diagnose(outcome)
+            diagnosis = _with_collectives(consequences.diagnose(outcome), outcome, comparison)
             is_of_all = consequences.is_of_all(outcome, diagnosis)
         found.append(
             _finding(outcome, diagnosis, "" if is_of_all else diagnosis.place or place_of_fault(outcome, comparison))
         )
     return found
+
+
+def _with_orders(found: list[Finding], candidate: Recording) -> list[Finding]:
+    """Add where ranks call collectives in different orders, before what differs in the same step or later."""
+    for parting in partings(candidate.collectives, candidate.ends):
+        call = parting.first
+        finding = Finding(
+            call.step, COLLECTIVE, call.module, fault=of_faults.ORDER, detail=str(parting), ranks=parting.ranks
+        )
+        at = next((number for number, it in enumerate(found) if it.step >= call.step), len(found))
+        found.insert(at, finding)
+    return found
+
+
+def _with_collectives(diagnosis: Diagnosis, outcome: Outcome, comparison: Comparison) -> Diagnosis:
+    """Say which recorded collectives belong to a fault of a sum."""
+    key, shape = outcome.key, outcome.differing[0].event.shape if outcome.differing else ()
+    collectives = comparison.candidate.collectives
+    if diagnosis.fault == of_faults.MISSING_SUM and outcome.summed_over and shape:
+        said = about_sums(collectives, key.step, shape, outcome.summed_over)
+    elif diagnosis.fault in (of_faults.SUMMED_TWICE, of_faults.SCALED) and diagnosis.axis:
+        size = round(max(diagnosis.factor, 1 / diagnosis.factor))
+        places = [key.name, owner_of(key.name), *comparison.users(key)]
+        said = sums_of(collectives[outcome.differing[0].rank], key.step, shape, places, size)
+    else:
+        return diagnosis
+    return replace(diagnosis, detail=f"{diagnosis.detail}; {said}") if said else diagnosis
 
 
 def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outcome]:

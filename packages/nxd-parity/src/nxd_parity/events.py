@@ -94,6 +94,9 @@ class CollectiveEvent:
         shape: shape of the tensor.
         dtype: such as "float32".
         reduction: such as "SUM"; empty where nothing is reduced.
+        group: the name of the process group, the same on its ranks.
+        module: the innermost module that runs; in backward the one whose output got its gradient last.
+        phase: "forward" inside a module, "backward", or empty outside both.
     """
 
     step: int
@@ -102,6 +105,20 @@ class CollectiveEvent:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     reduction: str = ""
+    group: str = ""
+    module: str = ""
+    phase: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it is called, in words."""
+        name = self.module or "the whole model"
+        return {"forward": f"in {name}", "backward": f"in backward of {name}"}.get(self.phase, "outside the model")
+
+    def __str__(self) -> str:
+        reduction = f" {self.reduction}" if self.reduction else ""
+        what = f" of {self.dtype} {list(self.shape)}" if self.dtype else ""
+        return f"{self.operation}{reduction}{what} over ranks {', '.join(map(str, self.ranks))} {self.place}"
 
 
 Event = TensorEvent | CollectiveEvent
@@ -173,6 +190,9 @@ def _collective(fields: Mapping[str, Any]) -> CollectiveEvent:
         shape=_counts(fields.get("shape", ())),
         dtype=_text(fields.get("dtype", "")),
         reduction=_text(fields.get("reduction", "")),
+        group=_text(fields.get("group", "")),
+        module=_text(fields.get("module", "")),
+        phase=_text(fields.get("phase", "")),
     )
 
 

@@ -23,7 +23,7 @@ from nxd_parity import events
 from nxd_parity.events import Placement
 from nxd_parity.model_names import ModelNames, Part
 from nxd_parity.noise import Noise
-from nxd_parity.placement import local_part
+from nxd_parity.replaced import replaced
 from nxd_parity.writer import RankWriter
 
 
@@ -34,10 +34,18 @@ class Progress:
     Attributes:
         step: the number of the optimizer step under way, from 1.
         is_stepped: whether an optimizer has made this step; the next call of a model begins another.
+        module: the innermost module that runs, if one does.
+        is_in_module: whether one does.
+        in_backward: the module whose output got its gradient last.
+        is_over: whether all steps that are to be recorded are.
     """
 
     step: int = 1
     is_stepped: bool = False
+    module: str = ""
+    is_in_module: bool = False
+    in_backward: str = ""
+    is_over: bool = False
 
 
 @dataclass
@@ -49,6 +57,7 @@ class _Call:
         order: when it began.
         versions: torch's counts of changes in place of the inputs at that time, by identity.
         sources: the modules that positional inputs are outputs of, before the module's own hooks change them.
+        around: the module that called this one, if one did.
         is_probe: whether its values are thrown away, as those by which a pipeline learns the shapes of its messages.
     """
 
@@ -56,6 +65,7 @@ class _Call:
     order: int
     versions: dict[int, int]
     sources: tuple[str, ...] = ()
+    around: str = ""
     is_probe: bool = False
 
 
@@ -127,10 +137,14 @@ class StepHooks:
             register_optimizer_step_post_hook(self._after_step),
         ):
             stack.callback(handle.remove)
-        stack.enter_context(_wrapped(torch.autograd, "backward", self._backward))
-        stack.enter_context(_wrapped(torch.nn.utils, "clip_grads_with_norm_", self._clip_with_norm))
-        for place in (torch.nn.utils, torch.nn.utils.clip_grad):
-            stack.enter_context(_wrapped(place, "clip_grad_norm_", self._clip))
+        places = {
+            (torch.autograd, "backward"): self._backward,
+            (torch.nn.utils, "clip_grads_with_norm_"): self._clip_with_norm,
+            (torch.nn.utils, "clip_grad_norm_"): self._clip,
+            (torch.nn.utils.clip_grad, "clip_grad_norm_"): self._clip,
+        }
+        wrappers = {at: _wrapped(getattr(*at), it) for at, it in places.items()}
+        stack.enter_context(replaced(wrappers))
 
     def tensor(self, kind: str, name: str, value: Tensor, part: int, placement: Placement | None) -> None:
         """Record a tensor that the program gives; see `Recorder.tensor`."""
@@ -177,7 +191,10 @@ class StepHooks:
         self._order += 1
         given = list(_tensors_in(inputs))
         versions = {id(it): it._version for it in given}
-        self._under_way.append(_Call(module, self._order, versions, self._sources(given)))
+        self._under_way.append(_Call(module, self._order, versions, self._sources(given), self._progress.module))
+        part = self._names.of_call(module, is_whole=len(self._under_way) == 1)
+        self._progress.module = self._progress.module if part is None else part.name
+        self._progress.is_in_module = True
 
     def _after_forward(self, module: nn.Module, inputs: Any, named_inputs: Any = None, output: Any = None) -> Any:
         if torch.compiler.is_compiling() or _is_in_backward():
@@ -185,6 +202,8 @@ class StepHooks:
         if not self._under_way or self._under_way[-1].module is not module:
             return None
         begun = self._under_way.pop()
+        if not begun.is_probe:
+            self._progress.module, self._progress.is_in_module = begun.around, bool(self._under_way)
         if begun.is_probe or output is None:  # the module has raised; torch leaves out some of the arguments then
             return None
         part = self._names.of_call(module, is_whole=not self._under_way)
@@ -229,11 +248,13 @@ class StepHooks:
 
         def hook(gradient: Tensor) -> None:
             if gradient is not None:
+                self._progress.in_backward = part.name
                 self._record(events.ACTIVATION_GRADIENT, part, gradient, call, index, step=step, model_call=model_call)
 
         return hook
 
     def _backward(self, original: Callable[..., Any], tensors: Any, *others: Any, **named: Any) -> Any:
+        self._progress.in_backward = ""
         roots = list(_tensors_in(tensors))
         if len(roots) == 1 and roots[0].numel() == 1:
             self._record(events.LOSS, Part(""), roots[0], self._count("a loss"), 0)
@@ -305,7 +326,7 @@ class StepHooks:
         placement: Placement | None = None,
     ) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            local, found = local_part(value)
+            local, found = _local_part(value)
         if local.is_meta or local.is_complex() or local.layout != torch.strided:
             return
         self._order += 1
@@ -322,6 +343,15 @@ class StepHooks:
             placement=placement or found,
             inputs=inputs,
         )
+
+
+def _local_part(value: Tensor) -> tuple[Tensor, Placement | None]:
+    """Return `local_part`, without loading torch's DTensors where a program has none: that takes seconds."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return value.detach(), None
+    from nxd_parity.placement import local_part  # noqa: PLC0415
+
+    return local_part(value)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -357,16 +387,9 @@ def _is_probe() -> bool:
     return False
 
 
-@contextmanager
-def _wrapped(place: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(place, name)
-
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def call(*given: Any, **named: Any) -> Any:
         return wrapper(original, *given, **named)
 
-    setattr(place, name, call)
-    try:
-        yield
-    finally:
-        setattr(place, name, original)
+    return call

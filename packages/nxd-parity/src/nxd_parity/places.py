@@ -45,8 +45,10 @@ class Place:
         for dim, positions in enumerate(self.index):
             if positions is not None:
                 start = _start_of_run(positions)
-                is_run = start is not None and start + len(positions) <= whole.shape[dim]
-                whole = whole.narrow(dim, start, len(positions)) if is_run else whole.index_select(dim, positions)
+                if start is not None and start + len(positions) <= whole.shape[dim]:
+                    whole = whole.narrow(dim, start, len(positions))
+                else:
+                    whole = whole.index_select(dim, positions)
         return whole
 
     @property

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,9 +17,7 @@ from nxd_parity.collectives import collectives_recorded
 from nxd_parity.hooks import Progress, StepHooks
 from nxd_parity.model_names import ModelNames
 from nxd_parity.noise import Noise
-from nxd_parity.writer import RankWriter, rank_folder
-
-DESCRIPTION = "recording.json"
+from nxd_parity.writer import DESCRIPTION, RAISED, REACHED, RankWriter, rank_folder
 
 
 @contextmanager
@@ -74,7 +73,8 @@ def record(
             if steps is not None and progress.step > steps:
                 installed.close()
                 writer.close()
-                _describe(path, rank, is_complete=True)
+                progress.is_over = True
+                _describe(path, rank, is_complete=True, end=REACHED)
 
         hooks = StepHooks(
             writer,
@@ -85,28 +85,38 @@ def record(
             by_hand=by_hand,
         )
         _describe(path, rank)
+        is_raised = False
         try:
             installed.enter_context(hooks.installed())
             installed.enter_context(collectives_recorded(writer, progress))
             yield Recorder(hooks)
             hooks.end_step()
+        except BaseException:
+            is_raised = True
+            raise
         finally:
             writer.close()
+            if not progress.is_over:
+                _describe(path, rank, end=RAISED if is_raised or hasattr(sys, "last_value") else REACHED)
 
 
 def description(folder: Path, rank: int) -> dict[str, Any]:
-    """Return what is known of a rank's recording: its `rank`, `world_size`, and whether it `is_complete`."""
+    """Return what is known of a rank's recording: its `rank`, `world_size`, whether it `is_complete`, and its `end`.
+
+    The end is `REACHED`, `RAISED` if the program raised an error, or empty while it runs, and if it was killed.
+    """
     facts: dict[str, Any] = json.loads((rank_folder(folder, rank) / DESCRIPTION).read_text(encoding="utf-8"))
     return facts
 
 
-def _describe(folder: Path, rank: int, *, is_complete: bool = False) -> None:
-    """Write a rank's description; it is complete once all of its steps are in files."""
+def _describe(folder: Path, rank: int, *, is_complete: bool = False, end: str = "") -> None:
+    """Write a rank's description; it is complete once all of its steps are in files, and `end` says how it ended."""
     facts = {
         "format": 1,
         "rank": rank,
         "world_size": dist.get_world_size() if _is_distributed() else int(os.environ.get("WORLD_SIZE", "1")),
         "is_complete": is_complete,
+        "end": end,
         "torch": torch.__version__,
     }
     path = rank_folder(folder, rank) / DESCRIPTION

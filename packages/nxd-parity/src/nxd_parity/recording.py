@@ -1,5 +1,6 @@
 """Reads a recording: the events of its ranks and, one by one, the values of its tensors."""
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nxd_parity.events import CollectiveEvent, Event, TensorEvent, from_line
-from nxd_parity.writer import COLLECTIVES, EVENTS, values_file
+from nxd_parity.writer import COLLECTIVES, DESCRIPTION, EVENTS, REACHED, values_file
 
-MOST_OPEN_FILES = 64
+MOST_OPEN_FILES = 8  # of each recording: what is read of an open file counts as memory
 E = TypeVar("E", bound=Event)
 
 
@@ -59,6 +60,11 @@ class Recording:
         """The collectives of each rank, in execution order."""
         return tuple(tuple(_events_of(it / COLLECTIVES, CollectiveEvent)) for it in self._parts)
 
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """How the recording of each rank ended; see `nxd_parity.record.description`."""
+        return tuple(_end_of(it / DESCRIPTION) for it in self._parts)
+
     def _opened(self, path: Path) -> Any:
         """Return an open file; the one that was opened first is closed when there are many."""
         if path not in self._files:
@@ -84,6 +90,13 @@ class Recording:
                 f"{event.dtype} {list(event.shape)}"
             )
         return value
+
+
+def _end_of(path: Path) -> str:
+    if not path.is_file():
+        return REACHED
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    return str(facts.get("end", REACHED)) if isinstance(facts, dict) else REACHED
 
 
 def _events_of(path: Path, kind: type[E]) -> Iterator[E]:

@@ -17,6 +17,7 @@ OTHER_STATE = "state of another parameter"
 DRIFT = "drift"
 LOWER_PRECISION = "lower precision"
 DIFFERENT_VALUES = "different values"
+ORDER = "collectives in different orders"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Finding:
 
     Attributes:
         step: the step, from 1; 0 is before the first.
-        kind: the kind of tensor, one of `events.KINDS`.
+        kind: the kind of tensor, one of `events.KINDS`; "collective" if ranks call different ones.
         name: the module or parameter where the fault is.
         tensor: the module or parameter whose tensor shows it, if that is another one.
         fault: what is wrong, such as "missing sum".
@@ -155,7 +156,8 @@ class Report:
         candidate: the candidate's folder.
         ranks: the number of the candidate's ranks.
         steps: the number of steps that both have.
-        findings: what differs, the first difference first; empty if all agree.
+        findings: what differs, the first difference first, at most 50 tensors; empty if all agree.
+        different: how many there are in all.
         agree: how many tensors of each kind agree.
         not_compared: tensors that could not be compared, and why.
         notes: what else was seen.
@@ -168,6 +170,7 @@ class Report:
     ranks: int
     steps: int = 0
     findings: list[Finding] = field(default_factory=list)
+    different: int = 0
     agree: dict[str, int] = field(default_factory=dict)
     not_compared: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -185,9 +188,10 @@ class Report:
         return self.findings[0] if self.findings else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as plain values; numbers that JSON does not have are strings, such as "inf"."""
         location = None if self.location is None else self.location.to_json()
-        return asdict(self) | {"agrees": self.agrees, "location": location}
+        plain: dict[str, Any] = _plain(asdict(self) | {"agrees": self.agrees, "location": location})
+        return plain
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {plural(kind, count)}" for kind, count in self.agree.items())
@@ -196,12 +200,21 @@ class Report:
             lines.append(f"{counts} agree")
         else:
             lines.append(f"DIFFERENT  {self.first}")
-            lines.append(f"{counts or 'nothing'} agree; {len(self.findings) - 1} more tensors differ after it")
+            later = max(self.different, len(self.findings)) - 1
+            lines.append(f"{counts or 'nothing'} agree; {later} more tensors differ after it")
         lines += self.notes
         if self.not_compared:
             name, reason = next(iter(self.not_compared.items()))
             lines.append(f"{len(self.not_compared)} tensors were not compared, such as {name}: {reason}")
         return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(it) for key, it in value.items()}
+    return [_plain(it) for it in value] if isinstance(value, list | tuple) else value
 
 
 def plural(kind: str, count: int) -> str:

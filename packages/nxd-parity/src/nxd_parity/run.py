@@ -13,12 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from nxd_parity import events
+from nxd_parity.order import partings
 from nxd_parity.program import UNRECORDED
-from nxd_parity.record import DESCRIPTION, description
+from nxd_parity.record import description
 from nxd_parity.recording import Recording
+from nxd_parity.writer import DESCRIPTION
 
 INJECTED = Path(__file__).with_name("injected")
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -129,13 +132,15 @@ def _record(command: str, folder: Path, settings: Mapping[str, object], timeout:
         is_recorded = _wait(process, folder, time.monotonic() + timeout)
     except TimeoutError:
         raise ValueError(
-            f"{command!r} took longer than --timeout {timeout:g} seconds; its last lines ({log}):\n{_last_lines(log)}"
+            f"{command!r} took longer than --timeout {timeout:g} seconds{_where_ranks_part(folder)}; its last lines "
+            f"({log}):\n{_last_lines(log)}"
         ) from None
     finally:
         _end(process)
     if not is_recorded and process.returncode != 0:
         raise ValueError(
-            f"{command!r} failed with exit code {process.returncode}; its last lines ({log}):\n{_last_lines(log)}"
+            f"{command!r} failed with exit code {process.returncode}{_where_ranks_part(folder)}; its last lines "
+            f"({log}):\n{_last_lines(log)}"
         )
     if not list(folder.glob("rank-*")):
         raise ValueError(
@@ -212,6 +217,15 @@ def _last_lines(log: Path) -> str:
     summary = next((number for number, line in enumerate(lines) if "failed (exitcode: " in line), None)
     own = lines[:summary] or lines
     return "\n".join(f"    {line}" for line in own[-LINES_SHOWN:])
+
+
+def _where_ranks_part(folder: Path) -> str:
+    """Say where ranks of a program that did not end call different collectives."""
+    try:
+        recording = Recording(folder)
+        return "".join(f"; {it}" for it in islice(partings(recording.collectives, recording.ends), 1))
+    except (ValueError, OSError):  # ranks that have not begun
+        return ""
 
 
 def _unrecorded(folder: Path) -> Iterator[str]:

@@ -27,6 +27,8 @@ PAGE = 4096  # what they are aligned to
 BUFFERS = 2  # what a recording takes of memory, beside a copy of one tensor larger than them
 EVENTS = "events.jsonl"
 COLLECTIVES = "collectives.jsonl"
+DESCRIPTION = "recording.json"
+REACHED, RAISED = "reached", "raised"  # how a rank's recording ends; one that was killed has no end
 SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
