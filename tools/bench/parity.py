@@ -106,14 +106,13 @@ def take_turns(folder: Path, rounds: int) -> list[Turn]:
 
 
 def turn(step: Callable[[], None], folder: Path) -> Turn:
-    plain = seconds_of(lambda: [step() for _ in range(STEPS)])
-
-    def recorded() -> None:
-        with record(folder):
+    def steps(recording: Path | None) -> None:
+        with nullcontext() if recording is None else record(recording):
             for _ in range(STEPS):
                 step()
 
-    seconds, written = seconds_of(recorded), bytes_in(folder)
+    plain, seconds = seconds_of(partial(steps, None)), seconds_of(partial(steps, folder))
+    written = bytes_in(folder)
     shutil.rmtree(folder)
     part = torch.ones(64 * 2**20 // 4)
     parts = int(written / STEPS / part.nbytes)
