@@ -16,7 +16,7 @@ OF_FACTORS = (of_faults.SCALED, of_faults.SUMMED_TWICE, of_faults.WRONG_AVERAGIN
 OF_STEPS = (events.PARAMETER, events.OPTIMIZER_STATE)  # what a step leaves to the next one
 OF_PARAMETERS = (events.GRADIENT, *OF_STEPS)
 MOST_DIAGNOSED = 4
-LEAST_STEPS, LEAST_SHARE, GROWN = 2, 0.3, 1.5  # of parameters that drift: steps before, share of the bound, growth
+LEAST_STEPS, LEAST_SHARE, GROWN = 2, 0.05, 2.0  # of parameters that drift: steps before, share of the bound, growth
 
 
 def place_of_fault(outcome: Outcome, comparison: Comparison) -> str:

@@ -212,11 +212,11 @@ def _without_mean_row(tensor: Tensor) -> Tensor:
 
 
 def _is_simple(factor: float, tolerance: float) -> bool:
-    """Whether a factor is a whole number or one divided by one."""
+    """Whether a factor is a whole number or one divided by one, but not 1."""
     if factor <= 0:
         return False
     nearest_simple = max(round(factor), 1) if factor >= 1 else 1 / max(round(1 / factor), 1)
-    return abs(factor - nearest_simple) <= min(10 * tolerance, MOST_ROUNDING) * nearest_simple
+    return nearest_simple != 1 and abs(factor - nearest_simple) <= min(10 * tolerance, MOST_ROUNDING) * nearest_simple
 
 
 def _is_same_state(other: Key, key: Key) -> bool:

@@ -1,0 +1,74 @@
+"""What nxd-parity says of differences that one tensor alone does not explain."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nxd_parity import compare, record
+from torch import nn
+
+CLASSES, WIDTH, ROWS = 32, 16, 24
+
+
+class Model(nn.Module):
+    """Returns its loss, a mean, whose bound in bfloat16 hides what is wrong before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.head = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.head(self.dropout(self.first(x).tanh())).float(), labels)
+
+
+def train(folder, dtype, *, steps=1, lr=0.1, seed=1, moved=0, noise=None):
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    with record(folder, noise=noise):
+        for step in range(steps):
+            inputs = torch.Generator().manual_seed(step)
+            x = torch.randn(ROWS, WIDTH, generator=inputs).to(dtype)
+            labels = torch.randint(CLASSES, (ROWS,), generator=inputs).roll(moved)
+            torch.manual_seed(100 * step + seed)
+            optimizer.zero_grad()
+            model(x, labels).backward()
+            optimizer.step()
+
+
+@pytest.fixture
+def first_difference(tmp_path):
+    """Train a reference, two references with noise and a candidate; return the first difference."""
+
+    def find(dtype, *, steps=1, **of_candidate):
+        for number, name in enumerate(("reference", "noise-1", "noise-2")):
+            train(tmp_path / name, dtype, steps=steps, noise=number or None)
+        train(tmp_path / "candidate", dtype, steps=steps, **of_candidate)
+        return compare(
+            tmp_path / "reference", tmp_path / "candidate", spread=[tmp_path / "noise-1", tmp_path / "noise-2"]
+        ).first
+
+    return find
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_dropout_mask_is_named_though_the_loss_hides_it(first_difference, dtype):
+    first = first_difference(dtype, seed=2)
+
+    assert first is not None
+    assert (first.kind, first.name, first.fault) == ("activation", "dropout", "random numbers")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_parameters_that_part_over_steps_drift(first_difference, dtype):
+    lr = 0.1 * (1 + {torch.float64: 1e-9, torch.bfloat16: 0.1}[dtype])
+
+    first = first_difference(dtype, steps=12, lr=lr)
+
+    assert first is not None
+    assert first.step > 2
+    assert (first.name, first.fault) == ("", "drift")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_equal_programs_do_not_differ(first_difference, dtype):
+    assert first_difference(dtype, steps=3) is None
