@@ -268,7 +268,7 @@ FAULTS = {
     ),
     "losses that differ between the ranks of a layer": (
         ParityCase(model_fn=LosesItsOwn, batches=numbers(), nxd_config={"tensor_parallel_size": 2}),
-        ("activation", "", "different values"),
+        ("loss", "", "missing sum"),
     ),
 }
 
