@@ -136,9 +136,10 @@ def bound_of(
     """
     scale = _largest_number(expected)
     scale = max(scale, SMALL_SHARE * peers)
-    fixed = (TOLERANCES.get(expected.dtype, 0.1) if rtol is None else rtol) * scale
+    fixed = TOLERANCES.get(expected.dtype, 0.1) if rtol is None else rtol
     if not spread:
-        return Bound(fixed, fixed)
+        largest = fixed * max(scale, share * peers)
+        return Bound(largest, largest)
     apart = [distance(expected, it) for it in spread]
     last_place = torch.finfo(expected.dtype).eps * scale if expected.is_floating_point() else 0.0
     if not expected.dim():
@@ -150,4 +151,4 @@ def bound_of(
     )
     if expected.dtype not in PRECISE:
         return bound
-    return Bound(max(bound.largest, fixed), max(bound.mean_square, fixed))
+    return Bound(max(bound.largest, fixed * scale), max(bound.mean_square, fixed * scale))
