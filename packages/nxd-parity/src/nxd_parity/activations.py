@@ -101,13 +101,19 @@ def rows_of(whole: Tensor, local: Tensor) -> Place | None:
     """Return the place of rows that are in the whole tensor in any order; None if one is not."""
     if whole.dim() != local.dim() or not whole.dim() or whole.shape[1:] != local.shape[1:]:
         return None
+    positions = _positions_of_rows(whole, local)
+    if positions is None:
+        return None
+    return Place(tuple(whole.shape), (positions, *[None] * (whole.dim() - 1)))
+
+
+def _positions_of_rows(whole: Tensor, local: Tensor) -> Tensor | None:
+    """Return where a rank's rows are in a tensor, the first of equal ones; None if one is not there."""
     known: dict[bytes, int] = {}
     for position, row in enumerate(bytes_of_rows(whole, 0)):
         known.setdefault(row, position)
     positions = [known.get(row) for row in bytes_of_rows(local, 0)]
-    if any(it is None for it in positions):
-        return None
-    return Place(tuple(whole.shape), (torch.tensor(positions), *[None] * (whole.dim() - 1)))
+    return None if any(it is None for it in positions) else torch.tensor(positions)
 
 
 def padded_rows(whole: Tensor, local: Tensor) -> Place | None:
@@ -120,17 +126,14 @@ def padded_rows(whole: Tensor, local: Tensor) -> Place | None:
     length = local.shape[1]
     if not 0 < length < whole.shape[1]:
         return None
-    shorter, rest = whole[:, :length].contiguous(), whole[:, length:]
+    shorter, rest = whole[:, :length], whole[:, length:]
     is_padding = (rest.diff(dim=1) != 0).flatten(1).sum(1) <= 1  # that of its batch, and zeros behind it
-    known: dict[bytes, int] = {}
-    for position, row in enumerate(bytes_of_rows(shorter, 0)):
-        if is_padding[position]:
-            known.setdefault(row, position)
-    positions = [known.get(row) for row in bytes_of_rows(local, 0)]
-    if any(it is None for it in positions):
+    padded = is_padding.nonzero().flatten()
+    positions = _positions_of_rows(shorter[padded], local) if len(padded) else None
+    if positions is None:
         return None
     others: list[Tensor | None] = [None] * (whole.dim() - 2)
-    return Place(tuple(whole.shape), (torch.tensor(positions), torch.arange(length), *others), is_padded=True)
+    return Place(tuple(whole.shape), (padded[positions], torch.arange(length), *others), is_padded=True)
 
 
 def nearest_rows(whole: Tensor, local: Tensor, *, once: bool) -> Place | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxd_parity.events import CollectiveEvent
-from nxd_parity.hooks import Progress
+from nxd_parity.hooks import Progress, is_in_backward
 from nxd_parity.replaced import replaced
 from nxd_parity.writer import RankWriter
 
@@ -108,7 +108,7 @@ def _recorded(original: Callable[..., Any], name: str, writer: RankWriter, progr
         ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
         if name in MESSAGES:
             ranks = (dist.get_rank(), *_peer(given, named, group))
-        is_backward = torch._C._current_graph_task_id() != -1
+        is_backward = is_in_backward()
         writer.collective(
             CollectiveEvent(
                 progress.step,

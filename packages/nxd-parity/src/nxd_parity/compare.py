@@ -73,15 +73,15 @@ def compare(
             report.agree[outcome.key.kind] = report.agree.get(outcome.key.kind, 0) + 1
         elif outcome.status is Status.UNKNOWN:
             report.not_compared[_title(outcome)] = outcome.reason
-    report.findings = _with_orders(_findings(comparison, outcomes), of_candidate)
-    report.different = len(report.findings) + max(len(_faults_in(outcomes, comparison)) - MOST_FINDINGS, 0)
+    wrong = _faults_in(outcomes, comparison)
+    report.findings = _with_orders(_findings(comparison, outcomes, wrong), of_candidate)
+    report.different = len(report.findings) + max(len(wrong) - MOST_FINDINGS, 0)
     add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
     return report
 
 
-def _findings(comparison: Comparison, outcomes: Sequence[Outcome]) -> list[Finding]:
-    wrong = _faults_in(outcomes, comparison)
+def _findings(comparison: Comparison, outcomes: Sequence[Outcome], wrong: Sequence[Outcome]) -> list[Finding]:
     diagnostician = Diagnostician(comparison)
     found = [
         Finding(0, events.PARAMETER, name, fault=of_faults.WRONG_SHARD, detail=problem)
@@ -157,6 +157,8 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
     has_loss = any(it.key.kind == events.LOSS for it in in_step)
     is_step_wrong = _is_step_wrong(in_step)
     lost = _lost_gradients(in_step)
+    gradients = [it.key.name for it in lasting if it.key.kind == events.GRADIENT and it.key.step == step]
+    with_wrong_gradients = {owner_of(it) for it in gradients}
     wrong = []
     for outcome in outcomes:
         if outcome.key in lost:
@@ -171,7 +173,7 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
             if not is_of_data and _is_right_afterwards(outcome.key, right, comparison):
                 continue
         elif outcome.key.step == step and outcome.key.kind == events.ACTIVATION_GRADIENT:
-            if not _has_wrong_gradients(outcome.key, lasting) and _is_right_before(outcome, outcomes, right):
+            if outcome.key.name not in with_wrong_gradients and _is_right_before(outcome, outcomes, right):
                 continue
         elif outcome.key.kind == events.GRADIENT_NORM and (events.GRADIENT, outcome.key.step) in of_lasting:
             continue
@@ -214,12 +216,6 @@ def _is_right_afterwards(key: Key, right: Set[tuple[str, str]], comparison: Comp
     around = {name[:end] for end, letter in enumerate(name) if letter == "."} | ({""} if name else set())
     later = {*around, *comparison.users(key), *([name] if key.kind == events.INPUT else [])}
     return any((events.ACTIVATION, it) in right for it in later)
-
-
-def _has_wrong_gradients(key: Key, lasting: Sequence[Outcome]) -> bool:
-    """Whether a parameter of a module has a wrong gradient."""
-    gradients = (it.key for it in lasting if it.key.kind == events.GRADIENT and it.key.step == key.step)
-    return any(owner_of(it.name) == key.name for it in gradients)
 
 
 def _is_right_before(outcome: Outcome, outcomes: Sequence[Outcome], right: Set[tuple[str, str]]) -> bool:

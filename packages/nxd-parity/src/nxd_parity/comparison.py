@@ -112,11 +112,9 @@ class Comparison(Sides):
         whole, local = self.whole(key), self.candidate.read(rank, event)
         is_gradient = key.kind == events.ACTIVATION_GRADIENT
         place = self._nearest_place(key, rank, event, local)
-        if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
-            place = None
+        if place is None or not place.fits(whole, local):
+            return Piece(rank, event, None)
         piece = Piece(rank, event, place)
-        if place is None:
-            return piece
         if is_gradient:
             return piece if place.summed_over else replace(piece, scale=self._scale(key, piece, local))
         self._activations.remember(rank, event, place)
@@ -128,7 +126,7 @@ class Comparison(Sides):
         whole = self.whole(key)
         is_gradient = key.kind == events.ACTIVATION_GRADIENT
         place = self._activations.remembered(rank, event) if is_gradient else None
-        if place is not None and (place.shape != tuple(whole.shape) or place.of(whole).shape != local.shape):
+        if place is not None and not place.fits(whole, local):
             place = None
         if place is None or (event.placement is not None and event.placement.summed_over):
             options = self._activations.options(rank, event, tuple(whole.shape))
@@ -192,15 +190,17 @@ class Comparison(Sides):
 
     def has_right_gradients(self, of_output: Key) -> bool:
         """Whether the parameters of the module that has an output have right gradients, and not by a loose bound."""
-        owned = [
-            self._gradient(key)
-            for key in self.of_candidate
-            if key.step == of_output.step
-            and key.kind == events.GRADIENT
-            and owner_of(key.name) == of_output.name
-            and key in self.of_reference
-        ]
+        owned = [self._gradient(key) for key in self._gradients_of_modules[of_output.step, of_output.name]]
         return all(it.status is Status.AGREES for it in owned) and any(self._is_telling(it) for it in owned)
+
+    @cached_property
+    def _gradients_of_modules(self) -> Mapping[tuple[int, str], Sequence[Key]]:
+        """The gradients that both sides have, by step and the module that has the parameter."""
+        found: dict[tuple[int, str], list[Key]] = defaultdict(list)
+        for key in self.of_candidate:
+            if key.kind == events.GRADIENT and key in self.of_reference:
+                found[key.step, owner_of(key.name)].append(key)
+        return found
 
     def _is_telling(self, outcome: Outcome) -> bool:
         """Whether the bound is so far below the values that agreeing with them says something."""
@@ -211,9 +211,9 @@ class Comparison(Sides):
         """Return the factor by which a rank's tensor is the expected one; None if it is no multiple of it."""
         assert piece.place is not None
         whole = self.whole(key)
-        part = piece.place.of(whole) if piece.place.shape == tuple(whole.shape) else None
-        if part is None or part.shape != local.shape or not part.numel():
+        if not piece.place.fits(whole, local) or not local.numel():
             return None
+        part = piece.place.of(whole)
         factor, rest = scale_of(part, local)
         largest, size = self.bound(key, piece).largest, float(part.double().abs().max())
         fits = size > 0 and rest * abs(factor) * size <= max(largest * abs(factor), 1e-12 * size)

@@ -18,12 +18,13 @@ MOST_WHOLE_ROWS = 65536
 
 def moved(place: Place, scale: float, whole: Tensor, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
     """Explain values of other positions of the whole tensor."""
+    whole = whole * scale
     for option in options_by_shape(whole.shape, found.shape):
-        part = option.of(whole) * scale
+        part = option.of(whole)
         if part.shape == found.shape and bound.holds(distance(part, found)):
             return Diagnosis(of_faults.WRONG_SHARD, f"the values are those of {option}, not of {place}")
     for dim in range(found.dim()):
-        where = _moved_along(dim, whole * scale, expected, found, bound)
+        where = _moved_along(dim, whole, expected, found, bound)
         if where is not None:
             return Diagnosis(of_faults.WRONG_SHARD, f"along dim {dim} {where}")
     if found.dim() == 2 and found.shape[0] == found.shape[1] and bound.holds(distance(expected.T, found)):

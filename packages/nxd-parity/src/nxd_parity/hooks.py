@@ -171,7 +171,7 @@ class StepHooks:
         self._at_end_of_step()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or _is_in_backward():
+        if torch.compiler.is_compiling() or is_in_backward():
             return
         if module not in self._hooked:  # hooks for all modules would come before the module's own
             hook = _LastHook(self._after_forward)
@@ -197,7 +197,7 @@ class StepHooks:
         self._progress.is_in_module = True
 
     def _after_forward(self, module: nn.Module, inputs: Any, named_inputs: Any = None, output: Any = None) -> Any:
-        if torch.compiler.is_compiling() or _is_in_backward():
+        if torch.compiler.is_compiling() or is_in_backward():
             return None
         if not self._under_way or self._under_way[-1].module is not module:
             return None
@@ -369,7 +369,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(value, field.name, None))
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether backward is running: activation checkpoints call modules again there, with equal results."""
     return torch._C._current_graph_task_id() != -1
 

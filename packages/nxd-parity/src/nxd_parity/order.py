@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import CollectiveEvent
 from nxd_parity.writer import RAISED, REACHED
 
 Calls = Sequence[CollectiveEvent]
-OF_PAIRS = ("send", "recv", "isend", "irecv")
 SAME_SHAPES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "reduce")
 SUMS = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce")
 MOST_SUMS = 2  # that are described
@@ -63,7 +63,7 @@ def partings(collectives: Sequence[Calls], ends: Sequence[str]) -> Iterator[Part
     of_group: dict[tuple[tuple[int, ...], str], dict[int, list[CollectiveEvent]]] = defaultdict(dict)
     for rank, calls in enumerate(collectives):
         for call in calls:
-            if call.operation not in OF_PAIRS and len(call.ranks) > 1:
+            if call.operation not in MESSAGES and len(call.ranks) > 1:
                 of_group[call.ranks, call.group].setdefault(rank, []).append(call)
     found = []
     for (group, _), of_rank in of_group.items():

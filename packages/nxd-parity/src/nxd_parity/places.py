@@ -51,6 +51,10 @@ class Place:
                     whole = whole.index_select(dim, positions)
         return whole
 
+    def fits(self, whole: Tensor, local: Tensor) -> bool:
+        """Whether the place is one in a tensor, and has the shape of a rank's."""
+        return self.shape == tuple(whole.shape) and self.of(whole).shape == local.shape
+
     @property
     def is_whole(self) -> bool:
         """Whether the rank has the whole tensor."""

@@ -52,6 +52,7 @@ class Sides:
         self._differences: dict[tuple[int, str, int, int, float], tuple[Place | None, Distance | None]] = {}
         self._of_differences: Key | None = None
         self._read_joined = lru_cache(maxsize=CACHED)(_read_joined)
+        self._with_noise = lru_cache(maxsize=1)(self._read_with_noise)  # for all ranks of a tensor
         of_all = [it for of_rank in candidate.collectives for it in of_rank]
         known = {it.ranks for it in of_all if it.operation not in MESSAGES}
         self.groups = list(groups_of(candidate.world_size, sorted(known)))
@@ -110,7 +111,7 @@ class Sides:
         bound = bound_of(part, spread, peers=self._peers[key.step, key.kind], rtol=self.rtol, share=share)
         return Bound(bound.largest * abs(piece.scale), bound.mean_square * abs(piece.scale))
 
-    def _with_noise(self, key: Key) -> list[Tensor]:
+    def _read_with_noise(self, key: Key) -> list[Tensor]:
         """Return the tensor in the recordings with noise; rows that it brought into another order are put back."""
         whole, found = self.whole(key), []
         for recording, of_key in zip(self.spread, self.of_spread, strict=True):
