@@ -1,31 +1,15 @@
 """Accelerate: a program that calls `prepare`, `accumulate` and `clip_grad_norm_` itself, with DDP and with FSDP2."""
 
 import pytest
-import torch
 from foreign_programs import accelerated
-from foreign_programs.launched import as_launched
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+from foreign_programs.cases import cases
+from foreign_programs.launched import as_launched_for_accelerate
 
 
 def train(**given):
     """Train as torchrun would start the program."""
-    from accelerate.state import AcceleratorState
-
-    with as_launched():
-        try:
-            accelerated.train(**given)
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def cases(of, quick):
-    """Return all pairs of a name and a dtype; those that are not quick are slow."""
-    return [
-        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=() if (name, of_dtype) in quick else pytest.mark.slow)
-        for name in of
-        for of_dtype, dtype in DTYPES.items()
-    ]
+    with as_launched_for_accelerate():
+        accelerated.train(**given)
 
 
 @pytest.mark.parametrize(("plugin", "dtype"), cases(["ddp", "fsdp"], {("ddp", "float64"), ("fsdp", "float64")}))

@@ -1,37 +1,19 @@
 """transformers' Llama under torch's `parallelize_module`: tensor, sequence and loss parallel, and wrong plans."""
 
 import pytest
-import torch
 from foreign_programs import dtensor_llama
+from foreign_programs.cases import cases
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = {
     "sequence": {},
     "loss": {"is_loss_split": True},
     "tied": {"is_tied": True},
 }
 QUICK = {("loss", "float64"), ("output not summed", "float64")}
-
-
 KNOWN = {("norm gradient not summed", "bfloat16"): "is not seen: the difference is within the spread"}
 
 
-def marks_of(case):
-    if case in KNOWN:
-        return [pytest.mark.slow, pytest.mark.xfail(reason=KNOWN[case], strict=False)]
-    return () if case in QUICK else pytest.mark.slow
-
-
-def cases(of):
-    """All pairs of a name and a dtype; those that are not quick are slow."""
-    return [
-        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=marks_of((name, of_dtype)))
-        for name in of
-        for of_dtype, dtype in DTYPES.items()
-    ]
-
-
-@pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS))
+@pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS, QUICK, KNOWN))
 def test_plan_agrees(compared, layout, dtype):
     given = LAYOUTS[layout]
     whole = {"is_tied": True} if "is_tied" in given else {}
@@ -55,7 +37,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS))
+@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS, QUICK, KNOWN))
 def test_fault_is_located(compared, fault, dtype):
     given, (kind, name, faults) = FAULTS[fault]
     whole = {"is_tied": True} if "is_tied" in given else {}

@@ -1,33 +1,15 @@
 """FSDP2 of a model of transformers: on two and four ranks, as HSDP, and mistakes around it."""
 
 import pytest
-import torch
 from foreign_programs import fsdp2
+from foreign_programs.cases import cases
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = {"2": (2, {}), "4": (4, {}), "hsdp": (4, {"replicas": 2})}
 QUICK = {("2", "float64"), ("a weight ignored", "float64")}
-
-
 KNOWN = {("4", "bfloat16"): "a false alarm: a weight that Adam moves by the rounding of a small gradient"}
 
 
-def marks_of(case):
-    if case in KNOWN:
-        return [pytest.mark.slow, pytest.mark.xfail(reason=KNOWN[case], strict=False)]
-    return () if case in QUICK else pytest.mark.slow
-
-
-def cases(of):
-    """All pairs of a name and a dtype; those that are not quick are slow."""
-    return [
-        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=marks_of((name, of_dtype)))
-        for name in of
-        for of_dtype, dtype in DTYPES.items()
-    ]
-
-
-@pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS))
+@pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS, QUICK, KNOWN))
 def test_sharded_model_agrees(compared, layout, dtype):
     ranks, given = LAYOUTS[layout]
 
@@ -46,7 +28,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS))
+@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS, QUICK, KNOWN))
 def test_fault_is_located(compared, fault, dtype):
     kind, name, faults = FAULTS[fault]
 

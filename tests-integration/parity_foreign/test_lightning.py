@@ -5,12 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 from foreign_programs import lightning_trainer
+from foreign_programs.cases import cases
 from foreign_programs.launched import as_launched
 from nxd_parity.command import main
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 PROGRAM = Path(lightning_trainer.__file__)
 
 
@@ -18,15 +17,6 @@ def train(**given):
     """Train as torchrun would start the program."""
     with as_launched():
         lightning_trainer.train(**given)
-
-
-def cases(of, quick):
-    """Return all pairs of a name and a dtype; those that are not quick are slow."""
-    return [
-        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=() if (name, of_dtype) in quick else pytest.mark.slow)
-        for name in of
-        for of_dtype, dtype in DTYPES.items()
-    ]
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), cases(["ddp", "fsdp2", "tp"], {("ddp", "float64")}))

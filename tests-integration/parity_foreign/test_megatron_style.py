@@ -3,36 +3,18 @@
 import sys
 
 import pytest
-import torch
 from foreign_programs import megatron_style
+from foreign_programs.cases import cases
 from nxd_parity.command import main
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = {"tp2": (2, {"tp": 2}), "dp2": (2, {"tp": 1}), "tp2-dp2": (4, {"tp": 2})}
 QUICK = {("tp2-dp2", "float64"), ("norm not summed", "float64"), ("bias on every rank", "float64")}
-
-
 KNOWN = {
     ("bias on every rank", "bfloat16"): "is seen at the gradient of the bias: its part of the output is within rounding"
 }
 
 
-def marks_of(case):
-    if case in KNOWN:
-        return [pytest.mark.slow, pytest.mark.xfail(reason=KNOWN[case], strict=False)]
-    return () if case in QUICK else pytest.mark.slow
-
-
-def cases(of):
-    """All pairs of a name and a dtype; those that are not quick are slow."""
-    return [
-        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=marks_of((name, of_dtype)))
-        for name in of
-        for of_dtype, dtype in DTYPES.items()
-    ]
-
-
-@pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS))
+@pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS, QUICK, KNOWN))
 def test_program_agrees(compared, layout, dtype):
     ranks, given = LAYOUTS[layout]
 
@@ -53,7 +35,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS))
+@pytest.mark.parametrize(("fault", "dtype"), cases(FAULTS, QUICK, KNOWN))
 def test_fault_is_located(compared, fault, dtype):
     ranks, (kind, name, faults) = FAULTS[fault]
 

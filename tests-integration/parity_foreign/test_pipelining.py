@@ -1,10 +1,9 @@
 """torch.distributed.pipelining: a Llama in stages, whose schedules, cuts and faults nobody told nxd-parity of."""
 
 import pytest
-import torch
 from foreign_programs import pipelining
+from foreign_programs.cases import cases
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LAYOUTS = {
     "gpipe": (2, {}),
     "1f1b-of-4": (4, {"schedule": "1f1b"}),
@@ -15,15 +14,6 @@ LAYOUTS = {
     "tied": (2, {"tied": True}),
 }
 QUICK = {("gpipe", "float64"), ("interleaved", "float64")}
-
-
-def cases(of, quick):
-    """Return all pairs of a name and a dtype; those that are not quick are slow."""
-    return [
-        pytest.param(name, dtype, id=f"{name}-{of_dtype}", marks=() if (name, of_dtype) in quick else pytest.mark.slow)
-        for name in of
-        for of_dtype, dtype in DTYPES.items()
-    ]
 
 
 @pytest.mark.parametrize(("layout", "dtype"), cases(LAYOUTS, QUICK))

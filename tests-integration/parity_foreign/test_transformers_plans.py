@@ -1,10 +1,9 @@
 """transformers' own tensor and expert parallelism, and its FSDP2: types that are right, and those known to be wrong."""
 
 import pytest
-import torch
 from foreign_programs import transformers_plans
+from foreign_programs.cases import DTYPES
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 TENSOR = {"tp_size": 2, "tp_plan": "auto"}
 RIGHT = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "qwen3_moe", "mixtral", "granite", "olmo2"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from nxd_parity import compare, record
 from torch import nn
 
 VOCABULARY, HIDDEN, BATCH, LENGTH = 40, 16, 4, 9
@@ -134,3 +135,19 @@ def train():
 def make_model():
     """A function that makes the small model."""
     return Model
+
+
+@pytest.fixture
+def compared(run_ranks, tmp_path):
+    """`compared(train, fault="")`: a report of a program on two ranks against one process, where it is right."""
+
+    def run(train, fault=""):
+        def recorded(folder, of_run):
+            with record(folder):
+                train(of_run)
+
+        recorded(tmp_path / "reference", "")
+        run_ranks(recorded, 2, tmp_path / "candidate", fault)
+        return compare(tmp_path / "reference", tmp_path / "candidate")
+
+    return run

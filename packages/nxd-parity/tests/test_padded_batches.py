@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_parity import compare, record
 from torch import nn
 
 LENGTHS = (3, 5, 4, 3, 7, 6, 2, 5)
@@ -47,23 +46,8 @@ def train(fault=""):
         optimizer.zero_grad()
 
 
-def recorded(folder, fault=""):
-    with record(folder):
-        train(fault)
-
-
-@pytest.fixture
-def compared(run_ranks, tmp_path):
-    def run(fault=""):
-        recorded(tmp_path / "reference")
-        run_ranks(recorded, 2, tmp_path / "candidate", fault)
-        return compare(tmp_path / "reference", tmp_path / "candidate")
-
-    return run
-
-
 def test_shorter_rows_of_ranks_are_found(compared):
-    report = compared()
+    report = compared(train)
 
     assert report.agrees, str(report)
     assert report.not_compared == {}
@@ -78,7 +62,7 @@ def test_shorter_rows_of_ranks_are_found(compared):
     ],
 )
 def test_fault_is_located(compared, fault, found):
-    first = compared(fault).first
+    first = compared(train, fault).first
 
     assert first is not None
     assert (first.step, first.kind, first.name, first.fault) == found

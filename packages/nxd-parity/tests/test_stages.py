@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from nxd_parity import compare, record
 from nxd_parity.recording import Recording
 from torch import nn
 
@@ -72,23 +71,8 @@ def train(fault=""):
         optimizer.zero_grad()
 
 
-def recorded(folder, fault=""):
-    with record(folder):
-        train(fault)
-
-
-@pytest.fixture
-def compared(run_ranks, tmp_path):
-    def run(fault=""):
-        recorded(tmp_path / "reference")
-        run_ranks(recorded, 2, tmp_path / "candidate", fault)
-        return compare(tmp_path / "reference", tmp_path / "candidate")
-
-    return run
-
-
 def test_names_of_stages_are_inferred(compared, tmp_path):
-    report = compared()
+    report = compared(train)
 
     assert report.agrees, str(report)
     assert report.agree["parameter"] == 3 * 6
@@ -110,7 +94,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_of_stages_is_located(compared, fault):
-    first = compared(fault).first
+    first = compared(train, fault).first
 
     assert first is not None
     assert (first.step, first.kind, first.name, first.fault) == FAULTS[fault][:4]

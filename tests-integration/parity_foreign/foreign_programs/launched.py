@@ -30,3 +30,15 @@ def as_launched() -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def as_launched_for_accelerate() -> Iterator[None]:
+    """The same for programs that use Accelerate, whose state of the process is forgotten, too."""
+    from accelerate.state import AcceleratorState
+
+    with as_launched():
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
