@@ -30,7 +30,7 @@ class FailingEngine:
         self.joined = threading.Event()
         self.restarted = threading.Event()
 
-    def add(self, prompt, settings, cache_salt):
+    def add(self, prompt, settings, cache_salt, inputs):
         self.num_free = 0
         return object()
 
@@ -68,7 +68,7 @@ class CountingEngine:
         self.joining = threading.Semaphore(0)
         self._room = threading.Semaphore(0)
 
-    def add(self, prompt, settings, cache_salt):
+    def add(self, prompt, settings, cache_salt, inputs):
         self.num_free -= 1
         self.joined.append(prompt[0])
         self.joining.release()
