@@ -1,6 +1,5 @@
 """Unmodified Hugging Face models on two pipeline stages: the loss, gradients and logits of one process."""
 
-
 import pytest
 import torch
 from nxd_pipeline import NxDPPModel

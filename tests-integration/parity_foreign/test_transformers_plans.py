@@ -22,8 +22,8 @@ def slow_but(quick):
     return lambda name: name if name in quick else pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("dtype", map(slow_but(["float64"]), DTYPES))
-@pytest.mark.parametrize("model_type", map(slow_but(["llama"]), RIGHT))
+@pytest.mark.parametrize("dtype", [*map(slow_but(["float64"]), DTYPES)])
+@pytest.mark.parametrize("model_type", [*map(slow_but(["llama"]), RIGHT)])
 def test_right_type_agrees(compared, folder_of, model_type, dtype):
     folder = folder_of(model_type)
 
@@ -70,7 +70,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("model_type", map(slow_but(["apertus"]), WRONG))
+@pytest.mark.parametrize("model_type", [*map(slow_but(["apertus"]), WRONG)])
 def test_wrong_type_is_located(compared, folder_of, model_type):
     sizes, expected = WRONG[model_type]
     folder = folder_of(model_type)
