@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from nxd_parity import compare, record
 from torch import nn
 
-CLASSES, WIDTH, ROWS = 32, 16, 24
+CLASSES, WIDTH, ROWS = 32, 16, 256
 
 
 class Model(nn.Module):
@@ -14,10 +14,10 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.dropout, self.head = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, CLASSES)
+        self.first, self.dropout, self.head = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.02), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x, labels):
-        return F.cross_entropy(self.head(self.dropout(self.first(x).tanh())).float(), labels)
+        return F.cross_entropy(self.head(self.dropout(self.first(x).tanh())), labels)
 
 
 def train(folder, dtype, *, steps=1, lr=0.1, seed=1, moved=0, noise=None):
@@ -37,15 +37,15 @@ def train(folder, dtype, *, steps=1, lr=0.1, seed=1, moved=0, noise=None):
 
 @pytest.fixture
 def first_difference(tmp_path):
-    """Train a reference, two references with noise and a candidate; return the first difference."""
+    """Train a reference, two with noise below float64, and a candidate; return the first difference."""
 
     def find(dtype, *, steps=1, **of_candidate):
-        for number, name in enumerate(("reference", "noise-1", "noise-2")):
-            train(tmp_path / name, dtype, steps=steps, noise=number or None)
+        noises = [] if dtype == torch.float64 else [1, 2]
+        for noise in [None, *noises]:
+            train(tmp_path / f"noise-{noise}", dtype, steps=steps, noise=noise)
         train(tmp_path / "candidate", dtype, steps=steps, **of_candidate)
-        return compare(
-            tmp_path / "reference", tmp_path / "candidate", spread=[tmp_path / "noise-1", tmp_path / "noise-2"]
-        ).first
+        spread = [tmp_path / f"noise-{it}" for it in noises]
+        return compare(tmp_path / "noise-None", tmp_path / "candidate", spread=spread).first
 
     return find
 
@@ -60,7 +60,7 @@ def test_dropout_mask_is_named_though_the_loss_hides_it(first_difference, dtype)
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 def test_parameters_that_part_over_steps_drift(first_difference, dtype):
-    lr = 0.1 * (1 + {torch.float64: 1e-9, torch.bfloat16: 0.1}[dtype])
+    lr = 0.1 * (1 + {torch.float64: 1e-8, torch.bfloat16: 0.1}[dtype])
 
     first = first_difference(dtype, steps=12, lr=lr)
 
