@@ -2,6 +2,7 @@
 
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ def recorded(train: Callable[..., object], folder: Path, dtype: torch.dtype, noi
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())  # libraries change what is shown of them, for later tests, too
         if dtype == torch.float64:
             stack.enter_context(InFloat64())
         stack.callback(torch.set_default_dtype, before)
