@@ -120,6 +120,34 @@ def test_reference_of_several_ranks_is_refused(run_ranks, tmp_path, train):
         compare(tmp_path / "candidate", tmp_path / "candidate")
 
 
+def test_candidate_that_calls_no_model_is_refused(tmp_path, reference):
+    recorded(tmp_path / "candidate", lambda: None)
+
+    with pytest.raises(ValueError, match="candidate has no tensors: no model was called"):
+        compare(reference, tmp_path / "candidate")
+
+
+def test_steps_that_only_one_has_and_errors_are_noted(tmp_path, reference, train):
+    def fails():
+        train(steps=1)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        recorded(tmp_path / "candidate", fails)
+
+    report = compare(reference, tmp_path / "candidate")
+
+    assert report.agrees
+    assert report.notes[0] == "the reference has 2 steps: those after step 1 were not compared"
+    assert report.notes[1] == "rank 0 of the candidate raised an error while it was recorded"
+
+
+@pytest.mark.parametrize("rtol", [float("nan"), float("inf"), -1.0])
+def test_tolerance_that_is_none_is_refused(reference, rtol):
+    with pytest.raises(ValueError, match=r"rtol=.*; pass a finite number that is not negative"):
+        compare(reference, reference, rtol=rtol)
+
+
 def test_recording_that_lacks_a_rank_is_refused(run_ranks, tmp_path, reference, train):
     run_ranks(recorded, 2, tmp_path / "candidate", train)
     (tmp_path / "candidate" / "rank-00000").rename(tmp_path / "elsewhere")

@@ -14,24 +14,30 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.dropout, self.head = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.02), nn.Linear(WIDTH, CLASSES)
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.dropout, self.head = nn.Dropout(0.02), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x, labels):
-        return F.cross_entropy(self.head(self.dropout(self.first(x).tanh())), labels)
+        return F.cross_entropy(self.head(self.dropout(self.norm(self.first(x)).tanh())), labels)
 
 
-def train(folder, dtype, *, steps=1, lr=0.1, seed=1, moved=0, noise=None):
+def train(folder, dtype, *, steps=1, lr=0.1, seed=1, eps=1e-5, bias=1, noise=None):
     torch.manual_seed(0)
     model = Model().to(dtype)
+    model.norm.eps = eps
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     with record(folder, noise=noise):
         for step in range(steps):
             inputs = torch.Generator().manual_seed(step)
             x = torch.randn(ROWS, WIDTH, generator=inputs).to(dtype)
-            labels = torch.randint(CLASSES, (ROWS,), generator=inputs).roll(moved)
+            labels = torch.randint(CLASSES, (ROWS,), generator=inputs)
             torch.manual_seed(100 * step + seed)
             optimizer.zero_grad()
             model(x, labels).backward()
+            model.first.bias.grad *= bias
+            norm = torch.stack([it.grad.norm() for it in model.parameters()]).norm()
+            for parameter in model.parameters():  # clipped by the program's own code
+                parameter.grad *= 0.1 / norm
             optimizer.step()
 
 
@@ -67,6 +73,21 @@ def test_parameters_that_part_over_steps_drift(first_difference, dtype):
     assert first is not None
     assert first.step > 2
     assert (first.name, first.fault) == ("", "drift")
+
+
+def test_gradient_that_is_wrong_before_the_program_clips_it_is_named(first_difference):
+    first = first_difference(torch.float64, bias=3)
+
+    assert first is not None
+    assert (first.kind, first.name, first.fault) == ("gradient", "first.bias", "scaled")
+    assert "as after clipping" in first.detail
+
+
+def test_values_that_all_differ_in_one_direction_are_not_rounded(first_difference):
+    first = first_difference(torch.float64, eps=1e-3)
+
+    assert first is not None
+    assert (first.kind, first.name, first.fault) == ("activation", "norm", "different values")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 
 import pytest
@@ -173,12 +174,55 @@ def test_damaged_line_is_an_error_that_names_it(tmp_path, line):
         _ = Recording(tmp_path / "run").tensors
 
 
+def test_tensors_that_are_cut_off_are_an_error(tmp_path):
+    with record(tmp_path / "run"):
+        train_small(nn.Linear(4, 4))
+    path = tmp_path / "run" / "rank-00000" / "events.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]))
+
+    with pytest.raises(ValueError, match=rf"events.jsonl has 3 of {len(lines)} tensors: it was cut off"):
+        _ = Recording(tmp_path / "run").tensors
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not the description of a recording"),
+        ("[" * 100_000, "is not the description of a recording"),
+        ("[]", "is of format '\\[\\]'; this nxd-parity reads format 1"),
+        ('{"format": 2}', "is of format '2'; this nxd-parity reads format 1"),
+        ('{"format": 1, "world_size": 3}', "lacks the recording of rank 1 of 3; copy the folders of all ranks"),
+    ],
+    ids=["empty", "nested", "list", "later format", "other ranks"],
+)
+def test_description_that_does_not_fit_is_an_error(tmp_path, text, message):
+    with record(tmp_path / "run"):
+        train_small(nn.Linear(4, 4))
+    (tmp_path / "run" / "rank-00000" / "recording.json").write_text(text)
+
+    with pytest.raises(ValueError, match=message):
+        Recording(tmp_path / "run")
+
+
+def test_values_that_are_no_file_are_an_error(tmp_path):
+    with record(tmp_path / "run"):
+        train_small(nn.Linear(4, 4))
+    path = tmp_path / "run" / "rank-00000" / "tensors-00000.safetensors"
+    path.unlink()
+    os.mkfifo(path)  # which nobody writes to
+    recording = Recording(tmp_path / "run")
+
+    with pytest.raises(ValueError, match="is missing; copy the folders of all ranks whole"):
+        recording.read(0, recording.tensors[0][0])
+
+
 def test_tensor_that_is_not_the_recorded_one_is_an_error(tmp_path):
     with record(tmp_path / "run"):
         train_small(nn.Linear(4, 4))
     path = tmp_path / "run" / "rank-00000" / "events.jsonl"
-    first = json.loads(path.read_text().splitlines()[0])
-    path.write_text(json.dumps(first | {"shape": [400, 4]}) + "\n")
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps(json.loads(first) | {"shape": [400, 4]}) + "\n", *others]))
     recording = Recording(tmp_path / "run")
 
     with pytest.raises(ValueError, match=r"was recorded as torch.float32 \[400, 4\]"):

@@ -33,6 +33,17 @@ def test_layouts_that_differ_are_reported(train, tmp_path):
     assert main(["compare", str(kept / "reference"), str(kept / "candidate-1")]) == 3
 
 
+@pytest.mark.parametrize("named", [{"layouts": []}, {"ranks": 0}, {"steps": 0}, {"timeout": -1}], ids=str)
+def test_arguments_that_compare_nothing_are_refused(train, named):
+    with pytest.raises(ValueError, match="pass positive numbers, and at least one layout"):
+        testing.assert_same_training(train, train, **named)
+
+
+def test_candidate_that_trains_fewer_steps_is_reported(train):
+    with pytest.raises(AssertionError, match="those after step 1 were not compared"):
+        testing.assert_same_training(train, train, ranks=1, layouts=[{"steps": 1}])
+
+
 @pytest.mark.slow
 def test_bfloat16_is_compared_within_its_rounding(train):
     def trains():

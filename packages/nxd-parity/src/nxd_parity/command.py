@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nxd_parity.report import Report
 
 EXIT_DIFFERENT = 3
+EXIT_INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"nxd-parity: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("nxd-parity: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:

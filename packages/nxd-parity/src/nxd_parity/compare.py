@@ -1,5 +1,6 @@
 """`compare`: finds the first tensor in which a recorded program differs from a recorded reference, and says why."""
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
 from nxd_parity.sequence import Key, owner_of
+from nxd_parity.sides import steps_of
+from nxd_parity.writer import RAISED, REACHED
 
 MOST_FINDINGS = 50  # later ones follow from the first
 COLLECTIVE = "collective"  # of a finding that is about no tensor
@@ -53,7 +56,8 @@ def compare(
 
     Raises:
         FileNotFoundError: a folder has no recording.
-        ValueError: a recording is damaged or incomplete, or the reference has several ranks.
+        ValueError: a recording is damaged, incomplete or empty, the reference has several ranks, or `rtol` is no
+            tolerance.
     """
     recordings = [Recording(it) for it in (reference, *spread)]
     for recording in recordings:
@@ -62,11 +66,15 @@ def compare(
                 f"{recording.folder} is a recording of {recording.world_size} ranks; the reference is one process: "
                 "record the program on a single rank, with its whole batches"
             )
+    if rtol is not None and not 0 <= rtol < math.inf:
+        raise ValueError(f"rtol={rtol}; pass a finite number that is not negative")
     of_candidate = Recording(candidate)
     comparison = Comparison(recordings[0], of_candidate, recordings[1:], rtol=rtol, shards=shards)
     report = Report(str(reference), str(candidate), of_candidate.world_size, comparison.steps)
     if not comparison.order:
         raise ValueError(f"{reference} has no tensors: no model was called while it was recorded")
+    if not any(of_candidate.tensors):
+        raise ValueError(f"{candidate} has no tensors: no model was called while it was recorded")
     outcomes = list(comparison.outcomes())
     for outcome in outcomes:
         if outcome.status in (Status.AGREES, Status.SUM):
@@ -256,6 +264,14 @@ def _finding(outcome: Outcome, diagnosis: Diagnosis, place: str) -> Finding:
 
 
 def _add_notes(report: Report, comparison: Comparison) -> None:
+    for name, recording in (("reference", comparison.reference), ("candidate", comparison.candidate)):
+        steps = steps_of(recording)
+        if steps > comparison.steps:
+            report.notes.append(f"the {name} has {steps} steps: those after step {comparison.steps} were not compared")
+        for rank, end in enumerate(recording.ends):
+            if end != REACHED:
+                how = "raised an error" if end == RAISED else "was ended"
+                report.notes.append(f"rank {rank} of the {name} {how} while it was recorded")
     if comparison.names:
         ranks = ", ".join(map(str, sorted({rank for rank, _ in comparison.names})))
         (rank, _), names = next(iter(comparison.names.items()))

@@ -86,7 +86,7 @@ class Comparison(Sides):
             if place is None and key.kind == events.OPTIMIZER_STATE:
                 place = self._part_of_flat_state(key, rank, event, whole)
             pieces.append(Piece(rank, event, place))
-        return self._judged(key, tuple(pieces))
+        return self.judged(key, tuple(pieces))
 
     def _part_of_flat_state(self, key: Key, rank: int, event: TensorEvent, whole: Tensor) -> Place | None:
         """Return the place of a state in equal parts in the order of ranks, padded at the end, if it was right once."""
@@ -105,7 +105,7 @@ class Comparison(Sides):
             problem = data_problem(of_data, tuple(whole.shape))
             if problem:
                 return Outcome(key, Status.DIFFERS, pieces, pieces, reason=problem)
-        return self._judged(key, pieces)
+        return self.judged(key, pieces)
 
     def _placed(self, key: Key, rank: int, event: TensorEvent) -> Piece:
         """Find the part of an activation, or of its gradient, that a rank has, and learn from it."""
@@ -254,7 +254,8 @@ class Comparison(Sides):
     def _sizes(self, ranks: int) -> set[int]:
         return {1, ranks, *(len(it) for it in self.groups if len(it) <= ranks)}
 
-    def _judged(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome:
+    def judged(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome:
+        """Compare the ranks' parts of a tensor."""
         return self._stated_sums(key, pieces) or self._homeless(key, pieces) or self._by_values(key, pieces)
 
     def _homeless(self, key: Key, pieces: tuple[Piece, ...]) -> Outcome | None:

@@ -68,8 +68,8 @@ class Consequences:
 
     def is_of_all(self, outcome: Outcome, diagnosis: Diagnosis) -> bool:
         """Whether the tensors of all parameters are wrong in the same way: the fault is in none of them."""
-        if diagnosis.fault == of_faults.DRIFT:
-            return True
+        if diagnosis.fault == of_faults.DRIFT or diagnosis.place:
+            return not diagnosis.place
         is_one_fault = diagnosis.fault != of_faults.DIFFERENT_VALUES or diagnosis.factor != 1
         if outcome.key.kind not in OF_PARAMETERS or not is_one_fault:
             return False
@@ -100,7 +100,7 @@ class Consequences:
         if diagnosis.fault == of_faults.DIFFERENT_VALUES and self._comparison.have_other_counts(outcome.key.step):
             return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS)
         if diagnosis.fault == of_faults.DIFFERENT_VALUES and self._are_most_gradients_wrong(outcome):
-            return Diagnosis(of_faults.WRONG_AVERAGING, "outputs are right, the loss and most gradients are not")
+            return Diagnosis(of_faults.DIFFERENT_VALUES, "outputs are right, the loss and most gradients are not")
         return diagnosis
 
     def _is_after_a_right_one(self, outcome: Outcome) -> bool:
@@ -140,6 +140,9 @@ class Consequences:
         if self._in_step(outcome, events.ACTIVATION_GRADIENT):
             return diagnosis
         if diagnosis.fault == of_faults.WRONG_AVERAGING:
+            of_one = self._besides_scaling(outcome, diagnosis.factor)
+            if of_one is not None:
+                return of_one
             what = f"{diagnosis.detail}, after a right backward: they were clipped by another norm, or scaled"
             return Diagnosis(of_faults.DIFFERENT_VALUES, what, diagnosis.factor)
         has_other_counts = self._are_most_gradients_wrong(outcome) and self._comparison.have_other_counts(
@@ -148,6 +151,22 @@ class Consequences:
         if diagnosis.fault == of_faults.DIFFERENT_VALUES and has_other_counts:
             return Diagnosis(of_faults.WRONG_AVERAGING, OTHER_COUNTS)
         return diagnosis
+
+    def _besides_scaling(self, outcome: Outcome, factor: float) -> Diagnosis | None:
+        """Explain gradients of which most have one factor by the first that differs in another way.
+
+        A program that clips by its own code does so before they are recorded, and the wrong one is part of its norm.
+        """
+        gradients = self._in_step(outcome, events.GRADIENT)
+        scaled = [tuple(replace(piece, scale=factor * piece.scale) for piece in it.pieces) for it in gradients]
+        judged = [self._comparison.judged(it.key, pieces) for it, pieces in zip(gradients, scaled, strict=True)]
+        unlike = [it for it in judged if it.status is not Status.AGREES and it.differing]
+        if not unlike or 2 * len(unlike) >= len(gradients):
+            return None
+        of_one = self._diagnostician.diagnose(unlike[0])
+        others = f"the others are {factor:.6g} times the expected ones, as after clipping"
+        detail = f"{of_one.detail}; {others}" if of_one.detail else others
+        return replace(of_one, detail=detail, place=unlike[0].key.name)
 
     def _are_most_gradients_wrong(self, outcome: Outcome) -> bool:
         of_step = [it for it in self._comparison.order if it.kind == events.GRADIENT and it.step == outcome.key.step]

@@ -11,6 +11,7 @@ from nxd_parity.outcome import Diagnosis
 from nxd_parity.places import Place, options_by_shape
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_ROUNDED, MOST_ONE_SIDED = 64, 0.5  # elements that tell, and how far rounding is from going both ways alike
 LEAST_CLASSES = 8  # of which two elements are few
 MOST_ROWS = 4096
 MOST_WHOLE_ROWS = 65536
@@ -103,6 +104,7 @@ def rounded(expected: Tensor, found: Tensor) -> Diagnosis | None:
     for dtype in LOWER:
         last_place = torch.finfo(dtype).eps
         is_lower = last_place > torch.finfo(found.dtype).eps and last_place / 64 <= relative <= last_place
+        is_lower = is_lower and not _is_one_sided(expected, found)
         if is_lower and (dtype == torch.float32 or (found.dim() and _is_rounded_to(dtype, expected, found))):
             return Diagnosis(
                 of_faults.LOWER_PRECISION,
@@ -116,6 +118,13 @@ def _is_rounded_to(dtype: torch.dtype, expected: Tensor, found: Tensor) -> bool:
     has_values = (found.to(dtype).to(found.dtype) == found).double().mean() > 0.9
     is_share = (expected - found).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()
     return bool(has_values) or bool(is_share.double().mean() > 0.9)
+
+
+def _is_one_sided(expected: Tensor, found: Tensor) -> bool:
+    """Whether most values are larger, or smaller, than the expected ones: rounding goes both ways."""
+    apart = ((found.double() - expected.double()).sign() * expected.double().sign()).flatten()
+    apart = apart[apart != 0]
+    return len(apart) >= LEAST_ROUNDED and abs(float(apart.mean())) > MOST_ONE_SIDED
 
 
 def _is_sparse(tensor: Tensor) -> bool:

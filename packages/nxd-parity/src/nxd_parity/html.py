@@ -14,6 +14,7 @@ from nxd_parity.report import (
     WITHOUT_EFFECT,
     Location,
     Report,
+    printable,
 )
 from nxd_parity.summary import (
     Node,
@@ -22,7 +23,6 @@ from nxd_parity.summary import (
     headline,
     owner_and_state,
     parts_of,
-    printable,
     runs,
     step_title,
     tree_of,

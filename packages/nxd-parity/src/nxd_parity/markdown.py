@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from nxd_parity import events
-from nxd_parity.report import AGREES, Report
-from nxd_parity.summary import count, facts, headline, printable, step_title
+from nxd_parity.report import AGREES, Report, printable
+from nxd_parity.summary import count, facts, headline, step_title
 
 MOST_LINES = 20
 MOST_STEPS = 20

@@ -17,7 +17,7 @@ from nxd_parity.collectives import collectives_recorded
 from nxd_parity.hooks import Progress, StepHooks
 from nxd_parity.model_names import ModelNames
 from nxd_parity.noise import Noise
-from nxd_parity.writer import DESCRIPTION, RAISED, REACHED, RankWriter, rank_folder
+from nxd_parity.writer import DESCRIPTION, FORMAT, RAISED, REACHED, RankWriter, rank_folder
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def record(
                 installed.close()
                 writer.close()
                 progress.is_over = True
-                _describe(path, rank, is_complete=True, end=REACHED)
+                _describe(path, rank, is_complete=True, end=REACHED, tensors=writer.tensors)
 
         hooks = StepHooks(
             writer,
@@ -97,7 +97,8 @@ def record(
         finally:
             writer.close()
             if not progress.is_over:
-                _describe(path, rank, end=RAISED if is_raised or hasattr(sys, "last_value") else REACHED)
+                end = RAISED if is_raised or hasattr(sys, "last_value") else REACHED
+                _describe(path, rank, end=end, tensors=writer.tensors)
 
 
 def description(folder: Path, rank: int) -> dict[str, Any]:
@@ -109,14 +110,23 @@ def description(folder: Path, rank: int) -> dict[str, Any]:
     return facts
 
 
-def _describe(folder: Path, rank: int, *, is_complete: bool = False, end: str = "") -> None:
-    """Write a rank's description; it is complete once all of its steps are in files, and `end` says how it ended."""
+def _describe(folder: Path, rank: int, *, is_complete: bool = False, end: str = "", tensors: int | None = None) -> None:
+    """Write a rank's description.
+
+    Args:
+        folder: the folder of the recording.
+        rank: the rank.
+        is_complete: whether it has as many steps as it is to have.
+        end: how it ended.
+        tensors: how many tensors are in its files, once all are.
+    """
     facts = {
-        "format": 1,
+        "format": FORMAT,
         "rank": rank,
         "world_size": dist.get_world_size() if _is_distributed() else int(os.environ.get("WORLD_SIZE", "1")),
         "is_complete": is_complete,
         "end": end,
+        "tensors": tensors,
         "torch": torch.__version__,
     }
     path = rank_folder(folder, rank) / DESCRIPTION

@@ -1,7 +1,7 @@
 """Reads a recording: the events of its ranks and, one by one, the values of its tensors."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nxd_parity.events import CollectiveEvent, Event, TensorEvent, from_line
-from nxd_parity.writer import COLLECTIVES, DESCRIPTION, EVENTS, REACHED, values_file
+from nxd_parity.writer import COLLECTIVES, DESCRIPTION, EVENTS, FORMAT, REACHED, values_file
 
+MOST_COUNTED = 10**12
 MOST_OPEN_FILES = 8  # of each recording: what is read of an open file counts as memory
 E = TypeVar("E", bound=Event)
 
@@ -27,7 +28,7 @@ class Recording:
 
         Raises:
             FileNotFoundError: there is no recording.
-            ValueError: the part of a rank is missing.
+            ValueError: the part of a rank is missing, or of another format.
         """
         self.folder = Path(folder)
         found = sorted(it for it in self.folder.glob("rank-*") if (it / EVENTS).is_file())
@@ -39,6 +40,13 @@ class Recording:
             if part.name != f"rank-{rank:05d}":
                 raise ValueError(f"{self.folder} lacks the recording of rank {rank}; copy the folders of all ranks")
         self._parts = found
+        self._facts = [_facts_of(it / DESCRIPTION) for it in found]
+        # A program may have no process group when a rank begins or ends: the most that a rank says counts.
+        stated = max(_count_in(facts, "world_size") or 0 for facts in self._facts)
+        if stated > len(found):
+            raise ValueError(
+                f"{self.folder} lacks the recording of rank {len(found)} of {stated}; copy the folders of all ranks"
+            )
         self._files: dict[Path, Any] = {}
 
     @property
@@ -53,7 +61,15 @@ class Recording:
     @cached_property
     def tensors(self) -> tuple[tuple[TensorEvent, ...], ...]:
         """The tensors of each rank, in execution order."""
-        return tuple(tuple(_events_of(it / EVENTS, TensorEvent)) for it in self._parts)
+        return tuple(map(self._tensors_of, range(self.world_size)))
+
+    def _tensors_of(self, rank: int) -> tuple[TensorEvent, ...]:
+        path = self._parts[rank] / EVENTS
+        found = tuple(_events_of(path, TensorEvent))
+        written = _count_in(self._facts[rank], "tensors")
+        if written is not None and len(found) != written:
+            raise ValueError(f"{path} has {len(found)} of {written} tensors: it was cut off; copy the recording again")
+        return found
 
     @cached_property
     def collectives(self) -> tuple[tuple[CollectiveEvent, ...], ...]:
@@ -63,7 +79,7 @@ class Recording:
     @cached_property
     def ends(self) -> tuple[str, ...]:
         """How the recording of each rank ended; see `nxd_parity.record.description`."""
-        return tuple(_end_of(it / DESCRIPTION) for it in self._parts)
+        return tuple(str(facts.get("end", REACHED)) for facts in self._facts)
 
     def _opened(self, path: Path) -> Any:
         """Return an open file; the one that was opened first is closed when there are many."""
@@ -80,6 +96,8 @@ class Recording:
             ValueError: the file is missing or damaged, or its tensor is not the one that was recorded.
         """
         path = values_file(self._parts[rank], event.file)
+        if not path.is_file():
+            raise ValueError(f"{path}, which has {event.name!r}, is missing; copy the folders of all ranks whole")
         try:
             value: Tensor = self._opened(path).get_tensor(event.key)
         except (OSError, SafetensorError) as error:
@@ -92,11 +110,23 @@ class Recording:
         return value
 
 
-def _end_of(path: Path) -> str:
+def _facts_of(path: Path) -> Mapping[str, Any]:
+    """Return what a rank's description says, if it has one; see `nxd_parity.record.description`."""
     if not path.is_file():
-        return REACHED
-    facts = json.loads(path.read_text(encoding="utf-8"))
-    return str(facts.get("end", REACHED)) if isinstance(facts, dict) else REACHED
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not the description of a recording: {error}") from None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        found = facts.get("format") if isinstance(facts, dict) else facts
+        raise ValueError(f"{path} is of format {str(found)[:20]!r}; this nxd-parity reads format {FORMAT}")
+    return facts
+
+
+def _count_in(facts: Mapping[str, Any], name: str) -> int | None:
+    value = facts.get(name)
+    return value if isinstance(value, int) and 0 <= value <= MOST_COUNTED else None
 
 
 def _events_of(path: Path, kind: type[E]) -> Iterator[E]:

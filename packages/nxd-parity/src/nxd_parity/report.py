@@ -206,7 +206,12 @@ class Report:
         if self.not_compared:
             name, reason = next(iter(self.not_compared.items()))
             lines.append(f"{len(self.not_compared)} tensors were not compared, such as {name}: {reason}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
+
+
+def printable(text: str) -> str:
+    """Return a text with escapes in place of what is no printable character, as names from a recording may have."""
+    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode("ascii") for it in text)
 
 
 def _plain(value: Any) -> Any:

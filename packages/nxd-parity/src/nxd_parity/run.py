@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -73,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps to record (%(default)s)")
     parser.add_argument(
         "--noise",
-        type=int,
+        type=_count,
         metavar="N",
         help="run the reference N more times with rounding noise, to learn how large rounding becomes (2; 0 with "
         "--float64)",
@@ -85,7 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=1800.0,
         metavar="SECONDS",
         help="end a program that takes longer (%(default).0f)",
@@ -256,6 +257,20 @@ def _remove_recordings(folder: Path) -> None:
         if others:
             raise FileExistsError(f"{others[0]} is not part of a recording; pass another --folder")
         shutil.rmtree(path)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return number
 
 
 def _positive(text: str) -> int:

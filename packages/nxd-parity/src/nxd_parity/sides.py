@@ -35,9 +35,7 @@ class Sides:
         self.of_reference = by_key(reference.tensors[0])
         self.of_spread = [by_key(it.tensors[0]) for it in spread]
         self.of_candidate = _by_key_and_rank(reference, candidate)
-        self.steps = min(
-            max((it.step for it in found), default=0) for found in (reference.tensors[0], candidate.tensors[0])
-        )
+        self.steps = min(steps_of(reference), steps_of(candidate))
         order = execution_order(reference.tensors[0])
         self.order = [it for it in order if it.step <= self.steps and self._says_much(it)]
         self._peers: dict[tuple[int, str], float] = defaultdict(float)
@@ -143,6 +141,11 @@ class Sides:
             return None
         apart = distance(expected, found)
         return None if self.bound(key, piece).holds(apart) else apart
+
+
+def steps_of(recording: Recording) -> int:
+    """Return the number of steps that a recording has on its first rank."""
+    return max((it.step for it in recording.tensors[0]), default=0)
 
 
 def _by_key_and_rank(reference: Recording, candidate: Recording) -> dict[Key, list[tuple[int, TensorEvent]]]:

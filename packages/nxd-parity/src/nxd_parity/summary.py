@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nxd_parity import events
-from nxd_parity.report import AGREES, DIFFERS_LATER, STATUSES, Report
+from nxd_parity.report import AGREES, DIFFERS_LATER, STATUSES, Report, printable
 
 MOST_LEVELS = 64  # of modules inside modules; what is below is one name
 
@@ -122,11 +122,6 @@ def owner_and_state(kind: str, name: str) -> tuple[str, str]:
 def parts_of(path: str) -> list[str]:
     """Return the names on the way from the whole model to a module; none for the whole model."""
     return path.split(".", MOST_LEVELS - 1) if path else []
-
-
-def printable(text: str) -> str:
-    """Return a text with escapes in place of what is no printable character, as names from a recording may have."""
-    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode("ascii") for it in text)
 
 
 def step_title(step: int) -> str:

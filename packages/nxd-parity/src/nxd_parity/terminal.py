@@ -10,8 +10,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from nxd_parity import events
-from nxd_parity.report import AGREES, DIFFERS_FIRST, DIFFERS_LATER, NOT_COMPARED, WITHOUT_EFFECT, Report
-from nxd_parity.summary import Node, count, facts, headline, owner_and_state, parts_of, printable, step_title, tree_of
+from nxd_parity.report import AGREES, DIFFERS_FIRST, DIFFERS_LATER, NOT_COMPARED, WITHOUT_EFFECT, Report, printable
+from nxd_parity.summary import Node, count, facts, headline, owner_and_state, parts_of, step_title, tree_of
 
 COLORS = {
     DIFFERS_FIRST: "bold red",

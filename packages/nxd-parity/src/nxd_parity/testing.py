@@ -11,6 +11,8 @@ import torch
 
 from nxd_parity.compare import compare
 from nxd_parity.ranks import Job, run_ranks
+from nxd_parity.recording import Recording
+from nxd_parity.sides import steps_of
 
 SPREAD = 2  # runs of the reference with noise
 
@@ -44,11 +46,17 @@ def assert_same_training(
         timeout: seconds that a run may take.
 
     Raises:
-        AssertionError: something differs; has the report of each layout that differs.
+        AssertionError: something differs, or the numbers of steps do; has the report of each layout that differs.
+        ValueError: an argument is not positive, there is no layout, or no model is called.
         RuntimeError: a rank fails or a run takes too long; has the traceback of each rank.
         ImportError: cloudpickle is not installed.
     """
     __tracebackhide__ = True  # pytest shows the report, not this code
+    if ranks < 1 or (steps is not None and steps < 1) or timeout <= 0 or not layouts:
+        raise ValueError(
+            f"ranks={ranks}, steps={steps}, timeout={timeout}, layouts={layouts}; pass positive numbers, and at least "
+            "one layout"
+        )
     with ExitStack() as stack:
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -66,7 +74,8 @@ def assert_same_training(
             of_layout = path / f"candidate-{number}"
             run_ranks(candidate, layout, ranks, of_layout, job)
             report = compare(path / "reference", of_layout, spread=spread)
-            if not report.agrees:
+            has_all = steps_of(Recording(of_layout)) == steps_of(Recording(path / "reference"))
+            if not report.agrees or not has_all:
                 call = ", ".join(f"{name}={value!r}" for name, value in layout.items())
                 problems.append(f"candidate({call}) on {ranks} ranks trains differently\n{report}")
         if problems and folder is not None:

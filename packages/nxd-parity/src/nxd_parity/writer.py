@@ -28,6 +28,7 @@ BUFFERS = 2  # what a recording takes of memory, beside a copy of one tensor lar
 EVENTS = "events.jsonl"
 COLLECTIVES = "collectives.jsonl"
 DESCRIPTION = "recording.json"
+FORMAT = 1  # of recordings
 REACHED, RAISED = "reached", "raised"  # how a rank's recording ends; one that was killed has no end
 SAFETENSORS = {
     torch.float64: "F64",
@@ -94,6 +95,7 @@ class RankWriter:
             (self._folder / name).touch()
         self._process = os.getpid()
         self._keys = 0
+        self.tensors = 0  # that were recorded
         self._known: dict[tuple[str, torch.dtype, tuple[int, ...]], tuple[int, str]] = {}
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         with torch.inference_mode(False):
@@ -131,6 +133,7 @@ class RankWriter:
         # Modes of the program, such as one that makes every float32 a float64, are not for the recording.
         with torch.no_grad(), torch._C.DisableTorchFunction():
             digest, largest, file, key = self._values(value.detach())
+        self.tensors += 1
         self._file.events.append(
             TensorEvent(
                 step=step,
