@@ -155,7 +155,10 @@ def test_folder_with_a_recording_is_refused(tmp_path):
     with record(tmp_path / "run"):
         train_small(nn.Linear(4, 4))
 
-    with pytest.raises(FileExistsError, match="run"), record(tmp_path / "run"):
+    with (
+        pytest.raises(FileExistsError, match="rank-00000 is there already; record to a new folder"),
+        record(tmp_path / "run"),
+    ):
         pass
 
 
@@ -263,9 +266,36 @@ def test_recording_of_a_number_of_steps_leaves_the_rest_alone(tmp_path):
     assert {it.kind for it in tensors if it.step == 2} >= {"activation", "gradient", "parameter"}
 
 
-def test_recording_of_no_step_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="steps=0; record at least 1"), record(tmp_path / "run", steps=0):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, "steps=0; record at least 1"),
+        ({"steps": 1.5}, "steps=1.5; record at least 1"),
+        ({"noise": -1}, "noise=-1 is no seed"),
+        ({"noise": "1"}, "noise='1' is no seed"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message), record(tmp_path / "run", **arguments):
         pass
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_recording_without_a_folder_is_refused():
+    with pytest.raises(ValueError, match="folder='' is no folder"), record(""):
+        pass
+
+
+def test_rank_that_records_alone_leaves_a_recording_of_one_process(run_ranks, tmp_path):
+    def recorded():
+        if torch.distributed.get_rank() == 1:
+            with record(tmp_path / "reference", alone=True):
+                train_small(nn.Linear(4, 4))
+
+    run_ranks(recorded, 2)
+
+    assert Recording(tmp_path / "reference").world_size == 1
 
 
 def test_fork_of_a_recorded_process_writes_nothing(tmp_path):

@@ -29,6 +29,7 @@ def record(
     noise: int | None = None,
     by_hand: bool = False,
     modules_of: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]] | None = None,
+    alone: bool = False,
 ) -> Iterator[Recorder]:
     """Record the steps that run in the `with` block: call it on every rank, around steps from a model's first one.
 
@@ -54,17 +55,19 @@ def record(
             tensor each of its tensors is says it there, and nothing is to be inferred.
         modules_of: gives the modules of a model that is called, with their names; by default `model.named_modules()`.
             Calls of others are not recorded, such as those of stand-ins for other stages' modules.
+        alone: whether this process records by itself, though the program has other ranks: for a reference that one
+            rank computes before the others join. The recording is that of one process.
 
     Yields:
         what the program may record itself.
 
     Raises:
         FileExistsError: the folder has a recording of this rank.
-        ValueError: `steps` is not positive.
+        ValueError: `steps` is not a positive integer, `noise` not a seed, or `folder` is empty.
     """
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps={steps}; record at least 1")
-    rank, path = _rank(), Path(folder)
+    _check(folder, steps, noise)
+    path = Path(folder)
+    rank = 0 if alone else _rank()
     writer = RankWriter(path, rank)
     progress = Progress()
     with ExitStack() as installed:
@@ -74,7 +77,7 @@ def record(
                 installed.close()
                 writer.close()
                 progress.is_over = True
-                _describe(path, rank, is_complete=True, end=REACHED, tensors=writer.tensors)
+                _describe(path, rank, alone, is_complete=True, end=REACHED, tensors=writer.tensors)
 
         hooks = StepHooks(
             writer,
@@ -84,7 +87,7 @@ def record(
             stop_after_steps,
             by_hand=by_hand,
         )
-        _describe(path, rank)
+        _describe(path, rank, alone)
         is_raised = False
         try:
             installed.enter_context(hooks.installed())
@@ -98,7 +101,7 @@ def record(
             writer.close()
             if not progress.is_over:
                 end = RAISED if is_raised or hasattr(sys, "last_value") else REACHED
-                _describe(path, rank, end=end, tensors=writer.tensors)
+                _describe(path, rank, alone, end=end, tensors=writer.tensors)
 
 
 def description(folder: Path, rank: int) -> dict[str, Any]:
@@ -110,12 +113,24 @@ def description(folder: Path, rank: int) -> dict[str, Any]:
     return facts
 
 
-def _describe(folder: Path, rank: int, *, is_complete: bool = False, end: str = "", tensors: int | None = None) -> None:
+def _check(folder: Path | str, steps: object, noise: object) -> None:
+    if not str(folder):
+        raise ValueError("folder='' is no folder; give a new one for the recording")
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(f"steps={steps!r}; record at least 1, or None for all of the block")
+    if noise is not None and (type(noise) is not int or not 0 <= noise < 2**63):
+        raise ValueError(f"noise={noise!r} is no seed of random numbers; use an integer of at least 0, or None")
+
+
+def _describe(
+    folder: Path, rank: int, alone: bool, *, is_complete: bool = False, end: str = "", tensors: int | None = None
+) -> None:
     """Write a rank's description.
 
     Args:
         folder: the folder of the recording.
         rank: the rank.
+        alone: whether it is the recording's only one.
         is_complete: whether it has as many steps as it is to have.
         end: how it ended.
         tensors: how many tensors are in its files, once all are.
@@ -123,7 +138,7 @@ def _describe(folder: Path, rank: int, *, is_complete: bool = False, end: str = 
     facts = {
         "format": FORMAT,
         "rank": rank,
-        "world_size": dist.get_world_size() if _is_distributed() else int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": 1 if alone else _world_size(),
         "is_complete": is_complete,
         "end": end,
         "tensors": tensors,
@@ -138,6 +153,10 @@ def _rank() -> int:
     if _is_distributed():
         return dist.get_rank()
     return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0")  # Lightning's processes have no RANK
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if _is_distributed() else int(os.environ.get("WORLD_SIZE") or "1")
 
 
 def _is_distributed() -> bool:

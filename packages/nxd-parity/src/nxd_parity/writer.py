@@ -90,7 +90,10 @@ class RankWriter:
             FileExistsError: the rank has a recording there.
         """
         self._folder = rank_folder(folder, rank)
-        self._folder.mkdir(parents=True)
+        try:
+            self._folder.mkdir(parents=True)
+        except FileExistsError:
+            raise FileExistsError(f"{self._folder} is there already; record to a new folder, or delete it") from None
         for name in (EVENTS, COLLECTIVES):
             (self._folder / name).touch()
         self._process = os.getpid()

@@ -50,7 +50,7 @@ def record_one_process(
         backward(batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
-    with record(folder, by_hand=True) as recorder:
+    with record(folder, by_hand=True, alone=True) as recorder:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         state = TrainedState(recorder, model, optimizer, names, is_whole=True)
         state.parameters()

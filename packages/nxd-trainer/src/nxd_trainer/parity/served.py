@@ -111,7 +111,7 @@ def _values_at(logprobs: Tensor, tokens: Sequence[dict[int, float]]) -> Tensor:
 
 def _record(folder: Path, of_texts: Sequence[Tensor]) -> None:
     """Record log-probabilities of texts, `[tokens, most likely]` each, as what a model returns in each step."""
-    with record(folder, by_hand=True) as recorder:
+    with record(folder, by_hand=True, alone=True) as recorder:
         for row in torch.stack([it.double() for it in of_texts], dim=1):
             recorder.tensor(events.ACTIVATION, "", row)
             recorder.end_step()
