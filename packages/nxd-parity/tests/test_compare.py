@@ -142,6 +142,12 @@ def test_steps_that_only_one_has_and_errors_are_noted(tmp_path, reference, train
     assert report.notes[1] == "rank 0 of the candidate raised an error while it was recorded"
 
 
+def test_rule_that_matches_no_parameter_is_noted(reference):
+    report = compare(reference, reference, shards={"*.weigth": 1, "*": 0})
+
+    assert report.notes == ["no parameter whose part had to be found is called '*.weigth': the rule was not used"]
+
+
 @pytest.mark.parametrize("rtol", [float("nan"), float("inf"), -1.0])
 def test_tolerance_that_is_none_is_refused(reference, rtol):
     with pytest.raises(ValueError, match=r"rtol=.*; pass a finite number that is not negative"):

@@ -284,6 +284,10 @@ def _add_notes(report: Report, comparison: Comparison) -> None:
             f"no rank has {comparison.lost_parameters[0]}, but ranks have {comparison.unknown_parameters[0]}, which "
             "the reference does not have: if it is the same, record(rename=...) can give it that name"
         )
+    report.notes += [
+        f"no parameter whose part had to be found is called {it!r}: the rule was not used"
+        for it in sorted(comparison.parameters.unused_rules)
+    ]
     inferred = comparison.parameters.inferred
     if inferred:
         name, where = next(iter(inferred.items()))

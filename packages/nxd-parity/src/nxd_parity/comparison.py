@@ -19,7 +19,7 @@ from nxd_parity.activations import (
     scale_of,
     without_repeated_bias,
 )
-from nxd_parity.bounds import TIMES_SPREAD, TOLERANCES, Bound, distance
+from nxd_parity.bounds import PRECISE, TIMES_SPREAD, TOLERANCES, Bound, distance
 from nxd_parity.events import TensorEvent
 from nxd_parity.outcome import Outcome, Piece, Status
 from nxd_parity.parameters import ParameterPlaces
@@ -175,8 +175,10 @@ class Comparison(Sides):
 
     @cached_property
     def _dtype(self) -> torch.dtype:
-        """The least precise dtype of the reference's activations."""
-        return max((it.dtype for it in self.reference.tensors[0] if it.kind == events.ACTIVATION), key=_last_place)
+        """The least precise dtype of the reference's activations, or of all its numbers if it recorded none."""
+        numbers = [it for it in self.reference.tensors[0] if it.dtype.is_floating_point]
+        activations = [it.dtype for it in numbers if it.kind == events.ACTIVATION]
+        return max(activations or [it.dtype for it in numbers] or [torch.float64], key=_last_place)
 
     def _of_right_gradients(self, step: int, rank: int, model_call: int) -> Iterator[tuple[Key, Piece, Tensor]]:
         """Yield a rank's gradients of outputs of modules whose parameters have right gradients."""
@@ -238,15 +240,16 @@ class Comparison(Sides):
     def _rounding_of_losses(self) -> float:
         """The relative difference of losses that is rounding: numbers have too little spread each, so all of them."""
         of_loss = [key for key in self.order if key.kind == events.LOSS]
+        fixed = TOLERANCES.get(self._dtype, 0.1) if self.rtol is None else self.rtol
         if not self.spread:
-            return TOLERANCES[self._dtype] if self.rtol is None else self.rtol
+            return fixed
         spreads = [_last_place(self._dtype) / 8]
         for key in of_loss:
             wanted = self._sum_of_losses(self.reference, self.of_reference[key])
             for recording, of_key in zip(self.spread, self.of_spread, strict=True):
                 if key in of_key and wanted:
                     spreads.append(abs(self._sum_of_losses(recording, of_key[key]) - wanted) / abs(wanted))
-        return TIMES_SPREAD * max(spreads)
+        return max(TIMES_SPREAD * max(spreads), fixed if self._dtype in PRECISE else 0.0)
 
     def _sum_of_losses(self, recording: Recording, calls: Sequence[TensorEvent]) -> float:
         return sum(float(recording.read(0, it)) for it in calls)

@@ -37,6 +37,7 @@ class ParameterPlaces:
         self._positions: dict[int, dict[tuple[int, int], dict[str, Tensor]]] = defaultdict(dict)
         self.inferred: dict[str, str] = {}  # parameters by name, and where the ranks have their parts
         self.problems: dict[str, str] = {}  # parameters whose ranks' parts are not all of it
+        self.unused_rules = set(shards)  # patterns that no parameter without a known place has matched
 
     def learn(
         self, name: str, whole: Tensor, values: Mapping[int, Tensor], recorded: Mapping[int, TensorEvent]
@@ -131,7 +132,9 @@ class ParameterPlaces:
         return found[:MOST_POSITIONS]
 
     def _by_rule(self, name: str, whole: Tensor, local: Tensor, number: int) -> Place | None:
-        dim = next((it for pattern, it in self._shards.items() if fnmatch(name, pattern)), None)
+        pattern = next((it for it in self._shards if fnmatch(name, it)), None)
+        self.unused_rules.discard(pattern)
+        dim = None if pattern is None else self._shards[pattern]
         if dim is None or local.dim() != whole.dim() or not -whole.dim() <= dim < whole.dim():
             return None
         size = local.shape[dim]

@@ -1,5 +1,7 @@
 """Two recordings side by side: what a rank's tensor is, what it should be, and how far apart they may be."""
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from nxd_parity import events
 from nxd_parity.activations import groups_of, in_order_of, joined
-from nxd_parity.bounds import SHARE_OF_PARAMETERS, SMALL_SHARE, Bound, Distance, bound_of, distance
+from nxd_parity.bounds import SHARE_OF_PARAMETERS, SMALL_SHARE, TIMES_SPREAD, Bound, Distance, bound_of, distance
 from nxd_parity.collectives import MESSAGES
 from nxd_parity.events import TensorEvent
 from nxd_parity.inferred_names import Names, infer_names, rename
@@ -19,6 +21,7 @@ from nxd_parity.recording import Recording
 from nxd_parity.sequence import Key, by_key, execution_order
 
 CACHED = 8  # whole tensors of the reference
+FEW_ELEMENTS = 8  # of a tensor whose spread says little by itself
 OF_CALLS = (events.INPUT, events.ACTIVATION, events.ACTIVATION_GRADIENT)  # of which a step has one for each call
 
 
@@ -107,7 +110,26 @@ class Sides:
         spread = [piece.place.of(it) for it in self._with_noise(key)]
         share = SHARE_OF_PARAMETERS if key.kind == events.PARAMETER and key.step > 0 else SMALL_SHARE
         bound = bound_of(part, spread, peers=self._peers[key.step, key.kind], rtol=self.rtol, share=share)
+        if spread and part.numel() <= FEW_ELEMENTS:
+            least = TIMES_SPREAD * self._spread_of_alike.get((key.step, key.kind, _role(key.name)), 0.0)
+            bound = Bound(max(bound.largest, least), max(bound.mean_square, least))
         return Bound(bound.largest * abs(piece.scale), bound.mean_square * abs(piece.scale))
+
+    @cached_property
+    def _spread_of_alike(self) -> Mapping[tuple[int, str, str], float]:
+        """The largest spread of tensors of few elements that have one role in different layers.
+
+        A few runs with noise may all round one number alike, but not those of all layers.
+        """
+        found: dict[tuple[int, str, str], float] = defaultdict(float)
+        for key in self.order:
+            if math.prod(self.of_reference[key][0].shape) <= FEW_ELEMENTS:
+                whole = self.whole(key)
+                if whole.is_floating_point():
+                    of_role = (key.step, key.kind, _role(key.name))
+                    apart = [distance(whole, it).largest for it in self._with_noise(key)]
+                    found[of_role] = max([found[of_role], *filter(math.isfinite, apart)])
+        return found
 
     def _read_with_noise(self, key: Key) -> list[Tensor]:
         """Return the tensor in the recordings with noise; rows that it brought into another order are put back."""
@@ -141,6 +163,11 @@ class Sides:
             return None
         apart = distance(expected, found)
         return None if self.bound(key, piece).holds(apart) else apart
+
+
+def _role(name: str) -> str:
+    """Return a name without the numbers of layers in it."""
+    return re.sub(r"\b\d+\b", "#", name)
 
 
 def steps_of(recording: Recording) -> int:

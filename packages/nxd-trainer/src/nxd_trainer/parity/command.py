@@ -83,12 +83,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TYPE",
         help="compare the layout on a device, such as cuda or xla, with one process on the CPU",
     )
-    parser.add_argument("--dtype", choices=["float64", "float32"], default="float64", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=["float64", "float32", "bfloat16"],
+        default="float64",
+        help="in the last two, differences within the spread of runs of one process with rounding noise are rounding "
+        "(default: %(default)s)",
+    )
     parser.add_argument(
         "--rtol",
         type=float,
         metavar="R",
-        help="tolerance, relative to a tensor's largest value (default: 1e-10; float32: 1e-5)",
+        help="tolerance, relative to a tensor's largest value, instead of rounding noise (default: 1e-10 in float64; "
+        "float32: 1e-5 or rounding)",
     )
     add_nproc(parser)
     output = parser.add_argument_group("the report")

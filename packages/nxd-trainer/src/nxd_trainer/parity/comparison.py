@@ -30,6 +30,8 @@ from nxd_trainer.parity.layout import LayoutRun
 from nxd_trainer.parity.one_process import record_one_process
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+PRECISIONS = (*TOLERANCES, torch.bfloat16)
+SPREAD = 2  # runs of one process with rounding noise, where no tolerance is given and it is not float64
 
 T = TypeVar("T")
 
@@ -52,8 +54,10 @@ def compare(
     Args:
         case: the case to compare.
         dtype: dtype of weights and inputs. float64 separates errors from rounding; then nothing is computed in float32,
-            whatever a model asks for.
-        rtol: tolerance, relative to the largest value of a tensor; by default 1e-10 in float64, 1e-5 in float32.
+            whatever a model asks for. In float32 and bfloat16 one process trains twice more with rounding noise, and
+            differences within the spread of these runs are rounding.
+        rtol: tolerance, relative to the largest value of a tensor, instead of noise; by default 1e-10 in float64, 1e-5
+            or the spread in float32, the spread in bfloat16.
         resume_at: if it is not 0, the ranks train this many steps as replicas, save a checkpoint, and load it at the
             layout. The steps after it are compared with those of one process that was not interrupted.
         reference_device: where the one process computes; by default where the ranks do.
@@ -68,8 +72,8 @@ def compare(
     """
     if rtol is not None and not 0 <= rtol < 1:
         raise ValueError(f"rtol={rtol} is out of range; use at least 0 and less than 1")
-    if dtype not in TOLERANCES:
-        raise ValueError(f"dtype={dtype} is too imprecise to compare in; use torch.float64 or torch.float32")
+    if dtype not in PRECISIONS:
+        raise ValueError(f"dtype={dtype} cannot be compared in; use one of {', '.join(map(str, PRECISIONS))}")
     if not 0 <= resume_at < max(len(case.batches), 1):
         raise ValueError(
             f"resume_at={resume_at} leaves none of {len(case.batches)} steps to compare; use 0 to "
@@ -78,7 +82,7 @@ def compare(
     config = checked_config(case)
     destroy_model_parallel()
     try:
-        job = _Job(case, config, dtype, TOLERANCES[dtype] if rtol is None else rtol, resume_at)
+        job = _Job(case, config, dtype, rtol, resume_at)
         return job.run(None if reference_device is None else torch.device(reference_device), folder)
     finally:
         destroy_model_parallel()
@@ -89,8 +93,13 @@ class _Job:
     case: ParityCase
     config: Mapping[str, Any]
     dtype: torch.dtype
-    rtol: float
+    rtol: float | None
     resume_at: int
+
+    @property
+    def _noises(self) -> Sequence[int]:
+        """The seeds of runs of one process with rounding noise."""
+        return range(1, SPREAD + 1) if self.rtol is None and self.dtype != torch.float64 else ()
 
     def run(self, reference_device: torch.device | None, folder: Path | str | None) -> Report:
         degrees = ParallelDegrees.of_config(self.config)
@@ -105,7 +114,7 @@ class _Job:
         path = _on_first_rank("making a folder", lambda: Path(folder or tempfile.mkdtemp(prefix="nxd-parity-")))
         try:
             device = get_device() if reference_device is None else reference_device
-            _on_first_rank("the one-process run", lambda: self._record_one_process(device, path / "one-process"))
+            _on_first_rank("the one-process run", lambda: self._record_one_process(device, path))
             if self.resume_at:
                 self._save_checkpoint(path / "checkpoint")
             destroy_model_parallel()
@@ -124,9 +133,11 @@ class _Job:
     def _precision(self) -> AbstractContextManager[object]:
         return InFloat64() if self.dtype == torch.float64 else nullcontext()
 
-    def _record_one_process(self, device: torch.device, folder: Path) -> None:
+    def _record_one_process(self, device: torch.device, path: Path) -> None:
         with self._precision():
-            record_one_process(self.case, self.config, self.dtype, device, folder, self.resume_at)
+            for noise in (None, *self._noises):
+                folder = path / ("one-process" if noise is None else f"one-process-noise-{noise}")
+                record_one_process(self.case, self.config, self.dtype, device, folder, self.resume_at, noise)
 
     def _save_checkpoint(self, folder: Path) -> None:
         """Train the first steps as replicas, in the mesh that there is, and save a checkpoint."""
@@ -139,9 +150,12 @@ class _Job:
             run.save(folder)
 
     def _report(self, path: Path, notes: Sequence[str]) -> Report:
-        report = compare_recordings(path / "one-process", path / "layout", rtol=self.rtol)
+        rtol = TOLERANCES.get(self.dtype) if self.rtol is None else self.rtol
+        spread = [path / f"one-process-noise-{noise}" for noise in self._noises]
+        report = compare_recordings(path / "one-process", path / "layout", spread=spread, rtol=rtol)
         layout = ParallelDegrees.of_mesh(get_mesh(), sequence_parallel=self.config["sequence_parallel"]).describe()
-        report.reference = f"one process ({str(self.dtype).removeprefix('torch.')}, tolerance {self.rtol:g})"
+        bounds = ([] if rtol is None else [f"tolerance {rtol:g}"]) + ["rounding noise"] * bool(spread)
+        report.reference = f"one process ({str(self.dtype).removeprefix('torch.')}, {' or '.join(bounds)})"
         report.candidate = layout
         if self.resume_at:
             report.notes.append(

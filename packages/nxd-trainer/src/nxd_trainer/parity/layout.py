@@ -97,7 +97,9 @@ class LayoutRun:
             loss = torch.stack(loss).mean() if loss else None
         of_replicas = all_gather_object(None if loss is None else float(loss), get_group("dp", "cp"))
         known = [it for it in of_replicas if it is not None]
-        return torch.tensor(sum(known) / len(known), dtype=self._dtype) if known else None
+        if not known:
+            return None
+        return torch.tensor(sum(known) / len(known), dtype=self._dtype if loss is None else loss.dtype)
 
     def _record_number(self, recorder: Recorder, kind: str, number: Tensor | None) -> None:
         if number is not None:

@@ -16,7 +16,13 @@ from nxd_trainer.parity.trained_state import TrainedState
 
 
 def record_one_process(
-    case: ParityCase, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, folder: Path, skipped: int
+    case: ParityCase,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    skipped: int,
+    noise: int | None = None,
 ) -> None:
     """Train one process on the whole batches, without communication. The mesh must have no TP and no PP.
 
@@ -27,6 +33,7 @@ def record_one_process(
         device: where to compute.
         folder: the recording.
         skipped: the number of steps before the recording begins.
+        noise: the seed of rounding noise; see `nxd_parity.record`.
     """
     model = make_model(case.reference_fn or case.model_fn, case.seed, dtype)
     if config["lora_config"] is not None:
@@ -50,7 +57,7 @@ def record_one_process(
         backward(batch)
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
-    with record(folder, by_hand=True, alone=True) as recorder:
+    with record(folder, by_hand=True, alone=True, noise=noise) as recorder:
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         state = TrainedState(recorder, model, optimizer, names, is_whole=True)
         state.parameters()
