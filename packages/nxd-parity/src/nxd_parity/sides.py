@@ -111,13 +111,13 @@ class Sides:
         share = SHARE_OF_PARAMETERS if key.kind == events.PARAMETER and key.step > 0 else SMALL_SHARE
         bound = bound_of(part, spread, peers=self._peers[key.step, key.kind], rtol=self.rtol, share=share)
         if spread and part.numel() <= FEW_ELEMENTS:
-            least = TIMES_SPREAD * self._spread_of_alike.get((key.step, key.kind, _role(key.name)), 0.0)
+            least = TIMES_SPREAD * self._spread_of_alike.get(_role(key), 0.0)
             bound = Bound(max(bound.largest, least), max(bound.mean_square, least))
         return Bound(bound.largest * abs(piece.scale), bound.mean_square * abs(piece.scale))
 
     @cached_property
     def _spread_of_alike(self) -> Mapping[tuple[int, str, str], float]:
-        """The largest spread of tensors of few elements that have one role in different layers.
+        """The largest spread of tensors of few elements that have one role in different layers, and of all losses.
 
         A few runs with noise may all round one number alike, but not those of all layers.
         """
@@ -126,9 +126,8 @@ class Sides:
             if math.prod(self.of_reference[key][0].shape) <= FEW_ELEMENTS:
                 whole = self.whole(key)
                 if whole.is_floating_point():
-                    of_role = (key.step, key.kind, _role(key.name))
                     apart = [distance(whole, it).largest for it in self._with_noise(key)]
-                    found[of_role] = max([found[of_role], *filter(math.isfinite, apart)])
+                    found[_role(key)] = max([found[_role(key)], *filter(math.isfinite, apart)])
         return found
 
     def _read_with_noise(self, key: Key) -> list[Tensor]:
@@ -165,9 +164,10 @@ class Sides:
         return None if self.bound(key, piece).holds(apart) else apart
 
 
-def _role(name: str) -> str:
-    """Return a name without the numbers of layers in it."""
-    return re.sub(r"\b\d+\b", "#", name)
+def _role(key: Key) -> tuple[int, str, str]:
+    """Return what tensors that differ by the number of their layer have in common, and the losses of all steps."""
+    step = 0 if key.kind == events.LOSS else key.step
+    return step, key.kind, re.sub(r"\b\d+\b", "#", key.name)
 
 
 def steps_of(recording: Recording) -> int:

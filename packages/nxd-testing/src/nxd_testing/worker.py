@@ -81,6 +81,8 @@ def _run(job: Job, store_port: int) -> Success | Raised:
             rank=job.rank,
             world_size=job.world_size,
         )
+        if job.backend == "gloo":
+            dist.barrier()  # a job that ends the group at once would close connections that others still wait for
         fn, args = pickle.loads(job.call)
         return Success(dumps_result(fn(*args)))
     except BaseException as error:  # SystemExit too: the function must not end the worker silently

@@ -31,7 +31,7 @@ from nxd_trainer.parity.one_process import record_one_process
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 PRECISIONS = (*TOLERANCES, torch.bfloat16)
-SPREAD = 2  # runs of one process with rounding noise, where no tolerance is given and it is not float64
+SPREAD = 4  # runs of one process with rounding noise, where no tolerance is given and it is not float64
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def compare(
     Args:
         case: the case to compare.
         dtype: dtype of weights and inputs. float64 separates errors from rounding; then nothing is computed in float32,
-            whatever a model asks for. In float32 and bfloat16 one process trains twice more with rounding noise, and
+            whatever a model asks for. In float32 and bfloat16 one process trains four times more with rounding noise:
             differences within the spread of these runs are rounding.
         rtol: tolerance, relative to the largest value of a tensor, instead of noise; by default 1e-10 in float64, 1e-5
             or the spread in float32, the spread in bfloat16.
