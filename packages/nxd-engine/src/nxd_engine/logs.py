@@ -83,5 +83,7 @@ def _rank() -> int:
     """Return this process's global rank, even before torch.distributed is started; does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
+        from nxd_state import rank_of_job  # noqa: PLC0415  (it loads torch, which is loaded here)
+
+        return rank_of_job()
     return int(os.environ.get("RANK", "0"))

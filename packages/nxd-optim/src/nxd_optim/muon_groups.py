@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from nxd_state import get_shard_spec
+from nxd_state import get_shard_spec, rank_of_job
 from nxd_state.parameter_marks import (
     MatrixLayout,
     get_matrix_layout,
@@ -60,7 +60,7 @@ def muon_parameter_groups(
         ValueError: a component in `adamw` occurs in no parameter's name.
     """
     choices = _choose(model, adamw)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if not dist.is_initialized() or rank_of_job() == 0:
         _log.info("%s", _table(choices))
     for it in choices:
         if it.role == _MATRIX and it.layout is not None:

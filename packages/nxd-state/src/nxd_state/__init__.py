@@ -93,6 +93,7 @@ from nxd_state.parallel_state import (
     model_parallel_is_initialized,
     planned_world,
     ranks_run,
+    show_replicas_as_world,
     splits_experts,
     subgroup,
 )
@@ -109,6 +110,7 @@ from nxd_state.rng import (
     set_rng_state,
 )
 from nxd_state.same_start import check_same_start
+from nxd_state.script_world import all_ranks, rank_of_job
 from nxd_state.shard_spec import (
     Box,
     ShardPiece,
@@ -149,6 +151,9 @@ __all__ = [
     "abort_model_parallel",
     "planned_world",
     "ranks_run",
+    "show_replicas_as_world",
+    "all_ranks",
+    "rank_of_job",
     "get_mesh",
     "splits_experts",
     "has_whole_experts",

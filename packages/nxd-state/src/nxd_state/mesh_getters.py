@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from nxd_state.group import Group
 from nxd_state.parallel_state import get_group, group_among, model_parallel_is_initialized
+from nxd_state.script_world import rank_of_job
 
 
 def _group(axes: tuple[str, ...], as_list: bool) -> dist.ProcessGroup | list[list[int]]:
@@ -245,7 +246,7 @@ def rmsg(msg: str) -> str:
     """Prefix a message with this rank's place: `[rank_3_pp1_tp1_dp0_cp0] msg`; -1 along all axes without a mesh."""
     axes = ("pp", "tp", "dp", "cp")
     place = {axis: get_group(axis).rank if model_parallel_is_initialized() else -1 for axis in axes}
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = rank_of_job() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return f"[rank_{rank}_{'_'.join(f'{axis}{index}' for axis, index in place.items())}] {msg}"
 
 

@@ -24,6 +24,7 @@ from nxd_state.process_groups import (
     job_store,
     launched_rank_and_world_size,
     make_groups,
+    new_process_group,
     new_process_group_of_members,
     start_torch_distributed,
     timeout_from_environment,
@@ -32,6 +33,7 @@ from nxd_state.process_groups import (
 from nxd_state.processes import hold_standard_streams
 from nxd_state.rank_failure import abort_group, report_uncaught_failures
 from nxd_state.same_values import compare_at_first_steps
+from nxd_state.script_world import all_ranks, show_all_ranks, show_as_world, whole_world
 from nxd_state.shared_memory import share_memory
 
 WORLD_AXES = ("pp", "dp", "cp", "tp")
@@ -58,7 +60,7 @@ class _ParallelState:
     @property
     def is_stale(self) -> bool:
         """Whether the caller has destroyed torch.distributed, and our groups with it."""
-        return self.world is not None and dist.group.WORLD is not self.world
+        return self.world is not None and whole_world() is not self.world
 
 
 _state: _ParallelState | None = None
@@ -142,7 +144,7 @@ def initialize_model_parallel(
     if world_size > 1:
         report_uncaught_failures()
         start_heartbeat(rank, job_store())
-    world = dist.group.WORLD
+    world = whole_world()
     state = _ParallelState(mesh=mesh, rank=rank, groups={}, timeout=timeout, world=world, owns_world=owns_world)
     try:
         make_groups(mesh, rank, timeout, state.groups, state.created)
@@ -155,6 +157,28 @@ def initialize_model_parallel(
         _end(state)
         raise
     _state = state
+
+
+def show_replicas_as_world() -> None:
+    """Let torch.distributed's default group be this rank's replicas, until the mesh ends. Called by all ranks.
+
+    A script then sees as many ranks as there are replicas: what it divides by rank and world size, gathers, and takes
+    the mean of are data. `all_ranks` is for what concerns every rank of the job.
+
+    Raises:
+        RuntimeError: not initialized.
+    """
+    state = _current()
+    replicas = state.groups["dp"]
+    if replicas.size == state.mesh.world_size:
+        return
+    with all_ranks():
+        # A group of its own: torch takes the ranks of the default group as they are, those of others as global ones.
+        made = [new_process_group(ranks, state.timeout) for ranks in replicas.replica_groups]
+    mine = next(it for it in made if it is not None)
+    state.created.append(mine)
+    world_barrier()  # a rank that continued and ended at once would close connections that others still make
+    show_as_world(mine)
 
 
 def model_parallel_is_initialized() -> bool:
@@ -204,6 +228,7 @@ def _end(state: _ParallelState) -> None:
             group.shared_memory.close()
     if state.is_stale:
         return
+    show_all_ranks()
     if state.owns_world:
         dist.destroy_process_group()
         return
@@ -362,7 +387,7 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
     made = Group(
         axis="given",
         ranks=ranks,
-        rank=dist.get_rank(process_group),
+        rank=process_group.rank(),
         replica_groups=(ranks,),
         process_group=process_group,
         name=process_group.group_name,

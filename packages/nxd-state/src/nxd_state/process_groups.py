@@ -19,6 +19,7 @@ from nxd_state.device import backend_of_device, get_device, is_lazy_device, set_
 from nxd_state.group import Group
 from nxd_state.mesh import Mesh, RankGroups
 from nxd_state.network import choose_interface, wait_for_address
+from nxd_state.script_world import all_ranks, rank_of_job, size_of_job, store_of_job, whole_world
 
 GROUP_AXES: tuple[tuple[str, ...], ...] = (
     *(("tp",), ("dp",), ("pp",), ("cp",), ("ep",), ("etp",), ("dp_exp",)),
@@ -37,7 +38,7 @@ _launcher_stores: dict[tuple[str | None, ...], dist.Store] = {}
 def launched_rank_and_world_size() -> tuple[int, int]:
     """The rank and world size from torch.distributed if it runs, else from the launcher's environment."""
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        return rank_of_job(), size_of_job()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and is_lazy_device() and os.environ.get("PJRT_DEVICE") == "CPU":
         raise RuntimeError(
@@ -112,7 +113,7 @@ def world_barrier() -> None:
     """Wait for all ranks of the world."""
     # Without an index torch warns that it takes the accelerator's current device, which is this one.
     index = get_device().index
-    dist.barrier(device_ids=None if index is None or dist.get_backend() == "gloo" else [index])
+    dist.barrier(whole_world(), device_ids=None if index is None or dist.get_backend() == "gloo" else [index])
 
 
 def launcher_store() -> dist.Store | None:
@@ -122,7 +123,7 @@ def launcher_store() -> dist.Store | None:
 
 def job_store() -> dist.Store:
     """The launcher's store; without a launcher, the store that torch.distributed was started with."""
-    return launcher_store() or distributed_c10d._get_default_store()
+    return launcher_store() or store_of_job()
 
 
 def _launch() -> tuple[str | None, ...]:
@@ -153,7 +154,7 @@ def make_groups(
         groups: filled with this rank's group of each axis.
         created: filled with the process groups made, to destroy them even if a later one fails.
     """
-    process_groups: dict[RankGroups, dist.ProcessGroup | None] = {(tuple(range(mesh.world_size)),): dist.group.WORLD}
+    process_groups: dict[RankGroups, dist.ProcessGroup | None] = {(tuple(range(mesh.world_size)),): whole_world()}
     for axis, replica_groups in groups_of_axes(mesh).items():
         if replica_groups not in process_groups:
             made = [new_process_group(ranks, timeout) for ranks in replica_groups]
@@ -205,15 +206,16 @@ def new_process_group_of_members(ranks: tuple[int, ...], timeout: timedelta | No
 
     So its name cannot be a count of the world's groups. It is made of the ranks, and of how often they made one.
     """
-    world = distributed_c10d._get_default_group()
-    _, store = distributed_c10d._world.pg_map[world]
+    world, store = whole_world(), store_of_job()
+    assert world is not None  # torch.distributed runs
     members = "_".join(map(str, ranks))
     # Counted in the store, which lives and ends with the names that earlier groups have left in it.
-    count = store.add(f"nxd_state/groups_of_members/{members}/by_rank_{dist.get_rank()}", 1)
+    count = store.add(f"nxd_state/groups_of_members/{members}/by_rank_{rank_of_job()}", 1)
     # A world bound to a device would split its communicator for the new group, in which all its ranks must take part.
     bound_device, world.bound_device_id = world.bound_device_id, None
     try:
-        return _new_named_group(ranks, f"nxd_members_{members}_{count}", timeout)
+        with all_ranks():
+            return _new_named_group(ranks, f"nxd_members_{members}_{count}", timeout)
     finally:
         world.bound_device_id = bound_device
 

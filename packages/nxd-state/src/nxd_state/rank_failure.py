@@ -20,11 +20,11 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
 from nxd_state.heartbeat import ask_ranks, call_site, is_collective, last_heartbeat
 from nxd_state.process_groups import job_store
+from nxd_state.script_world import rank_of_job, size_of_job, store_of_job
 from nxd_state.store_messages import PeerError, printable
 
 EXIT_FAILED, EXIT_PEER_FAILED = 1, 5  # 2 to 4 are exit codes of commands: nxd parity ends with 3 if tensors differ
@@ -64,7 +64,7 @@ def report_failure(error: BaseException) -> int:
     Returns:
         The exit code for the process: 1 for a failure of this rank, 5 if another rank failed.
     """
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = rank_of_job() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if not is_peer_failure(error):
         if isinstance(error, OSError) and error.errno in _FAILURES_OF_STORAGE:
             text = f"rank {rank} failed: {describe_failure(error)}"
@@ -153,7 +153,7 @@ def _is_forward(frame: FrameType) -> bool:
 
 def _name_silent_ranks(rank: int) -> None:
     """After a timeout, the first rank to notice names the silent ranks and what they say they are doing."""
-    lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(dist.get_world_size())}
+    lines = {other: f"{FAILURE_SHOWN}/line_of_{other}" for other in range(size_of_job())}
     named = f"{FAILURE_SHOWN}/silent_ranks_named"
     _await(*lines.values())
     with suppress(*_STORE_HAS_ENDED):
@@ -222,7 +222,7 @@ def abort_group(group: Group, reason: str) -> str:
 
 def _first_reason(group: Group, reason: str) -> str:
     try:
-        first = _get_default_store().compare_set(f"nxd_aborted/{group.name}", "", reason)
+        first = store_of_job().compare_set(f"nxd_aborted/{group.name}", "", reason)
         return printable(first.decode(errors="replace"))
     except dist.DistError:  # the rank that serves the store has ended
         return reason

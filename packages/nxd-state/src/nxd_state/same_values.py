@@ -13,9 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -24,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from nxd_state.device import has_float64, is_lazy_device
 from nxd_state.group import Group
 from nxd_state.parameter_marks import is_expert, is_tensor_parallel
+from nxd_state.script_world import rank_of_job, store_of_job
 from nxd_state.shard_spec import Box, get_shard_spec
 from nxd_state.sharded_values import owned_range
 from nxd_state.store_messages import read_message
@@ -172,7 +171,7 @@ class _FirstSteps:
     def __init__(self, split: Group, splits_experts: bool) -> None:
         self._split, self._splits_experts = split, splits_experts
         # Counted in the store because keys of an earlier mesh remain there.
-        self._mesh = _get_default_store().add(f"{_KEYS}/meshes_of_rank_{dist.get_rank()}", 1)
+        self._mesh = store_of_job().add(f"{_KEYS}/meshes_of_rank_{rank_of_job()}", 1)
         self._alike: Counter[str] = Counter()  # optimizers, by the shapes of their parameters
         self._written: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()  # under which key
         self._compared: WeakSet[Optimizer] = WeakSet()
@@ -196,13 +195,13 @@ class _FirstSteps:
         fingerprints = fingerprints_of(
             tensors, expectations_of_split(tensors, self._split, splits_experts=self._splits_experts)
         )
-        store, rank = _get_default_store(), dist.get_rank()
+        store, rank = store_of_job(), rank_of_job()
         store.set(f"{key}/details_of_{rank}", json.dumps(details_of(tensors, fingerprints)))
         # Returns once the store has it, which `set` does not: a rank that this one meets later finds it.
         store.compare_set(f"{key}/summary_of_{rank}", "", json.dumps(summary_of(fingerprints)))
 
     def _read(self, optimizer: Optimizer) -> None:
-        key, store, ranks = self._written[optimizer], _get_default_store(), self._split
+        key, store, ranks = self._written[optimizer], store_of_job(), self._split
         summaries = [f"{key}/summary_of_{rank}" for rank in ranks.ranks]
         if not store.check(summaries):
             return

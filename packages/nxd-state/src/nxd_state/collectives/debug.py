@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
+from nxd_state.script_world import store_of_job
 from nxd_state.store_messages import printable, read_message
 
 _NOT_CALL_SITES = (str(Path(__file__).parents[1]), str(Path(dist.__file__).parents[1]), "<frozen")
@@ -108,7 +108,7 @@ def wait_for_agreement(name: str, group: Group, tensor: Tensor | None, details: 
         CollectiveMismatch: see the module; or a peer announced nothing within the process group's timeout.
     """
     mine = announce(name, group, tensor, details)
-    store = _get_default_store()
+    store = store_of_job()
     _confirm(store, mine)
     # All have come to this turn, so all have read what was posted for the one before.
     store.delete_key(replace(mine, turn=mine.turn - 1).key)
@@ -116,7 +116,7 @@ def wait_for_agreement(name: str, group: Group, tensor: Tensor | None, details: 
 
 def announce(name: str, group: Group, tensor: Tensor | None, details: dict[str, Any]) -> Announcement:
     """Announce this rank's next operation in `group` without waiting for the others."""
-    store = _get_default_store()
+    store = store_of_job()
     mine = Announcement(
         rank=group.ranks[group.rank],
         does=_describe(name, tensor, details),
@@ -132,7 +132,7 @@ def announce(name: str, group: Group, tensor: Tensor | None, details: dict[str, 
 
 def confirm_message(mine: Announcement) -> None:
     """Wait until the other end of a message (see `pair`) has announced the same."""
-    store = _get_default_store()
+    store = store_of_job()
     _confirm(store, mine)
     # Its one reader has read it. Turns need not be confirmed in their order, so none tells of those before it.
     (peer,) = set(mine.ranks) - {mine.rank}

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from nxd_state.group import Group
 from nxd_state.processes import Process
+from nxd_state.script_world import store_of_job
 from nxd_state.shared_memory.channel import Peer, SharedChannel
 from nxd_state.shared_memory.memory import LAYOUT_FORMAT, OwnSegment, SegmentLayout, host_identity, map_segment
 from nxd_state.shared_memory.progress import ProgressEngine
@@ -210,7 +210,7 @@ def share_memory(
             process_groups[group.name] = process_group
     if not memberships:
         return {}
-    store = _get_default_store()
+    store = store_of_job()
     # Counted in the store because keys of earlier calls remain there.
     count = store.add(f"nxd_state/shared_memory/{members}/times_of_rank_{rank}", 1)
     transports = connect(memberships, rank, dist.PrefixStore(f"nxd_state/shared_memory/{members}/{count}", store))
