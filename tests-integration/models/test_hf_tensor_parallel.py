@@ -571,3 +571,63 @@ def test_model_that_cannot_be_split_is_refused_with_the_reason(run_ranks, model,
             parallelize(make_model(model), **model.options)
 
     run_ranks(job, 2)
+
+
+AFTER_THE_LOSS = {"vocabulary_parallel_loss": "whole_logits"}
+WITH_WHOLE_LOGITS = {
+    "llama": Model("llama", options=AFTER_THE_LOSS),
+    "tied, odd vocabulary": Model("llama", TIED | {"vocab_size": 63}, AFTER_THE_LOSS),
+    "capped, split sequence": Model("gemma2", options=AFTER_THE_LOSS | SPLIT_SEQUENCE),
+}
+
+
+def loss_and_another_one(model, *, return_dict):
+    """The model's own loss, one more of the logits that it returns with it, and these logits."""
+    with InFloat64():
+        output = model(input_ids=IDS, labels=IDS, use_cache=False, return_dict=return_dict)
+    loss, logits = (output.loss, output.logits) if return_dict else output[:2]
+    (loss + logits.softmax(-1).square().sum(-1).mean() + 0.1 * logits.logsumexp(-1).square().mean()).backward()
+    return loss.detach(), logits.detach()
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_whole_logits_after_a_loss_of_sharded_ones_and_gradients_of_both_equal_one_process(run_ranks, return_dict):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        results = {}
+        for name, model in WITH_WHOLE_LOGITS.items():
+            split = parallelize(make_model(model), **model.options)
+            sizes = []
+            own = split.loss_function
+            split.loss_function = lambda logits, *args, own=own, sizes=sizes, **kwargs: (
+                sizes.append(logits.shape[-1]) or own(logits, *args, **kwargs)
+            )
+            loss, logits = loss_and_another_one(split, return_dict=return_dict)
+            assert sizes == [32]  # half of the vocabulary
+            results[name] = loss, logits, logical_pieces(complete_gradients(split))
+        return results
+
+    ranks = run_ranks(job, 2)
+
+    for name, model in WITH_WHOLE_LOGITS.items():
+        whole = make_model(model)
+        expected = loss_and_another_one(whole, return_dict=return_dict)
+        for rank in ranks:
+            torch.testing.assert_close(rank[name][:2], expected, **EXACT)
+        gradients = assemble_logical([rank[name][2] for rank in ranks], rtol=1e-9)
+        for key, parameter in whole.named_parameters():
+            torch.testing.assert_close(gradients[key], parameter.grad, msg=f"{name}: {key}", **EXACT)
+
+
+def test_unknown_choice_of_logits_is_refused_and_a_failed_forward_raises_its_own_error(run_ranks):
+    def job():
+        initialize_model_parallel(tensor_model_parallel_size=2)
+        whole = make_model(Model("llama"))
+        with pytest.raises(ValueError, match=r"unknown vocabulary_parallel_loss='whole'; use True, False or 'whole_lo"):
+            parallelize(whole, vocabulary_parallel_loss="whole")
+        split = parallelize(whole, vocabulary_parallel_loss="whole_logits")
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            split(labels=IDS)
+        assert split(input_ids=IDS).logits.shape == split(input_ids=IDS, labels=IDS).logits.shape == (2, 8, 64)
+
+    run_ranks(job, 2)

@@ -109,6 +109,14 @@ def test_clip_with_a_gradient_that_is_not_finite_shows_in_the_norm():
     assert math.isnan(clip_grad_norm(with_gradient([float("nan"), 1.0]), 1.0))
 
 
+def test_clip_to_an_infinite_norm_changes_no_gradient():
+    parameter = with_gradient([float("inf"), 1.0])
+
+    assert math.isinf(clip_grad_norm(parameter, math.inf))
+
+    assert parameter.grad.tolist() == [math.inf, 1]
+
+
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
 def test_clip_to_a_bad_max_norm_raises_and_changes_nothing(max_norm):
     parameter = with_gradient([3.0])

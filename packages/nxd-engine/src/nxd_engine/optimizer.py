@@ -16,7 +16,7 @@ from nxd_optim import (
     clip_grad_norm,
     reduce_sequence_parallel_gradients,
 )
-from nxd_optim.clip import GradientRange
+from nxd_optim.clip import GradientRange, checked_max_norm
 from nxd_state import ParallelDegrees, is_lazy_device
 from torch import Tensor
 from torch.optim import Optimizer
@@ -137,6 +137,7 @@ class NxDOptimizer(Optimizer):
         self.num_steps = 0
         self._max_norm = max_norm
         self._grad_norm: Tensor | None = None
+        self._is_clipped = False  # from `clip_grad_norm` to `step`
         self._gradient_hooks: list[Callable[[Sequence[GradientRange]], None]] = []
         self._reducer = None if isinstance(optimizer, NeuronZero1Optimizer) else self._make_reducer()
         sync_gradients(self._parameters(), self)
@@ -168,7 +169,7 @@ class NxDOptimizer(Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The 2-norm of the last step's gradients before clipping, 0-d; None before the first step or without clipping.
+        """The 2-norm of the last gradients before clipping, 0-d; None before the first ones or without clipping.
 
         It covers the whole model and is the same on every rank.
         """
@@ -207,8 +208,53 @@ class NxDOptimizer(Optimizer):
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale_factor
 
     @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Complete the gradients as `step` does, and scale them to a norm of the whole model of at most `max_norm`.
+
+        For scripts and trainers that clip between backward and `step`, which then only updates::
+
+            model.run_train(**batch)
+            norm = optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        Called by all ranks, after the last backward of a step, with `grad_clipping=False` in the optimizer config. With
+        loss scaling, gradients are divided by the scale first.
+
+        Args:
+            max_norm: maximum norm; inf to change no gradient.
+
+        Returns:
+            The norm before clipping, 0-d, the same on every rank; it is `grad_norm`, too.
+
+        Raises:
+            RuntimeError: the config has `grad_clipping`, or a second call before `step` or `zero_grad`.
+            ValueError: `max_norm` is negative or not a number.
+        """
+        max_norm = checked_max_norm(max_norm)
+        if self._max_norm is not None:
+            raise RuntimeError(
+                f"step() clips at optimizer_config.max_grad_norm={self._max_norm} already; read grad_norm after it, or "
+                "set grad_clipping=False to call clip_grad_norm()"
+            )
+        self._refuse_if_clipped("clip_grad_norm()")
+        if isinstance(self.optimizer, NeuronZero1Optimizer):
+            with nullcontext() if self.loss_scaler is None else self.loss_scaler.applied_to(self.optimizer):
+                self.optimizer.clip_grad_norm(max_norm)
+        else:
+            reducer = self._current_reducer()
+            self._reduce_and_clip(reducer, max_norm)
+            reducer.hold()
+        self._is_clipped = True
+        norm = self.grad_norm
+        assert norm is not None
+        return norm
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients over replicas, sum those of sequence-parallel regions, clip, update. Called by all ranks.
+
+        After `clip_grad_norm` it only updates.
 
         With loss scaling, a step whose gradients overflow on any rank changes nothing, on all ranks.
 
@@ -216,25 +262,33 @@ class NxDOptimizer(Optimizer):
             What `closure` returned.
 
         Raises:
-            RuntimeError: gradients are not finite at any loss scale.
+            RuntimeError: gradients are not finite at any loss scale, or a closure is given after `clip_grad_norm`.
         """
         loss = None
+        if closure is not None:
+            self._refuse_if_clipped("step(closure)")
         self.num_steps += 1
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._reducer is not None:
-            self._reduce_and_clip()
+        if self._reducer is not None and not self._is_clipped:
+            self._reduce_and_clip(self._current_reducer(), self._max_norm)
         if self.loss_scaler is None:
             self.optimizer.step()
         else:
             self.loss_scaler.step(self.optimizer)
+        if self._is_clipped and self._reducer is not None:
+            self._reducer.drop()
+        self._is_clipped = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a new step without gradients, or with zeros; if all ranks call it, it drops a step that has failed."""
         if self._reducer is not None:
             self._reducer.drop()
+        if self._is_clipped and self.loss_scaler is not None:
+            self.loss_scaler.drop()
+        self._is_clipped = False
         self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
@@ -279,7 +333,8 @@ class NxDOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with their own settings. Called by all ranks."""
+        """Add parameters with their own settings. Called by all ranks, not between `clip_grad_norm` and `step`."""
+        self._refuse_if_clipped("add_param_group()")
         self.optimizer.add_param_group(param_group)
         if self._rounding is not None:  # ZeRO has further optimizers now
             state = self._rounding.state_dict()
@@ -309,18 +364,24 @@ class NxDOptimizer(Optimizer):
             self._reducer = self._make_reducer()
         return self._reducer
 
-    def _reduce_and_clip(self) -> None:
-        reducer = self._current_reducer()
+    def _refuse_if_clipped(self, call: str) -> None:
+        if self._is_clipped:
+            raise RuntimeError(
+                f"{call} cannot be called now: this step's gradients have been clipped; call step() or zero_grad() "
+                "of the optimizer first"
+            )
+
+    def _reduce_and_clip(self, reducer: GradientReducer, max_norm: float | None) -> None:
+        """Complete the gradients of a step without ZeRO, and clip them unless `max_norm` is None."""
         reducer.finish()
         trained = [parameter for parameter in reducer.parameters if parameter.grad is not None]
         reduce_sequence_parallel_gradients(trained)
         for hook in self._gradient_hooks:
             hook([GradientRange(it, 0, it.numel(), it.grad) for it in trained if it.grad is not None])
         is_finite = self.loss_scaler is None or self.loss_scaler.unscale_(trained)
-        if self._max_norm is not None and not is_finite:
-            self._grad_norm = torch.tensor(math.inf)
-        elif self._max_norm is not None:
-            self._grad_norm = clip_grad_norm(trained, self._max_norm)
+        self._grad_norm = None
+        if max_norm is not None:
+            self._grad_norm = clip_grad_norm(trained, max_norm) if is_finite else torch.tensor(math.inf)
 
 
 def _listed(parameters: Iterable[Any]) -> list[Any]:

@@ -22,8 +22,8 @@ _UNIT = -1  # no id of a parameter
 
 # The phase of a step. "overlapping": in a block around a last backward. "leaving": after such a block, which may not
 # have covered all parameters. "arrived": every gradient is averaged, and none was added since. "failed": an exception
-# left the gradients incomplete.
-Phase = Literal["accumulating", "overlapping", "leaving", "arrived", "failed"]
+# left the gradients incomplete. "held": the gradients are complete and must stay as they are until the update.
+Phase = Literal["accumulating", "overlapping", "leaving", "arrived", "failed", "held"]
 
 
 def batch_parameters(parameters: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
@@ -91,6 +91,7 @@ class BucketSender:
             "leaving": f"this step's gradients have been sent; call {finish} first",
             "arrived": f"this step's gradients have been sent; call {finish} first",
             "failed": f"this step failed and its gradients are incomplete; drop them on every rank with {drop}",
+            "held": "this step's gradients have been clipped; call step() or zero_grad() of the optimizer first",
         }
         self._parameters = [frozenset(map(id, bucket.parameters)) for bucket in buckets]
         self._bucket_of = {key: index for index, keys in enumerate(self._parameters) for key in keys}
@@ -120,7 +121,7 @@ class BucketSender:
         Raises:
             RuntimeError: the last step is not finished, or a parameter gets a second gradient in the block.
         """
-        self.refuse("overlap_backward()", "overlapping", "leaving", "arrived", "failed")
+        self.refuse("overlap_backward()", "overlapping", "leaving", "arrived", "failed", "held")
         with self.last_backward(self._bucket_of):
             yield
 
@@ -135,7 +136,7 @@ class BucketSender:
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
         """
-        self.refuse("last_backward()", "overlapping", "failed")
+        self.refuse("last_backward()", "overlapping", "failed", "held")
         if self._phase != "leaving":
             self._waiting = list(range(len(self._buckets)))
             self._missing = self._all_of(self._waiting)
@@ -164,7 +165,7 @@ class BucketSender:
         Raises:
             RuntimeError: a block is open or has failed, or a parameter gets a second gradient in it.
         """
-        self.refuse("each_backward()", "overlapping", "leaving", "failed")
+        self.refuse("each_backward()", "overlapping", "leaving", "failed", "held")
         wanted = set(parameters)
         self._missing = self._all_of(index for index, keys in enumerate(self._parameters) if keys <= wanted)
         self._waiting = list(self._missing)
@@ -184,7 +185,7 @@ class BucketSender:
 
     def synchronize(self) -> None:
         """Send the remaining buckets, and wait for all. Gradients that follow belong to the same step."""
-        self.refuse("synchronize()", "overlapping", "failed")
+        self.refuse("synchronize()", "overlapping", "failed", "held")
         self._finish_messages()
         self._phase = "arrived"
 
@@ -194,9 +195,19 @@ class BucketSender:
             self._finish_messages()
         self._phase = "accumulating"
 
+    def hold(self) -> None:
+        """Refuse further gradients, after `complete`, until `release` or `drop`."""
+        self._phase = "held"
+
+    def release(self) -> None:
+        """Allow the gradients of a new step, after `hold`."""
+        self._phase = "accumulating"
+
     def drop(self) -> None:
         """Drop a step that failed or was not finished; every rank must do so."""
-        if self._phase != "accumulating":
+        if self._phase == "held":
+            self.release()
+        elif self._phase != "accumulating":
             # Ranks may have failed at different points. If this rank skipped a message that another rank has sent, that
             # message would be matched with one of the next step.
             self.complete()
@@ -216,6 +227,7 @@ class BucketSender:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Called by autograd after each accumulation into `parameter.grad`."""
+        self.refuse("backward()", "held")
         index = self._bucket_of[id(parameter)]
         if self._phase == "arrived":
             self._phase = "accumulating"  # another round; its average is added to the existing one

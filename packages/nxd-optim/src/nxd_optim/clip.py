@@ -89,7 +89,12 @@ def checked_max_norm(max_norm: float, remedy: str = "") -> float:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that clips gradients of this norm, without reading the norm, which would stall the device."""
+    """Return the factor that clips gradients of this norm, without reading the norm, which would stall the device.
+
+    It is 1 if `max_norm` is inf, whatever the norm.
+    """
+    if math.isinf(max_norm):
+        return torch.ones_like(norm)
     return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
 
 

@@ -7,7 +7,8 @@ overflow on any of them, and the number is halved.
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -201,6 +202,20 @@ class LossScaler:
             self._steps_since_change = 0
         return taken
 
+    @contextmanager
+    def applied_to(self, optimizer: NeuronZero1Optimizer) -> Iterator[None]:
+        """Have `clip_grad_norm` and `step` divide gradients by the scale in the block, and skip non-finite steps."""
+        settings = optimizer.loss_scale, optimizer.skip_non_finite_steps
+        optimizer.loss_scale, optimizer.skip_non_finite_steps = self.scale_factor, True
+        try:
+            yield
+        finally:
+            optimizer.loss_scale, optimizer.skip_non_finite_steps = settings
+
+    def drop(self) -> None:
+        """Drop a step whose gradients were unscaled, but which will not be taken."""
+        self._finite = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
         return {
@@ -224,10 +239,6 @@ class LossScaler:
 
     def _step_zero1(self, optimizer: NeuronZero1Optimizer) -> bool:
         before = optimizer.skipped_steps
-        settings = optimizer.loss_scale, optimizer.skip_non_finite_steps
-        optimizer.loss_scale, optimizer.skip_non_finite_steps = self.scale_factor, True
-        try:
+        with self.applied_to(optimizer):
             optimizer.step()
-        finally:
-            optimizer.loss_scale, optimizer.skip_non_finite_steps = settings
         return optimizer.skipped_steps == before

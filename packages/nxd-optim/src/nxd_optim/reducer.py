@@ -150,7 +150,7 @@ class GradientReducer:
             RuntimeError: inside `overlap_backward`, or after a backward failed while its gradients were being sent.
             ValueError: on the first call: ranks that should hold the same weights have different ones.
         """
-        self._sender.refuse("finish()", "overlapping", "failed")
+        self._sender.refuse("finish()", "overlapping", "failed", "held")
         self._sender.complete()
         if not self._has_compared:
             check_same_start(self._given, self._group_given)
@@ -163,6 +163,13 @@ class GradientReducer:
         for parameter in self._kept:
             if parameter.grad is None and (self._usage is None or id(parameter) in self._usage.anywhere()):
                 parameter.grad = torch.zeros_like(parameter)
+
+    def hold(self) -> None:
+        """Refuse further gradients, and another `finish`, until `drop` or `zero_grad`: they have been clipped.
+
+        Gradients that need no message, as those of a single replica, are refused only in the blocks of this class.
+        """
+        self._sender.hold()
 
     def zero_grad(self) -> None:
         """Begin a new step without gradients; drops a failed or unfinished step if every rank calls this.

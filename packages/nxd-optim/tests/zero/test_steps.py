@@ -53,6 +53,38 @@ def test_step_that_failed_at_different_points_is_dropped_by_zero_grad(run_ranks,
     assert run_ranks(train, 2) == [[[0.5, 0.5]] * 3] * 2
 
 
+def test_gradients_clipped_before_a_step_are_final_and_the_step_applies_them_once(run_ranks):
+    def train():
+        optimizer, parameters = make_optimizer()
+        loss(parameters, factor=4 * active_group("dp").rank).backward()  # a mean of 2, six times
+        norm = optimizer.clip_grad_norm(24**0.5 / 4 - 1e-6 / 4)
+        refusal = r"cannot be called now: this step's gradients have been clipped; call step\(\) or zero_grad\(\)"
+        for call in (lambda: optimizer.clip_grad_norm(1.0), lambda: optimizer.step(lambda: None)):
+            with pytest.raises(RuntimeError, match=refusal):
+                call()
+        with pytest.raises(RuntimeError, match=r"backward\(\) " + refusal):
+            loss(parameters).backward()
+        optimizer.step()
+        assert norm == optimizer.grad_norm == pytest.approx(24**0.5)
+
+        loss(parameters).backward()  # not clipped
+        optimizer.step()
+        assert optimizer.grad_norm is None
+        return weights(parameters)
+
+    for found in run_ranks(train, 2):
+        assert found == [pytest.approx([-0.5, -0.5], rel=1e-6)] * 3
+
+
+def test_clipping_in_step_and_before_it_are_not_combined(run_ranks):
+    def train():
+        optimizer, _ = make_optimizer(grad_clipping=True, max_norm=2.0)
+        with pytest.raises(RuntimeError, match=r"clips at max_norm=2.0 already; pass grad_clipping=False"):
+            optimizer.clip_grad_norm(1.0)
+
+    run_ranks(train, 1)
+
+
 def test_rank_that_dies_in_backward_ends_the_others(run_ranks):
     def train():
         optimizer, parameters = make_optimizer()

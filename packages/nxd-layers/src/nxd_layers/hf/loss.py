@@ -2,12 +2,13 @@
 
 While a model whose head is sharded computes a loss, the head does not gather the logits, and the loss function takes
 them sharded along the vocabulary. Where sequences are split, the loss is that of all ranks' positions. At every layout
-the loss is 0 if no token has a label; that of transformers is nan.
+the loss is 0 if no token has a label; that of transformers is nan. The logits that the model returns with its loss stay
+sharded, or are gathered afterwards.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 from nxd_state import active_group, all_reduce, num_labels, takes_causal_lm_loss
 from torch import Tensor, nn
@@ -17,39 +18,67 @@ from nxd_layers.context import sum_over_contexts
 from nxd_layers.cross_entropy import parallel_cross_entropy
 from nxd_layers.hf.context_forward import current_forward
 from nxd_layers.hf.transformers_models import adds_z_loss, output_embeddings
-from nxd_layers.linear import ColumnParallelLinear
+from nxd_layers.linear import ColumnParallelLinear, gathered_output
 
 IGNORED_LABEL = -100
 
+WholeLogits = Literal["whole_logits"]
 
-def use_vocabulary_parallel_loss(model: Any) -> None:
-    """Have the model compute its loss from sharded logits, if it uses the usual loss function."""
+
+def check_vocabulary_parallel_loss(choice: object) -> None:
+    """Raise a ValueError for what `parallelize` does not take as `vocabulary_parallel_loss`."""
+    if not isinstance(choice, bool) and choice not in get_args(WholeLogits):
+        raise ValueError(f"unknown vocabulary_parallel_loss={choice!r}; use True, False or 'whole_logits'")
+
+
+def use_vocabulary_parallel_loss(model: Any, *, whole_logits: bool = False) -> None:
+    """Have the model compute its loss from sharded logits, if it uses the usual loss function.
+
+    Args:
+        model: a model of transformers, whose layers are sharded.
+        whole_logits: whether it returns whole logits with the loss.
+    """
     head = output_embeddings(model)
     if not isinstance(head, ColumnParallelLinear) or not takes_causal_lm_loss(model):
         return
     if adds_z_loss(model):  # of full logits, which its forward takes from the head
         return
-    loss = VocabularyParallelLoss(head, model.loss_function)
+    loss = VocabularyParallelLoss(head, model.loss_function, whole_logits=whole_logits)
     model.loss_function = loss
     model.register_forward_pre_hook(loss.begin, with_kwargs=True)
     model.register_forward_hook(loss.end, always_call=True)
 
 
 class VocabularyParallelLoss:
-    """The model's loss function, with the hooks that leave the head's logits sharded for it."""
+    """The model's loss function, with the hooks that leave the head's logits sharded for it.
 
-    def __init__(self, head: ColumnParallelLinear, full_logits_loss: Any) -> None:
+    Args:
+        head: the layer that computes the logits.
+        full_logits_loss: the model's own loss function, of logits `[batch, seq, vocab]`.
+        whole_logits: whether to gather the logits that the model returns with a loss.
+    """
+
+    def __init__(self, head: ColumnParallelLinear, full_logits_loss: Any, *, whole_logits: bool) -> None:
         self._head = head
         self._full_logits_loss = full_logits_loss
+        self._whole_logits = whole_logits
 
     def begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Leave the head's logits sharded if there are labels."""
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         self._head.gather_output = given.get("labels") is None
 
-    def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Have the head gather its logits again, for whatever else uses it."""
+    def end(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Have the head gather its logits again, for whatever else uses it; returns the output with whole logits."""
+        was_sharded = not self._head.gather_output
         self._head.gather_output = True
+        if not (self._whole_logits and was_sharded) or output is None:  # None if the forward has failed
+            return output
+        if isinstance(output, tuple):  # return_dict=False
+            loss, logits, *others = output
+            return loss, gathered_output(logits, self._head), *others
+        output.logits = gathered_output(output.logits, self._head)
+        return output
 
     def __call__(
         self,

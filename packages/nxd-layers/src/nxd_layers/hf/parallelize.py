@@ -29,7 +29,7 @@ from nxd_layers.experts import Dispatcher
 from nxd_layers.hf.context_parallel import ContextParallelHooks, check_sequences, cuts_sequences
 from nxd_layers.hf.experts import check_experts, distribute_experts
 from nxd_layers.hf.initialization import initialize
-from nxd_layers.hf.loss import use_vocabulary_parallel_loss
+from nxd_layers.hf.loss import WholeLogits, check_vocabulary_parallel_loss, use_vocabulary_parallel_loss
 from nxd_layers.hf.plans import Plan, expert_styles, layer_styles
 from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.supported_models import check_context_parallel
@@ -51,7 +51,7 @@ def parallelize(
     plan: Plan = None,
     expert_parallel: bool = False,
     sequence_parallel: bool = False,
-    vocabulary_parallel_loss: bool = True,
+    vocabulary_parallel_loss: bool | WholeLogits = True,
     context_transport: Transport | None = None,
     expert_dispatcher: Dispatcher | None = None,
 ) -> Any:
@@ -78,7 +78,9 @@ def parallelize(
             the model's own.
         sequence_parallel: keep only `seq/tp` positions on each rank between attention and feed-forward blocks.
         vocabulary_parallel_loss: leave the logits sharded while the model computes a loss (labels are given):
-            `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always full.
+            `output.logits` is then `[batch, seq, vocab/tp]`. Without labels, logits are always full. "whole_logits"
+            gathers them after the loss, so that metrics and further losses see `[batch, seq, vocab]`; gradients flow
+            through both.
         context_transport: how keys, values or heads travel between context-parallel ranks; the cheapest way for each
             mask if None. Each of these ranks passes full sequences to the model, and receives the outputs of its own
             positions (`nxd_layers.context.SequenceCut`) and the loss of all positions.
@@ -101,6 +103,7 @@ def parallelize(
     with_experts = expert_parallel and splits_experts()
 
     # Checks: nothing of the model changes before the last of them.
+    check_vocabulary_parallel_loss(vocabulary_parallel_loss)
     has_known_loss = takes_causal_lm_loss(model)
     if cp_size > 1:
         if cuts_sequences(model):
@@ -123,7 +126,7 @@ def parallelize(
         shard_layers(model, layers)
     distribute_experts(model, styles_of_experts, expert_dispatcher)
     if tp_size > 1 and vocabulary_parallel_loss:
-        use_vocabulary_parallel_loss(model)
+        use_vocabulary_parallel_loss(model, whole_logits=vocabulary_parallel_loss == "whole_logits")
     context = None
     if cp_size > 1:
         multiple = tp_size if sequence_parallel else 1

@@ -5,8 +5,9 @@ parameters may be sharded, too (stage 3), see `fully_sharded`. Here are the call
 `sharded_weights` assigns weights to ranks, `gradients` sends gradients, `flat_bucket` manages memory, `state` saves.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -26,6 +27,19 @@ from nxd_optim.zero.bucket import Bucket, Dtypes, mean_gradients
 from nxd_optim.zero.fully_sharded import hint_at_bypassed_outputs
 from nxd_optim.zero.gradients import GradientExchange
 from nxd_optim.zero.sharded_weights import ShardedWeights, bucket_bytes, check_caps
+
+
+@dataclass(frozen=True)
+class _ReadyGradients:
+    """Mean gradients of a step, scaled and clipped.
+
+    Attributes:
+        used: ids of the parameters to update.
+        skips: whether the step changes nothing, because the gradients are not finite.
+    """
+
+    used: Set[int]
+    skips: bool
 
 
 class NeuronZero1Optimizer(Optimizer):
@@ -133,6 +147,7 @@ class NeuronZero1Optimizer(Optimizer):
         self.skip_non_finite_steps, self.skipped_steps = False, 0
         self.loss_scale = 1.0
         self.grad_norm: Tensor | None = None
+        self._ready: _ReadyGradients | None = None  # from `clip_grad_norm` to `step`
         self._weights = ShardedWeights(
             lambda groups: optimizer_class(groups, **defaults),
             lambda parameter: Dtypes.choose(
@@ -167,11 +182,11 @@ class NeuronZero1Optimizer(Optimizer):
         """Add parameters with their own settings, at any time except between `overlap_backward` and `step`.
 
         Raises:
-            RuntimeError: it is called between `overlap_backward` and `step`.
+            RuntimeError: it is called between `overlap_backward` or `clip_grad_norm` and `step`.
             ValueError: as for torch's optimizers, or as for `init_zero`.
         """
         if self.inited:
-            self._gradients.sender.refuse("add_param_group()", "overlapping", "leaving", "arrived", "failed")
+            self._gradients.sender.refuse("add_param_group()", "overlapping", "leaving", "arrived", "failed", "held")
         super().add_param_group(param_group)
         if self.inited:
             self._gradients.sender.close()
@@ -242,8 +257,36 @@ class NeuronZero1Optimizer(Optimizer):
         self._weights.wait()
 
     @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Average gradients as `step` does, and scale them so that the norm of the whole model's is at most `max_norm`.
+
+        The next `step` then only updates. Called by all ranks, after the last backward of a step; not with
+        `grad_clipping`.
+
+        Args:
+            max_norm: maximum norm; inf to change no gradient.
+
+        Returns:
+            The norm before clipping, 0-d, the same on every rank; it is `grad_norm`, too.
+
+        Raises:
+            RuntimeError: `grad_clipping` is set, a second call before `step` or `zero_grad`, or as for `step`.
+            ValueError: `max_norm` is negative or not a number, or as for `step`.
+        """
+        self._check_inited()
+        max_norm = checked_max_norm(max_norm)
+        if self.grad_clipping:
+            raise RuntimeError(
+                f"step() clips at max_norm={self.max_norm} already; pass grad_clipping=False to call clip_grad_norm()"
+            )
+        self._ready = self._make_ready("clip_grad_norm()", max_norm)
+        self._gradients.sender.hold()
+        assert self.grad_norm is not None
+        return self.grad_norm
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average, clip, update, gather.
+        """Average, clip, update, gather. After `clip_grad_norm`, only update and gather.
 
         Args:
             closure: function that computes loss and gradients; called once.
@@ -252,28 +295,24 @@ class NeuronZero1Optimizer(Optimizer):
             The result of `closure`.
 
         Raises:
-            RuntimeError: inside `overlap_backward` or after it failed, or a parameter has moved or was frozen.
+            RuntimeError: inside `overlap_backward` or after it failed, a parameter has moved or was frozen, or a
+                closure is given after `clip_grad_norm`.
             ValueError: on the first step: ranks that should hold the same weights have different ones.
         """
         self._check_inited()
         loss = None
         if closure is not None:
+            self._gradients.sender.refuse("step(closure)", "held")
             with torch.enable_grad():
                 loss = closure()
-        self._gradients.sender.refuse("step()", "overlapping", "failed")
-        self._weights.wait()
-        self._weights.check_places()
-        self._gradients.check_frozen()
-        if not self._has_compared:  # `fully_shard` has compared those that it shards
-            check_same_start(it for it in self._parameters() if holder_of(it) is None)
-            self._has_compared = True
-        self._weights.refresh_masters(only_stale=True)
-        used = self._gradients.complete()
-        for hook in self._gradient_hooks:
-            hook(mean_gradients(self._weights.buckets))
-        if self._scale_gradients():
-            self._weights.update(used, self.param_groups)
+        ready = self._ready or self._make_ready("step()", self.max_norm if self.grad_clipping else None)
+        if ready.skips:
+            self.skipped_steps += 1
+        else:
+            self._weights.update(ready.used, self.param_groups)
         self._weights.drop_gradients()
+        self._ready = None
+        self._gradients.sender.release()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -290,6 +329,7 @@ class NeuronZero1Optimizer(Optimizer):
             return
         self._gradients.sender.refuse("zero_grad()", "overlapping")
         self._gradients.sender.drop()
+        self._ready = None
         if set_to_none:
             self._weights.drop_gradients()
         else:
@@ -433,19 +473,38 @@ class NeuronZero1Optimizer(Optimizer):
         frozen = [parameter for parameter in self._parameters() if not parameter.requires_grad]
         self._gradients = GradientExchange(self._weights.buckets, self.placements, frozen)
 
-    def _scale_gradients(self) -> bool:
+    def _make_ready(self, call: str, max_norm: float | None) -> _ReadyGradients:
+        """Average the gradients of a step, divide them by the loss scale, and clip them unless `max_norm` is None.
+
+        Args:
+            call: the public call that does so, for errors.
+            max_norm: maximum norm of the whole model's gradients.
+        """
+        self._gradients.sender.refuse(call, "overlapping", "failed", "held")
+        self._weights.wait()
+        self._weights.check_places()
+        self._gradients.check_frozen()
+        if not self._has_compared:  # `fully_shard` has compared those that it shards
+            check_same_start(it for it in self._parameters() if holder_of(it) is None)
+            self._has_compared = True
+        self._weights.refresh_masters(only_stale=True)
+        used = self._gradients.complete()
+        for hook in self._gradient_hooks:
+            hook(mean_gradients(self._weights.buckets))
+        return _ReadyGradients(used, skips=not self._scale_gradients(max_norm))
+
+    def _scale_gradients(self, max_norm: float | None) -> bool:
         """Scale the gradients by their norm and the loss scale; returns whether to take the step."""
         buckets = self._weights.buckets
         device = buckets[0].device if buckets else get_device()
         scale = torch.tensor(1.0 / self.loss_scale, dtype=widest_float(device), device=device)
         self.grad_norm = None
-        if self.grad_clipping or self.skip_non_finite_steps:
+        if max_norm is not None or self.skip_non_finite_steps:
             norm = norm_of_gradients(mean_gradients(buckets), device, sharded=self.placements) / self.loss_scale
-            if self.grad_clipping:
+            if max_norm is not None:
                 self.grad_norm = norm
-                scale = scale * clip_coefficient(norm, self.max_norm)
+                scale = scale * clip_coefficient(norm, max_norm)
             if self.skip_non_finite_steps and not norm.isfinite():
-                self.skipped_steps += 1
                 return False
         self._weights.scale_gradients(scale)
         return True
