@@ -160,7 +160,8 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
     in_step = [it for it in outcomes if it.key.step == step]
     is_exact = _is_exact(in_step)
     agree = [it for it in in_step if it.status is Status.AGREES]
-    right = {(it.key.kind, it.key.name) for it in agree if is_exact or _is_large(it)}
+    partly = {it.key[1:3] for it in in_step if it.status is Status.DIFFERS}  # of several outputs, one is wrong
+    right = {(it.key.kind, it.key.name) for it in agree if is_exact or _is_large(it)} - partly
     is_loss_right = any(it.key.kind == events.LOSS for it in agree)
     has_loss = any(it.key.kind == events.LOSS for it in in_step)
     is_step_wrong = _is_step_wrong(in_step)

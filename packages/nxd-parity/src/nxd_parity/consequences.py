@@ -91,7 +91,7 @@ class Consequences:
             of_output = self._diagnostician.diagnose(backward[0])
             if self._is_after_a_right_one(backward[0]):  # the loss is a sum, and only one term is wrong
                 return replace(of_output, place=of_output.place or place_of_fault(backward[0], self._comparison))
-            if of_output.fault in (of_faults.DIFFERENT_DATA, of_faults.WRONG_AVERAGING):
+            if of_output.fault in (of_faults.DIFFERENT_DATA, of_faults.WRONG_AVERAGING, of_faults.DROPPED_TOKENS):
                 return of_output
         for it in gradients[:MOST_DIAGNOSED]:
             of_gradient = self._diagnostician.diagnose(it)

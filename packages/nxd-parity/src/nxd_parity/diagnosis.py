@@ -9,12 +9,15 @@ from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.activations import scale_of
 from nxd_parity.bounds import Bound, distance
+from nxd_parity.chance import input_of_another_rank, mask_of_a_term, other_initial_values
 from nxd_parity.comparison import Comparison
-from nxd_parity.explanations import has_other_rows, masked, moved, other_targets, rounded, scaled_by_row
+from nxd_parity.explanations import has_other_rows, masked, other_targets, rounded, scaled_by_row
+from nxd_parity.orders import moved, moved_at_first, of_other_ranks, rows_of_alike
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
 from nxd_parity.places import Place, options_by_shape, whole_place
 from nxd_parity.relations import repeated_bias, rows_of_others, untied_copy
 from nxd_parity.sequence import Key, owner_of
+from nxd_parity.updates import other_norm, other_update
 
 MOST_ROUNDING = 0.05  # of a factor, in the least precise dtype
 MOST_REST = 0.25  # what a factor may leave of a tensor, in shares of its largest value
@@ -57,12 +60,17 @@ class Diagnostician:
                 return diagnosis
         if outcome.key.kind in (events.ACTIVATION_GRADIENT, events.GRADIENT) and self._copies_differ(outcome):
             return Diagnosis(of_faults.MISSING_SUM, "ranks that should have equal values have each their own part")
+        if outcome.key.kind == events.INPUT and not outcome.key.name:
+            return Diagnosis(of_faults.DIFFERENT_DATA, "the ranks got other inputs than the reference")
         return Diagnosis(of_faults.DIFFERENT_VALUES)
 
     def _explanations(
         self, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
     ) -> Iterator[Diagnosis | None]:
         assert piece.place is not None
+        if outcome.key.kind == events.GRADIENT_NORM:
+            yield other_norm(self._comparison, outcome, expected, found)
+        yield other_update(self._comparison, outcome, piece, expected, found, bound)
         yield self._scaled(outcome, expected, found, bound)
         if outcome.key.kind == events.LOSS:
             return
@@ -72,6 +80,13 @@ class Diagnostician:
         yield self._of_another(outcome, piece, found, bound)
         yield self._of_sibling(outcome.key, piece.place, found, bound)
         yield self._related(outcome, piece, expected, found, bound)
+        yield of_other_ranks(self._comparison, outcome, piece, found)
+        yield rows_of_alike(self._comparison, outcome.key, piece, found, bound)
+        yield moved_at_first(expected, found, bound)
+        yield other_initial_values(self._comparison, outcome)
+        yield input_of_another_rank(self._comparison, outcome)
+        what = mask_of_a_term(self._comparison, outcome, expected, found, bound)
+        yield Diagnosis(of_faults.RANDOM_NUMBERS, what) if what else None
         if outcome.key.kind == events.ACTIVATION_GRADIENT:
             yield other_targets(expected, found, bound)
             yield scaled_by_row(expected, found, bound)

@@ -1,6 +1,6 @@
 """Simple changes of the expected values that give those that were found: what two tensors alone tell."""
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
@@ -8,35 +8,11 @@ from torch import Tensor
 from nxd_parity import report as of_faults
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.outcome import Diagnosis
-from nxd_parity.places import Place, options_by_shape
 
 LOWER = (torch.float32, torch.bfloat16, torch.float16)
-LEAST_ROUNDED, MOST_ONE_SIDED = 64, 0.5  # elements that tell, and how far rounding is from going both ways alike
+LEAST_ROUNDED, MOST_ONE_SIDED = 24, 0.5  # elements that tell, and how far rounding is from going both ways alike
+TYPICAL = 0.2  # of a dtype's last place: the root mean square of what its rounding changes
 LEAST_CLASSES = 8  # of which two elements are few
-MOST_ROWS = 4096
-MOST_WHOLE_ROWS = 65536
-
-
-def moved(place: Place, scale: float, whole: Tensor, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
-    """Explain values of other positions of the whole tensor."""
-    whole = whole * scale
-    for option in options_by_shape(whole.shape, found.shape):
-        part = option.of(whole)
-        if part.shape == found.shape and bound.holds(distance(part, found)):
-            return Diagnosis(of_faults.WRONG_SHARD, f"the values are those of {option}, not of {place}")
-    for dim in range(found.dim()):
-        where = _moved_along(dim, whole, expected, found, bound)
-        if where is not None:
-            return Diagnosis(of_faults.WRONG_SHARD, f"along dim {dim} {where}")
-    if found.dim() == 2 and found.shape[0] == found.shape[1] and bound.holds(distance(expected.T, found)):
-        return Diagnosis(of_faults.WRONG_SHARD, "the tensor is transposed")
-    if found.numel() > 1 and found.is_floating_point() and not _is_sparse(found):
-        # The sorted values of two tensors of one distribution are near each other: rounding alone may part these.
-        last_place = torch.finfo(found.dtype).eps * float(expected.abs().max())
-        apart = distance(expected.flatten().double().sort().values, found.flatten().double().sort().values)
-        if bound.holds(apart) and Bound(2 * last_place, last_place / 4).holds(apart):
-            return Diagnosis(of_faults.WRONG_SHARD, "the values are the expected ones in another order")
-    return None
 
 
 def masked(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
@@ -46,6 +22,8 @@ def masked(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
     rows_found, rows_expected = found.reshape(-1, found.shape[-1]), expected.reshape(-1, expected.shape[-1])
     is_zero, was_zero = (rows_found == 0).all(1), (rows_expected == 0).all(1)
     lost, same = is_zero & ~was_zero, ~is_zero & ~was_zero
+    if bool(is_zero.all()) and bool(lost.any()):
+        return Diagnosis(of_faults.DROPPED_TOKENS, "all values are zero")
     if bool(lost.any()) and bool(same.any()) and bound.holds(distance(rows_expected[same], rows_found[same])):
         return Diagnosis(of_faults.DROPPED_TOKENS, f"{int(lost.sum())} of {len(lost)} rows are zero")
     zero_found, zero_expected = found == 0, expected == 0
@@ -96,28 +74,33 @@ def scaled_by_row(expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | 
 
 
 def rounded(expected: Tensor, found: Tensor) -> Diagnosis | None:
-    """Explain a difference as rounding to a smaller dtype."""
-    if not found.dtype.is_floating_point:
+    """Explain a difference as rounding to a smaller dtype: that of the values, or of which rounding is as large."""
+    if not found.dtype.is_floating_point or _is_one_sided(expected, found):
         return None
     apart, size = distance(expected, found), float(expected.double().square().mean().sqrt())
     relative = apart.mean_square / size if size else float("inf")
+    fitting = []
     for dtype in LOWER:
         last_place = torch.finfo(dtype).eps
         is_lower = last_place > torch.finfo(found.dtype).eps and last_place / 64 <= relative <= last_place
-        is_lower = is_lower and not _is_one_sided(expected, found)
-        if is_lower and (dtype == torch.float32 or (found.dim() and _is_rounded_to(dtype, expected, found))):
-            return Diagnosis(
-                of_faults.LOWER_PRECISION,
-                f"the values differ by {relative:.1e} of their size, as after rounding to {str(dtype)[6:]}",
-            )
-    return None
+        if is_lower and found.dim() and _is_rounded_to(dtype, expected, found):
+            fitting.append(dtype)
+    if not fitting:
+        return None
+    nearest = min(fitting, key=lambda it: abs(math.log(relative / (TYPICAL * torch.finfo(it).eps))))
+    dtype = next((it for it in fitting if _has_values_of(it, found)), nearest)
+    what = f"the values differ by {relative:.1e} of their size, as after rounding to {str(dtype)[6:]}"
+    return Diagnosis(of_faults.LOWER_PRECISION, what)
 
 
 def _is_rounded_to(dtype: torch.dtype, expected: Tensor, found: Tensor) -> bool:
     """Whether nearly all values are ones that a smaller dtype has, or differ by a share of themselves."""
-    has_values = (found.to(dtype).to(found.dtype) == found).double().mean() > 0.9
     is_share = (expected - found).abs() <= 2 * torch.finfo(dtype).eps * expected.abs()
-    return bool(has_values) or bool(is_share.double().mean() > 0.9)
+    return _has_values_of(dtype, found) or bool(is_share.double().mean() > 0.9)
+
+
+def _has_values_of(dtype: torch.dtype, found: Tensor) -> bool:
+    return bool((found.to(dtype).to(found.dtype) == found).double().mean() > 0.9)
 
 
 def _is_one_sided(expected: Tensor, found: Tensor) -> bool:
@@ -125,33 +108,3 @@ def _is_one_sided(expected: Tensor, found: Tensor) -> bool:
     apart = ((found.double() - expected.double()).sign() * expected.double().sign()).flatten()
     apart = apart[apart != 0]
     return len(apart) >= LEAST_ROUNDED and abs(float(apart.mean())) > MOST_ONE_SIDED
-
-
-def _is_sparse(tensor: Tensor) -> bool:
-    return bool((tensor == 0).double().mean() > 0.5)
-
-
-def _moved_along(dim: int, whole: Tensor, expected: Tensor, found: Tensor, bound: Bound) -> str | None:
-    """Describe the positions along a dim that have values of other positions; None if some have no such values."""
-    if whole.dim() != found.dim() or any(
-        a != b for it, (a, b) in enumerate(zip(whole.shape, found.shape, strict=True)) if it != dim
-    ):
-        whole = expected
-    rows, of_whole = (it.movedim(dim, 0).reshape(it.shape[dim], -1).double() for it in (found, whole))
-    if not rows.numel() or rows.shape[0] > MOST_ROWS or of_whole.shape[0] > MOST_WHOLE_ROWS:
-        return None
-    positions = torch.cdist(rows, of_whole, p=float("inf")).argmin(1)
-    if not bound.holds(distance(of_whole[positions], rows)):
-        return None
-    is_run = int((positions.diff() == 1).sum()) * 4 >= 3 * (len(positions) - 1)
-    large = positions[rows.abs().amax(1) > bound.largest]
-    is_taken_once = 4 * len(large.unique()) >= 3 * len(large) > 0
-    if not (is_run if rows.shape[1] == 1 else is_taken_once):  # small rows, and single values, have near ones anywhere
-        return None
-    shown = _several(positions.tolist())
-    return f"positions 0..{len(rows) - 1} have the values of positions {shown}"
-
-
-def _several(values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    return f"{shown}, ..." if len(values) > 8 else shown

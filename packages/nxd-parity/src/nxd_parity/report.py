@@ -199,7 +199,10 @@ class Report:
         if self.first is None:
             lines.append(f"{counts} agree")
         else:
-            lines.append(f"DIFFERENT  {self.first}")
+            where = [f"shown in {self.first.tensor}"] if self.first.tensor else []
+            if 0 < len(self.first.ranks) < self.ranks:
+                where.insert(0, f"on {plural('rank', len(self.first.ranks))} {', '.join(map(str, self.first.ranks))}")
+            lines.append("; ".join([f"DIFFERENT  {self.first}", *where]))
             later = max(self.different, len(self.findings)) - 1
             lines.append(f"{counts or 'nothing'} agree; {later} more tensors differ after it")
         lines += self.notes

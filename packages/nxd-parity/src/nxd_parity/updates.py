@@ -1,0 +1,76 @@
+"""What a step did to a parameter or to the norm of gradients: another learning rate, other decay, other gradients."""
+
+import math
+from collections import defaultdict
+
+from torch import Tensor
+
+from nxd_parity import events
+from nxd_parity import report as of_faults
+from nxd_parity.activations import scale_of
+from nxd_parity.bounds import Bound, distance
+from nxd_parity.comparison import Comparison
+from nxd_parity.outcome import Diagnosis, Outcome, Piece
+
+PRECISE = 1e-5  # of a norm's square, so that no two gradients' shares are taken for each other
+
+
+def other_update(
+    comparison: Comparison, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
+) -> Diagnosis | None:
+    """Explain a parameter after a step by another learning rate or another decay of the one before it."""
+    before = outcome.key._replace(step=outcome.key.step - 1)
+    if outcome.key.kind != events.PARAMETER or before not in comparison.of_reference or found.numel() < 2:
+        return None
+    whole = comparison.whole(before)
+    if piece.place is None or tuple(whole.shape) != piece.place.shape:
+        return None
+    old = piece.place.of(whole).double()
+    wanted, got = expected.double() - old, found.double() - old
+    factor, _ = scale_of(wanted, got)
+    if factor > 0 and abs(factor - 1) > 1e-6 and bound.holds(distance(factor * wanted, got)):
+        what = f"the update is {factor:.6g} times the expected one, as with another learning rate"
+        return Diagnosis(of_faults.SCALED, what, factor)
+    share, _ = scale_of(old, got - wanted)
+    if 0 < abs(share) < 1 and bound.holds(distance(wanted + share * old, got)):
+        what = f"{abs(share):.4g} of the parameter is {'lost' if share < 0 else 'added'}, as with other weight decay"
+        return Diagnosis(of_faults.SCALED, what, 1 + share)
+    return None
+
+
+def other_norm(comparison: Comparison, outcome: Outcome, expected: Tensor, found: Tensor) -> Diagnosis | None:
+    """Explain a norm of gradients by the gradients that are in it: a rank's own, or some of several ranks."""
+    if outcome.key.kind != events.GRADIENT_NORM or found.dim():
+        return None
+    wanted, got = float(expected) ** 2, float(found) ** 2
+    squares = _squares(comparison, outcome.key.step)
+    rank = outcome.differing[0].rank
+    own = sum(squares[rank].values())
+    if _is_near(own, got, got) and len(squares) > 1:
+        what = f"it is the norm of the gradients that rank {rank} has itself"
+        return Diagnosis(of_faults.MISSING_SUM, what, math.sqrt(got / wanted) if wanted else 1.0)
+    if got <= wanted:
+        return None
+    if _is_near(sum(sum(it.values()) for it in squares.values()), got, got - wanted):
+        return Diagnosis(of_faults.SUMMED_TWICE, "gradients that several ranks have count once for each rank")
+    for key in comparison.order:
+        if key.step == outcome.key.step and key.kind == events.GRADIENT:
+            share = float(comparison.whole(key).double().square().sum())
+            for times in range(1, comparison.candidate.world_size):
+                if share and _is_near(wanted + times * share, got, got - wanted):
+                    return Diagnosis(of_faults.SUMMED_TWICE, f"{key.name} counts {times + 1} times in it")
+    return None
+
+
+def _squares(comparison: Comparison, step: int) -> dict[int, dict[str, float]]:
+    """Return the sums of squares of each rank's gradients in a step, by name."""
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for key, of_ranks in comparison.of_candidate.items():
+        if key.step == step and key.kind == events.GRADIENT:
+            for rank, event in of_ranks:
+                found[rank][key.name] = float(comparison.candidate.read(rank, event).double().square().sum())
+    return found
+
+
+def _is_near(value: float, other: float, size: float) -> bool:
+    return abs(value - other) <= PRECISE * abs(size)
