@@ -124,7 +124,7 @@ def test_gradient_that_is_zero_on_a_rank_is_dropped_tokens(first_of):
         [("activation gradient", "x", torch.zeros(2, 8, dtype=torch.float64), (2, 0))],
     ).first
 
-    assert (first.fault, first.ranks) == ("dropped tokens", (1,))
+    assert (first.fault, first.detail, first.ranks) == ("dropped tokens", "all values of rank 1 are zero", (1,))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is wrong with a tensor: which simple change of the expected values gives those that were found."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -94,6 +95,9 @@ class Diagnostician:
 
     def _masked(self, outcome: Outcome, expected: Tensor, found: Tensor, bound: Bound) -> Diagnosis | None:
         diagnosis = masked(expected, found, bound)
+        if diagnosis is not None and not bool(found.any()):
+            ranks = sorted({it.rank for it in outcome.differing if not bool(self._comparison.read(it).any())})
+            return replace(diagnosis, detail=f"all values of rank {', '.join(map(str, ranks))} are zero")
         if diagnosis is not None and diagnosis.fault == of_faults.DROPPED_TOKENS:
             of_ranks = [
                 (self._comparison.expected(it, outcome.key), self._comparison.read(it)) for it in outcome.differing

@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nxd_parity.events import LOSS
+
 MISSING_SUM = "missing sum"
 SUMMED_TWICE = "summed twice"
 SCALED = "scaled"
@@ -200,7 +202,7 @@ class Report:
             lines.append(f"{counts} agree")
         else:
             where = [f"shown in {self.first.tensor}"] if self.first.tensor else []
-            if 0 < len(self.first.ranks) < self.ranks:
+            if 0 < len(self.first.ranks) < self.ranks and self.first.kind != LOSS:  # which is that of all ranks
                 where.insert(0, f"on {plural('rank', len(self.first.ranks))} {', '.join(map(str, self.first.ranks))}")
             lines.append("; ".join([f"DIFFERENT  {self.first}", *where]))
             later = max(self.different, len(self.findings)) - 1
