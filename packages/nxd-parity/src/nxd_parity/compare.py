@@ -1,6 +1,7 @@
 """`compare`: finds the first tensor in which a recorded program differs from a recorded reference, and says why."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from nxd_parity.comparison import Comparison
 from nxd_parity.consequences import Consequences, place_of_fault
 from nxd_parity.diagnosis import Diagnostician
 from nxd_parity.location import add_tensors
-from nxd_parity.order import about_sums, partings, sums_of
+from nxd_parity.model_names import is_model, model_of
+from nxd_parity.order import about_sums, added_up_after_backward, partings, sums_of
 from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
 from nxd_parity.sequence import Key, owner_of
-from nxd_parity.sides import steps_of
+from nxd_parity.sides import OF_CALLS, steps_of
 from nxd_parity.writer import RAISED, REACHED
 
 MOST_FINDINGS = 50  # later ones follow from the first
@@ -84,6 +86,12 @@ def compare(
     wrong = _faults_in(outcomes, comparison)
     report.findings = _with_orders(_findings(comparison, outcomes, wrong), of_candidate)
     report.different = len(report.findings) + max(len(wrong) - MOST_FINDINGS, 0)
+    harmless = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in OF_CALLS]
+    if harmless and not wrong:
+        report.notes.append(
+            f"{len(harmless)} tensors differ without an effect on losses, gradients and parameters, such as "
+            f"{_title(harmless[0])}"
+        )
     add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
     return report
@@ -149,8 +157,10 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
     Where nothing is trained, outputs of whole models are what lasts.
     """
     lasting = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in LASTING]
+    evaluated = _evaluated(outcomes, comparison)
+    lasting += [it for it in outcomes if it.key in evaluated and is_model(it.key.name)]
     if not any(it.key.kind in LASTING and it.key.step > 0 for it in outcomes):
-        returned = [it for it in outcomes if it.key.kind == events.ACTIVATION and not it.key.name]
+        returned = [it for it in outcomes if it.key.kind == events.ACTIVATION and is_model(it.key.name)]
         lasting += [it for it in returned if it.status in (Status.DIFFERS, Status.SUM)]
     if not lasting:
         has_effects = {it.key.kind for it in outcomes} & set(EFFECTS)
@@ -166,18 +176,21 @@ def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outc
     has_loss = any(it.key.kind == events.LOSS for it in in_step)
     is_step_wrong = _is_step_wrong(in_step)
     lost = _lost_gradients(in_step)
+    summed_in_buckets = _summed_in_buckets(outcomes, comparison)
     gradients = [it.key.name for it in lasting if it.key.kind == events.GRADIENT and it.key.step == step]
     with_wrong_gradients = {owner_of(it) for it in gradients}
     wrong = []
     for outcome in outcomes:
         if outcome.key in lost:
             wrong.append(outcome)
+        if outcome.key in summed_in_buckets:
+            continue
         if outcome.key.step < step or outcome.status not in (Status.DIFFERS, Status.SUM):
             continue
         if outcome.key.step == step and outcome.key.kind in (events.ACTIVATION, events.INPUT):
             is_mean = has_loss and not _is_large(outcome)  # of a rank's own rows, perhaps; the loss is that of all
             is_of_data = bool(outcome.reason) and is_step_wrong  # though what is computed from the rows is right
-            if is_mean or (is_loss_right and is_exact):
+            if (is_mean or (is_loss_right and is_exact)) and outcome.key not in evaluated:
                 continue
             if not is_of_data and _is_right_afterwards(outcome.key, right, comparison):
                 continue
@@ -208,6 +221,46 @@ def _lost_gradients(outcomes: Sequence[Outcome]) -> Set[Key]:
     return {it for it in lost if has_other_norm or (events.PARAMETER, it.name) in differing}
 
 
+def _evaluated(outcomes: Sequence[Outcome], comparison: Comparison) -> Set[Key]:
+    """Return the outputs that differ in calls of models that have no backward: what they return is what lasts."""
+    trained = {
+        (rank, it.step, it.model_call)
+        for rank, tensors in enumerate(comparison.candidate.tensors)
+        for it in tensors
+        if it.kind == events.ACTIVATION_GRADIENT
+    }
+    return {
+        it.key
+        for it in outcomes
+        if it.key.kind == events.ACTIVATION
+        and it.status is Status.DIFFERS
+        and not any((piece.rank, it.key.step, piece.event.model_call) in trained for piece in it.differing)
+    }
+
+
+def _summed_in_buckets(outcomes: Sequence[Outcome], comparison: Comparison) -> Set[Key]:
+    """Return the gradients that are parts of sums, in steps in which ranks add up as many elements after backward.
+
+    A program that copies its gradients into buckets adds them up there, and not where they are recorded: most of them
+    are parts of sums then.
+    """
+    of_steps: dict[int, list[Outcome]] = defaultdict(list)
+    for it in outcomes:
+        if it.key.kind == events.GRADIENT and it.pieces:
+            of_steps[it.key.step].append(it)
+    found: set[Key] = set()
+    for step, gradients in of_steps.items():
+        parts = [it for it in gradients if it.status is Status.SUM and it.summed_over]
+        for ranks in {it.summed_over for it in parts}:
+            of_rank = {it.key: piece for it in gradients for piece in it.pieces if piece.rank == ranks[0]}
+            elements = sum(math.prod(it.event.shape) for it in of_rank.values())
+            if 4 * sum(it.summed_over == ranks for it in parts) < 3 * len(of_rank):
+                continue
+            if added_up_after_backward(comparison.candidate.collectives[ranks[0]], step, ranks) >= elements:
+                found.update(it.key for it in parts if it.summed_over == ranks)
+    return found
+
+
 def _is_exact(outcomes: Sequence[Outcome]) -> bool:
     """Whether values are so precise that a right loss means that all activations are right."""
     dtypes = {it.pieces[0].event.dtype for it in outcomes if it.key.kind == events.LOSS and it.pieces}
@@ -222,7 +275,7 @@ def _is_large(outcome: Outcome) -> bool:
 def _is_right_afterwards(key: Key, right: Set[tuple[str, str]], comparison: Comparison) -> bool:
     """Whether a module that has a tensor's module in it, or that got the tensor, has a right output."""
     name = key.name
-    around = {name[:end] for end, letter in enumerate(name) if letter == "."} | ({""} if name else set())
+    around = {name[:end] for end, letter in enumerate(name) if letter == "."} | ({model_of(name)} - {name})
     later = {*around, *comparison.users(key), *([name] if key.kind == events.INPUT else [])}
     return any((events.ACTIVATION, it) in right for it in later)
 

@@ -7,6 +7,19 @@ from torch import Tensor, nn
 
 from nxd_parity.names import plain_name
 
+MODEL = "model-"  # in front of names that another model has, too, with a number from 2
+
+
+def is_model(name: str) -> bool:
+    """Whether a plain name is that of a whole model."""
+    return not name or (name.startswith(MODEL) and name.removeprefix(MODEL).isdecimal())
+
+
+def model_of(name: str) -> str:
+    """Return the plain name of the whole model that a module is in."""
+    first = name.partition(".")[0]
+    return first if is_model(first) else ""
+
 
 class Part(NamedTuple):
     """A module or a parameter.
@@ -24,7 +37,9 @@ class ModelNames:
     """Names of all modules and parameters of the models that were called.
 
     A model is a module that was called outside all others. Those without parameters, such as a loss, are known by
-    their class. Of a wrapper and the module in it, which have one name, the inner one has it.
+    their class. Of a wrapper and the module in it, which have one name, the inner one has it. Of two models with
+    parameters of one name, such as an encoder and a decoder that are called by themselves, the second one's names begin
+    with "model-2.".
     """
 
     def __init__(
@@ -43,6 +58,8 @@ class ModelNames:
         self._modules: dict[int, Part] = {}
         self._parameters: dict[int, Part] = {}
         self._wrappers: set[int] = set()
+        self._taken: set[str] = set()  # names of parameters
+        self._alike = 1  # models that share names
         self._models: list[nn.Module] = []  # keeps ids from being used again
 
     def add(self, model: nn.Module) -> bool:
@@ -53,14 +70,22 @@ class ModelNames:
         self._models.append(model)
         has_parameters = next(model.parameters(), None) is not None
         holders: dict[str, nn.Module] = {}
+        parameters = {self._rename(plain_name(name)): it for name, it in model.named_parameters()}
+        new = {name for name, it in parameters.items() if id(it) not in self._parameters}
+        prefix = ""
+        if new & self._taken:
+            self._alike += 1
+            prefix = f"{MODEL}{self._alike}."
         for name, module in self._modules_of(model):
-            plain = self._rename(plain_name(name)) if has_parameters else f"{type(model).__name__}.{name}".rstrip(".")
+            plain = prefix + self._rename(plain_name(name)) if has_parameters else f"{type(model).__name__}.{name}"
+            plain = plain.rstrip(".")
             self._modules.setdefault(id(module), Part(plain, number))
             if plain in holders:
                 self._wrappers.add(id(holders[plain]))
             holders[plain] = module
-        for name, parameter in model.named_parameters():
-            self._parameters.setdefault(id(parameter), Part(self._rename(plain_name(name)), number))
+        for name, parameter in parameters.items():
+            self._parameters.setdefault(id(parameter), Part(prefix + name, number))
+        self._taken |= {prefix + name for name in new}
         return True
 
     def of_call(self, module: nn.Module, *, is_whole: bool) -> Part | None:

@@ -124,6 +124,15 @@ def about_sums(collectives: Sequence[Calls], step: int, shape: Sequence[int], ra
     return f"no recorded collective adds up a tensor of {list(shape)} over ranks {_listed(ranks)}{bucket}"
 
 
+def added_up_after_backward(calls: Calls, step: int, ranks: Sequence[int]) -> int:
+    """Return how many elements a rank's sums over some ranks have in a step, outside the model and its backward."""
+    return sum(
+        prod(it.shape)
+        for it in calls
+        if it.step == step and it.operation in SUMS and not it.phase and set(ranks) == set(it.ranks)
+    )
+
+
 def sums_of(calls: Calls, step: int, shape: Sequence[int], modules: Sequence[str], size: int) -> str:
     """Say which sums over groups of some size a rank makes, in a step, of tensors of a size in some modules."""
     found = Counter(
