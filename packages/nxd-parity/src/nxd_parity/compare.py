@@ -86,7 +86,7 @@ def compare(
     wrong = _faults_in(outcomes, comparison)
     report.findings = _with_orders(_findings(comparison, outcomes, wrong), of_candidate)
     report.different = len(report.findings) + max(len(wrong) - MOST_FINDINGS, 0)
-    harmless = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in OF_CALLS]
+    harmless = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in OF_CALLS and _is_large(it)]
     if harmless and not wrong:
         report.notes.append(
             f"{len(harmless)} tensors differ without an effect on losses, gradients and parameters, such as "
@@ -242,8 +242,11 @@ def _summed_in_buckets(outcomes: Sequence[Outcome], comparison: Comparison) -> S
     """Return the gradients that are parts of sums, in steps in which ranks add up as many elements after backward.
 
     A program that copies its gradients into buckets adds them up there, and not where they are recorded: most of them
-    are parts of sums then.
+    are parts of sums then, and what the optimizer made of them is not.
     """
+    without = {
+        (it.key.step, it.summed_over) for it in outcomes if it.key.kind in EFFECTS and it.status is Status.DIFFERS
+    }
     of_steps: dict[int, list[Outcome]] = defaultdict(list)
     for it in outcomes:
         if it.key.kind == events.GRADIENT and it.pieces:
@@ -254,7 +257,8 @@ def _summed_in_buckets(outcomes: Sequence[Outcome], comparison: Comparison) -> S
         for ranks in {it.summed_over for it in parts}:
             of_rank = {it.key: piece for it in gradients for piece in it.pieces if piece.rank == ranks[0]}
             elements = sum(math.prod(it.event.shape) for it in of_rank.values())
-            if 4 * sum(it.summed_over == ranks for it in parts) < 3 * len(of_rank):
+            is_of_most = 4 * sum(it.summed_over == ranks for it in parts) >= 3 * len(of_rank)
+            if not is_of_most or (step, ranks) in without:
                 continue
             if added_up_after_backward(comparison.candidate.collectives[ranks[0]], step, ranks) >= elements:
                 found.update(it.key for it in parts if it.summed_over == ranks)
