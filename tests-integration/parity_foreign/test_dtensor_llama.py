@@ -12,7 +12,7 @@ LAYOUTS = {
 QUICK = {("loss", "float64"), ("output not summed", "float64")}
 KNOWN = {
     ("norm gradient not summed", "bfloat16"): "is not seen: the difference is within the spread",
-    ("output not summed", "bfloat16"): "is found in another place",
+    ("output not summed", "bfloat16"): "is not seen: what follows is within the spread, so it is only noted",
 }
 
 

@@ -82,8 +82,6 @@ def start_torch_distributed(rank: int, world_size: int, timeout: timedelta | Non
         # on ranks whose start has not failed: all would wait for each other.
         distributed_c10d._world.group_count = groups
         raise
-    if world_size > 1 and backend == "gloo":
-        dist.barrier()  # a rank that ends the group at once would close connections that others still wait for
 
 
 def _fresh_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:

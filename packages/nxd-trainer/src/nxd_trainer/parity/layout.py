@@ -97,9 +97,7 @@ class LayoutRun:
             loss = torch.stack(loss).mean() if loss else None
         of_replicas = all_gather_object(None if loss is None else float(loss), get_group("dp", "cp"))
         known = [it for it in of_replicas if it is not None]
-        if not known:
-            return None
-        return torch.tensor(sum(known) / len(known), dtype=self._dtype if loss is None else loss.dtype)
+        return torch.tensor(sum(known) / len(known), dtype=torch.float64) if known else None
 
     def _record_number(self, recorder: Recorder, kind: str, number: Tensor | None) -> None:
         if number is not None:
