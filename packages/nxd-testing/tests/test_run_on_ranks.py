@@ -208,6 +208,18 @@ def test_run_on_ranks_mesh_left_initialized_is_destroyed():
     assert run_on_ranks(initialize, 2) == [(False, 2)] * 2
 
 
+def test_run_on_ranks_start_that_failed_on_one_rank_leaves_nothing_to_the_next_job():
+    def rank_1_waits_in_vain():
+        dist.destroy_process_group()
+        if os.environ["RANK"] == "1":
+            dist.init_process_group("gloo", timeout=timedelta(seconds=0.2))
+
+    with pytest.raises(RankFailure, match="rank 1"):
+        run_on_ranks(rank_1_waits_in_vain, 2)
+
+    assert run_on_ranks(dist.get_rank, 2, timeout=30.0) == [0, 1]
+
+
 def test_run_on_ranks_output_is_printed_with_the_rank(capsys):
     def speak():
         print(f"hello\nfrom {dist.get_rank()}")

@@ -138,6 +138,7 @@ def _tear_down() -> str | None:
     except Exception:
         return traceback.format_exc()
     finally:
+        _world.group_count = 0  # torch names groups by it; a default group whose start failed has been counted already
         threading.Thread(target=groups.clear, name="process group destructor").start()
     return None
 
