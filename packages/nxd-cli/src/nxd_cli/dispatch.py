@@ -40,7 +40,7 @@ COMMANDS = {
     "train": Command("nxd-trainer", "train a model from a recipe"),
     "data": Command("nxd-trainer", "show what a recipe will train on"),
     "report": Command("nxd-trainer", "write a page about a run, or watch it in the terminal"),
-    "run": Command("nxd-neuronx", "run a training script, including one written for torch-xla"),
+    "run": Command("nxd-cli", "run a training script: torch-xla's, or a trainer's at a layout"),
     "generate": Command("nxd-trainer", "generate text with a model"),
     "serve": Command("nxd-trainer", "answer completion requests with a trained model"),
     "import": Command("nxd-trainer", "convert a Hugging Face folder to a checkpoint"),

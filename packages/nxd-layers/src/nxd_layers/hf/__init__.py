@@ -13,6 +13,7 @@ from nxd_layers.hf.static_shapes import use_static_shapes
 from nxd_layers.hf.styles import Target, register_style
 from nxd_layers.hf.supported_models import remember_as_compared
 from nxd_layers.hf.transformers_models import find_routers
+from nxd_layers.hf.whole_head import WholeHead
 
 __all__ = [
     "parallelize",
@@ -23,6 +24,7 @@ __all__ = [
     "number_of_experts",
     "use_static_shapes",
     "param_init_fn_of",
+    "WholeHead",
     "has_plan",
     "remember_as_compared",
 ]

@@ -77,7 +77,8 @@ class VocabularyParallelLoss:
         if isinstance(output, tuple):  # return_dict=False
             loss, logits, *others = output
             return loss, gathered_output(logits, self._head), *others
-        output.logits = gathered_output(output.logits, self._head)
+        if getattr(output, "logits", None) is not None:  # a forward that a script has replaced may have none
+            output.logits = gathered_output(output.logits, self._head)
         return output
 
     def __call__(

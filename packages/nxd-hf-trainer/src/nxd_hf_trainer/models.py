@@ -1,0 +1,89 @@
+"""A script's model becomes an `NxDModel`: split in place, with the names and the class that it had."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nxd_engine import NxDModel, initialize_parallel_model
+from nxd_layers import hf
+from nxd_state import all_ranks, get_mesh, is_transformers_model
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nxd_hf_trainer.refusals import check_model
+
+
+class SplitModels:
+    """The models that have been split, and which of their parameters replace those of the script's model.
+
+    Args:
+        config: the complete config of the layout.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self._of_module: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the `NxDModel` of each module of the script
+        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model and name of each parameter, old and new
+
+    def split(self, module: nn.Module) -> NxDModel:
+        """Return the parallel model of a module; the same one for each call. Called by all ranks.
+
+        The module itself is changed and stays usable; a transformers model keeps its class.
+
+        Raises:
+            ValueError: the model cannot be split, or trained so.
+        """
+        if isinstance(module, NxDModel):
+            return module
+        if module in self._of_module:
+            found: NxDModel = self._of_module[module]
+            return found
+        check_model(module, self.config)
+        before = dict(module.named_parameters(remove_duplicate=False))
+        size: Any = module.num_parameters if is_transformers_model(module) else None
+        counts = {exclude: size(exclude_embeddings=exclude) for exclude in (False, True)} if size is not None else {}
+        with all_ranks():
+            model = initialize_parallel_model(self.config, lambda: self._split_layers(module))
+        if counts:  # those of the whole model, from which Trainer estimates its operations
+            _replace(module, "num_parameters", _counted(counts))
+        self._of_module[module] = model
+        for name, parameter in (*before.items(), *model.named_parameters(remove_duplicate=False)):
+            self._places[parameter] = (model, name)
+        return model
+
+    def models_of(self, parameters: Iterable[Tensor]) -> list[NxDModel]:
+        """Return the split models that have any of these parameters."""
+        places = [place for it in parameters if (place := self.place_of(it)) is not None]
+        return list({id(model): model for model, _ in places}.values())
+
+    def place_of(self, parameter: Tensor) -> tuple[NxDModel, str] | None:
+        """Return the model and the name of a parameter, as it was before or after the split; None if unknown."""
+        place: tuple[NxDModel, str] | None = self._places.get(parameter)
+        return place
+
+    def _split_layers(self, module: nn.Module) -> nn.Module:
+        mesh = get_mesh()
+        if self.config["tensor_parallel_size"] == 1 and not mesh.splits_experts:
+            return module
+        hf.parallelize(
+            module,
+            expert_parallel=mesh.splits_experts,
+            sequence_parallel=self.config["sequence_parallel"],
+            vocabulary_parallel_loss="whole_logits",  # metrics and losses of scripts read them
+        )
+        if self.config["tensor_parallel_size"] > 1:
+            head: Any = module.get_output_embeddings
+            _replace(module, "get_output_embeddings", lambda: hf.WholeHead(head()))
+        return module
+
+
+def _counted(counts: Mapping[bool, int]) -> Any:
+    """Return a `num_parameters` for a split model; all parameters, as those that train are counted on no rank."""
+
+    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        return counts[exclude_embeddings]
+
+    return num_parameters
+
+
+def _replace(module: nn.Module, method: str, replacement: Any) -> None:
+    setattr(module, method, replacement)

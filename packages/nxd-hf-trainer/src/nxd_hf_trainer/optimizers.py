@@ -1,0 +1,63 @@
+"""A script's optimizer becomes an `NxDOptimizer` of the same class, with the same groups and settings."""
+
+import inspect
+from typing import Any
+
+from nxd_engine import NxDOptimizer, initialize_parallel_optimizer
+from nxd_state import all_ranks
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nxd_hf_trainer.models import SplitModels
+
+
+def parallel_optimizer(optimizer: Optimizer, models: SplitModels) -> NxDOptimizer:
+    """Return the parallel optimizer of the models whose parameters an optimizer has. Called by all ranks.
+
+    The given optimizer is left with the parameters that take the place of its own, so that the whole ones are freed.
+
+    Raises:
+        ValueError: it has taken a step, or parameters of no prepared model, or its class cannot be made anew.
+    """
+    if isinstance(optimizer, NxDOptimizer):
+        return optimizer
+    kind = type(optimizer)
+    if optimizer.state:
+        raise ValueError(
+            f"the {kind.__name__} has states already; pass it to Accelerator.prepare before its first step"
+        )
+    trained = models.models_of(it for group in optimizer.param_groups for it in group["params"])
+    parameters = {id(model): dict(model.named_parameters(remove_duplicate=False)) for model in trained}
+    for group in optimizer.param_groups:
+        group["params"] = _here(group["params"], parameters, models)
+    accepted = inspect.signature(kind).parameters
+    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    with all_ranks():
+        made = initialize_parallel_optimizer(
+            models.config, kind, [dict(it) for it in optimizer.param_groups], **settings
+        )
+    for model in trained:
+        model.zero_grad = made.zero_grad  # type: ignore[method-assign]  # what Trainer calls after each step
+    return made
+
+
+def follow_optimizer(scheduler: Any, before: Optimizer, after: NxDOptimizer) -> None:
+    """Let a scheduler that was made for one optimizer set the learning rates of the one that replaces it."""
+    if getattr(scheduler, "optimizer", None) is before:
+        scheduler.optimizer = after
+
+
+def _here(given: list[Tensor], parameters: dict[int, dict[str, Any]], models: SplitModels) -> list[Tensor]:
+    """Return this rank's parameters in place of those that were given."""
+    found: dict[int, Tensor] = {}
+    for it in given:
+        place = models.place_of(it)
+        if place is None:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {list(it.shape)} that is in no model given to "
+                "Accelerator.prepare; prepare its model first, or both in one call"
+            )
+        model, name = place
+        parameter = parameters[id(model)][name]
+        found[id(parameter)] = parameter
+    return list(found.values())

@@ -1,0 +1,50 @@
+"""What cannot be right at a layout, refused before the first step, with the nearest way that works."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from nxd_state import get_mesh, is_transformers_model
+from torch import nn
+
+
+def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a script's model cannot be split by the config."""
+    splits = config["tensor_parallel_size"] > 1 or get_mesh().splits_experts
+    if not splits or is_transformers_model(module):
+        return
+    if hasattr(module, "peft_config"):
+        raise ValueError(
+            "a model with PEFT adapters is not split over tensor- or expert-parallel ranks yet; use --zero-stage 3 "
+            "without --tensor-parallel-size, or `nxd train` with lora.rank"
+        )
+    raise ValueError(
+        f"{type(module).__name__} is no model of transformers, and has no plan by which its layers are split; use "
+        "--zero-stage 3, which shards any model, or give its layers of nxd_layers to the engine yourself"
+    )
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raise a ValueError for what an Accelerator was told to do besides."""
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"the script also asks for {accelerator.distributed_type.value}, which shards the model a second time; "
+            "leave its options out: --zero-stage 3 is what fully sharded means here"
+        )
+    if accelerator.parallelism_config is not None and accelerator.parallelism_config.total_size > 1:
+        raise ValueError(
+            "the script also has a ParallelismConfig, which splits the model a second time; leave it out, and give "
+            "its sizes to nxd run"
+        )
+    if accelerator.scaler is not None:
+        raise ValueError(
+            "fp16 with Accelerate's loss scaling does not see the gradients of all ranks; use bf16, or `nxd train` "
+            "with train.loss_scaling"
+        )
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Raise a ValueError for a norm of gradients other than the 2-norm."""
+    if float(norm_type) != 2.0:
+        raise ValueError(f"norm_type={norm_type} is not supported for gradients of several ranks; use 2")

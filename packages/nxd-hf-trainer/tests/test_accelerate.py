@@ -1,0 +1,114 @@
+"""Scripts that call an Accelerator themselves."""
+
+import pytest
+import torch
+from nxd_testing import RankFailure, run_on_ranks
+
+
+def loop(tools, folder, layout=None, accumulation=2):
+    """A loop as Accelerate's documentation writes it; returns losses, norms and learning rates."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
+
+    with tools.at(layout):
+        replicas = 1 if layout is None else layout.replicas
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        scheduler = get_linear_schedule_with_warmup(optimizer, 2 * replicas, 12 * replicas)
+        loader = torch.utils.data.DataLoader(tools.token_rows(24), batch_size=4 // replicas)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        found = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                labels = (batch["labels"][:, 1:] != -100).sum()
+                loss = model(**batch, num_items_in_batch=accelerator.gather(labels).sum()).loss * replicas
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else 0.0
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append((float(accelerator.gather(loss.detach()).mean()), float(norm)))
+        return found, accelerator.unwrap_model(model).lm_head.weight.norm().item()
+
+
+@pytest.mark.parametrize("name", ["TP 2", "DP 2 with ZeRO-3"])
+def test_loop_with_an_accelerator_is_that_of_one_process(name, tmp_path, tools):
+    folder, layout = tools.save_llama(tmp_path), tools.layouts[name]
+    [(expected, _)] = run_on_ranks(lambda: loop(tools, folder), 1)
+
+    results = run_on_ranks(lambda: loop(tools, folder, layout), layout.ranks)
+
+    for found, _ in results:
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_main_process_is_one_rank_and_all_wait_for_it(tmp_path, tools):
+    layout = tools.layouts["TP 2 x DP 2 with ZeRO-1"]
+
+    def main_process_writes():
+        from accelerate import Accelerator
+
+        with tools.at(layout):
+            accelerator = Accelerator(cpu=True)
+            with accelerator.main_process_first():
+                seen = (tmp_path / "written").exists()
+                if accelerator.is_main_process:
+                    (tmp_path / "written").touch()
+            return seen, accelerator.process_index, accelerator.num_processes
+
+    found = run_on_ranks(main_process_writes, layout.ranks)
+
+    assert [seen for seen, _, _ in found] == [False, True, True, True]
+    assert [(index, count) for _, index, count in found] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def refused(tools, layout, act):
+    def run():
+        from accelerate import Accelerator
+
+        with tools.at(layout):
+            act(Accelerator(cpu=True))
+
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(run, layout.ranks)
+    assert len(caught.value.failures) == layout.ranks  # every rank raises
+    return str(caught.value)
+
+
+def test_module_that_has_no_plan_is_refused_with_the_way_that_works(tools):
+    message = refused(tools, tools.layouts["TP 2"], lambda accelerator: accelerator.prepare(torch.nn.Linear(4, 4)))
+
+    assert "Linear is no model of transformers" in message
+    assert "--zero-stage 3, which shards any model" in message
+
+
+def test_optimizer_of_a_model_that_was_not_prepared_is_refused(tools):
+    def act(accelerator):
+        accelerator.prepare(torch.optim.SGD(torch.nn.Linear(4, 3).parameters(), lr=0.1))
+
+    message = refused(tools, tools.layouts["DP 2 with ZeRO-1"], act)
+
+    assert "a parameter of shape [3, 4] that is in no model given to Accelerator.prepare" in message
+
+
+def test_clipping_by_value_is_refused(tools):
+    message = refused(tools, tools.layouts["TP 2"], lambda accelerator: accelerator.clip_grad_value_([], 1.0))
+
+    assert "use clip_grad_norm_" in message
+
+
+def test_layout_after_accelerate_has_started_is_refused(tools):
+    def run():
+        from accelerate import Accelerator
+        from nxd_hf_trainer import under_trainer
+
+        with tools.at(None):
+            Accelerator(cpu=True)
+            with under_trainer(zero_stage=1):
+                pass
+
+    with pytest.raises(RankFailure, match="Accelerate has started before the layout was chosen; call under_trainer"):
+        run_on_ranks(run, 1)
