@@ -19,6 +19,23 @@ def save_llama(folder, kind="LlamaForCausalLM", dtype=torch.float64, **settings)
     return str(folder)
 
 
+def save_mixtral(folder):
+    """Save a small mixture of experts with random weights as a Hugging Face folder."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_local_experts": 4,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = transformers.MixtralConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1)
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+
+
 def make_tokenizer():
     """Return a tokenizer of the words w0 to w49."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -73,6 +90,9 @@ def layout(ranks, replicas=1, **degrees):
 LAYOUTS = {
     "TP 2": layout(2, tensor_parallel_size=2),
     "TP 2 with sequence parallelism": layout(2, tensor_parallel_size=2, sequence_parallel=True),
+    "CP 2": layout(2, context_parallel_size=2),
+    "EP 2": layout(2, 2, expert_parallel_size=2),
+    "DP 2": layout(2, 2),
     "DP 2 with ZeRO-1": layout(2, 2, zero_stage=1),
     "DP 2 with ZeRO-2": layout(2, 2, zero_stage=2),
     "DP 2 with ZeRO-3": layout(2, 2, zero_stage=3),
@@ -85,5 +105,11 @@ LAYOUTS = {
 def tools():
     """What the tests' functions, which run on the ranks, need of this file."""
     return SimpleNamespace(
-        save_llama=save_llama, make_tokenizer=make_tokenizer, token_rows=token_rows, words=words, layouts=LAYOUTS, at=at
+        save_llama=save_llama,
+        save_mixtral=save_mixtral,
+        make_tokenizer=make_tokenizer,
+        token_rows=token_rows,
+        words=words,
+        layouts=LAYOUTS,
+        at=at,
     )

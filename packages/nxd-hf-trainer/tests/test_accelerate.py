@@ -30,19 +30,22 @@ def loop(tools, folder, layout=None, accumulation=2):
                 scheduler.step()
                 optimizer.zero_grad()
             found.append((float(accelerator.gather(loss.detach()).mean()), float(norm)))
-        return found, accelerator.unwrap_model(model).lm_head.weight.norm().item()
+        return found, accelerator.get_state_dict(model)
 
 
 @pytest.mark.parametrize("name", ["TP 2", "DP 2 with ZeRO-3"])
 def test_loop_with_an_accelerator_is_that_of_one_process(name, tmp_path, tools):
     folder, layout = tools.save_llama(tmp_path), tools.layouts[name]
-    [(expected, _)] = run_on_ranks(lambda: loop(tools, folder), 1)
+    [(expected, trained)] = run_on_ranks(lambda: loop(tools, folder), 1)
 
     results = run_on_ranks(lambda: loop(tools, folder, layout), layout.ranks)
 
     for found, _ in results:
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-6)
+    (_, whole), (_, nothing) = results
+    torch.testing.assert_close(whole, dict(trained), rtol=0, atol=1e-5)
+    assert nothing == {}
 
 
 def test_main_process_is_one_rank_and_all_wait_for_it(tmp_path, tools):

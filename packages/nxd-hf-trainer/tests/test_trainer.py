@@ -8,7 +8,7 @@ STEPS = 6
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-9}  # transformers' own loss of float64 models is computed in float32
 
 
-def train(tools, folder, layout=None, resume=None, **arguments):
+def train(tools, folder, layout=None, resume=None, compute_metrics=None, **arguments):
     """Train a Llama; returns Trainer's logs, and leaves the trained model in `folder/final`."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -22,6 +22,7 @@ def train(tools, folder, layout=None, resume=None, **arguments):
             TrainingArguments(folder / "out", **{**settings, **quiet, **sizes, **arguments}),
             train_dataset=tools.token_rows(20),
             eval_dataset=tools.token_rows(8, generator_seed=2),
+            compute_metrics=compute_metrics,
         )
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(folder / "final")
@@ -63,7 +64,7 @@ def plain(tmp_path_factory, tools):
     return run
 
 
-NAMES = ["TP 2", "TP 2 with sequence parallelism", "DP 2 with ZeRO-1", "DP 2 with ZeRO-2", "DP 2 with ZeRO-3"]
+NAMES = ["TP 2", "CP 2", "TP 2 with sequence parallelism", "DP 2 with ZeRO-1", "DP 2 with ZeRO-2", "DP 2 with ZeRO-3"]
 NAMES += ["TP 2 x DP 2 with ZeRO-1", "TP 2 x DP 2 with ZeRO-3"]
 
 
@@ -78,6 +79,29 @@ def test_training_at_a_layout_is_that_of_one_process(name, model, plain, tools):
     assert all(it == logs for it in others)
     assert_same_run(logs, expected)
     torch.testing.assert_close(weights(model), trained, **TOLERANCE)
+
+
+def test_experts_on_several_ranks_are_trained_as_in_one_process(tmp_path, tools):
+    layout = tools.layouts["EP 2"]
+    folders = tmp_path / "one", tmp_path / "two"
+    for folder in folders:
+        tools.save_mixtral(folder / "model")
+    [expected] = run_on_ranks(lambda: train(tools, folders[0]), 1)
+
+    logs, *_ = run_on_ranks(lambda: train(tools, folders[1], layout), layout.ranks)
+
+    assert_same_run(logs, expected, rtol=1e-5)
+    torch.testing.assert_close(weights(folders[1]), weights(folders[0]), rtol=0, atol=1e-5)
+
+
+def test_predictions_with_context_parallelism_are_refused(model, tools):
+    layout = tools.layouts["CP 2"]
+
+    with pytest.raises(RankFailure, match="set prediction_loss_only=True, or leave compute_metrics out"):
+        run_on_ranks(
+            lambda: train(tools, model, layout, eval_strategy="steps", eval_steps=2, compute_metrics=lambda _: {}),
+            layout.ranks,
+        )
 
 
 def test_run_resumed_at_another_layout_is_the_run_that_was_not_interrupted(model, plain, tools):

@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from nxd_engine import NxDModel, NxDOptimizer
+from nxd_engine.hugging_face import whole_state_dict
+from nxd_state import all_ranks
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,6 +34,7 @@ def accelerator_prepares_ours(config: Mapping[str, Any]) -> Iterator[None]:
         "clip_grad_norm_": lambda own: _clip_grad_norm(own, prepared),
         "clip_grad_value_": lambda _: _refuse_clip_grad_value,
         "unwrap_model": _unwrap_model,
+        "get_state_dict": _get_state_dict,
         "save_state": lambda _: _refuse_save_state,
         "load_state": lambda _: _refuse_save_state,
     }
@@ -155,6 +158,17 @@ def _unwrap_model(own: Any) -> Any:
         return unwrapped.local_module() if isinstance(unwrapped, NxDModel) else unwrapped
 
     return unwrap_model
+
+
+def _get_state_dict(own: Any) -> Any:
+    def get_state_dict(accelerator: Accelerator, model: Any, unwrap: bool = True) -> Any:
+        """Return the whole tensors on the main process, and an empty dict on others, as with FSDP."""
+        if not isinstance(model, NxDModel):
+            return own(accelerator, model, unwrap)
+        with all_ranks():
+            return whole_state_dict(model)
+
+    return get_state_dict
 
 
 def _refuse_save_state(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from nxd_engine import NxDModel, has_checkpoint, load_checkpoint, save_checkpoint
-from nxd_engine.hugging_face import save_pretrained
+from nxd_engine.hugging_face import save_pretrained, whole_state_dict
 from nxd_state import all_ranks, get_group
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from nxd_hf_trainer.accelerator import unwrapped_optimizer
 from nxd_hf_trainer.processes import is_main_process, wait_for_everyone
+from nxd_hf_trainer.refusals import is_peft_model
 from nxd_hf_trainer.replacing import Replacement, replaced
 
 _OURS = "nxd"  # the folder of the checkpoint of nxd-ckpt inside of a `checkpoint-N`
@@ -63,10 +64,10 @@ def _save_model(own: Any, *, with_folder: bool) -> Any:
             wait_for_everyone()
             return
         folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
-        unwrapped: Any = trainer.model
-        unwrapped.config.architectures = [type(unwrapped).__name__]  # as transformers' own `save_pretrained` does
-        if with_folder or trainer.args.save_only_model or not _internal_call:
-            _write_weights(model, folder)
+        if is_peft_model(trainer.model):
+            _write_adapters(trainer.model, model, folder)
+        elif with_folder or trainer.args.save_only_model or not _internal_call:
+            _write_weights(trainer.model, model, folder)
         if is_main_process():
             _write_companions(trainer, folder)
         wait_for_everyone()
@@ -76,8 +77,18 @@ def _save_model(own: Any, *, with_folder: bool) -> Any:
     return save_model
 
 
-def _write_weights(model: NxDModel, folder: Path) -> None:
+def _write_adapters(own: Any, model: NxDModel, folder: Path) -> None:
+    """Write the adapters as PEFT does."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with all_ranks():
+        tensors = whole_state_dict(model, lambda name: "lora_" in name or name in trained)
+    if is_main_process():
+        own.save_pretrained(folder, state_dict=tensors)
+
+
+def _write_weights(own: Any, model: NxDModel, folder: Path) -> None:
     """Write config and weights; files of an earlier model are replaced once the new ones are complete."""
+    own.config.architectures = [type(own).__name__]  # as transformers' own `save_pretrained` does
     staging = folder / ".saving"
     if is_main_process():
         shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
@@ -96,9 +107,10 @@ def _write_companions(trainer: Trainer, folder: Path) -> None:
     """Write what Trainer saves beside the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = trainer.model
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    if not is_peft_model(model):
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
     processing = trainer.processing_class
     if processing is None:
         processing = getattr(trainer.data_collator, "tokenizer", None)

@@ -9,7 +9,7 @@ from nxd_state import all_ranks, get_mesh, is_transformers_model
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nxd_hf_trainer.refusals import check_model
+from nxd_hf_trainer.refusals import check_model, transformers_model_in
 
 
 class SplitModels:
@@ -39,12 +39,13 @@ class SplitModels:
             return found
         check_model(module, self.config)
         before = dict(module.named_parameters(remove_duplicate=False))
-        size: Any = module.num_parameters if is_transformers_model(module) else None
+        whole = transformers_model_in(module)
+        size: Any = whole.num_parameters if is_transformers_model(whole) else None
         counts = {exclude: size(exclude_embeddings=exclude) for exclude in (False, True)} if size is not None else {}
         with all_ranks():
             model = initialize_parallel_model(self.config, lambda: self._split_layers(module))
         if counts:  # those of the whole model, from which Trainer estimates its operations
-            _replace(module, "num_parameters", _counted(counts))
+            _replace(whole, "num_parameters", _counted(counts))
         self._of_module[module] = model
         for name, parameter in (*before.items(), *model.named_parameters(remove_duplicate=False)):
             self._places[parameter] = (model, name)
@@ -62,17 +63,19 @@ class SplitModels:
 
     def _split_layers(self, module: nn.Module) -> nn.Module:
         mesh = get_mesh()
-        if self.config["tensor_parallel_size"] == 1 and not mesh.splits_experts:
+        tp, cp = self.config["tensor_parallel_size"], self.config["context_parallel_size"]
+        if tp == cp == 1 and not mesh.splits_experts:
             return module
+        whole = transformers_model_in(module)
         hf.parallelize(
-            module,
+            whole,
             expert_parallel=mesh.splits_experts,
             sequence_parallel=self.config["sequence_parallel"],
             vocabulary_parallel_loss="whole_logits",  # metrics and losses of scripts read them
         )
-        if self.config["tensor_parallel_size"] > 1:
-            head: Any = module.get_output_embeddings
-            _replace(module, "get_output_embeddings", lambda: hf.WholeHead(head()))
+        if tp > 1 or cp > 1:
+            head: Any = whole.get_output_embeddings
+            _replace(whole, "get_output_embeddings", lambda: hf.WholeHead(head()))
         return module
 
 

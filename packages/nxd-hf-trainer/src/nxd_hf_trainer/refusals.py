@@ -11,18 +11,23 @@ from torch import nn
 
 def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
     """Raise a ValueError if a script's model cannot be split by the config."""
-    splits = config["tensor_parallel_size"] > 1 or get_mesh().splits_experts
-    if not splits or is_transformers_model(module):
+    splits = config["tensor_parallel_size"] > 1 or config["context_parallel_size"] > 1 or get_mesh().splits_experts
+    if not splits or is_transformers_model(transformers_model_in(module)):
         return
-    if hasattr(module, "peft_config"):
-        raise ValueError(
-            "a model with PEFT adapters is not split over tensor- or expert-parallel ranks yet; use --zero-stage 3 "
-            "without --tensor-parallel-size, or `nxd train` with lora.rank"
-        )
     raise ValueError(
         f"{type(module).__name__} is no model of transformers, and has no plan by which its layers are split; use "
         "--zero-stage 3, which shards any model, or give its layers of nxd_layers to the engine yourself"
     )
+
+
+def is_peft_model(module: Any) -> bool:
+    """Whether PEFT has wrapped the model; asked of its attributes, since PEFT may not be installed."""
+    return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+
+
+def transformers_model_in(module: Any) -> Any:
+    """Return the model of transformers that PEFT has added adapters to, or the module itself."""
+    return module.get_base_model() if is_peft_model(module) else module
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

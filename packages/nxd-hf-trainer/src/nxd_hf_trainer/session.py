@@ -9,6 +9,7 @@ from nxd_state import destroy_model_parallel, show_replicas_as_world
 
 from nxd_hf_trainer.accelerator import accelerator_prepares_ours
 from nxd_hf_trainer.checkpoints import trainer_saves_ours
+from nxd_hf_trainer.evaluation import evaluation_is_checked
 from nxd_hf_trainer.processes import (
     check_nothing_started,
     forget_processes,
@@ -21,6 +22,7 @@ from nxd_hf_trainer.processes import (
 def under_trainer(
     *,
     tensor_parallel_size: int = 1,
+    context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     sequence_parallel: bool = False,
     zero_stage: int = 0,
@@ -40,6 +42,7 @@ def under_trainer(
 
     Args:
         tensor_parallel_size: ranks that split each layer.
+        context_parallel_size: ranks that split each sequence.
         expert_parallel_size: ranks that split the experts of a layer.
         sequence_parallel: whether activations between blocks are split along the sequence.
         zero_stage: what is sharded over the replicas: 0 nothing, 1 the optimizer's states, 2 also gradients, 3 also
@@ -62,6 +65,7 @@ def under_trainer(
     config = complete_config(
         neuronx_distributed_config(
             tensor_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
             expert_parallel_size=expert_parallel_size,
             sequence_parallel=sequence_parallel,
             optimizer_config=optimizer_config,
@@ -73,6 +77,7 @@ def under_trainer(
         with (
             main_process_is_one_rank(),
             accelerator_prepares_ours(config),
+            evaluation_is_checked(),
             trainer_saves_ours(hugging_face_checkpoints=hugging_face_checkpoints),
         ):
             yield

@@ -15,12 +15,13 @@ from nxd_engine.hugging_face.conversion import (
 )
 from nxd_engine.hugging_face.folder import CONFIG_FILE, read_config
 from nxd_engine.hugging_face.loading import import_hugging_face, load_pretrained, read_model_config, stored_shapes
-from nxd_engine.hugging_face.saving import save_pretrained
+from nxd_engine.hugging_face.saving import save_pretrained, whole_state_dict
 
 __all__ = [
     # weights
     "load_pretrained",
     "save_pretrained",
+    "whole_state_dict",
     "import_hugging_face",
     # configs
     "CONFIG_FILE",

@@ -1,7 +1,8 @@
 """`save_pretrained`: writes a model of any layout as a Hugging Face folder, with one tensor in memory at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import torch
 from nxd_ckpt.interop import TensorSource, read_companions, write_companions, write_hugging_face
 from nxd_ckpt.interop.huggingface.reading import INDEX_FILE, SINGLE_FILE
 from nxd_ckpt.interop.huggingface.writing import parse_size
+from nxd_ckpt.interop.source import read_whole
 from nxd_ckpt.sharded_tensor import as_sharded_state
 from nxd_state import Group, get_world_group, is_transformers_model, model_parallel_is_initialized
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_engine.checkpoints.state import model_state, saved_here
 from nxd_engine.hugging_face.conversion import Shapes, reference_model
 from nxd_engine.hugging_face.folder import PathLike, write_config
-from nxd_engine.hugging_face.gathering import gathered
+from nxd_engine.hugging_face.gathering import GatheredTensors, gathered
 from nxd_engine.hugging_face.loading import check_dtype, read_model_config, stored_shapes
 from nxd_engine.hugging_face.rearrangement import RearrangedSource, inverse
 from nxd_engine.rank_sync import run_or_raise_peer_error
@@ -56,17 +58,39 @@ def save_pretrained(
     """
     check_dtype(dtype)
     parse_size(max_shard_size)
-    module = plain_model(model)
-    state = run_or_raise_peer_error(
-        "reading a part of the model", lambda: as_sharded_state(saved_here(module, model_state(module)))
-    )
-    group = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
-    with gathered(state, group) as everything:
+    with _tensors_of_all_ranks(model) as everything:
         if everything is not None:
             content = config_content(config, like, model)
             stored = as_stored(everything, content, None if like is None else stored_shapes(like))
             companions = {} if like is None else read_companions(like)
             write_folder(stored, folder, content, companions, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def whole_state_dict(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Return the whole tensors of a model of any layout on rank 0, and an empty dict on others. Called by all ranks.
+
+    Args:
+        model: the model, see `load_pretrained`.
+        wanted: says by a tensor's name, which is that of the unsharded model, whether to return it.
+
+    Returns:
+        Tensors on the CPU, by name; rank 0 needs memory for all of them.
+
+    Raises:
+        RuntimeError: another rank failed; on every rank.
+    """
+    with _tensors_of_all_ranks(model) as everything:
+        if everything is None:
+            return {}
+        return {name: read_whole(everything, name) for name in everything.tensors if wanted(name)}
+
+
+def _tensors_of_all_ranks(model: nn.Module) -> AbstractContextManager[GatheredTensors | None]:
+    module = plain_model(model)
+    state = run_or_raise_peer_error(
+        "reading a part of the model", lambda: as_sharded_state(saved_here(module, model_state(module)))
+    )
+    return gathered(state, get_world_group() if model_parallel_is_initialized() else Group.solo("world"))
 
 
 def write_folder(

@@ -10,6 +10,7 @@ from typing import Any
 from nxd_state import active_group, get_shard_spec, has_whole_experts
 from torch import nn
 
+from nxd_layers.hf.adapted_layers import check_adapters, check_heads_of_adapters, styles_with_adapters
 from nxd_layers.hf.head_layout import (
     HeadLayout,
     attention_layout,
@@ -88,8 +89,10 @@ def check_layers(
     done = set() if ends is None else {ends.table, ends.head}
     for path, layout in layouts.items():
         if not layout.is_plain:
+            check_heads_of_adapters(path, attentions[path])
             apply |= shard_heads(Target(model, path), styles, layout)
-    for path, style in styles.items():
+    check_adapters(model, sequence_parallel=sequence_parallel)
+    for path, style in styles_with_adapters(model, styles).items():
         if path not in apply and path not in done:
             apply[path] = style_named(style).prepare(Target(model, path))
     _check_ties(ties, {path: style for path, style in styles.items() if path not in done})

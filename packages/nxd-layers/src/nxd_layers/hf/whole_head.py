@@ -2,6 +2,7 @@
 
 from functools import cached_property
 
+from nxd_state import active_group
 from torch import Tensor, nn
 
 from nxd_layers.linear import ColumnParallelLinear, gathered_output
@@ -15,6 +16,8 @@ class WholeHead:
 
     Args:
         head: the model's own head.
+
+    Reading them raises a ValueError with sequence or context parallelism.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -40,11 +43,12 @@ class WholeHead:
         return logits
 
     def _gathered(self, part: Tensor) -> Tensor:
+        is_split = isinstance(self._head, ColumnParallelLinear)
+        if active_group("cp").size > 1 or (is_split and self._head.sequence_parallel_enabled):
+            raise ValueError(
+                "the head's inputs are parts of sequences, to which its weight cannot be applied from outside; leave "
+                "sequence_parallel and context_parallel_size out, or call the model's own forward"
+            )
         if not isinstance(self._head, ColumnParallelLinear):
             return part
-        if self._head.sequence_parallel_enabled:
-            raise ValueError(
-                "with sequence parallelism the head's inputs are parts of sequences, to which its weight cannot be "
-                "applied from outside; leave sequence_parallel out, or call the model's own forward"
-            )
         return gathered_output(part, self._head)
