@@ -226,3 +226,77 @@ def test_norm_tells_which_gradients_it_counts(first_of, norm, fault, detail):
 
     assert (report.first.kind, report.first.fault) == ("gradient norm", fault)
     assert detail in report.first.detail
+
+
+def test_output_of_a_module_that_is_not_added_is_a_missing_term(first_of):
+    branch, rest = drawn(4, 8), drawn(4, 8, seed=1)
+
+    first = first_of(
+        [("activation", "block.mlp", branch), ("activation", "block.norm", rest + branch)],
+        [("activation", "block.mlp", branch), ("activation", "block.norm", rest)],
+    ).first
+
+    assert (first.name, first.fault) == ("block.norm", "missing term")
+    assert first.detail == "the output of block.mlp is not in it"
+
+
+def test_turned_pairs_are_wrong_positions(first_of):
+    whole, angles = drawn(2, 5, 8), torch.arange(5, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    a, b = whole.chunk(2, -1)
+    turned = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+    first = first_of([("activation", "rotary", whole)], [("activation", "rotary", turned)]).first
+
+    assert first.fault == "wrong positions"
+
+
+def test_attention_of_which_only_the_last_position_agrees_lacks_a_mask(first_of):
+    whole = drawn(2, 5, 8)
+    found = whole + drawn(2, 5, 8, seed=1)
+    found[:, -1] = whole[:, -1]
+
+    first = first_of([("activation", "attention", whole)], [("activation", "attention", found)]).first
+
+    assert (first.fault, "of dim 1 only the last position agrees" in first.detail) == ("wrong mask", True)
+
+
+def test_gradient_that_an_earlier_one_is_added_to_is_stale(tmp_path):
+    def train(folder, is_cleared):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 4, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(folder):
+            for _ in range(2):
+                model(torch.randn(5, 6, dtype=torch.float64)).square().mean().backward()
+                optimizer.step()
+                if is_cleared:
+                    optimizer.zero_grad()
+
+    train(tmp_path / "one", True)
+    train(tmp_path / "other", False)
+
+    first = compare(tmp_path / "one", tmp_path / "other").first
+    assert (first.step, first.kind, first.fault) == (2, "gradient", "stale values")
+    assert "1 times the gradient of step 1 is in it" in first.detail
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0], ids=["right", "of other gradients"])
+def test_gradients_clipped_by_own_code_differ_only_if_the_optimizer_gets_others(tmp_path, factor):
+    def train(folder, is_own):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 4, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with record(folder):
+            model(torch.randn(5, 6, dtype=torch.float64)).square().mean().backward()
+            if is_own:
+                norm = torch.stack([it.grad.norm() for it in model.parameters()]).norm()
+                for parameter in model.parameters():
+                    parameter.grad *= factor * 0.1 / (norm + 1e-6)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    train(tmp_path / "one", False)
+    train(tmp_path / "other", True)
+
+    assert compare(tmp_path / "one", tmp_path / "other").agrees is (factor == 1.0)

@@ -1,7 +1,7 @@
 """Where the activations of each rank belong in those of the reference."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -69,9 +69,9 @@ class ActivationPlaces:
 
     def options(self, rank: int, event: TensorEvent, whole: Sequence[int]) -> list[Place]:
         """Return the places where a rank's activation may be, those that follow from its inputs first."""
-        if event.placement is not None:
-            return [stated_place(event.placement, event.shape)]
         known = self._known[rank, event.step, event.model_call]
+        if event.placement is not None:
+            return _stated(stated_place(event.placement, event.shape), event.shape, whole, known)
         positions = [
             [*known.get((size, own), []), *self._parameters.positions(rank, event.name, size, own)]
             for size, own in zip(whole, event.shape, strict=False)
@@ -83,6 +83,16 @@ class ActivationPlaces:
         is_padded = (rank, event.step, event.model_call) in self._padded
         return [replace(it, is_padded=is_padded) for it in options_by_shape(whole, event.shape, positions)]
 
+    def of_inputs(self, rank: int, event: TensorEvent, whole: Sequence[int]) -> Place | None:
+        """Return the place that follows from a rank's inputs; None if they leave none, or several."""
+        if event.placement is not None or len(whole) != len(event.shape):
+            return None
+        known = self._known[rank, event.step, event.model_call]
+        split = [(size, own) for size, own in zip(whole, event.shape, strict=True) if size != own]
+        if not split or any(len(known.get(it, ())) != 1 for it in split):
+            return None
+        return next(iter(self.options(rank, event, whole)), None)
+
     def remember(self, rank: int, event: TensorEvent, place: Place) -> None:
         """Remember the place of an activation, for its gradient."""
         self._of_tensor[rank, event.name, event.step, event.call, event.output] = place
@@ -90,6 +100,25 @@ class ActivationPlaces:
     def remembered(self, rank: int, event: TensorEvent) -> Place | None:
         """Return the place of the activation whose gradient this is."""
         return self._of_tensor.get((rank, event.name, event.step, event.call, event.output))
+
+
+def _stated(
+    place: Place, local: Sequence[int], whole: Sequence[int], known: Mapping[tuple[int, int], Sequence[Tensor]]
+) -> list[Place]:
+    """Return the places that a program states, where dims of which it has a part of the batch are the known ones."""
+    rows = [own == stated < size for own, stated, size in zip(local, place.shape, whole, strict=False)]
+    if not len(place.shape) == len(whole) == len(local) or not any(rows):
+        return [place]
+    positions = [
+        known.get((size, own), []) if is_part else [] if index is None else [index]
+        for is_part, index, size, own in zip(rows, place.index, whole, local, strict=True)
+    ]
+    options = [
+        it
+        for it in options_by_shape(whole, local, positions)
+        if all(is_part or a is b for is_part, a, b in zip(rows, it.index, place.index, strict=True))
+    ]
+    return [replace(it, summed_over=place.summed_over) for it in options] or [place]
 
 
 def exact(options: Sequence[Place], whole: Tensor, local: Tensor) -> Place | None:

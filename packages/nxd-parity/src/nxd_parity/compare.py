@@ -1,32 +1,27 @@
 """`compare`: finds the first tensor in which a recorded program differs from a recorded reference, and says why."""
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.comparison import Comparison
 from nxd_parity.consequences import Consequences, place_of_fault
 from nxd_parity.diagnosis import Diagnostician
+from nxd_parity.faults import faults_in, is_large, recorded_after_clipping
 from nxd_parity.location import add_tensors
-from nxd_parity.model_names import is_model, model_of
-from nxd_parity.order import about_sums, added_up_after_backward, partings, sums_of
+from nxd_parity.order import about_sums, partings, sums_of
 from nxd_parity.outcome import Diagnosis, Outcome, Status
 from nxd_parity.recording import Recording
 from nxd_parity.report import Finding, Report
-from nxd_parity.sequence import Key, owner_of
+from nxd_parity.sequence import owner_of
 from nxd_parity.sides import OF_CALLS, steps_of
 from nxd_parity.writer import RAISED, REACHED
 
 MOST_FINDINGS = 50  # later ones follow from the first
 COLLECTIVE = "collective"  # of a finding that is about no tensor
-EFFECTS = (events.PARAMETER, events.OPTIMIZER_STATE)  # what a step leaves behind
-LASTING = (*EFFECTS, events.GRADIENT, events.GRADIENT_NORM, events.LOSS)
 
 
 def compare(
@@ -78,19 +73,26 @@ def compare(
     if not any(of_candidate.tensors):
         raise ValueError(f"{candidate} has no tensors: no model was called while it was recorded")
     outcomes = list(comparison.outcomes())
+    clipped = recorded_after_clipping(outcomes, comparison)
+    outcomes = [replace(it, status=Status.AGREES) if it.key in clipped else it for it in outcomes]
     for outcome in outcomes:
         if outcome.status in (Status.AGREES, Status.SUM):
             report.agree[outcome.key.kind] = report.agree.get(outcome.key.kind, 0) + 1
         elif outcome.status is Status.UNKNOWN:
             report.not_compared[_title(outcome)] = outcome.reason
-    wrong = _faults_in(outcomes, comparison)
+    wrong = faults_in(outcomes, comparison)
     report.findings = _with_orders(_findings(comparison, outcomes, wrong), of_candidate)
     report.different = len(report.findings) + max(len(wrong) - MOST_FINDINGS, 0)
-    harmless = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in OF_CALLS and _is_large(it)]
+    harmless = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in OF_CALLS and is_large(it)]
     if harmless and not wrong:
         report.notes.append(
             f"{len(harmless)} tensors differ without an effect on losses, gradients and parameters, such as "
             f"{_title(harmless[0])}"
+        )
+    if clipped:
+        report.notes.append(
+            f"{len(clipped)} gradients were recorded after one of the programs clipped them, which no norm says; the "
+            "optimizer got the right ones"
         )
     add_tensors(report, comparison, outcomes)
     _add_notes(report, comparison)
@@ -147,155 +149,6 @@ def _with_collectives(diagnosis: Diagnosis, outcome: Outcome, comparison: Compar
     else:
         return diagnosis
     return replace(diagnosis, detail=f"{diagnosis.detail}; {said}") if said else diagnosis
-
-
-def _faults_in(outcomes: Sequence[Outcome], comparison: Comparison) -> list[Outcome]:
-    """Return what differs, the cause first.
-
-    If nothing that a step leaves behind differs, and no gradient and no loss, then nothing does: an activation may be
-    computed in another way. So are those that differ, or are parts of a sum, where what is made of them is right.
-    Where nothing is trained, outputs of whole models are what lasts.
-    """
-    lasting = [it for it in outcomes if it.status is Status.DIFFERS and it.key.kind in LASTING]
-    evaluated = _evaluated(outcomes, comparison)
-    lasting += [it for it in outcomes if it.key in evaluated and is_model(it.key.name)]
-    if not any(it.key.kind in LASTING and it.key.step > 0 for it in outcomes):
-        returned = [it for it in outcomes if it.key.kind == events.ACTIVATION and is_model(it.key.name)]
-        lasting += [it for it in returned if it.status in (Status.DIFFERS, Status.SUM)]
-    if not lasting:
-        has_effects = {it.key.kind for it in outcomes} & set(EFFECTS)
-        return [] if has_effects else [it for it in outcomes if it.status is Status.SUM and it.key.kind in LASTING]
-    step = min(it.key.step for it in lasting)  # what differs before it had no effect, such as a norm without a limit
-    of_lasting = {(it.key.kind, it.key.step) for it in lasting}
-    in_step = [it for it in outcomes if it.key.step == step]
-    is_exact = _is_exact(in_step)
-    agree = [it for it in in_step if it.status is Status.AGREES]
-    partly = {it.key[1:3] for it in in_step if it.status is Status.DIFFERS}  # of several outputs, one is wrong
-    right = {(it.key.kind, it.key.name) for it in agree if is_exact or _is_large(it)} - partly
-    is_loss_right = any(it.key.kind == events.LOSS for it in agree)
-    has_loss = any(it.key.kind == events.LOSS for it in in_step)
-    is_step_wrong = _is_step_wrong(in_step)
-    lost = _lost_gradients(in_step)
-    summed_in_buckets = _summed_in_buckets(outcomes, comparison)
-    gradients = [it.key.name for it in lasting if it.key.kind == events.GRADIENT and it.key.step == step]
-    with_wrong_gradients = {owner_of(it) for it in gradients}
-    wrong = []
-    for outcome in outcomes:
-        if outcome.key in lost:
-            wrong.append(outcome)
-        if outcome.key in summed_in_buckets:
-            continue
-        if outcome.key.step < step or outcome.status not in (Status.DIFFERS, Status.SUM):
-            continue
-        if outcome.key.step == step and outcome.key.kind in (events.ACTIVATION, events.INPUT):
-            is_mean = has_loss and not _is_large(outcome)  # of a rank's own rows, perhaps; the loss is that of all
-            is_of_data = bool(outcome.reason) and is_step_wrong  # though what is computed from the rows is right
-            if (is_mean or (is_loss_right and is_exact)) and outcome.key not in evaluated:
-                continue
-            if not is_of_data and _is_right_afterwards(outcome.key, right, comparison):
-                continue
-        elif outcome.key.step == step and outcome.key.kind == events.ACTIVATION_GRADIENT:
-            if outcome.key.name not in with_wrong_gradients and _is_right_before(outcome, outcomes, right):
-                continue
-        elif outcome.key.kind == events.GRADIENT_NORM and (events.GRADIENT, outcome.key.step) in of_lasting:
-            continue
-        wrong.append(outcome)
-    return wrong
-
-
-def _is_step_wrong(outcomes: Sequence[Outcome]) -> bool:
-    """Whether the loss of a step differs, or most of its gradients do, as they do with other data."""
-    gradients = [it.status is Status.DIFFERS for it in outcomes if it.key.kind == events.GRADIENT]
-    is_loss_wrong = any(it.key.kind == events.LOSS and it.status is Status.DIFFERS for it in outcomes)
-    return is_loss_wrong or 2 * sum(gradients) > len(gradients)
-
-
-def _lost_gradients(outcomes: Sequence[Outcome]) -> Set[Key]:
-    """Return a step's gradients that no rank has: most others are there, and the parameters or the norm are wrong."""
-    gradients = [it for it in outcomes if it.key.kind == events.GRADIENT]
-    lost = [it.key for it in gradients if not it.pieces]
-    if 2 * len(lost) >= len(gradients):
-        return set()
-    differing = {it.key[1:3] for it in outcomes if it.status is Status.DIFFERS}
-    has_other_norm = (events.GRADIENT_NORM, "") in differing
-    return {it for it in lost if has_other_norm or (events.PARAMETER, it.name) in differing}
-
-
-def _evaluated(outcomes: Sequence[Outcome], comparison: Comparison) -> Set[Key]:
-    """Return the outputs that differ in calls of models that have no backward: what they return is what lasts."""
-    trained = {
-        (rank, it.step, it.model_call)
-        for rank, tensors in enumerate(comparison.candidate.tensors)
-        for it in tensors
-        if it.kind == events.ACTIVATION_GRADIENT
-    }
-    return {
-        it.key
-        for it in outcomes
-        if it.key.kind == events.ACTIVATION
-        and it.status is Status.DIFFERS
-        and not any((piece.rank, it.key.step, piece.event.model_call) in trained for piece in it.differing)
-    }
-
-
-def _summed_in_buckets(outcomes: Sequence[Outcome], comparison: Comparison) -> Set[Key]:
-    """Return the gradients that are parts of sums, in steps in which ranks add up as many elements after backward.
-
-    A program that copies its gradients into buckets adds them up there, and not where they are recorded: most of them
-    are parts of sums then, and what the optimizer made of them is not.
-    """
-    without = {
-        (it.key.step, it.summed_over) for it in outcomes if it.key.kind in EFFECTS and it.status is Status.DIFFERS
-    }
-    of_steps: dict[int, list[Outcome]] = defaultdict(list)
-    for it in outcomes:
-        if it.key.kind == events.GRADIENT and it.pieces:
-            of_steps[it.key.step].append(it)
-    found: set[Key] = set()
-    for step, gradients in of_steps.items():
-        parts = [it for it in gradients if it.status is Status.SUM and it.summed_over]
-        for ranks in {it.summed_over for it in parts}:
-            of_rank = {it.key: piece for it in gradients for piece in it.pieces if piece.rank == ranks[0]}
-            elements = sum(math.prod(it.event.shape) for it in of_rank.values())
-            is_of_most = 4 * sum(it.summed_over == ranks for it in parts) >= 3 * len(of_rank)
-            if not is_of_most or (step, ranks) in without:
-                continue
-            if added_up_after_backward(comparison.candidate.collectives[ranks[0]], step, ranks) >= elements:
-                found.update(it.key for it in parts if it.summed_over == ranks)
-    return found
-
-
-def _is_exact(outcomes: Sequence[Outcome]) -> bool:
-    """Whether values are so precise that a right loss means that all activations are right."""
-    dtypes = {it.pieces[0].event.dtype for it in outcomes if it.key.kind == events.LOSS and it.pieces}
-    return dtypes == {torch.float64}
-
-
-def _is_large(outcome: Outcome) -> bool:
-    """Whether a tensor has so many elements that rounding cannot hide that one is wrong, as it can in a mean."""
-    return any(it.event.shape and max(it.event.shape) > 1 for it in outcome.pieces)
-
-
-def _is_right_afterwards(key: Key, right: Set[tuple[str, str]], comparison: Comparison) -> bool:
-    """Whether a module that has a tensor's module in it, or that got the tensor, has a right output."""
-    name = key.name
-    around = {name[:end] for end, letter in enumerate(name) if letter == "."} | ({model_of(name)} - {name})
-    later = {*around, *comparison.users(key), *([name] if key.kind == events.INPUT else [])}
-    return any((events.ACTIVATION, it) in right for it in later)
-
-
-def _is_right_before(outcome: Outcome, outcomes: Sequence[Outcome], right: Set[tuple[str, str]]) -> bool:
-    """Whether backward is right for the modules whose outputs a module got."""
-    name, step = outcome.key.name, outcome.key.step
-    around = {name, *(name[:end] for end, letter in enumerate(name) if letter == ".")}
-    sources = {
-        source
-        for it in outcomes
-        if it.key.step == step and it.key.kind == events.ACTIVATION and it.key.name in around
-        for piece in it.pieces
-        for source in piece.event.inputs
-    }
-    return any((events.ACTIVATION_GRADIENT, it) in right for it in sources)
 
 
 def _finding(outcome: Outcome, diagnosis: Diagnosis, place: str) -> Finding:

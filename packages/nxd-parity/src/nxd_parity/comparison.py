@@ -28,6 +28,8 @@ from nxd_parity.recording import Recording
 from nxd_parity.sequence import Key, owner_of
 from nxd_parity.sides import OF_CALLS, Sides
 
+MUCH_NEARER = 0.1  # a share of another distance
+
 
 class Comparison(Sides):
     """Compares the tensors of two recordings."""
@@ -140,7 +142,17 @@ class Comparison(Sides):
         rows = nearest_rows(whole, local / scale, once=not is_gradient)
         if rows is not None and (place is None or self._is_near(key, Piece(rank, event, rows), local)):
             return rows
-        return place
+        return place if is_gradient else self._place_of_wrong(rank, event, place, local, whole)
+
+    def _place_of_wrong(
+        self, rank: int, event: TensorEvent, place: Place | None, local: Tensor, whole: Tensor
+    ) -> Place | None:
+        """Return the place of values that are near to those of no place: the inputs' unless another is much nearer."""
+        of_inputs = self._activations.of_inputs(rank, event, tuple(whole.shape))
+        if place is None or of_inputs is None or not of_inputs.fits(whole, local):
+            return place
+        apart = [distance(it.of(whole), local).mean_square for it in (place, of_inputs)]
+        return place if apart[0] < MUCH_NEARER * apart[1] else of_inputs
 
     def _is_near(self, key: Key, piece: Piece, local: Tensor) -> bool:
         place = piece.place

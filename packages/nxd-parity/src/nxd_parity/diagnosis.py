@@ -9,6 +9,7 @@ from torch import Tensor
 from nxd_parity import events
 from nxd_parity import report as of_faults
 from nxd_parity.activations import scale_of
+from nxd_parity.attention import other_positions
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.chance import input_of_another_rank, mask_of_a_term, other_initial_values
 from nxd_parity.comparison import Comparison
@@ -16,8 +17,9 @@ from nxd_parity.explanations import has_other_rows, masked, other_targets, round
 from nxd_parity.orders import moved, moved_at_first, of_other_ranks, rows_of_alike
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
 from nxd_parity.places import Place, options_by_shape, whole_place
-from nxd_parity.relations import repeated_bias, rows_of_others, untied_copy
+from nxd_parity.relations import is_same_state, other_state, rows_of_others, times_of_bias, untied_copy
 from nxd_parity.sequence import Key, owner_of
+from nxd_parity.terms import earlier_gradient, other_terms
 from nxd_parity.updates import other_norm, other_update
 
 MOST_ROUNDING = 0.05  # of a factor, in the least precise dtype
@@ -81,9 +83,13 @@ class Diagnostician:
         yield self._of_another(outcome, piece, found, bound)
         yield self._of_sibling(outcome.key, piece.place, found, bound)
         yield self._related(outcome, piece, expected, found, bound)
+        yield earlier_gradient(self._comparison, outcome, piece, expected, found, bound)
         yield of_other_ranks(self._comparison, outcome, piece, found)
         yield rows_of_alike(self._comparison, outcome.key, piece, found, bound)
         yield moved_at_first(expected, found, bound)
+        yield from other_positions(self._comparison, outcome, piece, expected, found, bound)
+        yield other_terms(self._comparison, outcome, piece, expected, found, bound)
+        yield other_state(self._comparison, outcome, piece, expected, found, bound)
         yield other_initial_values(self._comparison, outcome)
         yield input_of_another_rank(self._comparison, outcome)
         what = mask_of_a_term(self._comparison, outcome, expected, found, bound)
@@ -200,7 +206,7 @@ class Diagnostician:
         if outcome.key.kind not in (events.PARAMETER, events.GRADIENT, events.OPTIMIZER_STATE):
             return None
         for other in self._comparison.of_reference:
-            if other[:2] != outcome.key[:2] or other == outcome.key or not _is_same_state(other, outcome.key):
+            if other[:2] != outcome.key[:2] or other == outcome.key or not is_same_state(other, outcome.key):
                 continue
             event = self._comparison.of_reference[other][0]
             if event.shape != piece.place.shape:  # type: ignore[union-attr]
@@ -218,9 +224,10 @@ class Diagnostician:
         what = rows_of_others(self._comparison, outcome.key, found)
         if what:
             return Diagnosis(of_faults.WRONG_SHARD, what)
-        what = repeated_bias(self._comparison, outcome.key, expected, found, bound)
-        if what:
-            return Diagnosis(of_faults.SUMMED_TWICE, what)
+        times = times_of_bias(self._comparison, outcome.key, piece, expected, found, bound)
+        if times != 1:
+            what = f"the bias is added {times} times" if times else "the bias is not added"
+            return Diagnosis(of_faults.SUMMED_TWICE if times else of_faults.MISSING_TERM, what)
         what = untied_copy(self._comparison, outcome.key, piece, expected, found, bound)
         return Diagnosis(of_faults.MISSING_SUM, what) if what else None
 
@@ -236,7 +243,3 @@ def _is_simple(factor: float, tolerance: float) -> bool:
         return False
     nearest_simple = max(round(factor), 1) if factor >= 1 else 1 / max(round(1 / factor), 1)
     return nearest_simple != 1 and abs(factor - nearest_simple) <= min(10 * tolerance, MOST_ROUNDING) * nearest_simple
-
-
-def _is_same_state(other: Key, key: Key) -> bool:
-    return key.kind != events.OPTIMIZER_STATE or other.name.rpartition("/")[2] == key.name.rpartition("/")[2]

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from nxd_parity import events
+from nxd_parity import report as of_faults
 from nxd_parity.bounds import Bound, distance
 from nxd_parity.comparison import Comparison
 from nxd_parity.events import TensorEvent
-from nxd_parity.outcome import Piece
+from nxd_parity.outcome import Diagnosis, Outcome, Piece
 from nxd_parity.places import bytes_of_rows
 from nxd_parity.sequence import Key
 
@@ -33,19 +34,55 @@ def rows_of_others(comparison: Comparison, key: Key, found: Tensor) -> str:
     return f"its rows are those of {', '.join(dict.fromkeys(names))}"
 
 
-def repeated_bias(comparison: Comparison, key: Key, expected: Tensor, found: Tensor, bound: Bound) -> str:
-    """Say how many times a module's bias is in its output, where each rank added it; empty if once."""
+def times_of_bias(comparison: Comparison, key: Key, piece: Piece, expected: Tensor, found: Tensor, bound: Bound) -> int:
+    """Return how many times a module's bias is in its output, by values; 1 if that explains no difference."""
     of_bias = Key(key.step - 1, events.PARAMETER, f"{key.name}.bias", 0)
-    if key.kind != events.ACTIVATION or of_bias not in comparison.of_reference or found.dim() < 2:
-        return ""
+    place = piece.place
+    if key.kind != events.ACTIVATION or of_bias not in comparison.of_reference or found.dim() < 2 or place is None:
+        return 1
     bias = comparison.whole(of_bias).double()
+    if place.flat is None and place.index[-1] is not None and bias.shape == place.shape[-1:]:
+        bias = bias[place.index[-1]]
     if bias.shape != found.shape[-1:] or not bool(bias.any()):
-        return ""
+        return 1
     more = (found.double() - expected.double()).flatten(0, -2).mean(0)
     times = round(float(more @ bias) / float(bias @ bias))
-    if times == 0 or not bound.holds(distance(expected.double() + times * bias, found)):
-        return ""
-    return f"the bias is added {times + 1} times"
+    is_explained = times != 0 and bound.holds(distance(expected.double() + times * bias, found))
+    return max(1 + times, 0) if is_explained else 1
+
+
+def other_state(
+    comparison: Comparison, outcome: Outcome, piece: Piece, expected: Tensor, found: Tensor, bound: Bound
+) -> Diagnosis | None:
+    """Explain an optimizer's state by its count of steps, or by that of another parameter, which has this one's.
+
+    The states of two parameters that were exchanged when they were loaded then differ by the same values, one less and
+    one more.
+    """
+    key = outcome.key
+    if key.kind != events.OPTIMIZER_STATE:
+        return None
+    if key.name.rpartition("/")[2] == "step" and found.numel() == 1:
+        what = f"it counts {float(found):.0f} steps instead of {float(expected):.0f}"
+        return Diagnosis(of_faults.STALE, what)
+    apart = expected.double() - found.double()
+    for other, of_ranks in comparison.of_candidate.items():
+        is_alike = other[:2] == key[:2] and other != key and is_same_state(other, key)
+        if not is_alike or other not in comparison.of_reference or piece.place is None:
+            continue
+        whole = comparison.whole(other).double()
+        for rank, event in of_ranks:
+            if tuple(whole.shape) == piece.place.shape and event.shape == tuple(found.shape):
+                more = comparison.candidate.read(rank, event).double() - piece.place.of(whole)
+                if bound.holds(distance(apart, more)):
+                    what = f"it was exchanged with that of {other.name.rpartition('/')[0]}, it seems"
+                    return Diagnosis(of_faults.OTHER_STATE, what, place=key.name.rpartition("/")[0])
+    return None
+
+
+def is_same_state(other: Key, key: Key) -> bool:
+    """Whether two tensors are the same state of an optimizer, of two parameters, or no states."""
+    return key.kind != events.OPTIMIZER_STATE or other.name.rpartition("/")[2] == key.name.rpartition("/")[2]
 
 
 def untied_copy(comparison: Comparison, key: Key, piece: Piece, expected: Tensor, found: Tensor, bound: Bound) -> str:

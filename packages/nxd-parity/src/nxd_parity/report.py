@@ -7,11 +7,14 @@ from typing import Any
 from nxd_parity.events import LOSS
 
 MISSING_SUM = "missing sum"
+MISSING_TERM = "missing term"
 SUMMED_TWICE = "summed twice"
 SCALED = "scaled"
 WRONG_SHARD = "wrong shard or order"
 STALE = "stale values"
 RANDOM_NUMBERS = "random numbers"
+WRONG_POSITIONS = "wrong positions"
+WRONG_MASK = "wrong mask"
 DROPPED_TOKENS = "dropped tokens"
 DIFFERENT_DATA = "different data"
 WRONG_AVERAGING = "wrong averaging"
