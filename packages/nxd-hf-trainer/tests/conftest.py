@@ -90,6 +90,10 @@ def layout(ranks, replicas=1, **degrees):
 LAYOUTS = {
     "TP 2": layout(2, tensor_parallel_size=2),
     "TP 2 with sequence parallelism": layout(2, tensor_parallel_size=2, sequence_parallel=True),
+    "PP 2": layout(2, pipeline_parallel_size=2),
+    "PP 2 with 3 microbatches": layout(2, pipeline_parallel_size=2, num_microbatches=3),
+    "PP 2 x TP 2": layout(4, pipeline_parallel_size=2, tensor_parallel_size=2),
+    "PP 2 x DP 2 with ZeRO-3": layout(4, 2, pipeline_parallel_size=2, zero_stage=3),
     "CP 2": layout(2, context_parallel_size=2),
     "EP 2": layout(2, 2, expert_parallel_size=2),
     "DP 2": layout(2, 2),

@@ -46,6 +46,8 @@ def _add_layout(group: "argparse._ArgumentGroup") -> None:
     unset = argparse.SUPPRESS  # a flag that is not given is not in the layout
     sizes = {
         "--tensor-parallel-size": "ranks that split each layer",
+        "--pipeline-parallel-size": "ranks over which the layers are distributed",
+        "--num-microbatches": "parts of a batch that are in the pipeline at the same time",
         "--context-parallel-size": "ranks that split each sequence",
         "--expert-parallel-size": "ranks that split the experts of a layer",
         "--shard-group-size": "neighboring replicas over which ZeRO shards; the others mirror them",

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from nxd_engine import NxDModel, NxDOptimizer
 from nxd_engine.hugging_face import whole_state_dict
-from nxd_state import all_ranks
+from nxd_state import all_ranks, get_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -110,6 +110,10 @@ def _prepare_optimizer(own: Any, prepared: Prepared) -> Any:
 
 def _backward(own: Any, prepared: Prepared) -> Any:
     def backward(accelerator: Accelerator, loss: Tensor, **kwargs: Any) -> None:
+        if get_group("pp").size > 1:  # the pipeline's own training step sends gradients
+            own(accelerator, loss, **kwargs)
+            prepared.models.finish_backward()
+            return
         with ExitStack() as blocks:
             for optimizer in prepared.optimizers():  # from ZeRO-2 on each rank keeps its part of gradients
                 parameters = [it for group in optimizer.param_groups for it in group["params"]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import ref
 
 from nxd_engine import NxDModel, initialize_parallel_model
 from nxd_layers import hf
@@ -9,6 +10,7 @@ from nxd_state import all_ranks, get_mesh, is_transformers_model
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxd_hf_trainer.pipelined import PipelinedForward, SecondPass, inputs_of_stages
 from nxd_hf_trainer.refusals import check_model, transformers_model_in
 
 
@@ -22,6 +24,7 @@ class SplitModels:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self._of_module: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the `NxDModel` of each module of the script
+        self._pipelined: list[ref[PipelinedForward]] = []
         self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model and name of each parameter, old and new
 
     def split(self, module: nn.Module) -> NxDModel:
@@ -43,13 +46,19 @@ class SplitModels:
         size: Any = whole.num_parameters if is_transformers_model(whole) else None
         counts = {exclude: size(exclude_embeddings=exclude) for exclude in (False, True)} if size is not None else {}
         with all_ranks():
-            model = initialize_parallel_model(self.config, lambda: self._split_layers(module))
+            model = self._parallel_model(module)
         if counts:  # those of the whole model, from which Trainer estimates its operations
             _replace(whole, "num_parameters", _counted(counts))
         self._of_module[module] = model
         for name, parameter in (*before.items(), *model.named_parameters(remove_duplicate=False)):
             self._places[parameter] = (model, name)
         return model
+
+    def finish_backward(self) -> None:
+        """Run the second pass of models that are cut into stages, after a backward of the script."""
+        for it in self._pipelined:
+            if (forward := it()) is not None:
+                forward.finish_backward()
 
     def models_of(self, parameters: Iterable[Tensor]) -> list[NxDModel]:
         """Return the split models that have any of these parameters."""
@@ -61,6 +70,29 @@ class SplitModels:
         place: tuple[NxDModel, str] | None = self._places.get(parameter)
         return place
 
+    def _parallel_model(self, module: nn.Module) -> NxDModel:
+        pipeline: Mapping[str, Any] = self.config["pipeline_config"]
+        if self.config["pipeline_parallel_size"] == 1:
+            return initialize_parallel_model(self.config, lambda: self._split_layers(module))
+
+        second: list[SecondPass] = []
+
+        def split_for_two_passes() -> nn.Module:
+            second.append(SecondPass(self._split_layers(module)))
+            return module
+
+        names = {"input_names": inputs_of_stages(module)}
+        model = initialize_parallel_model(
+            {**self.config, "pipeline_config": {**pipeline, **names}}, split_for_two_passes
+        )
+        forward: Any = PipelinedForward(model, module, second[0].loss_function, pipeline["num_microbatches"])
+        model.forward = forward  # type: ignore[method-assign]
+        # Trainer evaluates the model that it was given.
+        _replace(module, "forward", forward)
+        _share_training_mode(model, module)
+        self._pipelined.append(ref(forward))
+        return model
+
     def _split_layers(self, module: nn.Module) -> nn.Module:
         mesh = get_mesh()
         tp, cp = self.config["tensor_parallel_size"], self.config["context_parallel_size"]
@@ -71,7 +103,8 @@ class SplitModels:
             whole,
             expert_parallel=mesh.splits_experts,
             sequence_parallel=self.config["sequence_parallel"],
-            vocabulary_parallel_loss="whole_logits",  # metrics and losses of scripts read them
+            # Metrics and losses of scripts read whole logits; with a pipeline the loss is computed from them, too.
+            vocabulary_parallel_loss="whole_logits" if self.config["pipeline_parallel_size"] == 1 else False,
         )
         if tp > 1 or cp > 1:
             head: Any = whole.get_output_embeddings
@@ -86,6 +119,21 @@ def _counted(counts: Mapping[bool, int]) -> Any:
         return counts[exclude_embeddings]
 
     return num_parameters
+
+
+def _share_training_mode(model: NxDModel, module: nn.Module) -> None:
+    """Let `train` and `eval` of a model that is cut into stages, and of the module that was cut, set both."""
+
+    def train_as(returned: nn.Module) -> Any:
+        def train(mode: bool = True) -> nn.Module:
+            type(model).train(model, mode)
+            type(module).train(module, mode)
+            return returned
+
+        return train
+
+    for it in (model, module):
+        _replace(it, "train", train_as(it))
 
 
 def _replace(module: nn.Module, method: str, replacement: Any) -> None:

@@ -58,6 +58,7 @@ def _here(given: list[Tensor], parameters: dict[int, dict[str, Any]], models: Sp
                 "Accelerator.prepare; prepare its model first, or both in one call"
             )
         model, name = place
-        parameter = parameters[id(model)][name]
-        found[id(parameter)] = parameter
+        if name in parameters[id(model)]:  # else another pipeline stage has it
+            parameter = parameters[id(model)][name]
+            found[id(parameter)] = parameter
     return list(found.values())

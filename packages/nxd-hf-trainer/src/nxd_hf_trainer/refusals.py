@@ -11,6 +11,8 @@ from torch import nn
 
 def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
     """Raise a ValueError if a script's model cannot be split by the config."""
+    if config["pipeline_parallel_size"] > 1:
+        _check_stages(module)
     splits = config["tensor_parallel_size"] > 1 or config["context_parallel_size"] > 1 or get_mesh().splits_experts
     if not splits or is_transformers_model(transformers_model_in(module)):
         return
@@ -18,6 +20,20 @@ def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
         f"{type(module).__name__} is no model of transformers, and has no plan by which its layers are split; use "
         "--zero-stage 3, which shards any model, or give its layers of nxd_layers to the engine yourself"
     )
+
+
+def _check_stages(module: nn.Module) -> None:
+    if not is_transformers_model(module):
+        raise ValueError(
+            f"a {type(module).__name__} is not cut into pipeline stages here; use one pipeline stage, and "
+            "--tensor-parallel-size or --zero-stage 3"
+        )
+    if "forward" in vars(module):
+        raise ValueError(
+            f"the script has replaced the forward of its {type(module).__name__}, as TRL's SFT, DPO, KTO and GRPO "
+            "trainers do for their fused head, so the model cannot be cut into pipeline stages; use "
+            "--tensor-parallel-size, --expert-parallel-size or --zero-stage 3"
+        )
 
 
 def is_peft_model(module: Any) -> bool:

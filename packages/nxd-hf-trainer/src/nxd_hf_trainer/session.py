@@ -22,6 +22,8 @@ from nxd_hf_trainer.processes import (
 def under_trainer(
     *,
     tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    num_microbatches: int | None = None,
     context_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     sequence_parallel: bool = False,
@@ -42,6 +44,9 @@ def under_trainer(
 
     Args:
         tensor_parallel_size: ranks that split each layer.
+        pipeline_parallel_size: ranks over which the layers are distributed.
+        num_microbatches: parts of a replica's batch that are in the pipeline at the same time; the number of its ranks
+            if None.
         context_parallel_size: ranks that split each sequence.
         expert_parallel_size: ranks that split the experts of a layer.
         sequence_parallel: whether activations between blocks are split along the sequence.
@@ -65,6 +70,12 @@ def under_trainer(
     config = complete_config(
         neuronx_distributed_config(
             tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            pipeline_config={
+                "num_microbatches": num_microbatches or pipeline_parallel_size,
+                "auto_partition": pipeline_parallel_size > 1,
+                "return_loss_on_cpu": False,
+            },
             context_parallel_size=context_parallel_size,
             expert_parallel_size=expert_parallel_size,
             sequence_parallel=sequence_parallel,
