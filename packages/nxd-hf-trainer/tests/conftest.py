@@ -62,11 +62,11 @@ def token_rows(count, generator_seed=1):
 
 @contextmanager
 def at(layout):
-    """Context of a layout; the plain library in one process if None."""
+    """Context of a layout; the plain library if None, or if it has no degrees."""
     from accelerate.state import AcceleratorState, GradientState
     from nxd_hf_trainer import under_trainer
 
-    if layout is not None:
+    if layout is not None and layout.degrees is not None:
         with under_trainer(**layout.degrees):
             yield
         return

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nxd_hf_trainer.models import SplitModels
-from nxd_hf_trainer.optimizers import follow_optimizer, parallel_optimizer
+from nxd_hf_trainer.optimizers import parallel_optimizer
 from nxd_hf_trainer.refusals import check_accelerator, check_norm_type
 from nxd_hf_trainer.replacing import Replacement, replaced
 
@@ -75,10 +75,6 @@ def _prepare(own: Any, prepared: Prepared) -> Any:
         # Models first: an optimizer's parameters are looked up in them.
         args = tuple(prepared.models.split(it) if isinstance(it, nn.Module) else it for it in args)
         made = {id(it): prepared.optimizer(it) for it in args if _is_plain(it)}
-        for before in args:
-            if id(before) in made:
-                for scheduler in args:
-                    follow_optimizer(scheduler, before, made[id(before)])
         return own(accelerator, *(made.get(id(it), it) for it in args), device_placement=device_placement)
 
     return prepare

@@ -14,7 +14,8 @@ from nxd_hf_trainer.models import SplitModels
 def parallel_optimizer(optimizer: Optimizer, models: SplitModels) -> NxDOptimizer:
     """Return the parallel optimizer of the models whose parameters an optimizer has. Called by all ranks.
 
-    The given optimizer is left with the parameters that take the place of its own, so that the whole ones are freed.
+    The given optimizer then shows the groups of the parallel one: schedulers that have it, prepared or not, set the
+    learning rates of both.
 
     Raises:
         ValueError: it has taken a step, or parameters of no prepared model, or its class cannot be made anew.
@@ -36,15 +37,16 @@ def parallel_optimizer(optimizer: Optimizer, models: SplitModels) -> NxDOptimize
         made = initialize_parallel_optimizer(
             models.config, kind, [dict(it) for it in optimizer.param_groups], **settings
         )
+    _stand_in(optimizer, made)
     for model in trained:
         model.zero_grad = made.zero_grad  # type: ignore[method-assign]  # what Trainer calls after each step
     return made
 
 
-def follow_optimizer(scheduler: Any, before: Optimizer, after: NxDOptimizer) -> None:
-    """Let a scheduler that was made for one optimizer set the learning rates of the one that replaces it."""
-    if getattr(scheduler, "optimizer", None) is before:
-        scheduler.optimizer = after
+def _stand_in(before: Optimizer, after: NxDOptimizer) -> None:
+    """Let an optimizer show the groups of the one that replaces it, for schedulers that were made for it."""
+    kind = type(before)
+    before.__class__ = type(kind.__name__, (kind,), {"param_groups": property(lambda _: after.param_groups)})
 
 
 def _here(given: list[Tensor], parameters: dict[int, dict[str, Any]], models: SplitModels) -> list[Tensor]:
