@@ -11,6 +11,7 @@ from nxd_lora.model import LoraModel, adapters_off
 from nxd_lora.peft_files import (
     load_peft_adapter,
     name_from_peft,
+    peft_form,
     read_peft_config,
     save_peft_adapter,
     write_adapter_config,
@@ -47,4 +48,5 @@ __all__ = [
     "read_peft_config",
     "write_adapter_config",
     "name_from_peft",
+    "peft_form",
 ]

@@ -7,6 +7,7 @@ layout they came from. Needs safetensors: `pip install nxd-lora[peft]`.
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,33 @@ def save_peft_adapter(
         RuntimeError: on all ranks: rank 0 cannot write, or the folder already holds an adapter.
     """
     content = adapter_config(model, base_model_name_or_path=base_model_name_or_path)
+    in_files = peft_form(model)
+    tensors = {}
+    for name, tensor in gather_adapter(model).items():
+        in_file, reshape = in_files(name)
+        tensors[in_file] = reshape(tensor).contiguous()
+    _on_rank_zero(f"writing {folder}", lambda: _write(Path(folder), content, tensors))
+
+
+def peft_form(model: LoraModel) -> Callable[[str], tuple[str, Callable[[Tensor], Tensor]]]:
+    """Return how PEFT's files name and shape the adapter's tensors. Called by all ranks.
+
+    Args:
+        model: the model; its names must be the unsharded model's.
+
+    Returns:
+        A function of a tensor's name. It returns the name in files, and a function from the whole tensor to its shape
+        there.
+    """
     adapted = adapted_logical_layers(model)
     of_experts = peft_names_of_weights(adapted_weights(model))
-    tensors = {
-        of_experts.get(name) or _peft_name(name, adapted): (
-            _flat_factor(name, tensor) if name in of_experts else tensor
-        ).contiguous()
-        for name, tensor in gather_adapter(model).items()
-    }
-    _on_rank_zero(f"writing {folder}", lambda: _write(Path(folder), content, tensors))
+
+    def form(name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
+        if name in of_experts:
+            return of_experts[name], partial(_flat_factor, name)
+        return _peft_name(name, adapted), lambda tensor: tensor
+
+    return form
 
 
 def write_peft_files(folder: str | os.PathLike[str], content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

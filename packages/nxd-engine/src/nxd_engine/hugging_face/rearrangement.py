@@ -7,6 +7,7 @@ views; nothing is copied.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Self
 
@@ -154,7 +155,7 @@ class RearrangedSource:
                 found = ", ".join(sorted(map(str, dtypes)))
                 raise ValueError(f"the parts of {name!r} have the dtypes {found}; convert them to one dtype")
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Dtype and shape of every tensor."""
         return {
@@ -166,6 +167,11 @@ class RearrangedSource:
     def is_mapped(self) -> bool:
         """Whether the source's tensors are mapped files."""
         return self.source.is_mapped
+
+    def sources_of(self, name: str, box: Box) -> list[tuple[str, Box]]:
+        """Return the boxes of the source that `shards` reads for this box."""
+        parts = ((part, part.box.intersect(box)) for part in self.rearranged[name].parts)
+        return [(part.source, part.source_box_of(common)) for part, common in parts if common is not None]
 
     def shards(self, name: str, box: Box) -> Sequence[Shard]:
         """Return views that hold all elements of the box."""
