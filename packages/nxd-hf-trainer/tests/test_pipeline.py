@@ -109,6 +109,47 @@ def test_dropout_of_both_passes_is_the_same(tmp_path, tools):
     assert after - before == pytest.approx(-1e-4 * norm**2, rel=1e-2)
 
 
+def test_backward_without_the_accelerator_trains_the_stages(tmp_path, tools):
+    tools.save_llama(tmp_path / "model")
+
+    def losses(layout):
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(layout):
+            accelerator = Accelerator(cpu=True)
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            batch = {"input_ids": torch.arange(32).view(2, 16), "labels": torch.arange(32).view(2, 16)}
+            found = []
+            for _ in range(3):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            return found
+
+    [expected] = run_on_ranks(lambda: losses(None), 1)
+
+    for found in run_on_ranks(lambda: losses(tools.layouts["PP 2"]), 2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_loss_of_the_routers_is_refused(tmp_path, tools):
+    tools.save_mixtral(tmp_path)
+
+    def prepare():
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(tools.layouts["PP 2"]):
+            Accelerator(cpu=True).prepare(AutoModelForCausalLM.from_pretrained(tmp_path, output_router_logits=True))
+
+    with pytest.raises(RankFailure, match="set output_router_logits=False, or use --expert-parallel-size"):
+        run_on_ranks(prepare, 2)
+
+
 def test_reward_model_is_trained_as_in_one_process(tmp_path, tools):
     tools.save_llama(tmp_path / "model", "LlamaForSequenceClassification", dtype=torch.float32)
     layout = tools.layouts["PP 2"]

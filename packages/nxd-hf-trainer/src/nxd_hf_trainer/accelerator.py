@@ -136,6 +136,7 @@ def _clip_grad_norm(own: Any, prepared: Prepared) -> Any:
             raise ValueError(
                 f"the parameters to clip belong to {len(optimizers)} prepared optimizers; pass those of one"
             )
+        prepared.models.finish_backward()
         if not accelerator.sync_gradients:
             raise RuntimeError(
                 "clip_grad_norm_ was called while gradients are still accumulated; call it if "

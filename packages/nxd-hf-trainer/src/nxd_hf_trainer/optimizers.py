@@ -1,10 +1,11 @@
 """A script's optimizer becomes an `NxDOptimizer` of the same class, with the same groups and settings."""
 
 import inspect
+from types import MethodType
 from typing import Any
 
 from nxd_engine import NxDOptimizer, initialize_parallel_optimizer
-from nxd_state import all_ranks
+from nxd_state import all_ranks, get_group
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,6 +39,14 @@ def parallel_optimizer(optimizer: Optimizer, models: SplitModels) -> NxDOptimize
             models.config, kind, [dict(it) for it in optimizer.param_groups], **settings
         )
     _stand_in(optimizer, made)
+    if get_group("pp").size > 1:
+        own_step = made.step
+
+        def step(optimizer: NxDOptimizer, closure: Any = None) -> Any:
+            models.finish_backward()  # of a script that calls `loss.backward()` itself
+            return own_step(closure)
+
+        made.step = MethodType(step, made)  # type: ignore[method-assign]
     for model in trained:
         model.zero_grad = made.zero_grad  # type: ignore[method-assign]  # what Trainer calls after each step
     return made

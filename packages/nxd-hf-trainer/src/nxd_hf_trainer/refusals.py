@@ -22,7 +22,7 @@ def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
     )
 
 
-def _check_stages(module: nn.Module) -> None:
+def _check_stages(module: Any) -> None:
     if not is_transformers_model(module):
         raise ValueError(
             f"a {type(module).__name__} is not cut into pipeline stages here; use one pipeline stage, and "
@@ -33,6 +33,11 @@ def _check_stages(module: nn.Module) -> None:
             f"the script has replaced the forward of its {type(module).__name__}, as TRL's SFT, DPO, KTO and GRPO "
             "trainers do for their fused head, so the model cannot be cut into pipeline stages; use "
             "--tensor-parallel-size, --expert-parallel-size or --zero-stage 3"
+        )
+    if getattr(module.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "the load-balancing loss of the routers (config.output_router_logits) is not known outside of a pipeline's "
+            "stages; set output_router_logits=False, or use --expert-parallel-size without a pipeline"
         )
 
 
