@@ -3,12 +3,13 @@
 import pytest
 import torch
 from nxd_testing import RankFailure, run_on_ranks
+from transformers import AutoModelForCausalLM
 
 
 def loop(tools, folder, layout=None, accumulation=2):
     """A loop as Accelerate's documentation writes it; returns losses, norms and learning rates."""
     from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
+    from transformers import get_linear_schedule_with_warmup
 
     with tools.at(layout):
         replicas = 1 if layout is None else layout.replicas
@@ -30,7 +31,14 @@ def loop(tools, folder, layout=None, accumulation=2):
                 scheduler.step()
                 optimizer.zero_grad()
             found.append((float(accelerator.gather(loss.detach()).mean()), float(norm)))
-        return found, accelerator.get_state_dict(model)
+        tensors = accelerator.get_state_dict(model)
+        accelerator.unwrap_model(model).save_pretrained(
+            f"{folder}/{'plain' if layout is None else 'split'}",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=dict(tensors),  # transformers takes them out of it
+        )
+        return found, tensors
 
 
 @pytest.mark.parametrize("name", ["TP 2", "DP 2 with ZeRO-3"])
@@ -46,6 +54,41 @@ def test_loop_with_an_accelerator_is_that_of_one_process(name, tmp_path, tools):
     (_, whole), (_, nothing) = results
     torch.testing.assert_close(whole, dict(trained), rtol=0, atol=1e-5)
     assert nothing == {}
+    plain, split = (AutoModelForCausalLM.from_pretrained(f"{folder}/{name}") for name in ("plain", "split"))
+    assert plain.config.to_diff_dict() == split.config.to_diff_dict()
+    torch.testing.assert_close(dict(split.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-5)
+
+
+def test_ranks_of_a_replica_with_different_batches_are_refused(tmp_path, tools):
+    folder, layout = tools.save_llama(tmp_path), tools.layouts["TP 2"]
+
+    def call():
+        import os
+
+        from accelerate import Accelerator
+
+        with tools.at(layout):
+            model = Accelerator(cpu=True).prepare(AutoModelForCausalLM.from_pretrained(folder))
+            model(input_ids=torch.full((2, 4), int(os.environ["RANK"])), attention_mask=torch.ones(2, 4))
+
+    with pytest.raises(RankFailure, match="different batches: input_ids differ") as caught:
+        run_on_ranks(call, layout.ranks)
+    assert len(caught.value.failures) == layout.ranks
+
+
+def test_split_model_is_not_saved_without_whole_tensors(tmp_path, tools):
+    folder, layout = tools.save_llama(tmp_path), tools.layouts["TP 2"]
+
+    def save():
+        from accelerate import Accelerator
+
+        with tools.at(layout):
+            accelerator = Accelerator(cpu=True)
+            model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(folder))
+            accelerator.unwrap_model(model).save_pretrained(tmp_path / "saved")
+
+    with pytest.raises(RankFailure, match=r"pass state_dict=accelerator.get_state_dict\(model\)"):
+        run_on_ranks(save, layout.ranks)
 
 
 def test_main_process_is_one_rank_and_all_wait_for_it(tmp_path, tools):

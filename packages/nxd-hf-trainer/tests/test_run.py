@@ -48,6 +48,17 @@ def test_script_runs_unedited_at_a_layout(tmp_path, tools):
     assert expected[-1] < expected[0]
 
 
+def test_layout_in_effect_is_one_line(tmp_path):
+    (tmp_path / "train.py").write_text("print('done')")
+    command = [sys.executable, "-m", "nxd_cli", "run", "--nproc", "4", "--tensor-parallel-size", "2", "train.py"]
+
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=deadline(240), check=False)
+
+    assert [line for line in done.stderr.splitlines() if line.startswith("nxd: ")] == [
+        "nxd: 4 ranks: tensor parallel 2, 2 replicas"
+    ]
+
+
 def test_degrees_that_do_not_fit_are_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "train.py").write_text("")
     command = [sys.executable, "-m", "nxd_cli", "run", "--nproc", "2", "--tensor-parallel-size", "3", "train.py"]

@@ -10,6 +10,7 @@ from nxd_state import all_ranks, get_mesh, is_transformers_model
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxd_hf_trainer.guards import check_first_batches, save_pretrained_of
 from nxd_hf_trainer.pipelined import PipelinedForward, SecondPass, inputs_of_stages
 from nxd_hf_trainer.refusals import check_model, transformers_model_in
 
@@ -47,6 +48,9 @@ class SplitModels:
         counts = {exclude: size(exclude_embeddings=exclude) for exclude in (False, True)} if size is not None else {}
         with all_ranks():
             model = self._parallel_model(module)
+        check_first_batches(model)
+        if is_transformers_model(whole) and not self._is_whole():
+            _replace(whole, "save_pretrained", save_pretrained_of(whole))
         if counts:  # those of the whole model, from which Trainer estimates its operations
             _replace(whole, "num_parameters", _counted(counts))
         self._of_module[module] = model
@@ -69,6 +73,12 @@ class SplitModels:
         """Return the model and the name of a parameter, as it was before or after the split; None if unknown."""
         place: tuple[NxDModel, str] | None = self._places.get(parameter)
         return place
+
+    def _is_whole(self) -> bool:
+        """Whether each rank has all of each model's parameters."""
+        model_ranks = (self.config[f"{it}_parallel_size"] for it in ("tensor", "pipeline", "context"))
+        is_sharded = get_mesh().splits_experts or self.config["optimizer_config"]["zero_stage"] == 3
+        return not is_sharded and all(size == 1 for size in model_ranks)
 
     def _parallel_model(self, module: nn.Module) -> NxDModel:
         pipeline: Mapping[str, Any] = self.config["pipeline_config"]

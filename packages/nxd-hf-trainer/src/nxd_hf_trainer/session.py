@@ -1,11 +1,12 @@
 """`under_trainer`: a layout for the trainers of this process, and `install`, the same for the rest of its life."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nxd_engine import complete_config, neuronx_distributed_config
-from nxd_state import destroy_model_parallel, show_replicas_as_world
+from nxd_state import destroy_model_parallel, get_group, get_world_group, show_replicas_as_world
 
 from nxd_hf_trainer.accelerator import accelerator_prepares_ours
 from nxd_hf_trainer.checkpoints import trainer_saves_ours
@@ -13,6 +14,7 @@ from nxd_hf_trainer.evaluation import evaluation_is_checked
 from nxd_hf_trainer.processes import (
     check_nothing_started,
     forget_processes,
+    is_main_process,
     main_process_is_one_rank,
     seed_like_one_process,
 )
@@ -103,3 +105,13 @@ _installed = ExitStack()
 def install(**layout: Any) -> None:
     """Enter `under_trainer` for the rest of this process: what `nxd run` calls before it runs a script."""
     _installed.enter_context(under_trainer(**layout))
+    if is_main_process():
+        print(f"nxd: {_described()}", file=sys.stderr, flush=True)
+
+
+def _described() -> str:
+    """The layout in words, such as "4 ranks: tensor parallel 2, 2 replicas"."""
+    axes = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+    parts = [f"{name} parallel {get_group(axis).size}" for axis, name in axes.items() if get_group(axis).size > 1]
+    replicas = get_group("dp").size
+    return f"{get_world_group().size} ranks: " + ", ".join([*parts, f"{replicas} replica{'s' * (replicas != 1)}"])

@@ -1,0 +1,69 @@
+"""What a split model checks of its script: equal batches on the ranks of a replica, and whole tensors to save."""
+
+import hashlib
+from typing import Any
+
+import torch
+from nxd_engine import NxDModel
+from nxd_state import all_gather_object, get_group
+from torch import Tensor
+
+_CHECKED_CALLS = 2  # later ones follow from the same seeds
+_AXES = ("tp", "cp", "pp")  # along which ranks hold one replica
+
+
+def check_first_batches(model: NxDModel) -> None:
+    """Compare the first batches of the ranks of each replica, which must be equal.
+
+    The model's first calls raise a ValueError on every rank of the replica if they differ.
+    """
+    if all(get_group(axis).size == 1 for axis in _AXES):
+        return
+    calls = 0
+
+    def check(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > _CHECKED_CALLS:
+            handle.remove()
+            return
+        digests = {name: _digest(it) for name, it in kwargs.items() if isinstance(it, Tensor)}
+        for axis in _AXES:
+            found = all_gather_object(digests, get_group(axis))
+            differing = sorted(
+                {name for it in found for name in it.keys() | digests if it.get(name) != found[0].get(name)}
+            )
+            if differing:
+                raise ValueError(
+                    f"the ranks of one replica were given different batches: {', '.join(differing)} differ. Each must "
+                    "draw the same data: seed what shuffles or draws, equally on all ranks, and divide data by "
+                    "accelerator.process_index, not by the environment's RANK"
+                )
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _digest(tensor: Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    described = f"{values.dtype} {tuple(values.shape)}".encode()
+    return hashlib.sha256(described + values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def save_pretrained_of(whole: Any) -> Any:
+    """Return a `save_pretrained` for a split model of transformers, which writes tensors that are whole already."""
+
+    def save_pretrained(
+        save_directory: Any, is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None, **settings: Any
+    ) -> None:
+        if state_dict is None:
+            raise ValueError(
+                f"this {type(whole).__name__} is split, so save_pretrained needs whole tensors: pass "
+                "state_dict=accelerator.get_state_dict(model), which all ranks call, or use Trainer.save_model"
+            )
+        if not is_main_process or not state_dict:
+            return
+        with torch.device("meta"):
+            unsplit = type(whole)(whole.config).to(next(iter(state_dict.values())).dtype)
+        unsplit.save_pretrained(save_directory, state_dict=dict(state_dict), **settings)
+
+    return save_pretrained
