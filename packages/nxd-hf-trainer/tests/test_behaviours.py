@@ -6,6 +6,8 @@ import pytest
 import torch
 from nxd_testing import run_on_ranks
 
+pytestmark = pytest.mark.sample(2)  # together they take a minute
+
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
 LOGGED = {"loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss", "train_loss", "eval_share", "test_share"}
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from nxd_testing import RankFailure, run_on_ranks
 
+pytestmark = pytest.mark.sample(2)  # together they take a minute
+
 NAMES = ["PP 2", "PP 2 with 3 microbatches", "PP 2 x TP 2", "PP 2 x DP 2 with ZeRO-3"]
 
 
