@@ -38,3 +38,27 @@ def test_loss_in_bfloat16_may_be_a_unit_in_its_last_place_apart(recorded, found,
     report = compare(reference, recorded("candidate", [0.0024], loss=found), spread=[recorded("noise", [0.0024])])
 
     assert report.agrees == is_rounding, report
+
+
+@pytest.mark.parametrize(
+    ("gradient", "found", "is_rounding"),
+    [(1e-4, 1.1, True), (1e-4, 1.25, False), (0.5, 1.1, False)],
+    ids=["its sign is rounding", "further than a step", "its sign is none"],
+)
+def test_element_that_adam_moves_by_the_sign_of_rounding_may_go_the_other_way(tmp_path, gradient, found, is_rounding):
+    def record_step(name, first_of_gradient, first_of_parameter):
+        gradients, after = torch.ones(128), torch.full((128,), 1.1)
+        gradients[0], after[0] = first_of_gradient, first_of_parameter
+        whole = Placement((128,), (0,))
+        with record(tmp_path / name, by_hand=True) as recorder:
+            recorder.tensor("parameter", "w", torch.ones(128), placement=whole)
+            recorder.tensor("gradient", "w", gradients.bfloat16(), placement=whole)
+            recorder.end_step()
+            recorder.tensor("parameter", "w", after.bfloat16(), placement=whole)
+            recorder.tensor("optimizer state", "w/exp_avg_sq", torch.ones(128), placement=whole)
+        return tmp_path / name
+
+    reference = record_step("reference", gradient, 0.9)
+    spread = [record_step("noise", gradient + 2e-3, 0.9)]
+
+    assert compare(reference, record_step("candidate", gradient, found), spread=spread).agrees == is_rounding

@@ -93,3 +93,43 @@ def test_values_that_all_differ_in_one_direction_are_not_rounded(first_differenc
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_equal_programs_do_not_differ(first_difference, dtype):
     assert first_difference(dtype, steps=3) is None
+
+
+def exchange(optimizer, first, second):
+    optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+
+
+def count_more(optimizer, first, second):
+    for parameter in (first, second):
+        optimizer.state[parameter]["step"] += 5
+
+
+@pytest.mark.parametrize(
+    ("change", "fault", "detail"),
+    [
+        (exchange, "state of another parameter", "it was exchanged with that of 1.weight, it seems"),
+        (count_more, "stale values", "it counts 7 steps instead of 2"),
+    ],
+)
+def test_optimizer_states_that_were_loaded_wrongly_are_named(tmp_path, change, fault, detail):
+    def train(folder, is_changed):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(2)])
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            model(torch.randn(5, 4, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        if is_changed:
+            change(optimizer, *model.parameters())
+        with record(folder):
+            step()
+
+    train(tmp_path / "one", False)
+    train(tmp_path / "other", True)
+
+    first = compare(tmp_path / "one", tmp_path / "other").first
+    assert (first.kind, first.fault, first.detail) == ("optimizer state", fault, detail)

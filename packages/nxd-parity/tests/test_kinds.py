@@ -300,3 +300,67 @@ def test_gradients_clipped_by_own_code_differ_only_if_the_optimizer_gets_others(
     train(tmp_path / "other", True)
 
     assert compare(tmp_path / "one", tmp_path / "other").agrees is (factor == 1.0)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("times", "fault", "detail"),
+    [(0, "missing term", "the bias is not added"), (2, "summed twice", "the bias is added 2 times")],
+)
+def test_bias_that_is_not_added_once_is_named(first_of, times, fault, detail, is_sharded):
+    product, bias = drawn(4, 8), drawn(8, seed=1)
+    right, found = product + bias, product + times * bias
+    parts = [slice(0, 4), slice(4, 8)] if is_sharded else [slice(0, 8)]
+
+    first = first_of(
+        [("initial", "proj.bias", bias), ("activation", "proj", right)],
+        *[
+            [("initial", "proj.bias", bias[it], (it.start,)), ("activation", "proj", found[:, it], (0, it.start))]
+            for it in parts
+        ],
+    ).first
+
+    assert (first.name, first.fault, first.detail) == ("proj", fault, detail)
+
+
+def test_rows_of_position_embeddings_are_named(first_of):
+    tokens, rows = drawn(2, 6, 8), drawn(10, 8, seed=1)
+    right, wrong = tokens + rows[:6], tokens[:, 3:] + rows[:3]
+    initial = ("initial", "positions.weight", rows)
+
+    first = first_of(
+        [initial, ("activation", "positions", right)],
+        [initial, ("activation", "positions", right[:, :3], (0, 0, 0))],
+        [initial, ("activation", "positions", wrong, (0, 3, 0))],
+    ).first
+
+    assert (first.fault, first.ranks) == ("wrong positions", (1,))
+    assert first.detail == "it adds rows 0, 1, 2 of positions.weight, not 3, 4, 5"
+
+
+@pytest.mark.parametrize(
+    ("is_first_alone", "fault", "detail"),
+    [
+        (
+            True,
+            "wrong shard or order",
+            "at position 0 of dim 1 it has values of values at [0, 3, 0] and so on, not those",
+        ),
+        (False, "wrong mask", "at position 0 of dim 1 it has values of values alone, as where a sequence begins"),
+    ],
+    ids=["another token", "itself alone"],
+)
+def test_token_that_the_first_position_attends_to_is_named(first_of, is_first_alone, fault, detail):
+    values = drawn(2, 5, 8)
+    right, wrong = drawn(2, 5, 8, seed=1), drawn(2, 5, 8, seed=2)
+    wrong[:, 0] = values[:, 3]
+    if is_first_alone:
+        right[:, 0] = values[:, 0]
+
+    first = first_of(
+        [("activation", "values", values), ("activation", "attention", right)],
+        [("activation", "values", values), ("activation", "attention", wrong)],
+    ).first
+
+    assert (first.name, first.fault) == ("attention", fault)
+    assert detail in first.detail

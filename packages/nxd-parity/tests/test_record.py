@@ -4,10 +4,11 @@ import json
 import multiprocessing
 import os
 import shutil
+import warnings
 
 import pytest
 import torch
-from nxd_parity import InFloat64, record
+from nxd_parity import InFloat64, compare, record
 from nxd_parity.events import Placement
 from nxd_parity.recording import Recording
 from nxd_parity.writer import RankWriter
@@ -446,3 +447,22 @@ def test_values_that_cannot_be_written_are_an_error_of_the_recording(tmp_path):
 
     with pytest.raises(FileNotFoundError, match="tensors-00000"):
         writer.close()
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_program_without_an_optimizer_of_torch_is_told_that_it_has_no_steps(tmp_path, has_optimizer):
+    def train(folder):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as seen, record(folder):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(4, 3)).sum().backward()
+                if has_optimizer:
+                    optimizer.step()
+        return any("no torch.optim.Optimizer stepped" in str(it.message) for it in seen)
+
+    assert [train(tmp_path / it) for it in ("one", "other")] == [not has_optimizer] * 2
+    notes = compare(tmp_path / "one", tmp_path / "other").notes
+    assert sum("no optimizer of torch stepped" in it for it in notes) == (0 if has_optimizer else 2)

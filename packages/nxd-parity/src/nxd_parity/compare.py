@@ -179,6 +179,11 @@ def _add_notes(report: Report, comparison: Comparison) -> None:
         steps = steps_of(recording)
         if steps > comparison.steps:
             report.notes.append(f"the {name} has {steps} steps: those after step {comparison.steps} were not compared")
+        if _lacks_steps(recording):
+            report.notes.append(
+                f"no optimizer of torch stepped in the {name}: gradients of parameters, and parameters after a step, "
+                "were not compared; record(by_hand=True) can record them"
+            )
         for rank, end in enumerate(recording.ends):
             if end != REACHED:
                 how = "raised an error" if end == RAISED else "was ended"
@@ -203,6 +208,14 @@ def _add_notes(report: Report, comparison: Comparison) -> None:
     if inferred:
         name, where = next(iter(inferred.items()))
         report.notes.append(f"the parts of {len(inferred)} parameters were inferred, such as {name}: {where}")
+
+
+def _lacks_steps(recording: Recording) -> bool:
+    """Whether a program that ran to its end computed gradients, and recorded nothing that is made of them."""
+    recorded = {(it.kind, it.step > 0) for it in recording.tensors[0]}
+    of_steps = {(it, True) for it in (events.GRADIENT, events.OPTIMIZER_STATE, events.PARAMETER)}
+    has_backward = bool(recorded & {(events.LOSS, True), (events.ACTIVATION_GRADIENT, True)})
+    return has_backward and not recorded & of_steps and all(it == REACHED for it in recording.ends)
 
 
 def _title(outcome: Outcome) -> str:

@@ -56,7 +56,7 @@ class Diagnostician:
             return Diagnosis(of_faults.WRONG_SHARD, what)
         bound = self._comparison.bound(outcome.key, piece)
         if outcome.key.kind == events.LOSS:
-            bound = self._comparison.rounding_of_loss(float(expected))
+            bound = self._comparison.rounding_of_loss(outcome.key, float(expected))
         bound = bound.of_explanation(distance(expected, found))
         for diagnosis in self._explanations(outcome, piece, expected, found, bound):
             if diagnosis is not None:

@@ -157,6 +157,11 @@ class StepHooks:
         self._progress.is_stepped = True
         self.end_step()
 
+    @property
+    def lacks_steps(self) -> bool:
+        """Whether a loss was differentiated, and no optimizer of torch has stepped."""
+        return self._progress.step == 1 and (1, "a loss") in self._calls
+
     def end_step(self) -> None:
         """Record the parameters if an optimizer has stepped, and begin the next step."""
         if not self._progress.is_stepped:

@@ -1,6 +1,5 @@
 """Values that are the expected ones of other positions, of other ranks, or of other modules of the same role."""
 
-import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from nxd_parity.comparison import Comparison
 from nxd_parity.outcome import Diagnosis, Outcome, Piece
 from nxd_parity.places import Place, options_by_shape
 from nxd_parity.sequence import Key
+from nxd_parity.sides import role_of
 
 MOST_ROWS = 4096
 MOST_WHOLE_ROWS = 65536
@@ -93,13 +93,13 @@ def rows_of_alike(comparison: Comparison, key: Key, piece: Piece, found: Tensor,
     """Explain rows by those that modules of the same role should have, such as a layer's other experts."""
     if key.kind not in (events.INPUT, events.ACTIVATION, events.ACTIVATION_GRADIENT) or found.dim() < 2:
         return None
-    role = _role(key.name)
+    role = role_of(key.name)
     alike = [
         it
         for it in comparison.of_reference
         if it[:2] == key[:2]
         and it.output == key.output
-        and _role(it.name) == role
+        and role_of(it.name) == role
         and comparison.of_reference[it][0].shape[1:] == found.shape[1:]
     ]
     rows = found.double().flatten(1)
@@ -116,11 +116,6 @@ def rows_of_alike(comparison: Comparison, key: Key, piece: Piece, found: Tensor,
     if names == key.name:
         return Diagnosis(of_faults.WRONG_SHARD, "its rows are the expected ones in another order")
     return Diagnosis(of_faults.WRONG_SHARD, f"its rows are those of {names}")
-
-
-def _role(name: str) -> str:
-    """Return what modules that differ by the last number of their names have in common."""
-    return re.sub(r"\.\d+(?=(\.\D[^.]*)*$)", ".#", f".{name}")
 
 
 def _in_other_order(place: Place, whole: Tensor, found: Tensor, bound: Bound) -> str | None:

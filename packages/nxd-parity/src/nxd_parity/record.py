@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,11 @@ from nxd_parity.hooks import Progress, StepHooks
 from nxd_parity.model_names import ModelNames
 from nxd_parity.noise import Noise
 from nxd_parity.writer import DESCRIPTION, FORMAT, RAISED, REACHED, RankWriter, rank_folder
+
+WITHOUT_STEPS = (
+    "no torch.optim.Optimizer stepped while this program was recorded: the recording has no gradients of parameters, "
+    "no optimizer states, and no parameters after a step. Use one, or record them with record(by_hand=True)"
+)
 
 
 @contextmanager
@@ -37,8 +43,10 @@ def record(
     their gradients; losses; parameters' gradients before clipping, and their norm; optimizer states; and which
     collectives of `torch.distributed` are called. Modules that run inside a compiled graph are not seen.
 
-    A step ends with an optimizer's step; the parameters after it are those at the next call of a model, or at the end
-    of the block. Values go to files as they come, from a thread: memory holds 128 MiB of them, and one tensor.
+    A step ends with the step of a `torch.optim.Optimizer`; the parameters after it are those at the next call of a
+    model, or at the end of the block. A program that updates its parameters by other code has no steps, and `record`
+    warns of it: use `by_hand`. Values go to files as they come, from a thread: memory holds 128 MiB of them, and one
+    tensor.
 
     Args:
         folder: a new folder for the recording of all ranks; ranks on several machines may write to folders of the same
@@ -94,6 +102,8 @@ def record(
             installed.enter_context(collectives_recorded(writer, progress))
             yield Recorder(hooks)
             hooks.end_step()
+            if hooks.lacks_steps:
+                warnings.warn(WITHOUT_STEPS, stacklevel=3)
         except BaseException:
             is_raised = True
             raise

@@ -160,14 +160,50 @@ class Sides:
             return Distance(float("inf"), float("inf"), float("inf"), (), 0.0, 0.0)
         if expected.dtype == found.dtype and torch.equal(expected, found):
             return None
-        apart = distance(expected, found)
-        return None if self.bound(key, piece).holds(apart) else apart
+        apart, bound = distance(expected, found), self.bound(key, piece)
+        if bound.holds(apart):
+            return None
+        if key.kind == events.PARAMETER and key.step > 0 and self.is_of_adam:
+            wanted, more = expected.double(), found.double() - expected.double()
+            rest = more.sign() * (more.abs() - self._moved_by_rounding(key, piece)).clamp_min(0)
+            if bound.holds(distance(wanted, wanted + rest)):
+                return None
+        return apart
+
+    @cached_property
+    def is_of_adam(self) -> bool:
+        """Whether the reference's optimizer divides by the size of gradients, as Adam does, by its states."""
+        return any(it.kind == events.OPTIMIZER_STATE and it.name.endswith("/exp_avg_sq") for it in self.of_reference)
+
+    def _moved_by_rounding(self, key: Key, piece: Piece) -> Tensor:
+        """Return how far rounding of gradients may have moved each element of a parameter until the end of a step.
+
+        Adam moves an element by the sign of its gradient, however small that is. Where a gradient is so small that
+        rounding may change its sign, the element may go the other way, as far as other such elements go.
+        """
+        assert piece.place is not None
+        allowed = torch.zeros_like(self.expected(piece, key), dtype=torch.float64)
+        for step in range(1, key.step + 1):
+            of_gradient = key._replace(step=step, kind=events.GRADIENT)
+            before, after = (key._replace(step=it) for it in (step - 1, step))
+            if not {of_gradient, before, after} <= self.of_reference.keys():
+                continue
+            gradient = piece.place.of(self.whole(of_gradient)).double().abs()
+            update = piece.place.of(self.whole(after)).double() - piece.place.of(self.whole(before)).double()
+            is_small = (gradient > 0) & (gradient <= self.bound(of_gradient, piece).mean_square)
+            if gradient.shape == allowed.shape and bool(is_small.any()):
+                allowed += 2 * float(update[is_small].abs().max()) * is_small
+        return allowed
+
+
+def role_of(name: str) -> str:
+    """Return what modules or parameters that differ by numbers in their names, such as a layer's, have in common."""
+    return re.sub(r"\b\d+\b", "#", name)
 
 
 def _role(key: Key) -> tuple[int, str, str]:
-    """Return what tensors that differ by the number of their layer have in common, and the losses of all steps."""
-    step = 0 if key.kind == events.LOSS else key.step
-    return step, key.kind, re.sub(r"\b\d+\b", "#", key.name)
+    """Return the role of a tensor in a step; losses of all steps have one."""
+    return 0 if key.kind == events.LOSS else key.step, key.kind, role_of(key.name)
 
 
 def steps_of(recording: Recording) -> int:
