@@ -24,7 +24,7 @@ def test_readme_runs_and_prints_what_it_shows(tmp_path):
 def test_every_session_package_and_file_that_the_readme_names_exists():
     text = README.read_text(encoding="utf8")
     sessions = {name.strip('"').partition("(")[0] for name in re.findall(r'nox -s ([a-z]+|"[^"]+")', text)}
-    packages = set(re.findall(r"nxd-[a-z]+", text))
+    packages = set(re.findall(r"nxd-[a-z]+(?:-[a-z]+)*", text))
     files = re.findall(r"\]\(([^)#:]+)", text)
 
     assert {"demo", "tests", "docs"} <= sessions <= nox_sessions()

@@ -11,11 +11,14 @@ from typing import Any
 
 KINDS = (
     "missing sum",
+    "missing term",
     "summed twice",
     "scaled",
     "wrong shard or order",
     "stale values",
     "random numbers",
+    "wrong positions",
+    "wrong mask",
     "dropped tokens",
     "different data",
     "wrong averaging",
