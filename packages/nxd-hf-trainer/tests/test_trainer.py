@@ -161,3 +161,43 @@ def test_checkpoint_of_the_plain_trainer_is_refused_with_what_to_do(model, plain
 
     with pytest.raises(RankFailure, match=r"checkpoint-3 was saved without a layout.*start anew from its weights"):
         run_on_ranks(lambda: train(tools, model, layout, model / "out/checkpoint-3"), layout.ranks)
+
+
+@pytest.mark.parametrize("name", ["TP 2", "TP 2 with sequence parallelism", "DP 2 with ZeRO-3", "PP 2"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"neftune_noise_alpha": 5.0},
+        {"label_smoothing_factor": 0.2},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+@pytest.mark.sample(2)
+def test_options_of_trainer_change_nothing_at_a_layout(name, arguments, model, plain, tools):
+    layout = tools.layouts[name]
+    if "neftune_noise_alpha" in arguments and layout.replicas > 1:
+        pytest.skip("each replica draws noise of the size of its own batch, as with DistributedDataParallel")
+    expected, trained = plain(**arguments)
+
+    logs, *_ = run_on_ranks(lambda: train(tools, model, layout, **arguments), layout.ranks)
+
+    assert_same_run(logs, expected)
+    torch.testing.assert_close(weights(model), trained, **TOLERANCE)
+
+
+def test_hook_at_a_layer_that_is_split_is_refused(model, tools):
+    layout = tools.layouts["TP 2"]
+
+    def prepare():
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(layout):
+            whole = AutoModelForCausalLM.from_pretrained(model / "model")
+            whole.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+            Accelerator(cpu=True).prepare(whole)
+
+    with pytest.raises(RankFailure, match=r"hooks at model.layers.1.mlp.up_proj; .*after Accelerator.prepare"):
+        run_on_ranks(prepare, layout.ranks)

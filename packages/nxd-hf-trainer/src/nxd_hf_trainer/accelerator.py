@@ -33,7 +33,7 @@ def accelerator_prepares_ours(config: Mapping[str, Any]) -> Iterator[None]:
         "backward": lambda own: _backward(own, prepared),
         "clip_grad_norm_": lambda own: _clip_grad_norm(own, prepared),
         "clip_grad_value_": lambda _: _refuse_clip_grad_value,
-        "unwrap_model": _unwrap_model,
+        "unwrap_model": lambda own: _unwrap_model(own, prepared.models),
         "get_state_dict": _get_state_dict,
         "save_state": lambda _: _refuse_save_state,
         "load_state": lambda _: _refuse_save_state,
@@ -62,6 +62,12 @@ class Prepared:
     def optimizers(self) -> list[NxDOptimizer]:
         """Return the parallel optimizers that the script still has, in the same order on all ranks."""
         return list(self._optimizers.values())
+
+
+def parallel_model_in(model: Any) -> NxDModel | None:
+    """Return the parallel model that Accelerate may have compiled; None for any other model."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, NxDModel) else None
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
@@ -153,10 +159,10 @@ def _refuse_clip_grad_value(accelerator: Accelerator, parameters: Any, clip_valu
     )
 
 
-def _unwrap_model(own: Any) -> Any:
+def _unwrap_model(own: Any, models: SplitModels) -> Any:
     def unwrap_model(accelerator: Accelerator, model: Any, *args: Any, **kwargs: Any) -> Any:
-        unwrapped = own(accelerator, model, *args, **kwargs)
-        return unwrapped.local_module() if isinstance(unwrapped, NxDModel) else unwrapped
+        parallel = parallel_model_in(model)
+        return own(accelerator, model, *args, **kwargs) if parallel is None else models.module_of(parallel)
 
     return unwrap_model
 
@@ -164,10 +170,11 @@ def _unwrap_model(own: Any) -> Any:
 def _get_state_dict(own: Any) -> Any:
     def get_state_dict(accelerator: Accelerator, model: Any, unwrap: bool = True) -> Any:
         """Return the whole tensors on the main process, and an empty dict on others, as with FSDP."""
-        if not isinstance(model, NxDModel):
+        parallel = parallel_model_in(model)
+        if parallel is None:
             return own(accelerator, model, unwrap)
         with all_ranks():
-            return whole_state_dict(model)
+            return whole_state_dict(parallel)
 
     return get_state_dict
 

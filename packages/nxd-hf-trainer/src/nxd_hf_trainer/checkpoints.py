@@ -20,7 +20,7 @@ from nxd_state import all_ranks, get_group
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from nxd_hf_trainer.accelerator import unwrapped_optimizer
+from nxd_hf_trainer.accelerator import parallel_model_in, unwrapped_optimizer
 from nxd_hf_trainer.processes import is_main_process, wait_for_everyone
 from nxd_hf_trainer.refusals import is_peft_model
 from nxd_hf_trainer.replacing import Replacement, replaced
@@ -52,8 +52,7 @@ def trainer_saves_ours(*, hugging_face_checkpoints: bool) -> Iterator[None]:
 
 def _parallel_model(trainer: Trainer) -> NxDModel | None:
     """Return the model that Trainer trains; None if it has prepared none."""
-    wrapped = trainer.model_wrapped
-    return wrapped if isinstance(wrapped, NxDModel) else None
+    return parallel_model_in(trainer.model_wrapped)
 
 
 def _save_model(own: Any, *, with_folder: bool) -> Any:

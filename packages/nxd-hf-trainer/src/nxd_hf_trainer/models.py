@@ -58,6 +58,11 @@ class SplitModels:
             self._places[parameter] = (model, name)
         return model
 
+    def module_of(self, model: NxDModel) -> nn.Module:
+        """Return the script's module of which a parallel model was made."""
+        found: nn.Module = next(module for module, made in self._of_module.items() if made is model)
+        return found
+
     def finish_backward(self) -> None:
         """Run the second pass of models that are cut into stages, after a backward of the script."""
         for it in self._pipelined:
@@ -109,6 +114,7 @@ class SplitModels:
         if tp == cp == 1 and not mesh.splits_experts:
             return module
         whole = transformers_model_in(module)
+        embeddings = whole.get_input_embeddings()
         hf.parallelize(
             whole,
             expert_parallel=mesh.splits_experts,
@@ -116,6 +122,7 @@ class SplitModels:
             # Metrics and losses of scripts read whole logits; with a pipeline the loss is computed from them, too.
             vocabulary_parallel_loss="whole_logits" if self.config["pipeline_parallel_size"] == 1 else False,
         )
+        _share_hooks(embeddings, whole.get_input_embeddings())
         if tp > 1 or cp > 1:
             head: Any = whole.get_output_embeddings
             _replace(whole, "get_output_embeddings", lambda: hf.WholeHead(head()))
@@ -129,6 +136,19 @@ def _counted(counts: Mapping[bool, int]) -> Any:
         return counts[exclude_embeddings]
 
     return num_parameters
+
+
+def _share_hooks(before: nn.Module, after: nn.Module) -> None:
+    """Give the layer that replaces the embeddings their hooks and what these read; handles of hooks stay valid.
+
+    NEFTune has one there, which reads its strength from the layer.
+    """
+    if after is not before:
+        for name, value in vars(before).items():
+            if not name.startswith("_") and not hasattr(after, name):
+                setattr(after, name, value)
+        for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+            setattr(after, name, getattr(before, name))
 
 
 def _share_training_mode(model: NxDModel, module: nn.Module) -> None:

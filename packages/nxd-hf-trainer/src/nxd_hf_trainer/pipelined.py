@@ -84,6 +84,7 @@ class PipelinedForward:
         self._names = inputs_of_stages(whole)
         self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the first pass of outputs without gradients yet
 
+    @torch.compiler.disable  # messages between stages are no part of a graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return loss and logits on every rank.
 

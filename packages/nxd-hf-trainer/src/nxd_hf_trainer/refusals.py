@@ -14,12 +14,29 @@ def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
     if config["pipeline_parallel_size"] > 1:
         _check_stages(module)
     splits = config["tensor_parallel_size"] > 1 or config["context_parallel_size"] > 1 or get_mesh().splits_experts
-    if not splits or is_transformers_model(transformers_model_in(module)):
-        return
-    raise ValueError(
-        f"{type(module).__name__} is no model of transformers, and has no plan by which its layers are split; use "
-        "--zero-stage 3, which shards any model, or give its layers of nxd_layers to the engine yourself"
-    )
+    if splits and not is_transformers_model(transformers_model_in(module)):
+        raise ValueError(
+            f"{type(module).__name__} is no model of transformers, and has no plan by which its layers are split; use "
+            "--zero-stage 3, which shards any model, or give its layers of nxd_layers to the engine yourself"
+        )
+    if config["tensor_parallel_size"] > 1:
+        _check_hooks(module)
+
+
+def _check_hooks(module: Any) -> None:
+    whole = transformers_model_in(module)
+    embeddings = whole.get_input_embeddings()
+    hooked = [
+        name
+        for name, part in whole.named_modules()
+        if isinstance(part, (nn.Linear, nn.Embedding)) and part is not embeddings
+        if part._forward_hooks or part._forward_pre_hooks
+    ]
+    if hooked:
+        raise ValueError(
+            f"the script has registered hooks at {', '.join(hooked[:3])}; tensor parallelism replaces layers, whose "
+            "outputs are then parts: register hooks after Accelerator.prepare, or use --zero-stage 3"
+        )
 
 
 def _check_stages(module: Any) -> None:
