@@ -5,6 +5,7 @@ These are public methods of Accelerate; Trainer calls them for its training, too
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -51,12 +52,13 @@ class Prepared:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.models = SplitModels(config)
-        self._optimizers: WeakValueDictionary[int, NxDOptimizer] = WeakValueDictionary()
+        self._numbers = count()
+        self._optimizers: WeakValueDictionary[int, NxDOptimizer] = WeakValueDictionary()  # by their numbers
 
     def optimizer(self, given: Optimizer) -> NxDOptimizer:
         """Return the parallel optimizer that takes the place of a script's. Called by all ranks."""
         made = parallel_optimizer(given, self.models)
-        self._optimizers[len(self._optimizers)] = made
+        self._optimizers[next(self._numbers)] = made
         return made
 
     def optimizers(self) -> list[NxDOptimizer]:

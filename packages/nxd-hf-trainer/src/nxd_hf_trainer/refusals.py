@@ -1,12 +1,16 @@
 """What cannot be right at a layout, refused before the first step, with the nearest way that works."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from nxd_state import get_mesh, is_transformers_model
+from nxd_state import get_group, get_mesh, is_transformers_model
 from torch import nn
+from transformers import Trainer
+
+from nxd_hf_trainer.replacing import replaced
 
 
 def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
@@ -91,3 +95,30 @@ def check_norm_type(norm_type: float) -> None:
     """Raise a ValueError for a norm of gradients other than the 2-norm."""
     if float(norm_type) != 2.0:
         raise ValueError(f"norm_type={norm_type} is not supported for gradients of several ranks; use 2")
+
+
+@contextmanager
+def evaluation_is_checked() -> Iterator[None]:
+    """Context in which an evaluation that needs logits of whole sequences is refused where no rank has them."""
+    with replaced(Trainer, {"evaluation_loop": _evaluation_loop}):
+        yield
+
+
+def _evaluation_loop(own: Any) -> Any:
+    def evaluation_loop(
+        trainer: Trainer,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        only_loss = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if get_group("cp").size > 1 and not only_loss:
+            raise ValueError(
+                "with context parallelism each rank has the logits of its part of the sequences, so metrics and "
+                "predictions cannot be computed; set prediction_loss_only=True, or leave compute_metrics out"
+            )
+        return own(trainer, dataloader, description, prediction_loss_only, *args, **kwargs)
+
+    return evaluation_loop

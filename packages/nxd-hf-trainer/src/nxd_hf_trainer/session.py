@@ -10,7 +10,6 @@ from nxd_state import destroy_model_parallel, get_group, get_world_group, show_r
 
 from nxd_hf_trainer.accelerator import accelerator_prepares_ours
 from nxd_hf_trainer.checkpoints import trainer_saves_ours
-from nxd_hf_trainer.evaluation import evaluation_is_checked
 from nxd_hf_trainer.processes import (
     check_nothing_started,
     forget_processes,
@@ -18,6 +17,7 @@ from nxd_hf_trainer.processes import (
     main_process_is_one_rank,
     seed_like_one_process,
 )
+from nxd_hf_trainer.refusals import evaluation_is_checked
 
 
 @contextmanager
