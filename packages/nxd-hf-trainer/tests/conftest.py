@@ -7,33 +7,27 @@ import pytest
 import torch
 
 
-def save_llama(folder, kind="LlamaForCausalLM", dtype=torch.float64, **settings):
-    """Save a small Llama with random weights as a Hugging Face folder."""
+def save_model(folder, kind, dtype=torch.float64, **settings):
+    """Save a small model of a class of transformers with random weights as a Hugging Face folder."""
     import transformers
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = transformers.LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1, num_labels=1, **settings)
-    getattr(transformers, kind)(config).to(dtype).save_pretrained(folder)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+    model_class = getattr(transformers, kind)
+    given = {"pad_token_id": 0, "eos_token_id": 1, **sizes, **heads, **settings}
+    model_class(model_class.config_class(**given)).to(dtype).save_pretrained(folder)
     return str(folder)
 
 
-def save_mixtral(folder):
-    """Save a small mixture of experts with random weights as a Hugging Face folder."""
-    import transformers
+def save_llama(folder, kind="LlamaForCausalLM", dtype=torch.float64, **settings):
+    """Save a small Llama, see `save_model`."""
+    return save_model(folder, kind, dtype, num_labels=1, **settings)
 
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_local_experts": 4,
-    }
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = transformers.MixtralConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1)
-    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+
+def save_mixtral(folder, **settings):
+    """Save a small mixture of experts, see `save_model`."""
+    return save_model(folder, "MixtralForCausalLM", torch.float32, num_local_experts=4, **settings)
 
 
 def make_tokenizer():
@@ -109,6 +103,7 @@ LAYOUTS = {
 def tools():
     """What the tests' functions, which run on the ranks, need of this file."""
     return SimpleNamespace(
+        save_model=save_model,
         save_llama=save_llama,
         save_mixtral=save_mixtral,
         make_tokenizer=make_tokenizer,

@@ -76,6 +76,47 @@ def test_ranks_of_a_replica_with_different_batches_are_refused(tmp_path, tools):
     assert len(caught.value.failures) == layout.ranks
 
 
+@pytest.mark.parametrize("name", ["TP 2", "PP 2", "DP 2 with ZeRO-3"])
+def test_models_that_the_script_drops_are_freed(name, tmp_path, tools):
+    folder, layout = tools.save_llama(tmp_path), tools.layouts[name]
+
+    def prepare_three():
+        import gc
+        import weakref
+
+        from accelerate import Accelerator
+
+        def step(accelerator, model, optimizer, rate):
+            ids = torch.arange(3, 35).view(2, 16)
+            accelerator.backward(model(input_ids=ids, labels=ids).loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+            before = accelerator.get_state_dict(model)
+            optimizer.step()
+            after = accelerator.get_state_dict(model)
+            return float(norm), sum(float((after[it] - before[it]).norm()) ** 2 for it in after) ** 0.5 / rate
+
+        with tools.at(layout):
+            accelerator = Accelerator(cpu=True)
+
+            def prepared(rate):
+                model = AutoModelForCausalLM.from_pretrained(folder)
+                return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
+
+            first, second = prepared(0.1), prepared(0.2)
+            dropped = weakref.ref(first[0])
+            accelerator.free_memory()
+            del first
+            gc.collect()
+            third = prepared(0.4)
+            return dropped() is None, step(accelerator, *second, 0.2), step(accelerator, *third, 0.4)
+
+    for is_freed, of_second, of_third in run_on_ranks(prepare_three, layout.ranks):
+        assert is_freed
+        assert of_second[0] > 1e-2
+        assert of_second == pytest.approx(of_third, rel=1e-6)
+        assert of_second[1] < 1.01e-3  # clipped by its own gradients
+
+
 def test_split_model_is_not_saved_without_whole_tensors(tmp_path, tools):
     folder, layout = tools.save_llama(tmp_path), tools.layouts["TP 2"]
 

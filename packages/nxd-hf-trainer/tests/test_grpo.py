@@ -45,7 +45,10 @@ def model(tmp_path, tools):
     return tmp_path
 
 
-@pytest.mark.parametrize(("name", "replicas"), [("TP 2", 1), ("TP 2 x DP 2 with ZeRO-1", 2), ("DP 2 with ZeRO-3", 2)])
+LAYOUTS = [("TP 2", 1), ("PP 2", 1), ("TP 2 x DP 2 with ZeRO-1", 2), ("DP 2 with ZeRO-3", 2)]
+
+
+@pytest.mark.parametrize(("name", "replicas"), LAYOUTS)
 def test_samples_losses_and_rewards_are_those_of_plain_processes(name, replicas, model, tools):
     layout = tools.layouts[name]
     expected, *_ = run_on_ranks(lambda: train(tools, model, None, replicas), replicas)

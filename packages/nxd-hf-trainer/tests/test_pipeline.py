@@ -6,6 +6,7 @@ from nxd_testing import RankFailure, run_on_ranks
 
 pytestmark = pytest.mark.sample(2)  # together they take a minute
 
+LABELS = torch.arange(3, 51).view(3, 16)
 NAMES = ["PP 2", "PP 2 with 3 microbatches", "PP 2 x TP 2", "PP 2 x DP 2 with ZeRO-3"]
 
 
@@ -111,6 +112,27 @@ def test_dropout_of_both_passes_is_the_same(tmp_path, tools):
     assert after - before == pytest.approx(-1e-4 * norm**2, rel=1e-2)
 
 
+def test_both_passes_are_under_the_autocast_of_the_accelerator(tmp_path, tools):
+    tools.save_llama(tmp_path, dtype=torch.float32)
+
+    def dtypes():
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(tools.layouts["PP 2"]):
+            accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+            model = AutoModelForCausalLM.from_pretrained(tmp_path)
+            found = []
+            for layer in model.model.layers:
+                layer.mlp.down_proj.register_forward_hook(lambda module, args, output: found.append(output.dtype))
+            model = accelerator.prepare(model)
+            accelerator.backward(model(input_ids=LABELS[:2], labels=LABELS[:2]).loss)
+            return found
+
+    for found in run_on_ranks(dtypes, 2):
+        assert found == [torch.bfloat16] * 4  # two microbatches in two passes
+
+
 def test_backward_without_the_accelerator_trains_the_stages(tmp_path, tools):
     tools.save_llama(tmp_path / "model")
 
@@ -138,18 +160,74 @@ def test_backward_without_the_accelerator_trains_the_stages(tmp_path, tools):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_loss_of_the_routers_is_refused(tmp_path, tools):
-    tools.save_mixtral(tmp_path)
+def steps(tools, folder, kind, layout=None, **inputs):
+    """Three steps of SGD on a model of any kind; returns losses and gradient norms."""
+    import transformers
+    from accelerate import Accelerator
 
-    def prepare():
+    with tools.at(layout):
+        accelerator = Accelerator(cpu=True)
+        model = getattr(transformers, kind).from_pretrained(folder)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batch = {"input_ids": torch.arange(3, 51).view(3, 16), **inputs}
+        found = []
+        for _ in range(3):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            found += [loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 0.5))]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+
+MODELS = {
+    "loss of the routers": (
+        "MixtralForCausalLM",
+        {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_local_experts": 4, "dtype": torch.float32},
+        {"labels": LABELS},
+    ),
+    "tied embeddings": ("LlamaForCausalLM", {"tie_word_embeddings": True}, {"labels": LABELS}),
+    "logits with a cap": ("Gemma2ForCausalLM", {"final_logit_softcapping": 1.0}, {"labels": LABELS}),
+    "classes of tokens": ("LlamaForTokenClassification", {"num_labels": 3}, {"labels": LABELS % 3}),
+    "answers": (
+        "LlamaForQuestionAnswering",
+        {},
+        {"start_positions": torch.tensor([1, 2, 3]), "end_positions": torch.tensor([4, 5, 6])},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["PP 2", "PP 2 x TP 2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_head_and_loss_of_any_model_are_its_own(name, layout, tmp_path, tools):
+    kind, settings, inputs = MODELS[name]
+    tools.save_model(tmp_path, kind, **settings)
+    [expected] = run_on_ranks(lambda: steps(tools, tmp_path, kind, **inputs), 1)
+
+    for found in run_on_ranks(
+        lambda: steps(tools, tmp_path, kind, tools.layouts[layout], **inputs), tools.layouts[layout].ranks
+    ):
+        assert found == pytest.approx(expected, rel=1e-5 if "dtype" in settings else 1e-6)
+    assert expected[-2] < expected[0]
+
+
+def test_ranks_keep_their_own_stages_only(tmp_path, tools):
+    tools.save_llama(tmp_path)
+
+    def sizes():
         from accelerate import Accelerator
         from transformers import AutoModelForCausalLM
 
         with tools.at(tools.layouts["PP 2"]):
-            Accelerator(cpu=True).prepare(AutoModelForCausalLM.from_pretrained(tmp_path, output_router_logits=True))
+            model = AutoModelForCausalLM.from_pretrained(tmp_path)
+            whole = sum(it.nbytes for it in model.parameters())
+            Accelerator(cpu=True).prepare(model)
+            kept = {it.untyped_storage().data_ptr(): it.untyped_storage().nbytes() for it in model.parameters()}
+            head = model.lm_head.weight.nbytes
+            return sum(kept.values()) - head, whole - head
 
-    with pytest.raises(RankFailure, match="set output_router_logits=False, or use --expert-parallel-size"):
-        run_on_ranks(prepare, 2)
+    for kept, whole in run_on_ranks(sizes, 2):
+        assert kept < 0.6 * whole
 
 
 def test_reward_model_is_trained_as_in_one_process(tmp_path, tools):
@@ -188,22 +266,16 @@ def test_reward_model_is_trained_as_in_one_process(tmp_path, tools):
             assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-def test_fused_head_of_trl_is_refused(tmp_path, tools):
-    tools.save_llama(tmp_path / "model", dtype=torch.float32)
-    layout = tools.layouts["PP 2"]
+def test_what_stages_do_not_keep_is_refused(tmp_path, tools):
+    tools.save_llama(tmp_path)
 
-    def sft():
-        import trl
-        from datasets import Dataset
+    def ask():
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
 
-        with tools.at(layout):
-            quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "bf16": False}
-            trl.SFTTrainer(
-                f"{tmp_path}/model",
-                trl.SFTConfig(f"{tmp_path}/out", max_steps=1, **quiet),
-                train_dataset=Dataset.from_list([{"prompt": "w1 w2", "completion": "w3 w4"}] * 8),
-                processing_class=tools.make_tokenizer(),
-            ).train()
+        with tools.at(tools.layouts["PP 2"]):
+            model = Accelerator(cpu=True).prepare(AutoModelForCausalLM.from_pretrained(tmp_path))
+            model(input_ids=LABELS, output_hidden_states=True)
 
-    with pytest.raises(RankFailure, match="the script has replaced the forward of its LlamaForCausalLM, as TRL's"):
-        run_on_ranks(sft, layout.ranks)
+    with pytest.raises(RankFailure, match="LlamaForCausalLM is cut into pipeline stages, which keep no output_hidden"):
+        run_on_ranks(ask, 2)

@@ -50,7 +50,7 @@ def train(tools, folder, kind, layout=None):
         return [{key: float(log[key]) for key in log.keys() & kept} for log in trainer.state.log_history]
 
 
-@pytest.mark.parametrize("name", ["TP 2", "TP 2 x DP 2 with ZeRO-3"])
+@pytest.mark.parametrize("name", ["TP 2", "TP 2 x DP 2 with ZeRO-3", "PP 2", "PP 2 x TP 2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainer_of_trl_at_a_layout_is_that_of_one_process(kind, name, tmp_path, tools):
     tools.save_llama(tmp_path / "model", KINDS[kind][2], dtype=torch.float32)

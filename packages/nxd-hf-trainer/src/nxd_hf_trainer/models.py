@@ -1,22 +1,27 @@
 """A script's model becomes an `NxDModel`: split in place, with the names and the class that it had."""
 
 from collections.abc import Iterable, Mapping
+from functools import wraps
+from itertools import chain
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from nxd_engine import NxDModel, initialize_parallel_model
 from nxd_layers import hf
-from nxd_state import all_ranks, get_mesh, is_transformers_model
+from nxd_state import all_ranks, get_mesh, is_transformers_model, use_loss_over_labels
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nxd_hf_trainer.backbone import BackboneStages
 from nxd_hf_trainer.guards import check_first_batches, save_pretrained_of
-from nxd_hf_trainer.pipelined import PipelinedForward, SecondPass, inputs_of_stages
+from nxd_hf_trainer.pipelined import PipelinedForward, generates_without_cache
 from nxd_hf_trainer.refusals import check_model, transformers_model_in
 
 
 class SplitModels:
     """The models that have been split, and which of their parameters replace those of the script's model.
+
+    A script's module keeps its parallel model alive, and nothing here does.
 
     Args:
         config: the complete config of the layout.
@@ -24,9 +29,9 @@ class SplitModels:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        self._of_module: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the `NxDModel` of each module of the script
-        self._pipelined: list[ref[PipelinedForward]] = []
-        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model and name of each parameter, old and new
+        self._of_module: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each module, the parallel model
+        self._pipelined: WeakKeyDictionary[PipelinedForward, None] = WeakKeyDictionary()  # ordered, unlike a set
+        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of each parameter, old and new, model and name
 
     def split(self, module: nn.Module) -> NxDModel:
         """Return the parallel model of a module; the same one for each call. Called by all ranks.
@@ -38,9 +43,8 @@ class SplitModels:
         """
         if isinstance(module, NxDModel):
             return module
-        if module in self._of_module:
-            found: NxDModel = self._of_module[module]
-            return found
+        if (known := self._model_of(module)) is not None:
+            return known
         check_model(module, self.config)
         before = dict(module.named_parameters(remove_duplicate=False))
         whole = transformers_model_in(module)
@@ -53,21 +57,22 @@ class SplitModels:
             _replace(whole, "save_pretrained", save_pretrained_of(whole))
         if counts:  # those of the whole model, from which Trainer estimates its operations
             _replace(whole, "num_parameters", _counted(counts))
-        self._of_module[module] = model
-        for name, parameter in (*before.items(), *model.named_parameters(remove_duplicate=False)):
-            self._places[parameter] = (model, name)
+        self._of_module[module] = ref(model)
+        _replace(module, "parallel_model", lambda: model)  # a function, since deep copies share it
+        after = (it.named_parameters(remove_duplicate=False) for it in (model, module))
+        for name, parameter in chain(before.items(), *after):
+            self._places[parameter] = (ref(model), name)
         return model
 
     def module_of(self, model: NxDModel) -> nn.Module:
         """Return the script's module of which a parallel model was made."""
-        found: nn.Module = next(module for module, made in self._of_module.items() if made is model)
+        found: nn.Module = next(module for module, made in self._of_module.items() if made() is model)
         return found
 
     def finish_backward(self) -> None:
         """Run the second pass of models that are cut into stages, after a backward of the script."""
-        for it in self._pipelined:
-            if (forward := it()) is not None:
-                forward.finish_backward()
+        for forward in list(self._pipelined):
+            forward.finish_backward()
 
     def models_of(self, parameters: Iterable[Tensor]) -> list[NxDModel]:
         """Return the split models that have any of these parameters."""
@@ -76,8 +81,13 @@ class SplitModels:
 
     def place_of(self, parameter: Tensor) -> tuple[NxDModel, str] | None:
         """Return the model and the name of a parameter, as it was before or after the split; None if unknown."""
-        place: tuple[NxDModel, str] | None = self._places.get(parameter)
-        return place
+        made, name = self._places.get(parameter, (None, ""))
+        model = None if made is None else made()
+        return None if model is None else (model, name)
+
+    def _model_of(self, module: nn.Module) -> NxDModel | None:
+        made: ref[NxDModel] | None = self._of_module.get(module)
+        return None if made is None else made()
 
     def _is_whole(self) -> bool:
         """Whether each rank has all of each model's parameters."""
@@ -90,22 +100,25 @@ class SplitModels:
         if self.config["pipeline_parallel_size"] == 1:
             return initialize_parallel_model(self.config, lambda: self._split_layers(module))
 
-        second: list[SecondPass] = []
+        use_loss_over_labels(self._split_layers(module))
+        stages = BackboneStages(module)
+        with stages.cut(module):
+            model = initialize_parallel_model(
+                {**self.config, "pipeline_config": {**pipeline, "input_names": stages.input_names}}, lambda: module
+            )
+        forward = PipelinedForward(model, module, stages, pipeline["num_microbatches"])
 
-        def split_for_two_passes() -> nn.Module:
-            second.append(SecondPass(self._split_layers(module)))
-            return module
+        @wraps(forward)
+        def call_module(*args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)  # with its hooks
 
-        names = {"input_names": inputs_of_stages(module)}
-        model = initialize_parallel_model(
-            {**self.config, "pipeline_config": {**pipeline, **names}}, split_for_two_passes
-        )
-        forward: Any = PipelinedForward(model, module, second[0].loss_function, pipeline["num_microbatches"])
-        model.forward = forward  # type: ignore[method-assign]
-        # Trainer evaluates the model that it was given.
-        _replace(module, "forward", forward)
+        _replace(model, "forward", call_module)
+        _replace(module, "forward", forward)  # Trainer also calls the module that it was given
+        if hasattr(module, "generate"):
+            _replace(module, "generate", generates_without_cache(module))
         _share_training_mode(model, module)
-        self._pipelined.append(ref(forward))
+        stages.free_other_stages(module, model.parameters())
+        self._pipelined[forward] = None
         return model
 
     def _split_layers(self, module: nn.Module) -> nn.Module:
@@ -119,8 +132,7 @@ class SplitModels:
             whole,
             expert_parallel=mesh.splits_experts,
             sequence_parallel=self.config["sequence_parallel"],
-            # Metrics and losses of scripts read whole logits; with a pipeline the loss is computed from them, too.
-            vocabulary_parallel_loss="whole_logits" if self.config["pipeline_parallel_size"] == 1 else False,
+            vocabulary_parallel_loss="whole_logits",  # which metrics and losses of scripts read
         )
         _share_hooks(embeddings, whole.get_input_embeddings())
         if tp > 1 or cp > 1:

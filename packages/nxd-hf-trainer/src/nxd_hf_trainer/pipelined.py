@@ -1,69 +1,42 @@
 """A model that is cut into pipeline stages, called as if it were whole: `accelerator.backward(model(**inputs).loss)`.
 
 A script computes its loss from the model's outputs, and calls backward on it. So the stages run twice. The first pass,
-without gradients, gives the outputs to every rank of the pipeline. Backward of what the script computed from them gives
-their gradients. The second pass, which `Accelerator.backward` runs, is a training step of the pipeline with the same
-random numbers, and the sum of outputs times gradients as its loss: the gradients of the parameters are then those of
-the script's loss. One forward more is computed, as with activation checkpointing of the whole model (Chen et al. 2016).
+without gradients, gives the outputs of the backbone to every rank of the pipeline, where the head and the script's loss
+follow. Backward gives the gradients of these outputs. The second pass, which `Accelerator.backward` runs, is a training
+step of the pipeline with the same random numbers, and the sum of outputs times gradients as its loss: the gradients of
+the parameters are then those of the script's loss. One forward more is computed, as with activation checkpointing of
+the whole model (Chen et al. 2016).
 """
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from nxd_engine import NxDModel
-from nxd_state import all_gather_object, broadcast, get_group, get_rng_state, set_rng_state, takes_causal_lm_loss
+from nxd_pipeline import Microbatches
+from nxd_state import all_gather_object, broadcast, get_device, get_group, get_rng_state, set_rng_state
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
-_GRADIENTS = "output_gradients"  # the input of the second pass
-_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
-_OF_GENERATION = ("past_key_values", "cache_position", "logits_to_keep", "use_cache")
-_NOT_PASSED_ON = (*_OF_GENERATION, "return_dict", "output_attentions", "output_hidden_states")
+from nxd_hf_trainer.backbone import GRADIENTS, BackboneStages
 
-
-class SecondPass:
-    """Hooks of a model that is not cut yet: its stages then return sums of outputs times given gradients.
-
-    Args:
-        whole: a model of transformers that returns logits.
-
-    Attributes:
-        loss_function: the model's own function of its logits and labels; None if it has another one than language
-            models and classifiers usually have.
-    """
-
-    def __init__(self, whole: Any) -> None:
-        known = takes_causal_lm_loss(whole) or _is_classifier(whole)
-        self.loss_function = whole.loss_function if known else None
-        self._gradients: Tensor | None = None
-        whole.register_forward_pre_hook(self._take, with_kwargs=True)
-        whole.register_forward_hook(self._weigh)
-
-    def _take(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self._gradients = kwargs.get(_GRADIENTS)
-        return args, {name: value for name, value in kwargs.items() if name != _GRADIENTS}
-
-    def _weigh(self, module: nn.Module, args: Any, output: Any) -> Any:
-        gradients, self._gradients = self._gradients, None
-        return output if gradients is None else {"loss": (output.logits * gradients).sum()}
-
-
-def inputs_of_stages(whole: Any) -> list[str]:
-    """Return the names of the inputs that the stages of a model take."""
-    left_out = {*_OF_THE_LOSS, *_NOT_PASSED_ON}
-    named = inspect.signature(whole.forward).parameters.values()
-    return [*(it.name for it in named if it.kind is not it.VAR_KEYWORD and it.name not in left_out), _GRADIENTS]
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # the model's forward hands on what it does not know
+_NOT_PASSED_ON = (*_OF_THE_LOSS, "use_cache", "cache_position", "return_dict", "output_router_logits")
+_REFUSED = ("past_key_values", "cache", "output_attentions", "output_hidden_states")
 
 
 class _FirstPass(NamedTuple):
-    """What the second pass repeats: the inputs, their number of rows, and the state of random generators."""
+    """What the second pass repeats: inputs, their number of rows, random state and autocast; and the outputs."""
 
     inputs: Mapping[str, Any]
     rows: int
     random_state: Any
+    autocast: torch.autocast
+    outputs: Sequence[Tensor]
 
 
 class PipelinedForward:
@@ -72,103 +45,167 @@ class PipelinedForward:
     Args:
         model: the parallel model.
         whole: the model of transformers that was cut.
-        loss_function: see `SecondPass`.
+        stages: what its stages run.
         num_microbatches: number of parts of a batch; rows are repeated, and not counted, where it does not divide it.
     """
 
-    def __init__(self, model: NxDModel, whole: Any, loss_function: Any, num_microbatches: int) -> None:
+    def __init__(self, model: NxDModel, whole: Any, stages: BackboneStages, num_microbatches: int) -> None:
         self._model = model
         self._whole = whole
-        self._loss_function = loss_function
+        self._stages = stages
         self._num_microbatches = num_microbatches
-        self._names = inputs_of_stages(whole)
-        self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the first pass of outputs without gradients yet
+        self._own_forward = whole.forward  # the model's, or that of a script
+        self._name = next(name for name, child in whole.named_children() if child is whole.base_model)
+        self._backbone = _Backbone(whole.base_model, self)
+        self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()  # first passes without gradients yet
+        functools.update_wrapper(self, self._own_forward)  # whose signature Trainer and generation read
 
     @torch.compiler.disable  # messages between stages are no part of a graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return loss and logits on every rank.
+        """Return what the model's own forward, or the one that a script has set, computes from the backbone's outputs.
 
         Raises:
-            ValueError: an input is not one of the model's, or its loss is not known.
+            ValueError: the backbone is called with an input that stages do not take.
         """
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        of_loss = {name: given.pop(name) for name in _OF_THE_LOSS if name in given}
-        inputs = {name: value for name, value in given.items() if name not in _NOT_PASSED_ON and value is not None}
-        if unknown := sorted(inputs.keys() - set(self._names)):
-            raise ValueError(
-                f"{type(self._whole).__name__} is cut into stages, which take {', '.join(self._names[:-1])}; "
-                f"the script also passes {', '.join(unknown)}"
-            )
-        return self._with_loss(self._logits(inputs), of_loss)
+        parts = self._whole._modules
+        own = parts[self._name]
+        parts[self._name] = self._backbone
+        try:
+            return self._own_forward(*args, **kwargs)
+        finally:
+            parts[self._name] = own
 
-    def _logits(self, inputs: Mapping[str, Any]) -> Tensor:
-        random_state = get_rng_state()
-        rows = next(value.shape[0] for value in inputs.values() if isinstance(value, Tensor))
+    def run_backbone(self, inputs: Mapping[str, Any]) -> Sequence[Tensor]:
+        """Return the outputs of the backbone on every rank: hidden states, and logits of routers if the config asks.
+
+        Raises:
+            ValueError: an input is not one of the stages'.
+        """
+        self._check_inputs(inputs)
+        inputs = {name: it for name, it in inputs.items() if name in self._stages.input_names and it is not None}
+        random_state, autocast = get_rng_state(), _current_autocast()
+        rows = next(it.shape[0] for name in ("input_ids", "inputs_embeds") if (it := inputs.get(name)) is not None)
         with torch.no_grad():
-            logits = self._shared(self._model.run_eval(**self._complete(inputs, rows), **{_GRADIENTS: None}))[:rows]
+            outputs = self._shared(self._model.run_eval(**self._complete(inputs, rows), **{GRADIENTS: None}))
+        padded = rows + -rows % self._num_microbatches
+        outputs = [it[: it.shape[0] * rows // padded] for it in outputs]
         if not torch.is_grad_enabled():
-            return logits
-        self._waiting[logits.requires_grad_()] = _FirstPass(inputs, rows, random_state)
-        return logits.clone()  # which the script may change
+            return outputs
+        outputs = [it.requires_grad_() for it in outputs]
+        self._waiting[outputs[0]] = _FirstPass(inputs, rows, random_state, autocast, outputs)
+        return [it.clone() for it in outputs]  # which the script may change
 
     def finish_backward(self) -> None:
         """Train the stages by the gradients that a backward of the script has given to the outputs."""
-        for logits, first in list(self._waiting.items()):
-            if logits.grad is None:
+        for first in list(self._waiting.values()):
+            if all(it.grad is None for it in first.outputs):
                 continue
-            del self._waiting[logits]
+            del self._waiting[first.outputs[0]]
+            self._stages.take_head_gradients()
             now = get_rng_state()
             set_rng_state(first.random_state)
-            weighed = {_GRADIENTS: logits.grad * self._num_microbatches}  # a pipeline's loss is the mean of its parts
-            self._model.run_train(
-                **self._complete(first.inputs, first.rows), **self._complete(weighed, first.rows, repeated=False)
-            )
+            with first.autocast:
+                self._model.run_train(**self._complete(first.inputs, first.rows), **{GRADIENTS: self._gradients(first)})
             set_rng_state(now)
 
-    def _complete(self, inputs: Mapping[str, Any], rows: int, *, repeated: bool = True) -> dict[str, Any]:
-        """Add rows up to a multiple of the number of microbatches: the last one again, or zeros."""
+    def _check_inputs(self, inputs: Mapping[str, Any]) -> None:
+        kind = type(self._whole).__name__
+        if refused := [name for name in _REFUSED if inputs.get(name) not in (None, False)]:
+            raise ValueError(
+                f"{kind} is cut into pipeline stages, which keep no {', '.join(refused)}; generate with "
+                "use_cache=False, and leave outputs of single layers out"
+            )
+        known = {*self._stages.input_names, *_NOT_PASSED_ON, *_REFUSED}
+        if unknown := sorted(name for name, it in inputs.items() if it is not None and name not in known):
+            raise ValueError(
+                f"{kind} is cut into pipeline stages, which take {', '.join(self._stages.input_names[:-1])}; the "
+                f"script also passes {', '.join(unknown)}"
+            )
+
+    def _complete(self, inputs: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """Add rows up to a multiple of the number of microbatches: the last one again."""
         more = -rows % self._num_microbatches
         if not more:
             return dict(inputs)
-
-        def longer(value: Tensor) -> Tensor:
-            last = value[-1:].expand(more, *value.shape[1:])
-            return torch.cat([value, last if repeated else torch.zeros_like(last)])
-
         return {
-            name: longer(value) if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
+            name: torch.cat([value, value[-1:].expand(more, *value.shape[1:])])
+            if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows
+            else value
             for name, value in inputs.items()
         }
 
-    def _shared(self, outputs: Any) -> Tensor:
-        """Return the logits of all microbatches, which the last rank of the pipeline has."""
+    def _gradients(self, first: _FirstPass) -> Microbatches:
+        """Return the gradients of each microbatch's outputs; zeros for rows that were repeated."""
+        count = self._num_microbatches
+        parts: list[Sequence[Tensor | None]] = []
+        for it in first.outputs:
+            if it.grad is None:
+                parts.append([None] * count)
+                continue
+            more = it.shape[0] // first.rows * (-first.rows % count)
+            weighed = it.grad * count  # a pipeline's loss is the mean of its microbatches'
+            parts.append(torch.cat([weighed, weighed.new_zeros(more, *it.shape[1:])]).chunk(count))
+        return Microbatches(list(its) for its in zip(*parts, strict=True))
+
+    def _shared(self, outputs: Any) -> list[Tensor]:
+        """Return the outputs of all microbatches, which the last rank of the pipeline has, and update the head."""
         pipeline = get_group("pp")
-        logits = None if outputs is None else torch.cat([output.logits for output in outputs])
-        described = None if logits is None else (tuple(logits.shape), logits.dtype, str(logits.device.type))
-        shape, dtype, _ = all_gather_object(described, pipeline)[-1]
-        if logits is None:
-            device = next(self._model.parameters()).device
-            logits = torch.empty(shape, dtype=dtype, device=device)
-        return broadcast(logits.contiguous(), pipeline, source=pipeline.size - 1)
-
-    def _with_loss(self, logits: Tensor, of_loss: Mapping[str, Any]) -> Any:
-        output = SequenceClassifierOutputWithPast if _is_classifier(self._whole) else CausalLMOutputWithPast
-        if of_loss.get("labels") is None and of_loss.get("shift_labels") is None:
-            return output(logits=logits)
-        if self._loss_function is None:
-            raise ValueError(
-                f"{type(self._whole).__name__} computes its loss in its own way, which is not known outside of its "
-                "last stage; use one pipeline stage, or compute the loss from the logits in the script"
-            )
-        config = self._whole.config
-        further = (
-            {"pooled_logits": logits, "config": config}
-            if _is_classifier(self._whole)
-            else {"vocab_size": config.get_text_config().vocab_size}
+        own = (
+            [] if outputs is None else [torch.cat(its) for its in zip(*(it["outputs"] for it in outputs), strict=True)]
         )
-        loss = self._loss_function(logits=logits, **{"labels": None, **of_loss}, **further)
-        return output(loss=loss, logits=logits)
+        described = ([(tuple(it.shape), it.dtype) for it in own], self._stages.head_is_changed())
+        shapes, head_is_changed = all_gather_object(described, pipeline)[-1]
+        if head_is_changed:
+            self._stages.share_head()
+        if not own:
+            device = next(self._model.parameters()).device
+            own = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        return [broadcast(it.contiguous(), pipeline, source=pipeline.size - 1) for it in own]
 
 
-def _is_classifier(whole: Any) -> bool:
-    return type(whole).__name__.endswith("ForSequenceClassification")
+class _Backbone(nn.Module):
+    """Takes the place of a model's backbone while the model's forward runs: the stages answer its call."""
+
+    def __init__(self, own: nn.Module, forward: PipelinedForward) -> None:
+        super().__init__()
+        vars(self)["_own"] = own  # not one of its modules
+        vars(self)["_run"] = forward.run_backbone
+        self._names = list(inspect.signature(own.forward).parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_own"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the backbone as its class does; what pipelines do not keep is None."""
+        hidden, *router_logits = self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
+        return _BackboneOutput(last_hidden_state=hidden, router_logits=tuple(router_logits) or None)
+
+
+@dataclass
+class _BackboneOutput(MoeModelOutputWithPast):
+    """The output of any model's backbone: further fields, such as a vision model's, are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _current_autocast() -> torch.autocast:
+    """Return a context with the autocast that is in force."""
+    kind = get_device().type
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+
+
+def generates_without_cache(whole: Any) -> Any:
+    """Return a `generate` for a model that is cut into stages. Called by all ranks of the pipeline.
+
+    Stages keep no keys and values, so every token is computed from all tokens before it. The ranks draw tokens alike.
+    """
+    own = whole.generate
+
+    @functools.wraps(own)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        set_rng_state(all_gather_object(get_rng_state(), get_group("pp"))[0])
+        return own(*args, **{"use_cache": False, **kwargs})
+
+    return generate

@@ -49,16 +49,15 @@ def _check_stages(module: Any) -> None:
             f"a {type(module).__name__} is not cut into pipeline stages here; use one pipeline stage, and "
             "--tensor-parallel-size or --zero-stage 3"
         )
-    if "forward" in vars(module):
+    if sum(child is module.base_model for child in module.children()) != 1 or module._parameters:
         raise ValueError(
-            f"the script has replaced the forward of its {type(module).__name__}, as TRL's SFT, DPO, KTO and GRPO "
-            "trainers do for their fused head, so the model cannot be cut into pipeline stages; use "
+            f"{type(module).__name__} is not a backbone and a head, so it cannot be cut into pipeline stages here; use "
             "--tensor-parallel-size, --expert-parallel-size or --zero-stage 3"
         )
-    if getattr(module.config.get_text_config(), "output_router_logits", False):
+    if get_group("cp").size > 1:
         raise ValueError(
-            "the load-balancing loss of the routers (config.output_router_logits) is not known outside of a pipeline's "
-            "stages; set output_router_logits=False, or use --expert-parallel-size without a pipeline"
+            "context parallelism and pipeline stages cannot be combined here; leave --context-parallel-size or "
+            "--pipeline-parallel-size out"
         )
 
 

@@ -1,0 +1,163 @@
+"""What a pipeline's stages run of a model of transformers: its backbone. The rest, its head, every rank runs itself.
+
+So a script's losses and forwards, which may use the head's weight in ways of their own, work as in one process: only
+the call of the backbone is answered by the stages. The head's parameters belong to the last stage; the other ranks have
+copies, whose gradients the last stage's training step takes over.
+"""
+
+import copy
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from nxd_state import broadcast, get_device, get_group
+from torch import Tensor, nn
+
+GRADIENTS = "output_gradients"  # the input of the second pass
+_OF_GENERATION = ("past_key_values", "cache", "cache_position", "use_cache")
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+
+
+class _HeadParameter(NamedTuple):
+    """A parameter of the head: the path of its module, its name there, and its copy, which a script's loss uses."""
+
+    path: str
+    name: str
+    copy: nn.Parameter
+
+
+class BackboneStages:
+    """Makes the stages of a model those of its backbone, and keeps the head's copies equal to the last stage's.
+
+    Args:
+        whole: a model of transformers, with its layers split, before it is cut.
+
+    Attributes:
+        input_names: the inputs that the stages take.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        named = inspect.signature(whole.base_model.forward).parameters.values()
+        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        taken = [it.name for it in named if it.kind not in kinds]
+        self.input_names = [
+            *(it for it in taken if not it.startswith("output_") and it not in _OF_GENERATION),
+            GRADIENTS,
+        ]
+        self._returns_routers = bool(getattr(whole.config, "output_router_logits", False))
+        self._head: list[_HeadParameter] = []
+        self._head_gradients: list[Tensor | None] = []
+        self._is_changed = True
+
+    @contextmanager
+    def cut(self, whole: Any) -> Iterator[None]:
+        """Context in which stages that are cut from the model run its backbone, without the hooks of the model itself.
+
+        A stage returns `{"outputs": [hidden, *router_logits]}`; with the gradients of these, the sum of both's
+        products as its loss, with that of the head's parameters and their gradients.
+        """
+        kind = type(whole)
+        kept = {name: vars(whole)[name] for name in (*_HOOKS, "forward") if name in vars(whole)}
+        vars(whole).pop("forward", None)
+        vars(whole).update({name: OrderedDict() for name in _HOOKS})
+        # The class: stages are copies of the model, and call their own forward.
+        members = {"forward": self._forward(type(whole.base_model).forward), "__module__": kind.__module__}
+        whole.__class__ = type(kind.__name__, (kind,), members)
+        head = {name: child for name, child in whole.named_children() if child is not whole.base_model}
+        whole._modules.update({name: _with_same_tensors(child) for name, child in head.items()})
+        try:
+            yield
+        finally:
+            whole.__class__ = kind
+            vars(whole).update(kept)
+            whole._modules.update(head)
+        self._take_copies(head)
+
+    def _take_copies(self, head: Mapping[str, nn.Module]) -> None:
+        """Give the head of the script's model copies of its parameters."""
+        made: dict[Tensor, nn.Parameter] = {}  # a weight may have two names
+        for child, module in head.items():
+            for path, part in module.named_modules():
+                for name, parameter in list(part.named_parameters(recurse=False)):
+                    own = made.setdefault(parameter, _copied(parameter))
+                    part._parameters[name] = own
+                    self._head.append(_HeadParameter(f"{child}.{path}".rstrip("."), name, own))
+
+    def free_other_stages(self, whole: nn.Module, own: Iterable[nn.Parameter]) -> None:
+        """Free the parameters of a model that other ranks hold; placeholders of their shape, without memory, remain.
+
+        Args:
+            whole: the model that was cut.
+            own: the parameters of this rank's stages.
+        """
+        kept = {*own, *(it.copy for it in self._head)}
+        made: dict[Tensor, nn.Parameter] = {}
+        for module in whole.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter not in kept:
+                    value = torch.zeros((), dtype=parameter.dtype, device=get_device()).expand(parameter.shape)
+                    empty = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = made.setdefault(parameter, empty)
+
+    def _forward(self, of_backbone: Any) -> Any:
+        @functools.wraps(of_backbone)  # stages are checked by its signature
+        def forward(stage: Any, output_gradients: list[Tensor | None] | None = None, **inputs: Any) -> dict[str, Any]:
+            if self._returns_routers:
+                inputs["output_router_logits"] = True
+            output = stage.base_model(**inputs)
+            outputs = [output.last_hidden_state, *(getattr(output, "router_logits", None) or ())]
+            head = [getattr(stage.get_submodule(it.path), it.name) for it in self._head]
+            if output_gradients is None:
+                self._update(head)
+                return {"outputs": outputs}
+            pairs = zip((*outputs, *head), (*output_gradients, *self._head_gradients), strict=True)
+            return {"loss": torch.stack([(it * its).sum() for it, its in pairs if its is not None]).sum()}
+
+        return forward
+
+    def _update(self, head: Iterable[Tensor]) -> None:
+        """Set the copies on the last stage's rank, which is the first to know of changes."""
+        for it, value in zip(self._head, head, strict=True):
+            if not torch.equal(it.copy, value):
+                self._is_changed = True
+                it.copy.copy_(value)
+
+    def head_is_changed(self) -> bool:
+        """Whether the copies on this rank have changed since they were shared."""
+        return self._is_changed
+
+    def share_head(self) -> None:
+        """Send the last stage's parameters to all ranks. Called by all ranks of the pipeline."""
+        pipeline = get_group("pp")
+        with torch.no_grad():
+            for own in dict.fromkeys(it.copy for it in self._head):
+                own.copy_(broadcast(own.detach(), pipeline, source=pipeline.size - 1))
+        self._is_changed = False
+
+    def take_head_gradients(self) -> None:
+        """Let the next training step of the last stage add the gradients of the copies to its parameters."""
+        seen: set[Tensor] = set()
+        self._head_gradients = []
+        for it in self._head:
+            self._head_gradients.append(None if it.copy in seen else it.copy.grad)
+            seen.add(it.copy)
+        for own in seen:
+            own.grad = None
+
+
+def _with_same_tensors(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that has the same parameters and buffers."""
+    shared = {id(it): it for it in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, shared)
+
+
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    values = parameter.detach().to(get_device(), copy=True)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
