@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"nxd_data", "nxd_trace", "nxd_engine", "nxd_neuronx", "nxd_cli", "nxd_doctor", "nxd_elastic", "nxd_plan"}
     | {"nxd_parity"},
     "nxd_lightning": {"nxd_state", "nxd_engine", "nxd_data"},
-    "nxd_hf_trainer": {"nxd_state", "nxd_layers", "nxd_engine"},
+    "nxd_hf_trainer": {"nxd_state", "nxd_layers", "nxd_pipeline", "nxd_engine"},
     "neuronx_distributed": PIECES | {"nxd_trace", "nxd_engine", "nxd_neuronx"},
 }
 
