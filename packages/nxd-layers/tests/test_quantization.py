@@ -24,6 +24,7 @@ from nxd_layers.quantization import (
     dequantize,
     extract_q_scale,
     quantize,
+    quantize_fp8_blocks,
     quantize_linears,
     quantize_to_qint8,
     quantize_weight,
@@ -87,6 +88,28 @@ def test_scales_of_blocks_are_applied_to_their_blocks():
     assert broadcastable_block_shapes((4, 6), (2,)) == ((2, 2, 6), (2, 1, 1))
     with pytest.raises(ValueError, match=r"\[3\] do not lie on blocks of \[4, 6\]"):
         broadcastable_block_shapes((4, 6), (3,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(256, 128), (300, 130), (5, 7)])
+def test_fp8_blocks_are_each_as_precise_as_fp8_is(shape, dtype):
+    weight = (torch.randn(shape) * torch.logspace(-6, 3, shape[1])).to(dtype)
+    weight[:128, :128] = 0.0
+    before = weight.clone()
+
+    values, scales = quantize_fp8_blocks(weight)
+
+    rows, columns = shape
+    blocks = [weight[128 * i :, 128 * j :][:128, :128] for i in range(scales.shape[0]) for j in range(scales.shape[1])]
+    of_blocks = torch.stack([block.abs().max().float() / 448 for block in blocks]).view(scales.shape)
+    assert torch.equal(weight, before)
+    assert values.dtype == torch.float8_e4m3fn
+    assert scales.shape == (-(-rows // 128), -(-columns // 128))
+    assert torch.equal(scales, of_blocks.masked_fill(of_blocks == 0, 1.0))
+    scale = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    wide, found = weight.double(), values.double() * scale.double()
+    step = torch.maximum(wide.abs() * 2**-4, scale.double() * 2**-10)  # of 3 bits, or of the smallest numbers
+    assert ((found - wide).abs() <= step * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("way", [PER_TENSOR, PER_CHANNEL])

@@ -13,6 +13,7 @@ from nxd_layers.embedding import ParallelEmbedding
 from nxd_layers.head_padding import pad_model
 from nxd_layers.key_value_heads import kv_size_multiplier_for
 from nxd_layers.linear import ColumnParallelLinear, RowParallelLinear
+from nxd_layers.log_prob_report import LogProbReport, compare_log_probs
 from nxd_layers.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -48,6 +49,8 @@ __all__ = [
     "linear_cross_entropy",
     "token_log_probs",
     "entropy",
+    "compare_log_probs",
+    "LogProbReport",
     "parallel_argmax",
     "parallel_topk",
     "pad_model",

@@ -67,6 +67,15 @@ class ReferenceModel:
         """Names of the model's tensors; a tied tensor has its first name."""
         return self._shapes.keys() - self.tied.keys()
 
+    @property
+    def linear_weights(self) -> set[str]:
+        """Names of the weights of the base model's linear layers, without the heads, and of its layers of experts."""
+        base = self._model.base_model
+        prefix = next(f"{name}." if name else "" for name, module in self._model.named_modules() if module is base)
+        experts = {name for name, shape in self._shapes.items() if len(shape) == 3}
+        linear = {f"{name}.weight" for name, it in self._model.named_modules() if isinstance(it, nn.Linear)}
+        return {name for name in linear | experts if name.startswith(prefix)}
+
     def misshapen(self, arrangement: Arrangement) -> list[str]:
         """Describe each tensor whose shape in the files differs from the model's."""
         return [

@@ -6,6 +6,7 @@ The tensors are those that `save_pretrained` writes. Rank 0 requests them in buc
 import fnmatch
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,13 +16,15 @@ from nxd_ckpt.interop import TensorSource
 from nxd_ckpt.interop.huggingface.writing import parse_size
 from nxd_ckpt.interop.source import converted, fill
 from nxd_ckpt.sharded_tensor import as_sharded_state
+from nxd_layers.quantization import quantize_fp8_blocks
 from nxd_lora import LoraModel, adapter_names, peft_form
 from nxd_state import Group, all_gather_object, get_world_group, model_parallel_is_initialized
 from torch import Tensor, nn
 
 from nxd_engine.checkpoints.state import model_state, saved_here
+from nxd_engine.hugging_face.conversion import reference_model
 from nxd_engine.hugging_face.folder import PathLike
-from nxd_engine.hugging_face.gathering import GatheredTensors, leading, serve
+from nxd_engine.hugging_face.gathering import GatheredTensors, gathered, leading, serve
 from nxd_engine.hugging_face.loading import check_dtype, stored_shapes
 from nxd_engine.hugging_face.rearrangement import RearrangedSource
 from nxd_engine.hugging_face.saving import as_stored, config_content
@@ -30,8 +33,9 @@ from nxd_engine.unwrap import adapters_of, plain_model
 
 Receivers = Literal["rank_0", "every_rank"]
 Adapters = Literal["merged", "alone"]
+Quantization = Literal["fp8_blocks"]
 
-_Finish = Callable[[str, Tensor], tuple[str, Tensor]]
+_Finish = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 
 
 def stream_weights(
@@ -41,6 +45,7 @@ def stream_weights(
     names: str | Collection[str] | None = None,
     dtype: torch.dtype | None = None,
     adapters: Adapters = "merged",
+    quantize: Quantization | None = None,
     bucket_size: int | str = "512MiB",
     like: PathLike | None = None,
     config: Any = None,
@@ -57,8 +62,9 @@ def stream_weights(
     must not be trained meanwhile. A rank that leaves the loop early, by `break` or by an error, ends it with a
     `PeerError` on all others. (If you keep the iterator in a variable, close it: `contextlib.closing`.)
 
-    Memory, besides what the caller keeps: rank 0 holds a bucket and the largest tensor; with `to="every_rank"`, so does
-    each rank. While adapters are merged, the weights that they change are kept twice on their rank.
+    Memory, besides what the caller keeps: rank 0 holds a bucket and the largest tensor, quantized ones twice for a
+    moment; with `to="every_rank"`, so does each rank. While adapters are merged, the weights that they change are kept
+    twice on their rank.
 
     Args:
         model: the model, see `load_pretrained`; perhaps with adapters, or a `LoraModel`.
@@ -68,6 +74,10 @@ def stream_weights(
         dtype: dtype of floating-point tensors; unchanged if None. Only rank 0's counts.
         adapters: "merged" for the whole model with its LoRA adapters, if it has any, in its weights; "alone" for the
             adapters only, with the names and shapes of `nxd_lora.save_peft_adapter`.
+        quantize: "fp8_blocks" for the weights of the base model's linear layers, and of experts that files hold one by
+            one, in float8_e4m3fn, each followed by its scales, float32, one per block of 128 x 128, under the name
+            `..._scale_inv`, as the files of DeepSeek-V3 have them; quantized after conversion to `dtype`. The other
+            tensors, such as embeddings, norms, routers and heads, are as without. Only rank 0's counts.
         bucket_size: bytes of the tensors, or parts of a larger tensor, that rank 0 requests at a time. Only rank 0's
             counts.
         like: as for `save_pretrained`; needed on rank 0 only.
@@ -78,14 +88,62 @@ def stream_weights(
 
     Raises:
         ValueError: invalid arguments, a name that the model does not have, a pattern that matches nothing, there is no
-            config, or "alone" without adapters or with merged ones; on the rank where it is found.
+            config, "alone" without adapters, with merged ones or quantized, or `quantize` for a model that transformers
+            does not know; on the rank where it is found.
         PeerError: another rank failed or left the loop; the message has its error.
     """
+    doing = "streaming the weights"
+    group, lora, limit = _same_call(model, to, adapters, quantize, dtype, bucket_size)
+    with _merged(lora if adapters == "merged" else None, group):
+        state = _state_of_ranks(model, lora, adapters, group)
+        if group.rank != 0:
+            yield from serve(state, group, doing)
+            return
+        with leading(state, group, doing) as everything:
+            plan = _planned(everything, model, names, adapters, quantize, like, config)
+            yield from _delivered(everything, plan, to=to, dtype=dtype, limit=limit)
+
+
+def streamed_infos(
+    model: nn.Module,
+    *,
+    names: str | Collection[str] | None = None,
+    dtype: torch.dtype | None = None,
+    adapters: Adapters = "merged",
+    quantize: Quantization | None = None,
+    like: PathLike | None = None,
+    config: Any = None,
+) -> dict[str, TensorInfo]:
+    """Return dtypes and shapes of what `stream_weights` yields, by name, in its order. Called by all ranks.
+
+    No values are sent. Arguments and errors are those of `stream_weights`; the result is the same on all ranks.
+    """
+    group, lora, _ = _same_call(model, "rank_0", adapters, quantize, dtype, 1)
+    infos: dict[str, TensorInfo] = {}
+    with gathered(_state_of_ranks(model, lora, adapters, group), group, "listing the weights") as everything:
+        if everything is not None:
+            plan = _planned(everything, model, names, adapters, quantize, like, config)
+            for name, info in plan.infos.items():
+                whole = torch.empty(info.global_shape, dtype=converted(info.dtype, dtype), device="meta")
+                infos |= {it: TensorInfo(made.dtype, tuple(made.shape)) for it, made in plan.finish(name, whole)}
+    of_rank_0: dict[str, TensorInfo] = all_gather_object(infos, group)[0]
+    return of_rank_0
+
+
+def _same_call(
+    model: nn.Module,
+    to: Receivers,
+    adapters: Adapters,
+    quantize: Quantization | None,
+    dtype: torch.dtype | None,
+    bucket_size: int | str,
+) -> tuple[Group, LoraModel | None, int]:
+    """Check the arguments on all ranks; return the ranks, the model's adapters, and the bytes of a bucket."""
     group = get_world_group() if model_parallel_is_initialized() else Group.solo("world")
     lora = adapters_of(model)
 
     def checked() -> dict[str, object]:
-        check_arguments(to, adapters, lora)
+        check_arguments(to, adapters, quantize, lora)
         check_dtype(dtype)
         return {"call": "stream_weights", "to": to, "adapters": adapters, "bytes": parse_size(bucket_size)}
 
@@ -93,41 +151,90 @@ def stream_weights(
     limit = call.pop("bytes")
     assert isinstance(limit, int)
     check_same_call(all_gather_object(call, group))
+    return group, lora, limit
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What rank 0 delivers.
+
+    Attributes:
+        stored: the model's tensors, under their names in files or, for adapters, in the model.
+        infos: those of them that are delivered.
+        finish: makes the pairs that are delivered from a whole one of them.
+    """
+
+    stored: TensorSource
+    infos: Mapping[str, TensorInfo]
+    finish: _Finish
+
+
+def _planned(
+    everything: GatheredTensors,
+    model: nn.Module,
+    names: str | Collection[str] | None,
+    adapters: Adapters,
+    quantize: Quantization | None,
+    like: PathLike | None,
+    config: Any,
+) -> _Plan:
+    """Choose the tensors, on rank 0."""
+    lora = adapters_of(model)
     in_files = peft_form(lora) if lora is not None and adapters == "alone" else None
-    doing = "streaming the weights"
-    with _merged(lora if adapters == "merged" else None, group):
-        state = run_or_raise_peer_error(
-            "reading a part of the model", lambda: _state(model, lora, adapters), group=group
+    if in_files is not None:
+        stored: TensorSource = everything
+        chosen, quantized = {in_files(name)[0]: name for name in stored.tensors}, set()
+    else:
+        base = model.module if isinstance(model, LoraModel) else model
+        content = config_content(config, like, base)
+        stored = as_stored(everything, content, None if like is None else stored_shapes(like))
+        chosen = {name: name for name in stored.tensors}
+        quantized = set() if quantize is None else quantizable(stored, content)
+
+    def finish(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if in_files is not None:
+            in_file, reshape = in_files(name)
+            yield in_file, reshape(tensor).contiguous()
+        elif name in quantized:
+            values, scales = quantize_fp8_blocks(tensor)
+            yield from ((name, values), (f"{name}_scale_inv", scales))
+        else:
+            yield name, tensor
+
+    return _Plan(stored, {chosen[name]: stored.tensors[chosen[name]] for name in select(chosen, names)}, finish)
+
+
+def quantizable(stored: TensorSource, config: Mapping[str, Any]) -> set[str]:
+    """Return the names of the matrices that linear layers and single experts multiply by.
+
+    Raises:
+        ValueError: transformers does not know the model, so its layers are not known.
+    """
+    reference = reference_model(config)
+    if reference is None or not isinstance(stored, RearrangedSource):
+        raise ValueError(
+            f"quantize= needs a model that transformers knows, and it does not know {config.get('architectures')}; "
+            "quantize what you receive"
         )
-        if group.rank != 0:
-            yield from serve(state, group, doing)
-            return
-        with leading(state, group, doing) as everything:
-            if in_files is None:
-                base = model.module if isinstance(model, LoraModel) else model
-                shapes = None if like is None else stored_shapes(like)
-                stored = as_stored(everything, config_content(config, like, base), shapes)
-                chosen = {name: name for name in stored.tensors}
-            else:
-                stored = everything
-                chosen = {in_files(name)[0]: name for name in stored.tensors}
-            infos = {chosen[name]: stored.tensors[chosen[name]] for name in select(chosen, names)}
-
-            def finish(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-                if in_files is None:
-                    return name, tensor
-                in_file, reshape = in_files(name)
-                return in_file, reshape(tensor).contiguous()
-
-            yield from _delivered(everything, stored, infos, finish, to=to, dtype=dtype, limit=limit)
+    linear = reference.linear_weights
+    return {
+        name
+        for name, made in stored.rearranged.items()
+        if len(made.shape) == 2 and stored.tensors[name].dtype.is_floating_point
+        if linear.issuperset(part.source for part in made.parts)
+    }
 
 
-def check_arguments(to: str, adapters: str, lora: LoraModel | None) -> None:
+def check_arguments(to: str, adapters: str, quantize: str | None, lora: LoraModel | None) -> None:
     """Raise ValueError for arguments that cannot be followed."""
     if to not in get_args(Receivers):
         raise ValueError(f"to={to!r} is not a receiver; use one of {', '.join(get_args(Receivers))}")
     if adapters not in get_args(Adapters):
         raise ValueError(f"adapters={adapters!r} is unknown; use one of {', '.join(get_args(Adapters))}")
+    if quantize is not None and quantize not in get_args(Quantization):
+        raise ValueError(f"quantize={quantize!r} is unknown; use {', '.join(get_args(Quantization))} or None")
+    if adapters == "alone" and quantize is not None:
+        raise ValueError('adapters="alone" cannot be quantized; leave quantize= out, or use adapters="merged"')
     if adapters == "alone" and lora is None:
         raise ValueError('adapters="alone", but the model has no adapters; leave it out')
     if adapters == "alone" and lora is not None and lora.is_merged:
@@ -154,31 +261,24 @@ def select(known: Collection[str], names: str | Collection[str] | None) -> list[
 
 
 def _delivered(
-    everything: GatheredTensors,
-    stored: TensorSource,
-    infos: Mapping[str, TensorInfo],
-    finish: _Finish,
-    *,
-    to: Receivers,
-    dtype: torch.dtype | None,
-    limit: int,
+    everything: GatheredTensors, plan: _Plan, *, to: Receivers, dtype: torch.dtype | None, limit: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors on rank 0, and share them with the others if they get them, too."""
-    unfinished: dict[str, Tensor] = {}
-    for bucket in buckets(infos, dtype, limit):
+    stored, unfinished = plan.stored, dict[str, Tensor]()
+    for bucket in buckets(plan.infos, dtype, limit):
         if isinstance(stored, RearrangedSource):
             everything.fetch([source for piece in bucket for source in stored.sources_of(*piece)])
         else:
             everything.fetch(bucket)
-        made = (finish(*pair) for pair in _assembled(stored, bucket, dtype, unfinished))
+        made = (pair for whole in _assembled(stored, bucket, dtype, unfinished) for pair in plan.finish(*whole))
         if to == "rank_0":
             yield from made
             continue
-        whole = dict(made)
-        everything.share(whole)
-        while whole:
-            name = next(iter(whole))
-            yield name, whole.pop(name)
+        together = dict(made)
+        everything.share(together)
+        while together:
+            name = next(iter(together))
+            yield name, together.pop(name)
 
 
 def buckets(infos: Mapping[str, TensorInfo], dtype: torch.dtype | None, limit: int) -> Iterator[list[tuple[str, Box]]]:
@@ -228,6 +328,13 @@ def _assembled(
         ends = (offset + size for offset, size in zip(box.offsets, box.shape, strict=True))
         if tuple(ends) == info.global_shape:
             yield name, unfinished.pop(name)
+
+
+def _state_of_ranks(
+    model: nn.Module, lora: LoraModel | None, adapters: Adapters, group: Group
+) -> dict[str, ShardedTensor]:
+    """Return this rank's tensors, once every rank has its own."""
+    return run_or_raise_peer_error("reading a part of the model", lambda: _state(model, lora, adapters), group=group)
 
 
 def _state(model: nn.Module, lora: LoraModel | None, adapters: Adapters) -> dict[str, ShardedTensor]:

@@ -21,6 +21,7 @@ from nxd_layers.quantization.tensors import (
     dequantize,
     extract_q_scale,
     quantize,
+    quantize_fp8_blocks,
     quantize_to_qint8,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "DtypeBound",
     # tensors
     "quantize",
+    "quantize_fp8_blocks",
     "dequantize",
     "blockwise_dequantize",
     "broadcastable_block_shapes",

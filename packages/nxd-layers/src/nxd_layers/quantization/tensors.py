@@ -12,7 +12,7 @@ from typing import TypedDict
 
 import torch
 from nxd_state import Group, all_reduce
-from torch import Tensor
+from torch import Tensor, nn
 
 _LEAST_SCALE = 1e-5  # for fp8; the scale of a channel of zeros
 _LEAST_INT8_SCALE = torch.finfo(torch.float32).eps
@@ -209,6 +209,35 @@ def quantize(
 def dequantize(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Values times their scale, which is broadcast, computed in float32 and converted to `dtype`."""
     return (values.to(torch.float32) * scale).to(dtype)
+
+
+@torch.no_grad()
+def quantize_fp8_blocks(weight: Tensor, block_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to fp8 with one scale per square block, as the checkpoints of DeepSeek-V3 hold it.
+
+    Computed in float32, `block_size` rows at a time.
+
+    Args:
+        weight: `[out, in]`, any float dtype.
+        block_size: rows and columns of a block; the last ones may be smaller.
+
+    Returns:
+        Values in float8_e4m3fn, of the weight's shape, and the scales by which they are to be multiplied, in float32,
+        `[ceil(out / block_size), ceil(in / block_size)]`. A block of zeros has the scale 1.
+    """
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    num_rows, num_columns = weight.shape
+    num_blocks = -(-num_columns // block_size)
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(-(-num_rows // block_size), num_blocks, dtype=torch.float32, device=weight.device)
+    for row, scale in zip(range(0, num_rows, block_size), scales, strict=True):
+        wide = weight[row : row + block_size].to(torch.float32)
+        padded = nn.functional.pad(wide, (0, num_blocks * block_size - num_columns))
+        reached = padded.unflatten(1, (num_blocks, block_size)).abs().amax(dim=(0, 2))
+        scale.copy_(torch.where(reached == 0, 1.0, (reached / largest).clamp(min=torch.finfo(torch.float32).tiny)))
+        scaled = wide / scale.repeat_interleave(block_size)[:num_columns]
+        values[row : row + block_size] = scaled.clamp_(-largest, largest).to(torch.float8_e4m3fn)
+    return values, scales
 
 
 def broadcastable_block_shapes(
