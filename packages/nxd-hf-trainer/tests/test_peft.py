@@ -4,7 +4,7 @@ import pytest
 import torch
 from nxd_testing import RankFailure, run_on_ranks
 
-LAYOUTS = ["TP 2", "TP 2 x DP 2 with ZeRO-1", "DP 2 with ZeRO-3"]
+LAYOUTS = ["TP 2", "TP 2 x DP 2 with ZeRO-1", "DP 2 with ZeRO-3", "PP 2", "PP 2 x TP 2"]
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]
 
 

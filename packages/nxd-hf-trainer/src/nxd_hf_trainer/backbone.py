@@ -109,6 +109,7 @@ class BackboneStages:
     def _forward(self, of_backbone: Any) -> Any:
         @functools.wraps(of_backbone)  # stages are checked by its signature
         def forward(stage: Any, output_gradients: list[Tensor | None] | None = None, **inputs: Any) -> dict[str, Any]:
+            inputs = {name: it for name, it in inputs.items() if it is not None}  # PEFT passes on what it knows
             if self._returns_routers:
                 inputs["output_router_logits"] = True
             output = stage.base_model(**inputs)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from nxd_engine import NxDModel, has_checkpoint, load_checkpoint, save_checkpoint
 from nxd_engine.hugging_face import save_pretrained, whole_state_dict
-from nxd_state import all_ranks, get_group
+from nxd_state import all_ranks, get_group, is_peft_model
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from nxd_hf_trainer.accelerator import parallel_model_in, unwrapped_optimizer
 from nxd_hf_trainer.processes import is_main_process, wait_for_everyone
-from nxd_hf_trainer.refusals import is_peft_model
 from nxd_hf_trainer.replacing import Replacement, replaced
 
 _OURS = "nxd"  # the folder of the checkpoint of nxd-ckpt inside of a `checkpoint-N`

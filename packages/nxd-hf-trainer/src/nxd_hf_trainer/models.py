@@ -8,14 +8,14 @@ from weakref import WeakKeyDictionary, ref
 
 from nxd_engine import NxDModel, initialize_parallel_model
 from nxd_layers import hf
-from nxd_state import all_ranks, get_mesh, is_transformers_model, use_loss_over_labels
+from nxd_state import all_ranks, get_mesh, is_transformers_model, transformers_model_in, use_loss_over_labels
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_hf_trainer.backbone import BackboneStages
 from nxd_hf_trainer.guards import check_first_batches, save_pretrained_of
 from nxd_hf_trainer.pipelined import PipelinedForward, generates_without_cache
-from nxd_hf_trainer.refusals import check_model, transformers_model_in
+from nxd_hf_trainer.refusals import check_model
 
 
 class SplitModels:
@@ -100,22 +100,24 @@ class SplitModels:
         if self.config["pipeline_parallel_size"] == 1:
             return initialize_parallel_model(self.config, lambda: self._split_layers(module))
 
-        use_loss_over_labels(self._split_layers(module))
-        stages = BackboneStages(module)
-        with stages.cut(module):
+        self._split_layers(module)
+        whole = transformers_model_in(module)
+        use_loss_over_labels(whole)
+        stages = BackboneStages(whole)
+        with stages.cut(whole):
             model = initialize_parallel_model(
                 {**self.config, "pipeline_config": {**pipeline, "input_names": stages.input_names}}, lambda: module
             )
-        forward = PipelinedForward(model, module, stages, pipeline["num_microbatches"])
+        forward = PipelinedForward(model, whole, stages, pipeline["num_microbatches"])
 
         @wraps(forward)
         def call_module(*args: Any, **kwargs: Any) -> Any:
             return module(*args, **kwargs)  # with its hooks
 
         _replace(model, "forward", call_module)
-        _replace(module, "forward", forward)  # Trainer also calls the module that it was given
-        if hasattr(module, "generate"):
-            _replace(module, "generate", generates_without_cache(module))
+        _replace(whole, "forward", forward)  # Trainer also calls the module that it was given
+        if hasattr(whole, "generate"):
+            _replace(whole, "generate", generates_without_cache(whole))
         _share_training_mode(model, module)
         stages.free_other_stages(module, model.parameters())
         self._pipelined[forward] = None

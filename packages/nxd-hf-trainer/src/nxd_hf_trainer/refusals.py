@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from nxd_state import get_group, get_mesh, is_transformers_model
+from nxd_state import get_group, get_mesh, is_peft_model, is_transformers_model, transformers_model_in
 from torch import nn
 from transformers import Trainer
 
@@ -44,31 +44,27 @@ def _check_hooks(module: Any) -> None:
 
 
 def _check_stages(module: Any) -> None:
-    if not is_transformers_model(module):
+    whole = transformers_model_in(module)
+    if not is_transformers_model(whole):
         raise ValueError(
             f"a {type(module).__name__} is not cut into pipeline stages here; use one pipeline stage, and "
             "--tensor-parallel-size or --zero-stage 3"
         )
-    if sum(child is module.base_model for child in module.children()) != 1 or module._parameters:
+    if sum(child is whole.base_model for child in whole.children()) != 1 or whole._parameters:
         raise ValueError(
-            f"{type(module).__name__} is not a backbone and a head, so it cannot be cut into pipeline stages here; use "
+            f"{type(whole).__name__} is not a backbone and a head, so it cannot be cut into pipeline stages here; use "
             "--tensor-parallel-size, --expert-parallel-size or --zero-stage 3"
+        )
+    if is_peft_model(module) and any(config.is_prompt_learning for config in module.peft_config.values()):
+        raise ValueError(
+            "adapters that learn prompts cannot be trained in pipeline stages, since their gradients are those of "
+            "embeddings; use LoRA, or --tensor-parallel-size or --zero-stage 3"
         )
     if get_group("cp").size > 1:
         raise ValueError(
             "context parallelism and pipeline stages cannot be combined here; leave --context-parallel-size or "
             "--pipeline-parallel-size out"
         )
-
-
-def is_peft_model(module: Any) -> bool:
-    """Whether PEFT has wrapped the model; asked of its attributes, since PEFT may not be installed."""
-    return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
-
-
-def transformers_model_in(module: Any) -> Any:
-    """Return the model of transformers that PEFT has added adapters to, or the module itself."""
-    return module.get_base_model() if is_peft_model(module) else module
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

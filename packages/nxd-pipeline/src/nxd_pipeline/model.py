@@ -12,6 +12,7 @@ from nxd_state import (
     get_group,
     is_transformers_model,
     model_parallel_is_initialized,
+    transformers_model_in,
     use_loss_over_labels,
 )
 from torch import Tensor, nn
@@ -166,8 +167,8 @@ class NxDPPModel(nn.Module):
         )
         whole = whole_model(module, options)
         module = whole if module is None else module
-        if is_transformers_model(whole):
-            use_loss_over_labels(whole)
+        if is_transformers_model(inner := transformers_model_in(whole)):
+            use_loss_over_labels(inner)
             if output_loss_value_spec is None:
                 output_loss_value_spec = {"loss": True}
         self._num_microbatches = num_microbatches

@@ -133,9 +133,11 @@ __version__ = "0.1.0"
 from nxd_state.transformers_models import (
     find_towers,
     is_multimodal,
+    is_peft_model,
     is_transformers_model,
     num_labels,
     takes_causal_lm_loss,
+    transformers_model_in,
     use_loss_over_labels,
 )
 
@@ -242,8 +244,10 @@ __all__ = [
     # models of transformers
     "is_transformers_model",
     "is_multimodal",
+    "is_peft_model",
     "find_towers",
     "takes_causal_lm_loss",
+    "transformers_model_in",
     "use_loss_over_labels",
     "num_labels",
     # devices

@@ -16,6 +16,16 @@ def is_transformers_model(model: object) -> bool:
     return has_transformers_base(model, "PreTrainedModel")
 
 
+def is_peft_model(model: object) -> bool:
+    """Whether PEFT has added adapters to a model; asked of its attributes, since PEFT may not be installed."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def transformers_model_in(model: Any) -> Any:
+    """Return the model of transformers that PEFT has added adapters to, or else the model itself."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
 def has_transformers_base(thing: object, name: str) -> bool:
     """Whether an object's class is a class of transformers with this name, or is derived from it."""
     return any(

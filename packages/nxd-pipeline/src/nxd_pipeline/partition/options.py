@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from nxd_state import is_transformers_model
+from nxd_state import is_transformers_model, transformers_model_in
 from torch import fx, nn
 
 from nxd_pipeline.partition.cuts import MEASURES, LayerClasses, balanced_cuts, check_cuts, even_cuts, layer_names
@@ -131,7 +131,8 @@ def partition_model(
         return PartitionedModel(stages, {LABELS: None} if loss_fn is not None else {})
     if options.stages is not None:
         return PartitionedModel(_by_hand(model, num_stages, options.stages, options))
-    has_structure = is_transformers_model(model) and not passes_router_logits(model)
+    inner = transformers_model_in(model)
+    has_structure = is_transformers_model(inner) and not passes_router_logits(inner)
     if options.tracer_cls == "hf" or (options.tracer_cls is None and has_structure):
         return _by_structure(model, num_stages, options)
     return PartitionedModel(_by_trace(model, num_stages, options))
@@ -186,20 +187,23 @@ def _by_hand(
 
 
 def _by_structure(model: nn.Module, num_stages: int, options: PartitionOptions) -> PartitionedModel:
-    if not is_transformers_model(model):
+    inner = transformers_model_in(model)
+    if not is_transformers_model(inner):
         raise ValueError(
             f"tracer_cls='hf' is for transformers models, but {type(model).__name__} is not one; remove it"
         )
-    structure = hugging_face_structure(model, options.transformer_layer_cls)
+    structure = hugging_face_structure(inner, options.transformer_layer_cls)
+    if inner is not model:
+        structure = structure.below(next(name for name, module in model.named_modules() if module is inner))
 
     def costs(measure: Callable[[nn.Module], float]) -> list[float]:
         parts = (structure.first, *([name] for name in structure.layers), structure.last)
         return [sum(measure(model.get_submodule(name)) for name in part) for part in parts]
 
     cuts = _cuts(model, num_stages, options, structure.layers, costs)
-    names = hugging_face_inputs(model) if options.input_names is None else options.input_names
+    names = hugging_face_inputs(inner) if options.input_names is None else options.input_names
     stages = structural_partition(model, structure, cuts, names)
-    return PartitionedModel(stages, optional_inputs(model, names))
+    return PartitionedModel(stages, optional_inputs(inner, names))
 
 
 def _by_trace(model: nn.Module, num_stages: int, options: PartitionOptions) -> tuple[Stage, ...]:

@@ -7,8 +7,8 @@ layers are sent. Nothing is traced.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,17 @@ class ModelStructure:
     skipped: frozenset[str] = frozenset()
     recorded: Mapping[str, Sequence[str]] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def below(self, path: str) -> Self:
+        """Return the structure of a model that has this one at a path, and passes its inputs on."""
+        return replace(
+            self,
+            layers=tuple(f"{path}.{it}" for it in self.layers),
+            first=frozenset(f"{path}.{it}" for it in self.first),
+            last=frozenset(f"{path}.{it}" for it in self.last),
+            skipped=frozenset(f"{path}.{it}" for it in self.skipped),
+            recorded={f"{path}.{it}": names for it, names in self.recorded.items()},
+        )
 
 
 def structural_partition(
