@@ -312,6 +312,11 @@ def test_wrong_argument_is_refused(options, message):
         next(nxd_engine.stream_weights(llama(), **options))
 
 
+def test_config_of_other_sizes_is_refused_not_cut_to():
+    with pytest.raises(ValueError, match=r"lm_head.weight is \[64, 16\], and \[64, 8\] according to"):
+        next(nxd_engine.stream_weights(llama(), config=llama(hidden_size=8).config))
+
+
 def test_streamed_tensors_do_not_change_with_the_model():
     model = llama()
     streamed = dict(nxd_engine.stream_weights(model))

@@ -7,6 +7,7 @@ from nxd_engine.checkpoints.find import delete_checkpoint, has_checkpoint
 from nxd_engine.checkpoints.load import checkpoint_parts, load_checkpoint
 from nxd_engine.checkpoints.save import finalize_checkpoint, save_checkpoint
 from nxd_engine.config import complete_config, ensure_model_parallel, neuronx_distributed_config
+from nxd_engine.hugging_face.sending import send_weights
 from nxd_engine.hugging_face.streaming import stream_weights
 from nxd_engine.nxd_model import NxDModel
 from nxd_engine.optimizer import NxDOptimizer, initialize_parallel_optimizer
@@ -26,5 +27,6 @@ __all__ = [
     "delete_checkpoint",
     "finalize_checkpoint",
     "stream_weights",
+    "send_weights",
     "CheckpointError",
 ]

@@ -183,12 +183,7 @@ class TensorParallelModel(nn.Module):
                 mismatch, and the model keeps its weights.
             WorkerError: a worker raised, died or was stopped.
         """
-        if self._manifest.inline_weights:
-            raise ValueError(
-                "this model was traced with inline_weights_to_neff=True, so its weights belong to its programs; trace "
-                "it with inline_weights_to_neff=False to replace them"
-            )
-        self._check_apart("weights")
+        self.check_replaceable()
         with self._lock, as_source(weights) as source:
             workers = self._running_workers()
             self._check_fit(weights, source)
@@ -203,6 +198,15 @@ class TensorParallelModel(nn.Module):
                 self._temporary.cleanup()
             self._temporary = temporary
             self._watch(workers)
+
+    def check_replaceable(self) -> None:
+        """Raise ValueError if the weights are part of the programs, so that `replace_weights` cannot work."""
+        if self._manifest.inline_weights:
+            raise ValueError(
+                "this model was traced with inline_weights_to_neff=True, so its weights belong to its programs; trace "
+                "it with inline_weights_to_neff=False to replace them"
+            )
+        self._check_apart("weights")
 
     def restart(self) -> None:
         """End the remaining workers and start new ones; the state is reset.

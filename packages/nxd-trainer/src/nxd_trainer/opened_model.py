@@ -209,6 +209,19 @@ def _open_folder(folder: Path) -> OpenedModel:
     return OpenedModel(description, weights, dtype, str(folder), tokenizer_in(folder))
 
 
+def open_weights_like(description: ModelDescription, folder: str | Path) -> ModelWeights:
+    """Open safetensors files of the model that is described, under its Hugging Face names. Adds `config.json` to them.
+
+    Raises:
+        ValueError: the files do not hold exactly the tensors of the model, or are damaged.
+    """
+    write_config(folder, {key: value for key, value in description.config.items() if key != "transformers_weights"})
+    try:
+        return merged_weights(whole_model_tensors(folder), None, description)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+
+
 def open_checkpointed_model(
     checkpoint: Checkpoint, like: ModelDescription | None, *, averaged: bool = False
 ) -> OpenedModel:

@@ -174,6 +174,12 @@ def as_stored(source: TensorSource, config: Mapping[str, Any], shapes: Shapes | 
         raise ValueError(
             f"the model does not match its config: it lacks {missing[:5]} and also has {further[:5]}; {advice}"
         )
+    for name, tensor in made.items():
+        if tensor.shape != source.tensors[name].global_shape:
+            raise ValueError(
+                f"the model does not match its config: {name} is {list(source.tensors[name].global_shape)}, and "
+                f"{list(tensor.shape)} according to the config; pass the config of this model"
+            )
     return RearrangedSource(source, inverse(made, shapes))
 
 

@@ -4,7 +4,7 @@ The tensors are those that `save_pretrained` writes. Rank 0 requests them in buc
 """
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -49,7 +49,7 @@ def stream_weights(
     bucket_size: int | str = "512MiB",
     like: PathLike | None = None,
     config: Any = None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Generator[tuple[str, Tensor]]:
     """Yield the weights of a model of any layout under their Hugging Face names. Called by all ranks.
 
     Names, values and order are those of the folder that `save_pretrained` writes from the same arguments. Every rank

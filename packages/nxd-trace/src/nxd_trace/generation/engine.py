@@ -5,7 +5,8 @@ several short prompts join at once, and a long one delays the others by at most 
 of equal prefixes. With a draft model, greedy sequences verify several proposed tokens per step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +17,26 @@ from nxd_trace.generation.prompt_inputs import PromptInputs
 from nxd_trace.generation.sampling import SamplingSettings
 from nxd_trace.generation.sequence import RunningSequence, read_prompt
 from nxd_trace.model import TensorParallelModel
+from nxd_trace.weights import LogicalTensor, WeightSource
 
 _CHUNKS_PER_STEP = 2  # of the largest prefill; more of smaller ones, up to the same number of tokens
+
+
+@dataclass(frozen=True)
+class InnerModelWeights:
+    """Weights of a decoder's model under their names in the traced module."""
+
+    source: WeightSource
+    prefix: str = "decoder.model."
+
+    @property
+    def tensors(self) -> Mapping[str, LogicalTensor]:
+        """The logical tensors, by name."""
+        return {self.prefix + name: tensor for name, tensor in self.source.tensors.items()}
+
+    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of this shape at `offsets`."""
+        return self.source.read_box(name.removeprefix(self.prefix), offsets, shape)
 
 
 class GenerationEngine:
@@ -222,6 +241,23 @@ class GenerationEngine:
         for model in self._models:
             if model.worker_pids:
                 model.reset_state()
+
+    def check_replaceable(self) -> None:
+        """Raise ValueError if the model's weights cannot be replaced, because they are part of its programs."""
+        self._models[0].check_replaceable()
+
+    def replace_weights(self, weights: WeightSource) -> None:
+        """Replace the model's weights and empty the cache, while no sequence is running. A draft model keeps its own.
+
+        Raises:
+            ValueError: sequences are running, or the weights do not match; the model keeps its weights.
+            WorkerError: a worker failed; `restart` starts workers with the weights from before.
+            OSError: a disk is full; as after a `WorkerError`.
+        """
+        if self._running:
+            raise ValueError(f"{len(self._running)} sequences are running; step until none is, or clear() first")
+        self._models[0].replace_weights(InnerModelWeights(weights))
+        self._forget_all()
 
     def check_workers(self) -> None:
         """Check that the workers are alive, while there is nothing to step.

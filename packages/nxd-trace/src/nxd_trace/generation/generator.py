@@ -2,22 +2,21 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from nxd_trace.caching import TraceContent
 from nxd_trace.generation.decoder import BuildCachedDecoder, Decoder
-from nxd_trace.generation.engine import GenerationEngine
+from nxd_trace.generation.engine import GenerationEngine, InnerModelWeights
 from nxd_trace.generation.prompt_inputs import PromptInputs, PromptInputShapes
 from nxd_trace.generation.sampling import SamplingSettings
 from nxd_trace.generation.sequence import FinishReason, RunningSequence
 from nxd_trace.model import TensorParallelModel
 from nxd_trace.parallel_model import ModelBuilder
-from nxd_trace.weights import LogicalTensor, Weights, WeightSource, as_source
+from nxd_trace.weights import Weights, as_source
 
 OnToken = Callable[[int, int], None]
 
@@ -230,7 +229,7 @@ def compile_generator(
         cache = {"num_blocks": decoder.num_blocks, "block_size": block_size, "max_length": max_length}
         content = replace(content, made_of={"decoder": content.made_of, "cache": cache})
     with as_source(weights) as source:
-        return Generator(builder.compile(weights=_InnerModelWeights(source), content=content, **settings))
+        return Generator(builder.compile(weights=InnerModelWeights(source), content=content, **settings))
 
 
 _MAX_BLOCK_SIZE = 16  # tokens, as vLLM's default
@@ -240,21 +239,6 @@ def _default_lengths(max_length: int, context_parallel_size: int) -> set[int]:
     longest = min(128, max(2, max_length // 4))
     lengths = {longest, *(length for length, least in ((16, 33), (64, 128)) if longest >= least)}
     return {length + -length % context_parallel_size for length in lengths}
-
-
-@dataclass(frozen=True)
-class _InnerModelWeights:
-    """Weights of the inner model under their names in the traced module."""
-
-    source: WeightSource
-    prefix: str = "decoder.model."
-
-    @property
-    def tensors(self) -> Mapping[str, LogicalTensor]:
-        return {self.prefix + name: tensor for name, tensor in self.source.tensors.items()}
-
-    def read_box(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return self.source.read_box(name.removeprefix(self.prefix), offsets, shape)
 
 
 def _example(

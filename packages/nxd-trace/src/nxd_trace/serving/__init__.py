@@ -9,6 +9,7 @@ from nxd_trace.serving.middleware import AllowedSites
 from nxd_trace.serving.scheduler import GeneratedToken, RestartPolicy, ScheduledPrompt, Scheduler
 from nxd_trace.serving.server import serve
 from nxd_trace.serving.service import Client, CompletionService, ServerLimits, TextTokenizer
+from nxd_trace.serving.weight_updates import UpdateSettings
 
 __all__ = [
     "serve",
@@ -18,6 +19,7 @@ __all__ = [
     "ServerLimits",
     "RestartPolicy",
     "AllowedSites",
+    "UpdateSettings",
     "Client",
     "TextTokenizer",
     # for a server of your own

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from nxd_trace.errors import RequestError, headline
 from nxd_trace.serving import protocol
-from nxd_trace.serving.middleware import AllowedSites, CloseAfterUnreadBody, RequestGuard
+from nxd_trace.serving.middleware import WEIGHTS_PATH, AllowedSites, CloseAfterUnreadBody, RequestGuard
 from nxd_trace.serving.service import Client, CompletionService, CompletionStream, ReadRequest
+from nxd_trace.serving.weight_updates import WeightUpdates
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -43,7 +44,8 @@ def make_app(service: CompletionService, allowed: AllowedSites | None = None) ->
     """Return the ASGI application of a service; its shutdown closes the service.
 
     It answers `POST /v1/chat/completions` and `/v1/completions`, `GET /v1/models`, `/v1/models/{id}`, `/health` and
-    `/metrics`, and has a page at `/` for talking to the model.
+    `/metrics`, and has a page at `/` for talking to the model. If the service accepts updates of the weights, it also
+    answers `POST /start_weight_update`, `/update_weights`, `/finish_weight_update` and `/abort_weight_update`.
 
     Args:
         service: the service.
@@ -68,6 +70,17 @@ def make_app(service: CompletionService, allowed: AllowedSites | None = None) ->
         Route("/metrics", endpoints.metrics),
         Route("/", endpoints.page),
     ]
+    if service.updates is not None:
+        weights = _WeightEndpoints(service.updates, endpoints)
+        routes += [
+            Route(path, endpoints.counted(endpoint), methods=["POST"])
+            for path, endpoint in (
+                ("/start_weight_update", weights.start),
+                (WEIGHTS_PATH, weights.receive),
+                ("/finish_weight_update", weights.finish),
+                ("/abort_weight_update", weights.abort),
+            )
+        ]
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -118,7 +131,7 @@ class _Endpoints:
     async def _answer(self, request: Request, read: ReadRequest) -> Response:
         data = bytearray()
         try:
-            await self._receive(request, data)
+            await self.receive(request, data)
             stream = await self._service.start(bytes(data), read, _client_of(request))
         finally:
             self._num_large_bodies -= len(data) > _LARGE_BODY_BYTES
@@ -149,33 +162,47 @@ class _Endpoints:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _PAGE_POLICY})
 
     async def health(self, _: Request) -> Response:
-        healthy, status = self._service.health()
-        return _json({"status": status}, 200 if healthy else 503)
+        healthy, body = self._service.health()
+        return _json(body, 200 if healthy else 503)
 
     async def metrics(self, _: Request) -> Response:
         from starlette.responses import PlainTextResponse  # noqa: PLC0415 - optional
 
         return PlainTextResponse(self._service.metrics_text(), media_type="text/plain; version=0.0.4")
 
-    async def _receive(self, request: Request, data: bytearray) -> None:
+    async def receive(self, request: Request, data: bytearray) -> None:
         """Receive the body into `data`, within the limits of size and time."""
-        from starlette.requests import ClientDisconnect  # noqa: PLC0415 - optional
-
-        limits = self._service.limits
         announced = request.headers.get("content-length", "")
         self._check_size(int(announced) if announced.isdecimal() else 0)
+        async with self.in_time(), asyncio.timeout(self._service.limits.client_timeout):
+            async for chunk in request.stream():
+                self._num_large_bodies += len(data) <= _LARGE_BODY_BYTES < len(data) + len(chunk)
+                data += chunk
+                self._check_size(len(data))
+
+    async def chunks(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the parts of a body of any size, each within the limit of time."""
+        parts = request.stream()
+        async with self.in_time():
+            while True:
+                async with asyncio.timeout(self._service.limits.client_timeout):
+                    part = await anext(parts, None)
+                if part is None:
+                    return
+                yield part
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Turn the error of a client that disconnects or is too slow into a response."""
+        from starlette.requests import ClientDisconnect  # noqa: PLC0415 - optional
+
         try:
-            async with asyncio.timeout(limits.client_timeout):
-                async for chunk in request.stream():
-                    self._num_large_bodies += len(data) <= _LARGE_BODY_BYTES < len(data) + len(chunk)
-                    data += chunk
-                    self._check_size(len(data))
+            yield
         except ClientDisconnect as error:
             raise _CLIENT_DISCONNECTED from error
         except TimeoutError as error:
-            raise RequestError(
-                408, f"the request was not received within {limits.client_timeout:g} s; send it faster"
-            ) from error
+            limit = self._service.limits.client_timeout
+            raise RequestError(408, f"the request was not received within {limit:g} s; send it faster") from error
 
     def _check_size(self, num_bytes: int) -> None:
         limit = self._service.limits.max_body_bytes
@@ -184,6 +211,46 @@ class _Endpoints:
         most = min(_MAX_LARGE_BODIES, max(2, _MAX_BYTES_OF_BODIES // limit))
         if num_bytes > _LARGE_BODY_BYTES and self._num_large_bodies > most:
             raise RequestError(429, "too many long requests are being received; try again later", retry_after=1)
+
+
+class _WeightEndpoints:
+    """The phases of an update, for senders that have the token."""
+
+    def __init__(self, updates: WeightUpdates, endpoints: _Endpoints) -> None:
+        self._updates = updates
+        self._endpoints = endpoints
+
+    async def start(self, request: Request) -> Response:
+        body = await self._body(request, "version")
+        return _json({"update_id": self._updates.start(body.get("version"))})
+
+    async def receive(self, request: Request) -> Response:
+        self._updates.check_sender(request.headers.get("authorization", ""))
+        async with aclosing(self._endpoints.chunks(request)) as chunks:  # type: ignore[type-var]
+            names = await self._updates.receive(request.query_params.get("update_id"), chunks)
+        return _json({"names": names})
+
+    async def finish(self, request: Request) -> Response:
+        body = await self._body(request, "update_id")
+        return _json({"weights_version": await self._updates.finish(body.get("update_id"))})
+
+    async def abort(self, request: Request) -> Response:
+        body = await self._body(request, "update_id")
+        self._updates.abort(body.get("update_id"))
+        return _json({})
+
+    async def _body(self, request: Request, field: str) -> dict[str, Any]:
+        """Check the token, and return the body: an object with at most this field."""
+        self._updates.check_sender(request.headers.get("authorization", ""))
+        data = bytearray()
+        await self._endpoints.receive(request, data)
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(400, f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict) or body.keys() - {field}:
+            raise RequestError(400, f"the body is {short_repr(body)}; send an object with the field {field!r}")
+        return body
 
 
 def _client_of(request: Request) -> Client:

@@ -26,6 +26,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
+WEIGHTS_PATH = "/update_weights"  # its bodies are safetensors files, not JSON
+
 _MAX_HEADER_BYTES = 1 << 14
 _MAX_SECONDS_TO_DRAIN = 1.0
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:/@\s]+)(?::\d{1,5})?")
@@ -116,9 +118,12 @@ class RequestGuard:
                     code="unknown_origin",
                 )
         kinds = [kind.partition(";")[0].strip().lower() for kind in _values(scope, b"content-type")]
-        if scope["method"] == "POST" and kinds != ["application/json"]:
+        what, kind = ("JSON", "application/json")
+        if scope["path"] == WEIGHTS_PATH:
+            what, kind = ("safetensors", "application/octet-stream")
+        if scope["method"] == "POST" and kinds != [kind]:
             return RequestError(
-                415, f"Content-Type is {short_repr(', '.join(kinds))}; send JSON as 'Content-Type: application/json'"
+                415, f"Content-Type is {short_repr(', '.join(kinds))}; send {what} as 'Content-Type: {kind}'"
             )
         return None
 

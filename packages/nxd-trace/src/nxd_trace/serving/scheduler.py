@@ -7,12 +7,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields
+from concurrent.futures import Future
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from nxd_trace.errors import RequestError, WorkerError, headline
 from nxd_trace.generation import GenerationEngine, PromptInputs, RunningSequence, SamplingSettings, TokenLogprobs
 from nxd_trace.generation.sequence import FinishReason
+from nxd_trace.weights import WeightSource
 
 _log = logging.getLogger("nxd_trace.serving")
 
@@ -70,6 +72,8 @@ class ScheduledPrompt:
         cache_salt: prompts with different salts share no blocks of the cache.
         inputs: the prompt's inputs beside its token ids, if any.
         sequence: its sequence in the batch; None while it waits.
+        request: all prompts of its request.
+        weights_version: version of the weights that continue it, the same for all prompts of a request.
     """
 
     prompt: Sequence[int]
@@ -79,6 +83,13 @@ class ScheduledPrompt:
     cache_salt: bytes = b""
     inputs: PromptInputs | None = None
     sequence: RunningSequence | None = None
+    request: Sequence["ScheduledPrompt"] = ()
+    weights_version: str = ""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a prompt of its request has joined the batch."""
+        return any(prompt.sequence is not None for prompt in self.request)
 
     @property
     def client(self) -> Hashable:
@@ -106,10 +117,17 @@ class RestartPolicy:
     longest_delay: float = 30.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
             if not value >= 0:
-                raise ValueError(f"{field.name}={value} must be 0 or more")
+                raise ValueError(f"{limit.name}={value} must be 0 or more")
+
+
+@dataclass(frozen=True)
+class _WeightUpdate:
+    weights: WeightSource
+    version: str
+    done: Future[str] = field(default_factory=Future)
 
 
 class Scheduler:
@@ -129,6 +147,7 @@ class Scheduler:
     Attributes:
         failure: the model's error, until it runs again; None while it works.
         has_given_up: whether the thread has ended because the model failed too often.
+        weights_version: version of the model's weights.
     """
 
     def __init__(self, engine: GenerationEngine, max_waiting: int = 64, restarts: RestartPolicy | None = None) -> None:
@@ -140,6 +159,9 @@ class Scheduler:
         self._waiting: list[ScheduledPrompt] = []
         self._running: dict[RunningSequence, ScheduledPrompt] = {}
         self._cancelled: list[ScheduledPrompt] = []
+        self._update: _WeightUpdate | None = None  # to be made once no request is running
+        self._num_updates = 0
+        self.weights_version = "0"
         self._changed = threading.Condition()
         self._closing = False
         self.failure: Exception | None = None
@@ -190,6 +212,8 @@ class Scheduler:
             ):
                 if waiting + len(prompts) > limit + free:
                     raise RequestError(429, f"the queue is full ({limit} prompts wait); try again later", retry_after=1)
+            for prompt in prompts:
+                prompt.request = prompts
             self._waiting.extend(prompts)
             self._changed.notify()
 
@@ -199,6 +223,27 @@ class Scheduler:
             self._waiting = [it for it in self._waiting if it not in prompts]
             self._cancelled.extend(prompts)
             self._changed.notify()
+
+    def replace_weights(self, weights: WeightSource, version: str | None = None) -> Future[str]:
+        """Replace the model's weights between requests: those that have begun finish before, all others begin after.
+
+        Args:
+            weights: the new weights; they must be readable until the result is there.
+            version: the new version; by default the number of updates.
+
+        Returns:
+            The future version. Its exception is a `RequestError` if the old weights stay: 400 if the new ones do not
+            match, 503 if a worker failed; then new workers start, with the old weights.
+
+        Raises:
+            RequestError: the model is not running (503).
+        """
+        with self._changed:
+            self.check_running()
+            assert self._update is None
+            self._update = _WeightUpdate(weights, version or str(self._num_updates + 1))
+            self._changed.notify()
+            return self._update.done
 
     def end_requests(self) -> None:
         """Reject new prompts, and deliver an error to all others at once, even during a long step."""
@@ -234,6 +279,7 @@ class Scheduler:
     def _step(self) -> None:
         if not self._running:
             self._engine.check_workers()
+            self._make_update()
             return
         try:
             extended = self._engine.step()
@@ -243,18 +289,41 @@ class Scheduler:
         else:
             self._deliver(extended)
 
+    def _make_update(self) -> None:
+        with self._changed:
+            update, self._update = self._update, None
+        if update is None or not update.done.set_running_or_notify_cancel():
+            return
+        try:
+            self._engine.replace_weights(update.weights)
+        except ValueError as error:  # before any worker was asked
+            update.done.set_exception(self._not_updated(error, 400))
+        except Exception as error:
+            update.done.set_exception(self._not_updated(error))
+            raise  # the workers may have different weights, so they are restarted
+        else:
+            self._num_updates += 1
+            self.weights_version = update.version
+            _log.info("the weights have been replaced by version %r", update.version)
+            update.done.set_result(update.version)
+
+    def _not_updated(self, error: Exception, status: int = 503) -> RequestError:
+        what = str(error) if isinstance(error, ValueError | RequestError) else f"the model failed: {headline(error)}"
+        return RequestError(status, f"{what}; the weights are still of version {self.weights_version!r}")
+
     def _admit(self) -> bool:
         """Wait for something to do, and add waiting prompts to the batch; returns False once the scheduler closes."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or self._waiting or self._running, timeout=_SECONDS_BETWEEN_CHECKS
+                lambda: self._closing or self._waiting or self._running or self._update,
+                timeout=_SECONDS_BETWEEN_CHECKS,
             )
-            for prompt in self._cancelled:
-                if prompt.sequence is not None and self._running.pop(prompt.sequence, None) is not None:
-                    self._engine.remove(prompt.sequence)
+            for cancelled in self._cancelled:
+                if cancelled.sequence is not None and self._running.pop(cancelled.sequence, None) is not None:
+                    self._engine.remove(cancelled.sequence)
             self._cancelled.clear()
-            while self._waiting and self._engine.num_free:
-                prompt = self._next_prompt()
+            while self._engine.num_free and (prompt := self._next_prompt()) is not None:
+                prompt.weights_version = self.weights_version
                 try:
                     prompt.sequence = self._engine.add(prompt.prompt, prompt.settings, prompt.cache_salt, prompt.inputs)
                 except (TypeError, ValueError) as error:  # the prompt was not checked
@@ -263,10 +332,13 @@ class Scheduler:
                     self._running[prompt.sequence] = prompt
             return not self._closing
 
-    def _next_prompt(self) -> ScheduledPrompt:
-        """Remove and return the waiting prompt whose owners have the fewest rows."""
+    def _next_prompt(self) -> ScheduledPrompt | None:
+        """Remove and return the waiting prompt whose owners have the fewest rows; before an update, a begun one."""
+        allowed = [prompt for prompt in self._waiting if self._update is None or prompt.has_begun]
+        if not allowed:
+            return None
         rows = Counter(owner for prompt in self._running.values() for owner in _with_parents(prompt.owners))
-        fewest = min(self._waiting, key=lambda prompt: [rows[owner] for owner in _with_parents(prompt.owners)])
+        fewest = min(allowed, key=lambda prompt: [rows[owner] for owner in _with_parents(prompt.owners)])
         self._waiting.remove(fewest)
         return fewest
 
@@ -320,7 +392,10 @@ class Scheduler:
         with self._changed:
             waiting = list(self._waiting)
             self._waiting.clear()
+            update, self._update = self._update, None
         self._fail_running(error)
+        if update is not None and update.done.set_running_or_notify_cancel():
+            update.done.set_exception(self._not_updated(error))
         for prompt in waiting:
             prompt.deliver(error)
 

@@ -21,6 +21,7 @@ from nxd_trace.serving.metrics import ServerMetrics
 from nxd_trace.serving.prompts import ChatEncoder, ImageEncoder, ServedModel
 from nxd_trace.serving.responses import CompletionOutput
 from nxd_trace.serving.scheduler import GeneratedToken, RestartPolicy, ScheduledPrompt, Scheduler
+from nxd_trace.serving.weight_updates import UpdateSettings, WeightUpdates
 
 T = TypeVar("T")
 
@@ -163,12 +164,12 @@ class CompletionStream:
         self._num_cached = 0
         self._has_token = False
         make_formatter = responses.ChatFormatter if request.is_chat else responses.CompletionFormatter
-        common = {
+        self._common = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": service.model,
         }
-        self.formatter = make_formatter(common, decode, service.token_bytes, has_logprobs=request.has_logprobs)
+        self.formatter = make_formatter(self._common, decode, service.token_bytes, has_logprobs=request.has_logprobs)
         service.scheduler.submit(self._prompts)
         service.metrics.count_tokens(prompt=self._num_prompt_tokens)
 
@@ -185,6 +186,7 @@ class CompletionStream:
                 if isinstance(event, Exception):
                     raise RequestError(503, f"the model failed: {headline(event)}") from event
                 self._count(event)
+                self._common.update(self._service.version_field(self._prompts[index].weights_version))
                 chunk = self._builders[index].push(event)
                 if chunk.finish_reason is not None:
                     unfinished.discard(index)
@@ -290,12 +292,16 @@ class CompletionService:
         restarts: limits on restarts of failed workers.
         shared_prefixes: whether different clients share the cache of equal prefixes. This saves time, but reveals to a
             client (by `cached_tokens` and response times) whether another one has sent a given text.
+        updates: who may update the weights; None for weights that stay.
 
     Attributes:
         token_bytes: function that returns the bytes of a token.
         metrics: the server's metrics.
         scheduler: the queue.
-        model_card: entry of `/v1/models`.
+        updates: updates of the weights, if they are accepted.
+
+    Raises:
+        ValueError: weights of this model cannot be updated, because they are part of its programs.
     """
 
     def __init__(
@@ -310,7 +316,10 @@ class CompletionService:
         limits: ServerLimits | None = None,
         restarts: RestartPolicy | None = None,
         shared_prefixes: bool = False,
+        updates: UpdateSettings | None = None,
     ) -> None:
+        if updates is not None:
+            engine.check_replaceable()
         self.model = model
         self.limits = limits or ServerLimits()
         self.metrics = ServerMetrics()
@@ -321,7 +330,8 @@ class CompletionService:
             tokenizer, "token_bytes", lambda token: tokenizer.decode([token]).encode(errors="replace")
         )
         self._shared_prefixes = shared_prefixes
-        self.model_card = {
+        self.updates = None if updates is None else WeightUpdates(self.scheduler, updates)
+        self._model_card = {
             "id": model,
             "object": "model",
             "created": int(time.time()),
@@ -342,6 +352,15 @@ class CompletionService:
         )
         self._parser = BodyParser()
 
+    @property
+    def model_card(self) -> dict[str, Any]:
+        """Entry of `/v1/models`."""
+        return self._model_card | self.version_field(self.scheduler.weights_version)
+
+    def version_field(self, version: str) -> dict[str, str]:
+        """Return the field of responses with the version of the weights; nothing unless updates are accepted."""
+        return {} if self.updates is None else {"weights_version": version}
+
     async def start(
         self, body: bytes, read: ReadRequest = protocol.read_completion, client: Client = _ANONYMOUS
     ) -> CompletionStream:
@@ -360,10 +379,11 @@ class CompletionService:
         owner = () if self._shared_prefixes else (client.address, client.user)
         return json.dumps([*owner, request.cache_salt]).encode()
 
-    def health(self) -> tuple[bool, str]:
-        """Return whether the model runs, and "ok" or its error."""
+    def health(self) -> tuple[bool, dict[str, str]]:
+        """Return whether the model runs, and the response: "ok" or its error as status."""
         failure = self.scheduler.failure
-        return failure is None, "ok" if failure is None else headline(failure)
+        status = "ok" if failure is None else headline(failure)
+        return failure is None, {"status": status} | self.version_field(self.scheduler.weights_version)
 
     def metrics_text(self) -> str:
         """Return all metrics in Prometheus's format."""
@@ -375,3 +395,5 @@ class CompletionService:
         """End the queue's thread; waiting and running requests get an error."""
         self._parser.close()
         self.scheduler.close()
+        if self.updates is not None:
+            self.updates.close()

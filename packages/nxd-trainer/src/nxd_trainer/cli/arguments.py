@@ -6,7 +6,7 @@ import argparse
 import os
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_cli.command import reports_user_errors
 
@@ -124,6 +124,7 @@ def compile_model(
     *,
     batch_size: int,
     max_length: int,
+    **settings: Any,
 ) -> Generator:
     """Compile what `open_compilable` returned, with the degrees and the compiler of the command line."""
     return reports_user_errors(
@@ -136,5 +137,6 @@ def compile_model(
             compiler=options.compiler,
             draft=draft,
             num_speculative_tokens=options.num_speculative_tokens,
+            **settings,
         )
     )

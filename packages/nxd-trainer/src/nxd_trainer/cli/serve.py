@@ -4,12 +4,16 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
 
-from nxd_cli.command import check_own_process, make_parser, parse, reports_user_errors
+from nxd_cli.command import UserError, check_own_process, make_parser, parse, reports_user_errors
 
 from nxd_trainer.cli.arguments import add_model, compile_model, open_compilable
 
 _BODY_BYTES, _BODY_BYTES_WITH_IMAGES = 1 << 20, 1 << 24
+_HEADER_BYTES = 1 << 12  # more than a tensor takes in the header of a safetensors file
 _LONGEST = 4096  # default length in tokens: the cache has room for this many of each prompt in the batch
 EXIT_WORKERS_FAILED = 4  # uvicorn uses 3 for an address that it cannot listen on
 
@@ -49,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="share the cache of common prompt prefixes between clients: faster, but a client can find out whether "
         "another one has sent a text",
+    )
+    parser.add_argument(
+        "--accept-weights",
+        type=Path,
+        metavar="TOKEN_FILE",
+        help="accept new weights for the model from whoever sends the token in this file, such as a trainer with "
+        "nxd_engine.send_weights",
     )
     parser.add_argument("--name", default="nxd", help="name of the model in requests (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="concurrent prompts (default: 8)")
@@ -124,16 +135,23 @@ def main(arguments: Sequence[str]) -> int:
         CompletionService,
         RestartPolicy,
         ServerLimits,
+        UpdateSettings,
         check_installed,
         serve,
     )
 
     start_fork_server()  # loads its libraries while this process loads its own
+    from nxd_trainer.opened_model import open_weights_like  # noqa: PLC0415
     from nxd_trainer.served_images import ServedImages  # noqa: PLC0415
 
     reports_user_errors(check_installed)  # before the minutes that compiling may take
     checkpoint, draft, longest = open_compilable(options, images="if it reads them")
     images = checkpoint.images
+    if images is not None and options.accept_weights is not None:
+        raise UserError(
+            "--accept-weights is not supported for a model that reads images, since its encoders would keep their "
+            "weights; leave it out"
+        )
     limits = reports_user_errors(
         lambda: ServerLimits(
             max_waiting=options.max_waiting,
@@ -144,6 +162,14 @@ def main(arguments: Sequence[str]) -> int:
         )
     )
     allowed = reports_user_errors(lambda: AllowedSites(tuple(options.allowed_host), tuple(options.allowed_origin)))
+    updates = None
+    if options.accept_weights is not None:
+        widest = sum(8 * prod(it.global_shape) + _HEADER_BYTES for it in checkpoint.weights.tensors.values())
+        updates = reports_user_errors(
+            lambda: UpdateSettings(
+                options.accept_weights.read_text().strip(), widest, partial(open_weights_like, checkpoint.description)
+            )
+        )
     restarts = reports_user_errors(lambda: RestartPolicy(max_restarts=options.max_restarts))
     length = options.max_length or min(_LONGEST, longest)
     _say(
@@ -153,7 +179,9 @@ def main(arguments: Sequence[str]) -> int:
         f"{'; reads images' if images else ''}"
         f"{'' if draft is None else f'; {options.draft} drafts {options.num_speculative_tokens} tokens at a time'}"
     )
-    generator = compile_model(options, checkpoint, draft, batch_size=options.batch_size, max_length=length)
+    # Without updates the weights may belong to the programs, so those of servers without the option are used again.
+    settings = {} if updates is None else {"inline_weights_to_neff": False}
+    generator = compile_model(options, checkpoint, draft, batch_size=options.batch_size, max_length=length, **settings)
     _say(f"the model is ready after {time.monotonic() - begun:.1f} s")
     with generator:
         service = CompletionService(
@@ -166,6 +194,7 @@ def main(arguments: Sequence[str]) -> int:
             limits=limits,
             restarts=restarts,
             shared_prefixes=options.shared_prefixes,
+            updates=updates,
         )
         try:
             reports_user_errors(lambda: serve(service, host=options.host, port=options.port, allowed=allowed))
