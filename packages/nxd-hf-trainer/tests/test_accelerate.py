@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nxd_testing import RankFailure, run_on_ranks
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
@@ -128,8 +129,39 @@ def test_split_model_is_not_saved_without_whole_tensors(tmp_path, tools):
             model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(folder))
             accelerator.unwrap_model(model).save_pretrained(tmp_path / "saved")
 
-    with pytest.raises(RankFailure, match=r"pass state_dict=accelerator.get_state_dict\(model\)"):
+    with pytest.raises(RankFailure, match=r"pass is_main_process=accelerator.is_main_process"):
         run_on_ranks(save, layout.ranks)
+
+
+@pytest.mark.parametrize("name", ["TP 2", "DP 2 with ZeRO-3"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
+def test_save_pretrained_by_all_ranks_writes_what_one_process_does(adapters, name, tmp_path, tools):
+    folder, layout = tools.save_llama(tmp_path / "model"), tools.layouts[name]
+
+    def save(layout=None):
+        from accelerate import Accelerator
+        from peft import LoraConfig, get_peft_model
+
+        with tools.at(layout):
+            accelerator = Accelerator(cpu=True)
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            if adapters:
+                torch.manual_seed(9)
+                settings = {"target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+                model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+            accelerator.unwrap_model(accelerator.prepare(model)).save_pretrained(
+                tmp_path / ("plain" if layout is None else "split"),
+                is_main_process=accelerator.is_main_process,
+                save_function=accelerator.save,
+            )
+
+    run_on_ranks(save, 1)
+    run_on_ranks(lambda: save(layout), layout.ranks)
+
+    file = "adapter_model.safetensors" if adapters else "model.safetensors"
+    expected, found = (load_file(tmp_path / it / file) for it in ("plain", "split"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[it], expected[it]) for it in expected)
 
 
 def test_main_process_is_one_rank_and_all_wait_for_it(tmp_path, tools):

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from nxd_engine import NxDModel, has_checkpoint, load_checkpoint, save_checkpoint
-from nxd_engine.hugging_face import save_pretrained, whole_state_dict
+from nxd_engine.hugging_face import save_pretrained
 from nxd_state import all_ranks, get_group, is_peft_model
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from nxd_hf_trainer.accelerator import parallel_model_in, unwrapped_optimizer
+from nxd_hf_trainer.guards import whole_tensors
 from nxd_hf_trainer.processes import is_main_process, wait_for_everyone
 from nxd_hf_trainer.replacing import Replacement, replaced
 
@@ -77,9 +78,7 @@ def _save_model(own: Any, *, with_folder: bool) -> Any:
 
 def _write_adapters(own: Any, model: NxDModel, folder: Path) -> None:
     """Write the adapters as PEFT does."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    with all_ranks():
-        tensors = whole_state_dict(model, lambda name: "lora_" in name or name in trained)
+    tensors = whole_tensors(own, model)
     if is_main_process():
         own.save_pretrained(folder, state_dict=tensors)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from nxd_engine import NxDModel
-from nxd_state import all_gather_object, get_group
+from nxd_engine.hugging_face import whole_state_dict
+from nxd_state import all_gather_object, all_ranks, get_group, is_peft_model
 from torch import Tensor
 
 _CHECKED_CALLS = 2  # later ones follow from the same seeds
@@ -50,21 +51,46 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(described + values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def save_pretrained_of(whole: Any) -> Any:
-    """Return a `save_pretrained` for a split model of transformers, which writes tensors that are whole already."""
+def save_pretrained_of(module: Any, model: NxDModel) -> Any:
+    """Return a `save_pretrained` for a split model of transformers or PEFT, which writes whole tensors.
+
+    It collects them if the caller passes `is_main_process`: such a call is documented as one that all ranks make.
+    """
+    own = module.save_pretrained
 
     def save_pretrained(
-        save_directory: Any, is_main_process: bool = True, state_dict: dict[str, Tensor] | None = None, **settings: Any
+        save_directory: Any,
+        is_main_process: bool | None = None,
+        state_dict: dict[str, Tensor] | None = None,
+        **settings: Any,
     ) -> None:
-        if state_dict is None:
+        if state_dict is None and is_main_process is None:
             raise ValueError(
-                f"this {type(whole).__name__} is split, so save_pretrained needs whole tensors: pass "
-                "state_dict=accelerator.get_state_dict(model), which all ranks call, or use Trainer.save_model"
+                f"this {type(module).__name__} is split, so all ranks must call save_pretrained: pass "
+                "is_main_process=accelerator.is_main_process, or state_dict=accelerator.get_state_dict(model), or use "
+                "Trainer.save_model"
             )
-        if not is_main_process or not state_dict:
+        if state_dict is None:
+            state_dict = whole_tensors(module, model)
+        if is_main_process is False or not state_dict:
+            return
+        if is_peft_model(module):
+            own(save_directory, state_dict=dict(state_dict), **settings)
             return
         with torch.device("meta"):
-            unsplit = type(whole)(whole.config).to(next(iter(state_dict.values())).dtype)
+            unsplit = type(module)(module.config).to(next(iter(state_dict.values())).dtype)
         unsplit.save_pretrained(save_directory, state_dict=dict(state_dict), **settings)
 
     return save_pretrained
+
+
+def whole_tensors(module: Any, model: NxDModel) -> dict[str, Tensor]:
+    """Return what `save_pretrained` writes: whole tensors, of PEFT models those of adapters. Called by all ranks.
+
+    Other ranks than the first one get an empty dict.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with all_ranks():
+        if is_peft_model(module):
+            return whole_state_dict(model, lambda name: "lora_" in name or name in trained)
+        return whole_state_dict(model)

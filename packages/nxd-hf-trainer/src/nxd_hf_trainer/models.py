@@ -54,7 +54,8 @@ class SplitModels:
             model = self._parallel_model(module)
         check_first_batches(model)
         if is_transformers_model(whole) and not self._is_whole():
-            _replace(whole, "save_pretrained", save_pretrained_of(whole))
+            for it in {whole, module}:  # PEFT's model writes its adapters
+                _replace(it, "save_pretrained", save_pretrained_of(it, model))
         if counts:  # those of the whole model, from which Trainer estimates its operations
             _replace(whole, "num_parameters", _counted(counts))
         self._of_module[module] = ref(model)
