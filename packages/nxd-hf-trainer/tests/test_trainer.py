@@ -201,3 +201,26 @@ def test_hook_at_a_layer_that_is_split_is_refused(model, tools):
 
     with pytest.raises(RankFailure, match=r"hooks at model.layers.1.mlp.up_proj; .*after Accelerator.prepare"):
         run_on_ranks(prepare, layout.ranks)
+
+
+def test_kernels_of_liger_are_refused_where_layers_are_split(tmp_path, tools):
+    tools.save_llama(tmp_path)
+
+    def prepare():
+        import types
+
+        from accelerate import Accelerator
+        from transformers import AutoModelForCausalLM
+
+        with tools.at(tools.layouts["TP 2"]):
+            model = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+            def lce_forward(self, **inputs): ...
+
+            # As the library's own functions do, which needs a GPU.
+            lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+            model.forward = types.MethodType(lce_forward, model)
+            Accelerator(cpu=True).prepare(model)
+
+    with pytest.raises(RankFailure, match=r"Liger's kernels replace forwards of this model.*use_liger_kernel=False"):
+        run_on_ranks(prepare, 2)

@@ -6,16 +6,20 @@ command line gives, as keyword arguments.
 """
 
 import argparse
+import math
+import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from nxd_cli.command import UserError, add_nproc, make_parser, parse, reports_user_errors, started_ranks
 
 GROUP = "nxd.run"
+_SIZES_OF_A_REPLICA = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     if options and "trainers" not in installed:
         flags = ", ".join(f"--{option.replace('_', '-')}" for option in options)
         raise UserError(f"{flags}: a layout needs nxd-hf-trainer, which is not installed; pip install nxd-hf-trainer")
+    _check_sizes(options, int(os.environ.get("WORLD_SIZE", "1")) if nproc is None else nproc)
     code = started_ranks(nproc, "run", arguments)
     if code is not None:
         return code
@@ -102,6 +107,19 @@ def main(arguments: Sequence[str]) -> int:
         installed["stand_in"].load()()
     _run(script, name, script_arguments)
     return 0
+
+
+def _check_sizes(options: Mapping[str, Any], ranks: int) -> None:
+    """Raise a UserError if the ranks cannot be divided into replicas of these sizes."""
+    sizes = {name: options[name] for name in _SIZES_OF_A_REPLICA if name in options}
+    given = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+    if any(size < 1 for size in sizes.values()):
+        raise UserError(f"{given}: sizes are 1 or more")
+    if ranks % (needed := math.prod(sizes.values())):
+        raise UserError(
+            f"{given}: {ranks} ranks cannot be divided into replicas of {needed}; start a multiple of {needed}, as "
+            f"with --nproc {needed}"
+        )
 
 
 def _run(script: Path, name: str, arguments: Sequence[str]) -> None:

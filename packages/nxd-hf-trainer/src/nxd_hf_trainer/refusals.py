@@ -1,5 +1,6 @@
 """What cannot be right at a layout, refused before the first step, with the nearest way that works."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +24,19 @@ def check_model(module: nn.Module, config: Mapping[str, Any]) -> None:
             f"{type(module).__name__} is no model of transformers, and has no plan by which its layers are split; use "
             "--zero-stage 3, which shards any model, or give its layers of nxd_layers to the engine yourself"
         )
+    if splits or config["pipeline_parallel_size"] > 1:
+        _check_kernels(module)
     if config["tensor_parallel_size"] > 1:
         _check_hooks(module)
+
+
+def _check_kernels(module: nn.Module) -> None:
+    """Refuse Liger's forwards, which read weights that are parts here, or on another rank."""
+    if any(inspect.unwrap(part.forward).__module__.startswith("liger_kernel") for part in module.modules()):
+        raise ValueError(
+            "Liger's kernels replace forwards of this model, and read the weights of layers that are split here; set "
+            "use_liger_kernel=False, or use --zero-stage 3"
+        )
 
 
 def _check_hooks(module: Any) -> None:
