@@ -11,6 +11,7 @@ from nxd_engine.hugging_face.sending import send_weights
 from nxd_engine.hugging_face.streaming import stream_weights
 from nxd_engine.nxd_model import NxDModel
 from nxd_engine.optimizer import NxDOptimizer, initialize_parallel_optimizer
+from nxd_engine.rollout_engines import WeightSource, update_sglang_from_disk, update_sglang_from_distributed
 
 __all__ = [
     "neuronx_distributed_config",
@@ -28,5 +29,8 @@ __all__ = [
     "finalize_checkpoint",
     "stream_weights",
     "send_weights",
+    "WeightSource",
+    "update_sglang_from_disk",
+    "update_sglang_from_distributed",
     "CheckpointError",
 ]
