@@ -278,3 +278,22 @@ def test_settings_of_an_optimizer_go_by_the_names_of_its_parameters(tmp_path):
     assert [float(group["lr"]) for group in swapped.param_groups] == pytest.approx([0.2, 0.1])
     with pytest.raises(CheckpointError, match="saved in groups with different settings"):
         load_checkpoint(tmp_path, model=model, optimizer=together)
+
+
+def layers(*, value, frozen):
+    """Two layers, the first of which may be frozen; all weights have the value."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for weight in model.parameters():
+        nn.init.constant_(weight, value)
+    return model if not frozen else nn.Sequential(model[0].requires_grad_(False), model[1])
+
+
+def test_checkpoint_without_frozen_weights_fills_those_that_train(tmp_path):
+    save_checkpoint(tmp_path, "a", layers(value=1.0, frozen=True), frozen_weights=False)
+    model = layers(value=0.0, frozen=True)
+
+    load_checkpoint(tmp_path, "a", model)
+
+    assert [float(weight.sum()) for weight in model.parameters()] == [0.0, 4.0]
+    with pytest.raises(CheckpointError, match=r"0\.weight"):
+        load_checkpoint(tmp_path, "a", layers(value=0.0, frozen=False))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nxd_testing import RankFailure, run_on_ranks
+from safetensors import safe_open
 
 LAYOUTS = ["TP 2", "TP 2 x DP 2 with ZeRO-1", "DP 2 with ZeRO-3", "PP 2", "PP 2 x TP 2"]
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]
@@ -94,9 +95,10 @@ def test_adapters_are_trained_and_saved_as_in_one_process(name, tmp_path, tools)
     )
 
 
-def test_adapters_resume_at_another_layout(tmp_path, tools):
+@pytest.mark.parametrize("other", ["DP 2 with ZeRO-3", "PP 2"])
+def test_adapters_resume_at_another_layout(other, tmp_path, tools):
     tools.save_llama(tmp_path / "model")
-    first, second = tools.layouts["TP 2"], tools.layouts["DP 2 with ZeRO-3"]
+    first, second = tools.layouts["TP 2"], tools.layouts[other]
     expected, _ = run_on_ranks(lambda: train(tools, tmp_path, first), first.ranks)
     trained = adapter(tmp_path / "final")
 
@@ -104,6 +106,10 @@ def test_adapters_resume_at_another_layout(tmp_path, tools):
 
     assert_same_run(logs, expected)
     torch.testing.assert_close(adapter(tmp_path / "final"), trained, rtol=1e-5, atol=1e-7)
+    files = (tmp_path / "out/checkpoint-2/nxd").rglob("*.safetensors")
+    stored = {name for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118 - not a dict
+    assert stored
+    assert all("lora_" in name for name in stored)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

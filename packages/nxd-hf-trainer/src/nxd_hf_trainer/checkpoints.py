@@ -123,7 +123,12 @@ def _save_optimizer_and_scheduler(own: Any) -> Any:
             own(trainer, output_dir)
             return
         with all_ranks():
-            save_checkpoint(_place(output_dir), model=model, optimizer=unwrapped_optimizer(trainer.optimizer))
+            save_checkpoint(
+                _place(output_dir),
+                model=model,
+                optimizer=unwrapped_optimizer(trainer.optimizer),
+                frozen_weights=not is_peft_model(trainer.model),  # which the script loads again
+            )
         if is_main_process():
             torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 

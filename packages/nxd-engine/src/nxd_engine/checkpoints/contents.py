@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from nxd_engine.adapters import saved_tensors
 from nxd_engine.checkpoints.model_description import ADAPTER_KEY, ModelDescription
 from nxd_engine.checkpoints.optimizer_state import optimizer_state, other_optimizer_state, weights_of_wider_masters
-from nxd_engine.checkpoints.state import CheckpointState, saved_here
+from nxd_engine.checkpoints.state import CheckpointState, frozen_weights_of, saved_here
 from nxd_engine.checkpoints.stored_values import (
     EXTRA_STATES,
     METRICS,
     OTHER_STATE,
     SCHEDULER,
     SETTINGS,
+    TRAINED_ONLY,
     USER_CONTENT,
     dict_state,
     extra_states,
@@ -42,6 +43,7 @@ class Contents:
         description: the model's description, for readers of the checkpoint that do not have one.
         run_tensors: further tensors of a run, such as this rank's random streams, under names of kind "run".
         narrow_weights: whether to keep weights whose wider master weights are also kept.
+        frozen_weights: whether to keep weights that do not train.
         step: optimizer steps taken.
         metrics: metrics by which retention chooses checkpoints.
     """
@@ -55,6 +57,7 @@ class Contents:
     description: ModelDescription | None = None
     run_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     narrow_weights: bool = True
+    frozen_weights: bool = True
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -90,6 +93,7 @@ def prepare_contents(contents: Contents) -> PreparedContents:
         SCHEDULER: None if contents.scheduler is None else contents.scheduler.state_dict(),
         USER_CONTENT: contents.user_content,
         METRICS: dict(contents.metrics) or None,
+        TRAINED_ONLY: None if contents.frozen_weights else True,
     }
     objects, extra = pack_values(values)
     if contents.description is not None:
@@ -141,6 +145,9 @@ def tensors_to_save(unwrapped: UnwrappedObjects, contents: Contents) -> Checkpoi
     if not contents.narrow_weights:
         narrow = _narrow_weights(unwrapped)
         state = {name: tensor for name, tensor in state.items() if name not in narrow}
+    if model is not None and not contents.frozen_weights:
+        frozen = frozen_weights_of(model)
+        state = {name: tensor for name, tensor in state.items() if name not in frozen}
     if model is not None:
         state = saved_tensors(unwrapped.lora, saved_here(model, state))
     return {**state, **contents.run_tensors}

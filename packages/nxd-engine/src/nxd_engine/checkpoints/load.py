@@ -23,12 +23,19 @@ from nxd_engine.checkpoints.find import Found, NothingSavedError, find_checkpoin
 from nxd_engine.checkpoints.legacy import load_legacy_checkpoint
 from nxd_engine.checkpoints.optimizer_state import allocate_optimizer_state, optimizer_state, settle_optimizer_state
 from nxd_engine.checkpoints.save import finalize_checkpoint
-from nxd_engine.checkpoints.state import CheckpointState, kind_of, parameters_in_checkpoint, weights_kept_as_masters
+from nxd_engine.checkpoints.state import (
+    CheckpointState,
+    frozen_weights_of,
+    kind_of,
+    parameters_in_checkpoint,
+    weights_kept_as_masters,
+)
 from nxd_engine.checkpoints.stored_values import (
     EXTRA_STATES,
     OTHER_STATE,
     SCHEDULER,
     SETTINGS,
+    TRAINED_ONLY,
     USER_CONTENT,
     Settings,
     apply_settings,
@@ -141,6 +148,9 @@ def load_checkpoint(
     into = on_every_rank(
         coordinator, doing, lambda: wanted_tensors(unwrapped.lora, objects, unwrapped.model_tensors(), where)
     )
+    if unwrapped.model is not None and holds_value(checkpoint, TRAINED_ONLY):
+        frozen = frozen_weights_of(unwrapped.model)
+        into = {name: tensor for name, tensor in into.items() if name not in frozen}
     as_masters = weights_kept_as_masters(checkpoint.tensors)
     if strict and unwrapped.model is not None:
         stored = [*checkpoint.tensors, *as_masters]

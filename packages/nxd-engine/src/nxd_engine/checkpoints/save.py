@@ -55,6 +55,7 @@ def save_checkpoint(
     use_zero1_dcp: bool = False,
     avoid_saving_lower_precision_weights: bool = False,
     *,
+    frozen_weights: bool = True,
     nxd_config: Any = None,
 ) -> None:
     """Save a checkpoint atomically: it is complete or absent. Called by all ranks.
@@ -82,6 +83,8 @@ def save_checkpoint(
         use_zero1_dcp: as in NeuronX Distributed; has no effect here.
         avoid_saving_lower_precision_weights: leave out weights whose float32 master weights are saved, as by ZeRO
             with `use_master_weights_in_ckpt`; loading rounds them again. A model with adapters is saved whole.
+        frozen_weights: whether to save weights that do not train. A checkpoint without them loads into a model that
+            has them already, such as one with adapters.
         nxd_config: accepted for scripts that pass it.
 
     Raises:
@@ -104,6 +107,7 @@ def save_checkpoint(
             "async_save": async_save,
             "zero1_optimizer": zero1_optimizer,
             "avoid_saving_lower_precision_weights": avoid_saving_lower_precision_weights,
+            "frozen_weights": frozen_weights,
         }
         described = None if model is None else describe_model(model, plain_model(model))
         contents = Contents(
@@ -114,6 +118,7 @@ def save_checkpoint(
             zero1_optimizer,
             description=with_companions(described) if described and is_first_rank else described,
             narrow_weights=not avoid_saving_lower_precision_weights,
+            frozen_weights=frozen_weights,
         )
         return _SaveCall(contents, arguments, _choose_target(path, tag) if is_first_rank else None)
 

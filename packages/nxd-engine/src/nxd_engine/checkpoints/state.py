@@ -124,6 +124,12 @@ def parameters_in_checkpoint(model: nn.Module) -> Iterator[tuple[str, nn.Paramet
     return ((first_names.get(name, name), parameter) for name, parameter in model.local_named_parameters())
 
 
+def frozen_weights_of(model: nn.Module) -> set[str]:
+    """Return the names in a checkpoint of this rank's parameters that do not train."""
+    frozen = ((name, it) for name, it in parameters_in_checkpoint(model) if not it.requires_grad)
+    return {logical for name, parameter in frozen for logical in logical_names_of(name, parameter)}
+
+
 def _persistent_buffers(model: nn.Module) -> CheckpointState:
     if isinstance(model, NxDPPModel):
         parameters = {name for name, _ in model.local_named_parameters()} | model.tied_names().keys()

@@ -25,6 +25,7 @@ from nxd_engine.rank_sync import is_first_replica
 # Names of a checkpoint's values, apart from the description of its model.
 SETTINGS = "optimizer_settings"
 SCHEDULER = "scheduler"
+TRAINED_ONLY = "trained_only"  # the checkpoint has no weights that did not train
 USER_CONTENT = "user_content"
 METRICS = "metrics"
 EXTRA_STATES = "extra_states"  # of modules
