@@ -189,6 +189,11 @@ MODELS = {
     "tied embeddings": ("LlamaForCausalLM", {"tie_word_embeddings": True}, {"labels": LABELS}),
     "logits with a cap": ("Gemma2ForCausalLM", {"final_logit_softcapping": 1.0}, {"labels": LABELS}),
     "classes of tokens": ("LlamaForTokenClassification", {"num_labels": 3}, {"labels": LABELS % 3}),
+    "pooled states": (
+        "BertForSequenceClassification",
+        {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        {"labels": torch.tensor([0, 1, 1])},
+    ),
     "answers": (
         "LlamaForQuestionAnswering",
         {},

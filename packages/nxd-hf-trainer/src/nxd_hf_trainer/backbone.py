@@ -41,6 +41,7 @@ class BackboneStages:
 
     Attributes:
         input_names: the inputs that the stages take.
+        has_pooler: whether the backbone also returns pooled hidden states, as BERT's does.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -51,6 +52,7 @@ class BackboneStages:
             *(it for it in taken if not it.startswith("output_") and it not in _OF_GENERATION),
             GRADIENTS,
         ]
+        self.has_pooler = getattr(whole.base_model, "pooler", None) is not None
         self._returns_routers = bool(getattr(whole.config, "output_router_logits", False))
         self._head: list[_HeadParameter] = []
         self._head_gradients: list[Tensor | None] = []
@@ -60,7 +62,7 @@ class BackboneStages:
     def cut(self, whole: Any) -> Iterator[None]:
         """Context in which stages that are cut from the model run its backbone, without the hooks of the model itself.
 
-        A stage returns `{"outputs": [hidden, *router_logits]}`; with the gradients of these, the sum of both's
+        A stage returns `{"outputs": [hidden, *pooled, *router_logits]}`; with the gradients of these, the sum of both's
         products as its loss, with that of the head's parameters and their gradients.
         """
         kind = type(whole)
@@ -113,7 +115,8 @@ class BackboneStages:
             if self._returns_routers:
                 inputs["output_router_logits"] = True
             output = stage.base_model(**inputs)
-            outputs = [output.last_hidden_state, *(getattr(output, "router_logits", None) or ())]
+            pooled = [output.pooler_output] if self.has_pooler else []
+            outputs = [output.last_hidden_state, *pooled, *(getattr(output, "router_logits", None) or ())]
             head = [getattr(stage.get_submodule(it.path), it.name) for it in self._head]
             if output_gradients is None:
                 self._update(head)

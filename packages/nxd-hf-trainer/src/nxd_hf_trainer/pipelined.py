@@ -10,7 +10,7 @@ the whole model (Chen et al. 2016).
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ class PipelinedForward:
         self._num_microbatches = num_microbatches
         self._own_forward = whole.forward  # the model's, or that of a script
         self._name = next(name for name, child in whole.named_children() if child is whole.base_model)
-        self._backbone = _Backbone(whole.base_model, self)
+        self._backbone = _Backbone(whole.base_model, self.run_backbone, has_pooler=stages.has_pooler)
         self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()  # first passes without gradients yet
         functools.update_wrapper(self, self._own_forward)  # whose signature Trainer and generation read
 
@@ -166,10 +166,11 @@ class PipelinedForward:
 class _Backbone(nn.Module):
     """Takes the place of a model's backbone while the model's forward runs: the stages answer its call."""
 
-    def __init__(self, own: nn.Module, forward: PipelinedForward) -> None:
+    def __init__(self, own: nn.Module, run: Callable[..., Sequence[Tensor]], *, has_pooler: bool) -> None:
         super().__init__()
         vars(self)["_own"] = own  # not one of its modules
-        vars(self)["_run"] = forward.run_backbone
+        vars(self)["_run"] = run
+        self._has_pooler = has_pooler
         self._names = list(inspect.signature(own.forward).parameters)
 
     def __getattr__(self, name: str) -> Any:
@@ -177,13 +178,16 @@ class _Backbone(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the backbone as its class does; what pipelines do not keep is None."""
-        hidden, *router_logits = self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
-        return _BackboneOutput(last_hidden_state=hidden, router_logits=tuple(router_logits) or None)
+        hidden, *others = self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
+        pooled = others.pop(0) if self._has_pooler else None
+        return _BackboneOutput(last_hidden_state=hidden, pooler_output=pooled, router_logits=tuple(others) or None)
 
 
 @dataclass
 class _BackboneOutput(MoeModelOutputWithPast):
     """The output of any model's backbone: further fields, such as a vision model's, are None."""
+
+    pooler_output: Tensor | None = None
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
