@@ -11,6 +11,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,45 @@ class _HeadParameter(NamedTuple):
     copy: nn.Parameter
 
 
+class OutputForm(NamedTuple):
+    """What the backbone's output is without its tensors: the class, and how many tensors each field has.
+
+    None means that the field is a tensor, not a tuple of tensors.
+    """
+
+    kind: type
+    fields: dict[str, int | None]
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """Return an output with these tensors, in the order of the fields."""
+        rest = iter(tensors)
+        return self.kind(
+            **{name: next(rest) if count is None else tuple(islice(rest, count)) for name, count in self.fields.items()}
+        )
+
+
+def _taken_apart(output: Any) -> tuple[OutputForm, list[Tensor]]:
+    """Return the form of a backbone's output and its tensors; other fields, such as a cache, are left out.
+
+    Raises:
+        ValueError: a tensor has no rows, so that those of microbatches cannot be put together.
+    """
+    fields: dict[str, int | None] = {}
+    tensors: list[Tensor] = []
+    for name, value in output.items():
+        parts = [value] if isinstance(value, Tensor) else value
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(it, Tensor) for it in parts):
+            continue
+        if any(not it.dim() for it in parts):
+            raise ValueError(
+                f"the backbone returns {name}, one number for a batch, which is not that of its microbatches; use one "
+                "pipeline stage"
+            )
+        fields[name] = None if isinstance(value, Tensor) else len(parts)
+        tensors += parts
+    return OutputForm(type(output), fields), tensors
+
+
 class BackboneStages:
     """Makes the stages of a model those of its backbone, and keeps the head's copies equal to the last stage's.
 
@@ -41,7 +81,6 @@ class BackboneStages:
 
     Attributes:
         input_names: the inputs that the stages take.
-        has_pooler: whether the backbone also returns pooled hidden states, as BERT's does.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -52,7 +91,6 @@ class BackboneStages:
             *(it for it in taken if not it.startswith("output_") and it not in _OF_GENERATION),
             GRADIENTS,
         ]
-        self.has_pooler = getattr(whole.base_model, "pooler", None) is not None
         self._returns_routers = bool(getattr(whole.config, "output_router_logits", False))
         self._head: list[_HeadParameter] = []
         self._head_gradients: list[Tensor | None] = []
@@ -62,8 +100,8 @@ class BackboneStages:
     def cut(self, whole: Any) -> Iterator[None]:
         """Context in which stages that are cut from the model run its backbone, without the hooks of the model itself.
 
-        A stage returns `{"outputs": [hidden, *pooled, *router_logits]}`; with the gradients of these, the sum of both's
-        products as its loss, with that of the head's parameters and their gradients.
+        The last stage returns the tensors of the backbone's output, and its form; or, with the gradients of these
+        tensors, the sum of both's products as its loss, with that of the head's parameters and their gradients.
         """
         kind = type(whole)
         kept = {name: vars(whole)[name] for name in (*_HOOKS, "forward") if name in vars(whole)}
@@ -115,12 +153,11 @@ class BackboneStages:
             if self._returns_routers:
                 inputs["output_router_logits"] = True
             output = stage.base_model(**inputs)
-            pooled = [output.pooler_output] if self.has_pooler else []
-            outputs = [output.last_hidden_state, *pooled, *(getattr(output, "router_logits", None) or ())]
+            form, outputs = _taken_apart(output)
             head = [getattr(stage.get_submodule(it.path), it.name) for it in self._head]
             if output_gradients is None:
                 self._update(head)
-                return {"outputs": outputs}
+                return {"form": form, "outputs": outputs}
             pairs = zip((*outputs, *head), (*output_gradients, *self._head_gradients), strict=True)
             return {"loss": torch.stack([(it * its).sum() for it, its in pairs if its is not None]).sum()}
 

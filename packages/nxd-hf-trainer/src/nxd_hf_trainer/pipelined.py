@@ -10,8 +10,7 @@ the whole model (Chen et al. 2016).
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,8 @@ from nxd_pipeline import Microbatches
 from nxd_state import all_gather_object, broadcast, get_device, get_group, get_rng_state, set_rng_state
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from nxd_hf_trainer.backbone import GRADIENTS, BackboneStages
+from nxd_hf_trainer.backbone import GRADIENTS, BackboneStages, OutputForm
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # the model's forward hands on what it does not know
 _NOT_PASSED_ON = (*_OF_THE_LOSS, "use_cache", "cache_position", "return_dict", "output_router_logits")
@@ -56,7 +54,7 @@ class PipelinedForward:
         self._num_microbatches = num_microbatches
         self._own_forward = whole.forward  # the model's, or that of a script
         self._name = next(name for name, child in whole.named_children() if child is whole.base_model)
-        self._backbone = _Backbone(whole.base_model, self.run_backbone, has_pooler=stages.has_pooler)
+        self._backbone = _Backbone(whole.base_model, self)
         self._waiting: WeakIdKeyDictionary = WeakIdKeyDictionary()  # first passes without gradients yet
         functools.update_wrapper(self, self._own_forward)  # whose signature Trainer and generation read
 
@@ -75,8 +73,8 @@ class PipelinedForward:
         finally:
             parts[self._name] = own
 
-    def run_backbone(self, inputs: Mapping[str, Any]) -> Sequence[Tensor]:
-        """Return the outputs of the backbone on every rank: hidden states, and logits of routers if the config asks.
+    def run_backbone(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the output of the backbone on every rank, as its class makes it.
 
         Raises:
             ValueError: an input is not one of the stages'.
@@ -86,14 +84,14 @@ class PipelinedForward:
         random_state, autocast = get_rng_state(), _current_autocast()
         rows = next(it.shape[0] for name in ("input_ids", "inputs_embeds") if (it := inputs.get(name)) is not None)
         with torch.no_grad():
-            outputs = self._shared(self._model.run_eval(**self._complete(inputs, rows), **{GRADIENTS: None}))
+            form, outputs = self._shared(self._model.run_eval(**self._complete(inputs, rows), **{GRADIENTS: None}))
         padded = rows + -rows % self._num_microbatches
         outputs = [it[: it.shape[0] * rows // padded] for it in outputs]
         if not torch.is_grad_enabled():
-            return outputs
-        outputs = [it.requires_grad_() for it in outputs]
+            return form.filled(outputs)
+        outputs = [it.requires_grad_(it.is_floating_point()) for it in outputs]
         self._waiting[outputs[0]] = _FirstPass(inputs, rows, random_state, autocast, outputs)
-        return [it.clone() for it in outputs]  # which the script may change
+        return form.filled(it.clone() for it in outputs)  # which the script may change
 
     def finish_backward(self) -> None:
         """Train the stages by the gradients that a backward of the script has given to the outputs."""
@@ -147,51 +145,38 @@ class PipelinedForward:
             parts.append(torch.cat([weighed, weighed.new_zeros(more, *it.shape[1:])]).chunk(count))
         return Microbatches(list(its) for its in zip(*parts, strict=True))
 
-    def _shared(self, outputs: Any) -> list[Tensor]:
-        """Return the outputs of all microbatches, which the last rank of the pipeline has, and update the head."""
+    def _shared(self, outputs: Any) -> tuple[OutputForm, list[Tensor]]:
+        """Return the output of all microbatches, which the last rank of the pipeline has, and update the head."""
         pipeline = get_group("pp")
-        own = (
-            [] if outputs is None else [torch.cat(its) for its in zip(*(it["outputs"] for it in outputs), strict=True)]
-        )
-        described = ([(tuple(it.shape), it.dtype) for it in own], self._stages.head_is_changed())
-        shapes, head_is_changed = all_gather_object(described, pipeline)[-1]
+        form, own = None, []
+        if outputs is not None:
+            form = outputs[0]["form"]
+            own = [torch.cat(its) for its in zip(*(it["outputs"] for it in outputs), strict=True)]
+        described = (form, [(tuple(it.shape), it.dtype) for it in own], self._stages.head_is_changed())
+        form, shapes, head_is_changed = all_gather_object(described, pipeline)[-1]
         if head_is_changed:
             self._stages.share_head()
         if not own:
             device = next(self._model.parameters()).device
             own = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        return [broadcast(it.contiguous(), pipeline, source=pipeline.size - 1) for it in own]
+        return form, [broadcast(it.contiguous(), pipeline, source=pipeline.size - 1) for it in own]
 
 
 class _Backbone(nn.Module):
     """Takes the place of a model's backbone while the model's forward runs: the stages answer its call."""
 
-    def __init__(self, own: nn.Module, run: Callable[..., Sequence[Tensor]], *, has_pooler: bool) -> None:
+    def __init__(self, own: nn.Module, forward: PipelinedForward) -> None:
         super().__init__()
         vars(self)["_own"] = own  # not one of its modules
-        vars(self)["_run"] = run
-        self._has_pooler = has_pooler
+        vars(self)["_run"] = forward.run_backbone
         self._names = list(inspect.signature(own.forward).parameters)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_own"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the backbone as its class does; what pipelines do not keep is None."""
-        hidden, *others = self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
-        pooled = others.pop(0) if self._has_pooler else None
-        return _BackboneOutput(last_hidden_state=hidden, pooler_output=pooled, router_logits=tuple(others) or None)
-
-
-@dataclass
-class _BackboneOutput(MoeModelOutputWithPast):
-    """The output of any model's backbone: further fields, such as a vision model's, are None."""
-
-    pooler_output: Tensor | None = None
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        """Return the output of the backbone."""
+        return self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
 
 
 def _current_autocast() -> torch.autocast:
