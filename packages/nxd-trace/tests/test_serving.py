@@ -118,6 +118,19 @@ def test_a_stream_sends_pieces_and_then_done(client):
     assert [choice["finish_reason"] is None for choice in choices] == [True] * (len(choices) - 1) + [False]
 
 
+def test_token_ids_are_returned_with_the_one_that_ends_the_text(client):
+    tokens = tiny_decoder.plain_greedy(LETTERS.encode("hello"), 12)
+    assert 31 in tokens  # the end of a text
+    tokens = tokens[: tokens.index(31) + 1]
+
+    asked = {"prompt": "hello", "return_token_ids": True}
+    (choice,) = complete(client, **asked).json()["choices"]
+    events = complete(client, **asked, stream=True).text.split("\n\n")
+
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+    assert choice["token_ids"] == [token for it in choices for token in it["token_ids"]] == tokens
+
+
 def test_a_completion_ends_before_its_stop_string(client):
     stop = TEXT[3:5]
 

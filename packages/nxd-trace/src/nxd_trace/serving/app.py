@@ -274,7 +274,7 @@ def _events(stream: CompletionStream) -> Response:
                     started.add(chunk.index)
                     if first is not None:
                         yield _event(first | no_usage)
-                    if chunk.text or chunk.logprobs or chunk.finish_reason:
+                    if chunk.text or chunk.logprobs or chunk.finish_reason or stream.request.has_token_ids:
                         yield _event(formatter.event(chunk) | no_usage)
                 if stream.request.include_usage:
                     yield _event(formatter.usage_event(stream.usage()))

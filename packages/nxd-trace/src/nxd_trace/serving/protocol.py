@@ -15,7 +15,7 @@ from nxd_trace.serving.prompts import ServedModel, decode_prompt, is_token_id, r
 _SUPPORTED = {
     "model", "n", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens",
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "logprobs", "seed", "cache_salt",
+    "logit_bias", "logprobs", "seed", "cache_salt", "return_token_ids",
 }  # fmt: skip
 _SUPPORTED_IN_COMPLETIONS = _SUPPORTED | {"prompt", "best_of", "echo"}
 _SUPPORTED_IN_CHAT = _SUPPORTED | {
@@ -69,6 +69,7 @@ class CompletionRequest:
         n: number of texts to return per prompt.
         best_of: number of texts to generate per prompt; the most likely ones are returned.
         has_logprobs: whether log-probabilities are returned.
+        has_token_ids: whether token ids are returned.
         scores_only: whether the prompt is only scored, and the generated token is dropped.
         stream: whether to send chunks as they are generated.
         include_usage: whether a stream ends with the token counts.
@@ -84,6 +85,7 @@ class CompletionRequest:
     n: int
     best_of: int
     has_logprobs: bool
+    has_token_ids: bool
     scores_only: bool
     stream: bool
     include_usage: bool
@@ -184,6 +186,7 @@ def _request(
         n=n,
         best_of=best_of,
         has_logprobs=num_logprobs is not None,
+        has_token_ids=flag(body, "return_token_ids"),
         scores_only=scores_only,
         stream=stream,
         include_usage=include_usage(body.get("stream_options"), stream=stream),

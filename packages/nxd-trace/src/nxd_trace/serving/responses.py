@@ -20,6 +20,7 @@ class CompletionOutput:
         finish_reason: None if more chunks follow.
         logprobs: log-probabilities of its tokens, if requested.
         offset: number of characters before this chunk.
+        token_ids: its generated tokens, with the one that ends the text.
     """
 
     index: int
@@ -27,6 +28,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     offset: int = 0
+    token_ids: list[int] = field(default_factory=list)
 
 
 class CompletionFormatter:
@@ -37,15 +39,25 @@ class CompletionFormatter:
         decode: function from token ids to text, for log-probabilities.
         token_bytes: function that returns a token's bytes; one character may take several tokens.
         has_logprobs: whether log-probabilities are returned.
+        has_token_ids: whether token ids are returned.
     """
 
     _object = _event_object = "text_completion"
 
-    def __init__(self, common: dict[str, Any], decode: Decode, token_bytes: TokenBytes, *, has_logprobs: bool) -> None:
+    def __init__(
+        self,
+        common: dict[str, Any],
+        decode: Decode,
+        token_bytes: TokenBytes,
+        *,
+        has_logprobs: bool,
+        has_token_ids: bool = False,
+    ) -> None:
         self._common = common
         self._decode = decode
         self._token_bytes = token_bytes
         self._has_logprobs = has_logprobs
+        self._has_token_ids = has_token_ids
 
     def response(self, outputs: Sequence[CompletionOutput], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the response with whole texts."""
@@ -70,7 +82,8 @@ class CompletionFormatter:
 
     def _choice(self, output: CompletionOutput, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = self._logprobs(output) if self._has_logprobs else None
-        return {"index": output.index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        choice = {"index": output.index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        return choice | ({"token_ids": output.token_ids} if self._has_token_ids else {})
 
     def _message(self, output: CompletionOutput) -> dict[str, Any]:
         return {"text": output.text}

@@ -169,7 +169,13 @@ class CompletionStream:
             "created": int(time.time()),
             "model": service.model,
         }
-        self.formatter = make_formatter(self._common, decode, service.token_bytes, has_logprobs=request.has_logprobs)
+        self.formatter = make_formatter(
+            self._common,
+            decode,
+            service.token_bytes,
+            has_logprobs=request.has_logprobs,
+            has_token_ids=request.has_token_ids,
+        )
         service.scheduler.submit(self._prompts)
         service.metrics.count_tokens(prompt=self._num_prompt_tokens)
 
@@ -203,6 +209,7 @@ class CompletionStream:
                 output = outputs[chunk.index]
                 output.text += chunk.text
                 output.logprobs += chunk.logprobs
+                output.token_ids += chunk.token_ids
                 output.finish_reason = chunk.finish_reason
         return self.formatter.response(self._best(outputs), self.usage())
 
@@ -266,6 +273,7 @@ class _OutputBuilder:
         if self._scores_only:
             reason = "length"
         else:
+            chunk.token_ids.append(event.token)
             if event.token not in self._end_tokens:
                 chunk.text += self._detokenizer.push(event.token)
                 chunk.logprobs += [] if event.logprobs is None else [event.logprobs]
